@@ -1,0 +1,239 @@
+"""`TrainingGraph`: forward and backward of one rank as one fx graph whose inputs have roles.
+
+The graph is in execution order, forward nodes first. Every node carries in `meta`:
+
+- `val`: the fake tensor (or tuple of them) that it yields: shape, dtype, strides, device;
+- `phase`: "forward" or "backward";
+- `block`: the repeated block of the model that it came from ("" outside of any);
+- `source`: the user's line it came from, as `file:line  text` ("" if unknown);
+- `seq_nr`: autograd's number shared by a forward operator and its backward.
+
+A graph is a value: passes copy it (`TrainingGraph.copy`) and return a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+from autopar._torch import OpOverload, format_argument
+from autopar.placement import Placement
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Input: the parameter `name`, as it lies between steps."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Input: the buffer `name`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Input:
+    """Input: the `index`-th tensor among the flattened arguments of the call."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Tangent:
+    """Input: the gradient of the loss by the `index`-th flattened output."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class RowWeight:
+    """Input: float64 scalar, rows of this rank over rows of the global batch."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Input: float64 vector that the ranks add up to find out whether they agree."""
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """Input: this rank's not yet reduced gradient of parameter `name` from earlier steps."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """Output: the `index`-th flattened output of the model."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Output: the gradient of an input or parameter."""
+
+    of: Parameter | Input
+
+
+@dataclass(frozen=True)
+class Update:
+    """Output: the new value of a buffer or of an input that the model changes in place."""
+
+    of: Buffer | Input
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Output: the sum over ranks of `Evidence`."""
+
+
+InputRole = Parameter | Buffer | Input | Tangent | RowWeight | Evidence | Accumulated
+OutputRole = Output | Gradient | Update | Verdict
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What is known of a parameter: its whole shape, and the block that it belongs to."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    block: str
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole parameter, in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """Forward and backward of one rank.
+
+    Attributes:
+        graph: the fx graph; placeholders in the order of `inputs`, outputs in that of `outputs`.
+        inputs: the role of every placeholder.
+        outputs: the role of every output; an output may be None (no gradient).
+        parameters: every parameter of the model by name, tied ones once.
+        axes: size of every mesh axis of more than one rank that the graph communicates over.
+        layouts: where it is not Replicate, how a parameter lies between steps.
+        history: one line for every pass applied: what made this graph.
+        notes: what passes declined to do, and limits the user should know of.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[InputRole, ...]
+    outputs: tuple[OutputRole, ...]
+    parameters: Mapping[str, ParameterInfo]
+    axes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    layouts: Mapping[str, Placement] = field(default_factory=lambda: MappingProxyType({}))
+    history: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def copy(self) -> TrainingGraph:
+        """The same graph, nodes and all, free to be changed."""
+        graph = fx.Graph()
+        output = graph.output(graph.graph_copy(self.graph, {}))
+        output.meta = dict(self.output_node.meta)
+        return replace(self, graph=graph)
+
+    @property
+    def output_node(self) -> fx.Node:
+        """The node that returns."""
+        return next(iter(reversed(self.graph.nodes)))
+
+    @property
+    def results(self) -> tuple[fx.Node | None, ...]:
+        """The returned node of each role in `outputs`."""
+        return tuple(self.output_node.args[0])  # type: ignore[arg-type]
+
+    @property
+    def placeholders(self) -> tuple[fx.Node, ...]:
+        """The placeholder of each role in `inputs`."""
+        return tuple(self.graph.find_nodes(op="placeholder"))
+
+    def placeholder(self, role: InputRole) -> fx.Node | None:
+        """The placeholder with this role."""
+        return dict(zip(self.inputs, self.placeholders, strict=True)).get(role)
+
+    def result(self, role: OutputRole) -> fx.Node | None:
+        """The returned node with this role."""
+        return dict(zip(self.outputs, self.results, strict=True)).get(role)
+
+    def calls(self) -> Iterator[fx.Node]:
+        """The operators, in execution order."""
+        return (node for node in self.graph.nodes if node.op == "call_function")
+
+    @property
+    def backward_start(self) -> fx.Node:
+        """The first operator of the backward, or the output node if there is none."""
+        for node in self.calls():
+            if node.meta["phase"] == "backward":
+                return node
+        return self.output_node
+
+    def with_results(
+        self, results: Mapping[OutputRole, fx.Node | None], **changes: object
+    ) -> TrainingGraph:
+        """This graph returning other nodes for some roles, and new roles after the old ones."""
+        table = dict(zip(self.outputs, self.results, strict=True)) | dict(results)
+        self.output_node.args = (list(table.values()),)
+        return replace(self, outputs=tuple(table), **changes)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The fake tensors that a node yields, none if it yields no tensor."""
+    val = node.meta.get("val")
+    vals = val if isinstance(val, (tuple, list)) else (val,)
+    return tuple(v for v in vals if isinstance(v, torch.Tensor))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements of a tensor, not of the storage behind it."""
+    return tensor.numel() * tensor.element_size()
+
+
+def render(graph: TrainingGraph) -> str:
+    """The program of one rank as text: provenance, then one line a node."""
+    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    lines = [f"# {line}" for line in graph.history]
+    lines += [f"# note: {line}" for line in graph.notes]
+    phase = ""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.meta.get("phase") != phase:
+            phase = node.meta["phase"]
+            lines.append(f"{phase}:")
+        lines.append("  " + render_node(node, roles.get(node)))
+    for role, node in zip(graph.outputs, graph.results, strict=True):
+        if node is not None:
+            lines.append(f"  -> {role} = {node}")
+    return "\n".join(lines)
+
+
+def render_node(node: fx.Node, role: InputRole | None = None) -> str:
+    """One line for a node: name, type, what it computes, and the user's line."""
+    types = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors(node))
+    if node.op == "placeholder":
+        return f"{node.name}: {types} = input {role}"
+    if node.op == "output":
+        return "return"
+    arguments = ", ".join(
+        [format_argument(a) for a in node.args]
+        + [f"{k}={format_argument(v)}" for k, v in node.kwargs.items()]
+    )
+    source = node.meta.get("source", "")
+    target = getattr(node.target, "__name__", str(node.target))
+    name = str(node.target) if isinstance(node.target, OpOverload) else target
+    return f"{node.name}: {types} = {name}({arguments})" + (f"  # {source}" if source else "")

@@ -1,0 +1,76 @@
+"""Placements: how one tensor lies over the ranks of one mesh axis.
+
+A placement is a type. Along an axis of n ranks a tensor is `Replicate` (every rank holds the
+whole), `Shard(dim)` (rank r holds the r-th chunk of `dim`), `Partial(op)` (the true value is
+the reduction over ranks) or `Varying` (each rank holds a value of its own: rows of the batch
+and all that is computed from them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank holds the whole value."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank r holds the r-th of n chunks of `dim`.
+
+    Attributes:
+        dim: the dimension that is cut.
+        interleave: cut `dim` into this many equal pieces first and shard each of them (the
+            layout of a fused QKV weight sharded by heads has interleave 3).
+    """
+
+    dim: int
+    interleave: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.interleave == 1 else f"S({self.dim}, x{self.interleave})"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The true value is the reduction `op` ("sum" or "max") over the ranks."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+@dataclass(frozen=True)
+class Varying:
+    """Each rank holds its own value: rows of the batch, or something computed from them."""
+
+    def __str__(self) -> str:
+        return "V"
+
+
+Placement = Replicate | Shard | Partial | Varying
+
+
+def chunk_rows(rows: int, parts: int) -> tuple[int, ...]:
+    """Sizes of the `parts` chunks of a dimension of `rows`, as torch.chunk and DTensor cut it.
+
+    >>> chunk_rows(10, 4)
+    (3, 3, 3, 1)
+    """
+    step = -(-rows // parts)
+    return tuple(max(0, min(step, rows - step * part)) for part in range(parts))
+
+
+def even_rows(rows: int, parts: int) -> tuple[int, ...]:
+    """Sizes of the `parts` pieces of a batch of `rows`, as even as they can be.
+
+    >>> even_rows(10, 4)
+    (3, 3, 2, 2)
+    """
+    return tuple(rows // parts + (part < rows % parts) for part in range(parts))
