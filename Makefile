@@ -1,0 +1,51 @@
+# autopar: `make` lists what can be made.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help train test bench clean
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+NPROC ?= 2
+STEPS ?=
+STRATEGY ?=
+ARGS ?= $(if $(STEPS),--steps $(STEPS)) $(if $(STRATEGY),--strategy $(STRATEGY))
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+INSTALLED_TEST := $(VENV)/.installed-test
+
+help: ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
+	@echo '  variables: NPROC=2 STEPS=... STRATEGY=auto|ddp|zero1|zero2|zero3 TORCH=torch==2.13.0'
+
+train: $(INSTALLED) ## Train the example GPT on NPROC processes of this machine
+	$(BIN)/autopar run examples/train_gpt.py --nproc $(NPROC) -- $(strip $(ARGS))
+
+test: $(INSTALLED_TEST) ## Check style and types, run the test suite
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+bench: $(INSTALLED) ## Compare with torch's own DDP, fully_shard and others
+	$(BIN)/python -m benchmarks.peers $(strip $(ARGS))
+
+clean: ## Remove .venv, build outputs and caches
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first, by its exact version, so that resolving autopar finds it there.
+# Debian's python3 may come without ensurepip: then pip installs itself into the venv.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV) || { \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(BIN)/python -m pip install '$(TORCH)'
+	$(BIN)/python -m pip install -e .
+	@touch $@
+
+$(INSTALLED_TEST): $(INSTALLED)
+	$(BIN)/python -m pip install -e '.[test]'
+	@touch $@
