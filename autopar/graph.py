@@ -5,7 +5,7 @@ The graph is in execution order, forward nodes first. Every node carries in `met
 - `val`: the fake tensor (or tuple of them) that it yields: shape, dtype, strides, device;
 - `phase`: "forward" or "backward";
 - `block`: the repeated block of the model that it came from ("" outside of any);
-- `source`: the user's line it came from, as `file:line  text` ("" if unknown);
+- `source`: the user's (file, line) that it came from, None if unknown;
 - `seq_nr`: autograd's number shared by a forward operator and its backward.
 
 A graph is a value: passes copy it (`TrainingGraph.copy`) and return a new one.
@@ -13,6 +13,7 @@ A graph is a value: passes copy it (`TrainingGraph.copy`) and return a new one.
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -126,6 +127,7 @@ class TrainingGraph:
         parameters: every parameter of the model by name, tied ones once.
         axes: size of every mesh axis of more than one rank that the graph communicates over.
         layouts: where it is not Replicate, how a parameter lies between steps.
+        constants: tensors that the model made in its code, by the name of their get_attr.
         history: one line for every pass applied: what made this graph.
         notes: what passes declined to do, and limits the user should know of.
     """
@@ -136,6 +138,7 @@ class TrainingGraph:
     parameters: Mapping[str, ParameterInfo]
     axes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     layouts: Mapping[str, Placement] = field(default_factory=lambda: MappingProxyType({}))
+    constants: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
     history: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -222,6 +225,14 @@ def render(graph: TrainingGraph) -> str:
     return "\n".join(lines)
 
 
+def user_line(node: fx.Node) -> str:
+    """The user's line that a node came from, as `file:line: text`, "" if unknown."""
+    if not (source := node.meta.get("source")):
+        return ""
+    file, number = source
+    return f"{file.rpartition('/')[2]}:{number}: {linecache.getline(file, number).strip()}"
+
+
 def render_node(node: fx.Node, role: InputRole | None = None) -> str:
     """One line for a node: name, type, what it computes, and the user's line."""
     types = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors(node))
@@ -233,7 +244,7 @@ def render_node(node: fx.Node, role: InputRole | None = None) -> str:
         [format_argument(a) for a in node.args]
         + [f"{k}={format_argument(v)}" for k, v in node.kwargs.items()]
     )
-    source = node.meta.get("source", "")
+    source = user_line(node)
     target = getattr(node.target, "__name__", str(node.target))
     name = str(node.target) if isinstance(node.target, OpOverload) else target
     return f"{node.name}: {types} = {name}({arguments})" + (f"  # {source}" if source else "")

@@ -1,0 +1,404 @@
+"""Capture: one call of a model becomes one joint forward and backward graph with roles.
+
+The model is run once on fake tensors under AOTAutograd, without Dynamo: what torch.export does
+by default. Data-dependent Python stops the capture with the user's line in the error; Python
+side effects happen once, at capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autopar import _torch
+from autopar.errors import CaptureError
+from autopar.graph import (
+    Buffer,
+    Gradient,
+    Input,
+    InputRole,
+    Output,
+    OutputRole,
+    Parameter,
+    ParameterInfo,
+    Tangent,
+    TrainingGraph,
+    Update,
+)
+
+TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype, device and differentiability of a tensor, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        """The spec of a tensor (the whole one, for a DTensor)."""
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def fake(self) -> torch.Tensor:
+        """A new tensor of this spec; inside a fake mode it holds no memory."""
+        return torch.empty(
+            self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model: its flattened arguments, tensors as specs, the rest as they are.
+
+    Attributes:
+        leaves: flattened arguments; tensors are replaced by `TensorSpec`.
+        structure: how (args, kwargs) unflatten.
+        has_rows: for each leaf, whether dim 0 runs over the rows of the batch.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: Any
+    has_rows: tuple[bool, ...]
+
+    def with_rows(self, rows: int) -> Call:
+        """The same call with another number of rows."""
+        leaves = tuple(
+            replace(leaf, shape=(rows, *leaf.shape[1:])) if split else leaf
+            for leaf, split in zip(self.leaves, self.has_rows, strict=True)
+        )
+        return replace(self, leaves=leaves)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured call.
+
+    Attributes:
+        graph: the joint graph, or the forward alone when nothing is differentiated.
+        leaves: flattened outputs; None in the place of tensors, other values as they are.
+        tensor_leaves: which outputs are tensors.
+        structure: how the outputs unflatten.
+    """
+
+    graph: TrainingGraph
+    leaves: tuple[Any, ...]
+    tensor_leaves: tuple[bool, ...]
+    structure: Any
+
+
+def capture(
+    model: nn.Module,
+    call: Call,
+    parameters: Mapping[str, ParameterInfo],
+    *,
+    device: torch.device,
+    differentiate: bool = True,
+    all_tangents: bool = False,
+    loss_fn: Callable[..., Any] | None = None,
+) -> Capture:
+    """Captures one call of `model`.
+
+    Args:
+        model: the model; its parameters and buffers are replaced by fakes while it is traced.
+        call: the arguments of the call, at this rank's rows.
+        parameters: every parameter, by name, at its whole shape.
+        device: where the parameters live.
+        differentiate: whether to capture a backward.
+        all_tangents: let gradients enter by every floating-point output. Otherwise, when there
+            are scalar outputs (losses), only by these.
+        loss_fn: called as `loss_fn(model(*args[:-1]), args[-1])` in place of the model.
+
+    Raises:
+        CaptureError: the model depends on values in Python, or cannot be traced.
+    """
+    with _torch.FakeTensorMode() as mode:
+        program = _Program(model, call, parameters, device, all_tangents, loss_fn)
+        inputs = [leaf.fake() for leaf in call.leaves if isinstance(leaf, TensorSpec)]
+        if not differentiate:
+            program.requires_grad_(False)
+            inputs = [tensor.detach() for tensor in inputs]
+    random_state = random.getstate()
+    with _explained(model), contextlib.ExitStack() as stack, fx_traceback.preserve_node_meta():
+        stack.enter_context(torch.set_grad_enabled(differentiate))
+        stack.enter_context(_without_autocast_cache())
+        joint = _torch.aot_export_joint_with_descriptors(stack, program, tuple(inputs))
+    if random.getstate() != random_state:
+        random.setstate(random_state)
+        raise CaptureError(
+            f"{type(model).__name__} draws numbers from Python's `random` while it runs; a graph "
+            "would repeat the first draw for ever. Draw with torch instead."
+        )
+    graph = _to_training_graph(joint.graph_module, program, parameters)
+    del mode
+    return Capture(graph, program.leaves, program.tensor_leaves, program.structure)
+
+
+class _Program(nn.Module):
+    """The call as a function of tensors: parameters, buffers and tensor arguments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        parameters: Mapping[str, ParameterInfo],
+        device: torch.device,
+        all_tangents: bool,
+        loss_fn: Callable[..., Any] | None,
+    ) -> None:
+        super().__init__()
+        self.model = (model,)  # in a tuple, so that its own parameters are not this module's
+        self.call, self.loss_fn, self.all_tangents = call, loss_fn, all_tangents
+        self.names = tuple(parameters)
+        self.values = nn.ParameterList(
+            nn.Parameter(
+                TensorSpec(p.shape, p.dtype, device).fake(), requires_grad=p.requires_grad
+            )
+            for p in parameters.values()
+        )
+        self.buffer_names = tuple(name for name, _ in model.named_buffers())
+        for index, (_, buffer) in enumerate(model.named_buffers()):
+            fake = TensorSpec(tuple(buffer.shape), buffer.dtype, device).fake()
+            self.register_buffer(f"b{index}", fake)
+        self.positions = [i for i, x in enumerate(call.leaves) if isinstance(x, TensorSpec)]
+        self.leaves: tuple[Any, ...] = ()
+        self.tensor_leaves: tuple[bool, ...] = ()
+        self.structure: Any = None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = list(self.call.leaves)
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.call.structure)
+        state = dict(zip(self.names, self.values, strict=True))
+        state |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
+        model = self.model[0]
+        with _Annotate(model) as annotate:
+            target = None
+            if self.loss_fn is not None:
+                *args, target = args
+            result = torch.func.functional_call(model, state, tuple(args), kwargs)
+            if self.loss_fn is not None:
+                annotate.module = ""
+                result = self.loss_fn(result, target)
+        return self._tensors_of(result)
+
+    def _tensors_of(self, result: Any) -> tuple[torch.Tensor, ...]:
+        leaves, self.structure = pytree.tree_flatten(result)
+        self.tensor_leaves = tuple(isinstance(x, torch.Tensor) for x in leaves)
+        self.leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
+        outputs = [x for x in leaves if isinstance(x, torch.Tensor)]
+        losses = [x for x in outputs if x.requires_grad and x.dim() == 0]
+        if losses and not self.all_tangents:
+            outputs = [x if x.dim() == 0 else x.detach() for x in outputs]
+        return tuple(outputs)
+
+
+class _Annotate(TorchFunctionMode):
+    """Writes the user's line and the module's name beside every operator traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.module = ""
+        self.stack: list[str] = []
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> _Annotate:
+        from torch.nn.modules import module as hooks
+
+        self.hooks = [
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self.stack.append(self.module)
+        self.module = self.names.get(id(module), self.module)
+
+    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        self.module = self.stack.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _is_library(frame.f_code):
+            frame = frame.f_back
+        note = {"source": (frame.f_code.co_filename, frame.f_lineno), "module": self.module}
+        fx_traceback.get_current_meta()["custom"] = note
+        return func(*args, **(kwargs or {}))
+
+
+def _is_library(code: CodeType) -> bool:
+    return "/torch/" in code.co_filename or code.co_filename == __file__
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Casts of weights made while tracing must not outlive the trace."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Turns whatever tracing raises into a CaptureError that names the user's line."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        users = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
+        where = f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
+        why = str(error).strip().splitlines()
+        reason = why[0] if why else type(error).__name__
+        if isinstance(error, _torch.DataDependentOutputException):
+            reason = f"Python needs the value of a tensor ({reason})"
+        elif isinstance(error, _torch.DynamicOutputShapeException):
+            reason = f"the shape of a result depends on values ({reason})"
+        raise CaptureError(
+            f"cannot capture {type(model).__name__}{where}: {reason}. Express it with tensor "
+            "operations (torch.where, masks), or let autopar fall back (fallback=True)."
+        ) from error
+
+
+def _to_training_graph(
+    module: fx.GraphModule, program: _Program, parameters: Mapping[str, ParameterInfo]
+) -> TrainingGraph:
+    """AOTAutograd's joint graph with descriptors as a TrainingGraph with roles."""
+    graph = fx.Graph()
+    output = graph.output(graph.graph_copy(module.graph, {}))
+    old_output = next(iter(reversed(module.graph.nodes)))
+    inputs = [n.meta["desc"] for n in graph.find_nodes(op="placeholder")]
+    outputs = list(old_output.meta["desc"])
+    output.args = (list(output.args[0]),)
+    _annotate_nodes(graph, parameters)
+    for node in [n for n in graph.nodes if n.target in TRANSPARENT]:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    training = TrainingGraph(
+        graph,
+        tuple(_input_role(d, program) for d in inputs),
+        (),
+        dict(parameters),
+        constants={n.target: getattr(module, n.target) for n in graph.find_nodes(op="get_attr")},
+        history=(f"captured from {type(program.model[0]).__name__}",),
+    )
+    kept = [
+        (_output_role(d, program), value)
+        for d, value in zip(outputs, output.args[0], strict=True)
+        if d is not None and isinstance(value, fx.Node)
+    ]
+    output.args = ([value for _, value in kept],)
+    graph.eliminate_dead_code()
+    return replace(training, outputs=tuple(role for role, _ in kept))
+
+
+def _input_role(desc: Any, program: _Program) -> InputRole:
+    if isinstance(desc, _torch.ParamAOTInput):
+        return Parameter(program.names[int(desc.target.removeprefix("values."))])
+    if isinstance(desc, _torch.BufferAOTInput):
+        return Buffer(program.buffer_names[int(desc.target.removeprefix("b"))])
+    if isinstance(desc, _torch.PlainAOTInput):
+        return Input(program.positions[desc.idx])
+    if isinstance(desc, _torch.TangentAOTInput):
+        return Tangent(_output_index(desc.output, program))
+    raise CaptureError(
+        f"the captured graph has an input that autopar does not know: {desc}. The model probably "
+        "returns a view of an argument that it also changes in place; return a copy instead."
+    )
+
+
+def _output_role(desc: Any, program: _Program) -> OutputRole:
+    if isinstance(desc, _torch.PlainAOTOutput):
+        return Output(_output_index(desc, program))
+    if isinstance(desc, _torch.GradAOTOutput):
+        of = _input_role(desc.grad_of, program)
+        assert isinstance(of, (Parameter, Input))
+        return Gradient(of)
+    if isinstance(desc, _torch.InputMutationAOTOutput):
+        of = _input_role(desc.mutated_input, program)
+        if isinstance(of, (Buffer, Input)):
+            return Update(of)
+    raise CaptureError(
+        f"the captured graph has an output that autopar does not know: {desc}. The model probably "
+        "changes a parameter in place; do so outside of forward, under torch.no_grad()."
+    )
+
+
+def _output_index(desc: Any, program: _Program) -> int:
+    tensors = [i for i, is_tensor in enumerate(program.tensor_leaves) if is_tensor]
+    return tensors[desc.idx]
+
+
+def _annotate_nodes(graph: fx.Graph, parameters: Mapping[str, ParameterInfo]) -> None:
+    """Sets phase, block and source of every node; a backward node takes its forward's."""
+    blocks = tuple(dict.fromkeys(info.block for info in parameters.values() if info.block))
+    notes: dict[int, dict[str, Any]] = {}
+    for node in graph.nodes:
+        backward = node.meta.get("partitioner_tag") == "is_backward"
+        number = node.meta.get("seq_nr")
+        note = node.meta.get("custom") or {}
+        if backward:
+            note = notes.get(number, note)
+        elif node.op == "call_function":
+            notes.setdefault(number, note)
+        node.meta = {
+            "val": node.meta.get("val"),
+            "phase": "backward" if backward else "forward",
+            "block": _block_of(note.get("module", ""), blocks),
+            "source": note.get("source"),
+            "seq_nr": number,
+        }
+
+
+def _block_of(module: str, blocks: Sequence[str]) -> str:
+    for block in blocks:
+        if module == block or module.startswith(block + "."):
+            return block
+    return ""
+
+
+def find_blocks(model: nn.Module) -> dict[str, str]:
+    """The block of every parameter name: the repeated layer that holds it, "" for the rest.
+
+    The blocks are the elements of the outermost ModuleLists, ModuleDicts and Sequentials.
+    """
+    blocks = [""]
+    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        inside = any(block and name.startswith(block + ".") for block in blocks)
+        if name and not inside and isinstance(model.get_submodule(parent), containers):
+            if not isinstance(module, containers):
+                blocks.append(name)
+    found = {}
+    for name, _ in model.named_parameters():
+        found[name] = _block_of(name.rpartition(".")[0], blocks[1:])
+    return found
