@@ -1,0 +1,320 @@
+"""The house rules: where files lie, who may import whom, where private torch names may stand."""
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKED = ("passes", "cost_model")
+MAX_LINES = 450
+
+GROUND = frozenset({"autopar._torch", "autopar.errors", "autopar.graph", "autopar.placement"})
+COST_MODEL = GROUND | {"autopar.cost_model"}
+PASSES = COST_MODEL | {"autopar.passes"}
+PLAN = PASSES | {"autopar.plan"}
+PLAN_AND_CAPTURE = PLAN | {"autopar.capture"}
+
+MAY_IMPORT = {
+    **dict.fromkeys(GROUND, GROUND),
+    "autopar.cost_model": COST_MODEL,
+    "autopar.passes": PASSES,
+    "autopar.capture": GROUND | {"autopar.capture"},
+    "autopar.plan": PLAN,
+    "autopar.planner": PLAN_AND_CAPTURE | {"autopar.planner"},
+    "autopar.runtime": PLAN_AND_CAPTURE | {"autopar.runtime"},
+    "autopar.report": PLAN_AND_CAPTURE | {"autopar.report"},
+}
+"""Room -> the rooms it may import. A module of no room here is on top: it may import everything,
+and only others on top may import it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module of the package: its dotted name, its real file and its syntax tree."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    def at(self, node: ast.stmt | ast.expr) -> str:
+        """Where `node` stands, as `path:line`."""
+        return f"{self.path.relative_to(ROOT)}:{node.lineno}"
+
+
+def python_files(folder: Path) -> list[Path]:
+    """All .py files under a folder; links are not followed."""
+    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def dotted_name(path: Path) -> str:
+    """`passes/bucket.py` -> `autopar.passes.bucket`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] in LINKED:
+        parts = ("autopar", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package_files() -> list[Path]:
+    """The files of autopar, passes and cost_model, each once."""
+    linked = tuple(ROOT / "autopar" / name for name in LINKED)
+    own = [p for p in python_files(ROOT / "autopar") if not any(map(p.is_relative_to, linked))]
+    return own + [path for name in LINKED for path in python_files(ROOT / name)]
+
+
+def parse(path: Path) -> Source:
+    return Source(dotted_name(path), path, ast.parse(path.read_text(), str(path)))
+
+
+SOURCES = [parse(path) for path in package_files()]
+MODULES = frozenset(source.name for source in SOURCES)
+
+
+# -- links and packages ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_lead_to_the_root_folders(name: str) -> None:
+    link, folder = ROOT / "autopar" / name, ROOT / name
+    assert not folder.is_symlink(), f"{name}/ is the real folder, autopar/{name} the link"
+    assert link.is_symlink(), f"autopar/{name} must be a link, not a copy that shadows {name}/"
+    assert link.readlink() == Path("..") / name
+
+
+def test_every_package_on_disk_is_listed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent for path in package_files()}
+    folders |= {path.parent for path in (ROOT / "cost_model").rglob("*.json")}
+    on_disk = {dotted_name(folder / "__init__.py") for folder in folders}
+    assert on_disk <= set(settings["packages"])
+    assert settings["package-dir"] == {f"autopar.{name}": name for name in LINKED}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_files_stay_short(source: Source) -> None:
+    lines = source.path.read_text().count("\n")
+    assert lines <= MAX_LINES, f"{source.path} has {lines} lines: redesign the room"
+
+
+# -- importing everything ----------------------------------------------------------------------
+
+IMPORT_ALL = """
+import importlib, json, os, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+files = {n: getattr(m, "__file__", None) for n, m in list(sys.modules.items())}
+here = os.getcwd() + os.sep
+real = {n: os.path.realpath(f) for n, f in files.items() if f}
+print(json.dumps({"names": list(files), "files": {n: f for n, f in real.items()
+                                                  if f.startswith(here)}}))
+"""
+
+
+def test_no_module_is_imported_twice() -> None:
+    names = sorted(name for name in MODULES if not name.endswith("__main__"))
+    command = [sys.executable, "-c", IMPORT_ALL, *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    loaded = json.loads(done.stdout.splitlines()[-1])
+    bare = [name for name in loaded["names"] if name.split(".")[0] in LINKED]
+    assert not bare, "imported by the bare name instead of autopar.…"
+    names_of: dict[str, list[str]] = {}
+    for name, file in loaded["files"].items():
+        names_of.setdefault(file, []).append(name)
+    assert not {file: names for file, names in names_of.items() if len(names) > 1}
+
+
+# -- imports run downwards ---------------------------------------------------------------------
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test).removeprefix("typing.") == "TYPE_CHECKING"
+
+
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes under `node`, bodies of `if TYPE_CHECKING:` left out."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and is_type_checking(child.test):
+            for other in child.orelse:
+                yield from runtime_nodes(other)
+        else:
+            yield from runtime_nodes(child)
+
+
+def imported_modules(node: ast.AST, modules: frozenset[str]) -> list[str]:
+    """The autopar modules that one import statement names."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        full = [f"{node.module}.{alias.name}" for alias in node.names]
+        names = [name if name in modules else node.module for name in full]
+    else:
+        names = []
+    return [name for name in names if name.split(".")[0] == "autopar"]
+
+
+def room(module: str) -> str:
+    """The room a module lives in; empty for those on top."""
+    while module and module not in MAY_IMPORT:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def upward_imports(source: Source, modules: frozenset[str]) -> list[str]:
+    """The imports of a module that its room does not allow."""
+    allowed = MAY_IMPORT.get(room(source.name))
+    if allowed is None:
+        return []
+    return [
+        f"{source.at(node)}: {source.name} imports {name}"
+        for node in runtime_nodes(source.tree)
+        for name in imported_modules(node, modules)
+        if room(name) not in allowed
+    ]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_imports_run_downwards(source: Source) -> None:
+    assert not upward_imports(source, MODULES)
+
+
+# -- private torch names -----------------------------------------------------------------------
+
+PRIVATE_TORCH = "autopar._torch"
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted torch name is private; operators under `torch.ops` have names, not rank."""
+    parts = name.split(".")
+    if parts[:2] == ["torch", "ops"]:
+        return False
+    hidden = [part for part in parts if part.startswith("_") and not part.startswith("__")]
+    return bool(hidden) or parts[:3] == ["torch", "testing", "_internal"]
+
+
+def torch_aliases(tree: ast.Module) -> dict[str, str]:
+    """Local name -> dotted torch name, for every name that an import binds."""
+    bound = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return {local: name for local, name in bound.items() if name.split(".")[0] == "torch"}
+
+
+def dotted_expression(node: ast.expr, aliases: dict[str, str]) -> str | None:
+    """`dist._x` -> `torch.distributed._x`; None for what does not start at a torch name."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = dotted_expression(node.value, aliases)
+        return owner and f"{owner}.{node.attr}"
+    return None
+
+
+def torch_names(node: ast.AST, aliases: dict[str, str]) -> list[str]:
+    """The dotted torch names that one node mentions."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    elif isinstance(node, ast.Attribute):
+        names = [dotted_expression(node, aliases) or ""]
+    else:
+        names = []
+    return [name for name in names if name.split(".")[0] == "torch"]
+
+
+def private_names(source: Source) -> list[str]:
+    """Where a module uses private torch names."""
+    aliases = torch_aliases(source.tree)
+    return [
+        f"{source.at(node)}: {name}"
+        for node in ast.walk(source.tree)
+        for name in torch_names(node, aliases)
+        if is_private(name)
+    ]
+
+
+EXAMPLES = [parse(path) for path in python_files(ROOT / "examples")]
+
+
+@pytest.mark.parametrize("source", SOURCES + EXAMPLES, ids=lambda source: source.name)
+def test_private_torch_names_stand_in_one_module(source: Source) -> None:
+    if source.name != PRIVATE_TORCH:
+        assert not private_names(source)
+
+
+# -- the checks themselves ---------------------------------------------------------------------
+
+
+def sample(name: str, code: str) -> Source:
+    return Source(name, ROOT / "sample.py", ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "from torch.distributed import _functional_collectives",
+        "from torch.fx._symbolic_trace import Tracer",
+        "import torch\ntorch._C._functions",
+        "import torch.distributed as dist\ndist._some_group()",
+        "from torch import fx\nfx.graph._Namespace()",
+    ],
+)
+def test_private_names_are_found(code: str) -> None:
+    assert private_names(sample("autopar.x", code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.ops._c10d_functional.all_reduce",
+        "import torch\ntorch.ops.aten._to_copy.default",
+        "from torch import nn\nnn.Module.__init__",
+        "import other\nother._x",
+    ],
+)
+def test_public_names_are_left_alone(code: str) -> None:
+    assert not private_names(sample("autopar.x", code))
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("autopar.graph", "import autopar.plan"),
+        ("autopar.cost_model.curve", "from autopar.passes.bucket import Bucket"),
+        ("autopar.passes.bucket", "def f():\n    from autopar import plan"),
+        ("autopar.capture", "from autopar.passes import runner"),
+        ("autopar.runtime.module", "from autopar.planner.search import choose"),
+        ("autopar.plan", "from autopar import compile"),
+    ],
+)
+def test_upward_imports_are_found(name: str, code: str) -> None:
+    assert upward_imports(sample(name, code), frozenset({"autopar.plan", "autopar.passes.runner"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("autopar.passes.bucket", "from autopar.cost_model.curve import Curve"),
+        ("autopar.planner.search", "from autopar.planner import stages"),
+        ("autopar.api", "from autopar.runtime.module import DistributedModule"),
+        ("autopar.plan", "if TYPE_CHECKING:\n    from autopar.planner import search"),
+    ],
+)
+def test_downward_imports_are_left_alone(name: str, code: str) -> None:
+    assert not upward_imports(sample(name, code), frozenset({"autopar.planner.stages"}))
