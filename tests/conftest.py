@@ -1,0 +1,18 @@
+"""One thread a process, and a cache of the session's own, before anything imports torch."""
+
+import os
+import tempfile
+
+import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from hypothesis import settings
+
+    cache = tempfile.TemporaryDirectory(prefix="autopar-tests-")
+    os.environ["AUTOPAR_CACHE"] = cache.name
+    config.add_cleanup(cache.cleanup)
+    settings.register_profile("autopar", deadline=None, derandomize=True, database=None)
+    settings.load_profile("autopar")
