@@ -1,0 +1,141 @@
+"""The collectives: what a message size means for each, and how a ring would run it.
+
+Sizes follow nccl-tests: `nbytes` is the size of the whole, unsharded tensor that one rank ends or
+starts with.
+
+| collective | nbytes |
+|---|---|
+| all_reduce | the tensor, the same on every rank |
+| all_gather | the gathered output |
+| reduce_scatter | the input, before it is scattered |
+| all_to_all | the input (as large as the output) |
+| broadcast | the tensor |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.cost_model.cost import ClusterError
+from autopar.graph import tensor_bytes, tensors
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+_OPERATORS = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+}
+
+
+def collective_of(node: fx.Node) -> str | None:
+    """Which collective a node issues, or None."""
+    target: Any = node.target
+    if getattr(target, "namespace", None) != "_c10d_functional":
+        return None
+    return _OPERATORS.get(target.name().partition("::")[2].partition(".")[0])
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a collective."""
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One issued collective.
+
+    Attributes:
+        collective: one of COLLECTIVES.
+        axis: the mesh axis whose ranks take part.
+        nbytes: the message size, in bytes, as the table above means it.
+        ranks: how many ranks take part.
+    """
+
+    collective: str
+    axis: str
+    nbytes: int
+    ranks: int
+
+    @classmethod
+    def of(cls, node: fx.Node, axes: Mapping[str, int]) -> Transfer:
+        """The transfer that `node`, a collective, issues."""
+        collective = collective_of(node)
+        axis = _group(node)
+        if collective is None or axis not in axes:
+            raise ClusterError(
+                f"{node.name} communicates over {axis!r}, but the axes are {dict(axes)}"
+            )
+        whole = tensors(node) if collective == "all_gather" else _input_tensors(node)
+        return cls(collective, axis, sum(map(tensor_bytes, whole)), axes[axis])
+
+
+def _group(node: fx.Node) -> Any:
+    """The group that a collective names: its last positional argument, or by keyword."""
+    return node.kwargs.get("group_name", node.args[-1])
+
+
+def _input_tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    given = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    return tuple(t for n in given if isinstance(n, fx.Node) for t in tensors(n))
+
+
+@dataclass(frozen=True)
+class Link:
+    """A uniform fabric: what a modelled collective runs over.
+
+    Attributes:
+        launch_s: seconds before the first message leaves.
+        step_s: seconds of latency a message.
+        bytes_per_s: bytes per second that a rank sends while it receives as many.
+    """
+
+    launch_s: float
+    step_s: float
+    bytes_per_s: float
+
+    def seconds(self, collective: str, nbytes: float, ranks: int, backend: str) -> float:
+        """The α-β time of a ring: launch + steps x latency + bytes on the wire / bandwidth."""
+        steps, share = ring(collective, ranks, backend)
+        return self.launch_s + steps * self.step_s + share * nbytes / self.bytes_per_s
+
+
+def ring(collective: str, ranks: int, backend: str) -> tuple[int, float]:
+    """Messages in sequence, and bytes that a rank sends, as a multiple of the message size.
+
+    Thakur, Rabenseifner & Gropp 2005 for rings. Gloo departs from them (read in its source, and
+    counted on the wire): reduce-scatter is an all-reduce of which a chunk is kept, broadcast a
+    binomial tree of whole messages.
+    """
+    check_collective(collective)
+    n = ranks
+    if n == 1:
+        return 0, 0.0
+    if collective == "all_reduce" or (collective == "reduce_scatter" and backend == "gloo"):
+        return 2 * (n - 1), 2 * (n - 1) / n
+    if collective == "broadcast":
+        depth = math.ceil(math.log2(n))
+        return (depth, float(depth)) if backend == "gloo" else (n - 1, 1.0)
+    return n - 1, (n - 1) / n
+
+
+def check_collective(collective: str) -> None:
+    """Raise unless `collective` is one of COLLECTIVES."""
+    if collective not in COLLECTIVES:
+        raise ClusterError(f"{collective!r} is no collective: use one of {', '.join(COLLECTIVES)}")

@@ -1,0 +1,89 @@
+"""The machine that this process runs on: what measurements on it depend on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Host:
+    """Facts of this machine and process.
+
+    Attributes:
+        name: host name.
+        cpu: model name of the processor.
+        cores: cores that this process may use.
+        threads: threads that torch uses for one operator.
+        memory_bytes: memory of the machine.
+        torch: version of torch.
+    """
+
+    name: str
+    cpu: str
+    cores: int
+    threads: int
+    memory_bytes: int
+    torch: str
+
+    @classmethod
+    def here(cls) -> Host:
+        """The host of this process."""
+        return cls(
+            name=socket.gethostname(),
+            cpu=_cpu_model(),
+            cores=_cores(),
+            threads=torch.get_num_threads(),
+            memory_bytes=_memory_bytes(),
+            torch=str(torch.__version__),
+        )
+
+    def facts(self) -> dict[str, str | int]:
+        """The attributes as a dict."""
+        return asdict(self)
+
+
+@lru_cache
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int:
+    return _pages("SC_PHYS_PAGES")
+
+
+def free_memory_bytes() -> int:
+    """Memory of this machine that is free now, 0 if unknown."""
+    return _pages("SC_AVPHYS_PAGES")
+
+
+def _pages(name: str) -> int:
+    try:
+        return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def device_name(device: torch.device) -> str:
+    """What a device is called: the processor's or the GPU's model name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _cpu_model()
