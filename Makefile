@@ -1,6 +1,7 @@
 # autopar: `make` lists what can be made.
 
 SHELL := /bin/sh
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .PHONY: help train test bench clean
 
