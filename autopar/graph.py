@@ -96,8 +96,22 @@ class Verdict:
     """Output: the sum over ranks of `Evidence`."""
 
 
-InputRole = Parameter | Buffer | Input | Tangent | RowWeight | Evidence | Accumulated
-OutputRole = Output | Gradient | Update | Verdict
+@dataclass(frozen=True)
+class Held:
+    """Output: this rank's gradient of parameter `name`, not reduced (`no_sync`)."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Output of the forward and input of the backward: the value of node `name`."""
+
+    name: str
+
+
+InputRole = Parameter | Buffer | Input | Tangent | RowWeight | Evidence | Accumulated | Saved
+OutputRole = Output | Gradient | Update | Verdict | Held | Saved
 
 
 @dataclass(frozen=True)

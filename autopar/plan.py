@@ -1,0 +1,314 @@
+"""`Strategy`: what the user fixes. `Plan`: what was decided, as one JSON document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from autopar.errors import PlanError, StrategyError
+from autopar.graph import ParameterInfo
+from autopar.passes.base import Pass
+from autopar.passes.bucket_collectives import BucketCollectives, Buckets
+from autopar.passes.checkpoint_activations import CheckpointActivations
+from autopar.passes.lower_collectives import LowerCollectives
+from autopar.passes.schedule_overlap import ScheduleOverlap
+from autopar.passes.shard_parameters import ShardParameters
+from autopar.passes.synchronize_gradients import SynchronizeGradients
+from autopar.passes.synchronize_statistics import SynchronizeStatistics
+
+SCHEMA_VERSION = 1
+Recompute = Literal["none", "selective", "full"]
+ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What the user fixes; None is searched.
+
+    Attributes:
+        zero: ZeRO stage of every block, or a mapping of block names to stages.
+        recompute: which activations the backward computes again.
+        gather_bytes: size of buckets of gathered parameters, in bytes.
+        reduce_bytes: size of buckets of gradients, in bytes.
+        prefetch: how many buckets of parameters are gathered ahead.
+        batch_statistics: batch norm over the "global" batch (exact) or each rank's "local" rows.
+    """
+
+    zero: int | Mapping[str, int] | None = None
+    recompute: Recompute | None = None
+    gather_bytes: int | None = None
+    reduce_bytes: int | None = None
+    prefetch: int | None = None
+    batch_statistics: Literal["global", "local"] = "global"
+
+    def __post_init__(self) -> None:
+        stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
+        if any(stage not in (None, 0, 1, 2, 3) for stage in stages):
+            raise StrategyError(f"zero={self.zero!r}: a ZeRO stage is 0, 1, 2 or 3")
+        if self.recompute not in (None, "none", "selective", "full"):
+            raise StrategyError(
+                f"recompute={self.recompute!r}: choose 'none', 'selective' or 'full'"
+            )
+        if self.batch_statistics not in ("global", "local"):
+            raise StrategyError(
+                f"batch_statistics={self.batch_statistics!r}: choose 'global' or 'local'"
+            )
+
+    @staticmethod
+    def of(strategy: str | Strategy) -> Strategy:
+        """The strategy behind a name that users know."""
+        if isinstance(strategy, Strategy):
+            return strategy
+        if strategy == "auto":
+            return Strategy()
+        if strategy not in ZERO_OF_NAME:
+            names = ", ".join(["auto", *ZERO_OF_NAME])
+            raise StrategyError(f"strategy={strategy!r} is not one of {names}, or a Strategy")
+        return Strategy(zero=ZERO_OF_NAME[strategy])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan is predicted to cost, one step, on the most loaded rank.
+
+    Attributes:
+        step_s: seconds of forward and backward.
+        compute_s: seconds of computation.
+        communication_s: seconds in which some collective is under way.
+        exposed_s: seconds in which computation waits for one.
+        peak_bytes: peak of live tensors.
+        memory: bytes by category at the peak.
+        provenance: how many numbers are measured, imported and modelled.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    peak_bytes: int
+    memory: Mapping[str, int] = field(default_factory=dict)
+    provenance: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """A plan that was not chosen, what it was predicted to cost, and why it lost."""
+
+    name: str
+    step_s: float
+    peak_bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained over the ranks.
+
+    Attributes:
+        name: the plan in a few words.
+        model: class of the model.
+        fingerprint: hash of the names, shapes and dtypes of its parameters.
+        world_size: number of ranks.
+        mesh: the axes and their sizes.
+        batch: "global" or "local": what each rank is given.
+        stages: ZeRO stage of each block, "" being all outside of blocks.
+        buckets: parameters whose collectives travel together.
+        prefetch: buckets of parameters gathered ahead.
+        in_flight: reductions under way at most; 0 for any number.
+        recompute: what the backward computes again.
+        batch_statistics: "global" or "local".
+        precision: None, or the dtype of autocast.
+        optimizer: name of the optimizer assumed, and bytes of its state per byte of parameter.
+        optimizer_state_ratio: bytes of optimizer state per byte of parameter.
+        memory_cap: bytes per rank that had to suffice; None for no cap.
+        placements: how each parameter lies between steps.
+        parameter_bytes: size of each whole parameter.
+        prediction: predicted cost; None if it was not asked for.
+        runners_up: what else was considered.
+        cluster: on what, and where its figures come from.
+        notes: limits that the user should know.
+        torch: version of torch that planned.
+        schema_version: version of this document.
+    """
+
+    name: str
+    model: str
+    fingerprint: str
+    world_size: int
+    mesh: tuple[tuple[str, int], ...]
+    stages: tuple[tuple[str, int], ...]
+    batch: str = "global"
+    buckets: Buckets = Buckets()
+    prefetch: int = 1
+    in_flight: int = 0
+    recompute: Recompute = "none"
+    batch_statistics: str = "global"
+    precision: str | None = None
+    optimizer: str = "AdamW"
+    optimizer_state_ratio: float = 2.0
+    memory_cap: int | None = None
+    placements: tuple[tuple[str, str], ...] = ()
+    parameter_bytes: tuple[tuple[str, int], ...] = ()
+    prediction: Prediction | None = None
+    runners_up: tuple[RunnerUp, ...] = ()
+    cluster: str = ""
+    notes: tuple[str, ...] = ()
+    torch: str = field(default_factory=lambda: str(torch.__version__))
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis over which ranks hold different rows."""
+        return self.mesh[0][0]
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether any block keeps its parameters sharded between steps."""
+        return self.world_size > 1 and any(stage for _, stage in self.stages)
+
+    def passes(
+        self, rank: int, backend: str, *, hold: bool = False, held: tuple[str, ...] = ()
+    ) -> tuple[Pass, ...]:
+        """The passes that turn a captured graph into the program of a rank.
+
+        Args:
+            rank: this rank's place on the data-parallel axis.
+            backend: the torch.distributed backend that collectives are lowered for.
+            hold: under `no_sync`: keep gradients instead of reducing them.
+            held: parameters with gradients kept from earlier calls.
+        """
+        checkpoint = CheckpointActivations(self.recompute)
+        if self.world_size == 1:
+            return (checkpoint,)
+        return (
+            SynchronizeStatistics(self.axis, self.batch_statistics),  # type: ignore[arg-type]
+            checkpoint,
+            ShardParameters(self.axis, rank, self.stages),
+            SynchronizeGradients(self.axis, rank, hold, held),
+            BucketCollectives(self.buckets),
+            ScheduleOverlap(self.prefetch, self.in_flight),
+            LowerCollectives(backend),
+        )
+
+    def check(self, model: nn.Module, parameters: Iterable[ParameterInfo], world_size: int) -> None:
+        """Raises PlanError if this plan was made for another model or number of ranks."""
+        ours = fingerprint(parameters := list(parameters))
+        if self.world_size != world_size:
+            raise PlanError(
+                f"the plan is for {self.world_size} ranks, but {world_size} are running. "
+                "Plan again, or launch that many."
+            )
+        if self.fingerprint != ours:
+            sizes = dict(self.parameter_bytes)
+            names = {p.name: p.bytes for p in parameters}
+            changed = [n for n in {**sizes, **names} if sizes.get(n) != names.get(n)]
+            detail = ", ".join(sorted(changed)[:5]) or "order or dtype of parameters"
+            raise PlanError(
+                f"the plan was made for another model ({self.model}, not "
+                f"{type(model).__name__}, or of other sizes); they differ in: {detail}. "
+                "Plan again with autopar.plan(model, ...)."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-able values."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+    def to_json(self) -> str:
+        """The plan as text; the same plan gives the same bytes."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+    def digest(self) -> str:
+        """Hash of all that decides what runs: equal on all ranks, or nothing may start."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Reads a plan that `save` wrote.
+
+        Raises:
+            PlanError: the file is not a plan, or of another schema version.
+        """
+        try:
+            document = json.loads(Path(path).read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path} is not a plan: {error}") from error
+        return Plan.from_dict(document, str(path))
+
+    @staticmethod
+    def from_dict(document: Any, source: str = "the document") -> Plan:
+        """The plan in a document of `to_dict`; unknown or missing fields are errors."""
+        version = document.get("schema_version") if isinstance(document, dict) else None
+        if version != SCHEMA_VERSION:
+            raise PlanError(
+                f"{source} has plan schema {version!r}; this autopar reads {SCHEMA_VERSION}. "
+                "Make the plan again with this version."
+            )
+        known = {f.name for f in fields(Plan)}
+        if strange := sorted(set(document) ^ known):
+            raise PlanError(f"{source} lacks or has strange fields of a plan: {strange}")
+        values = {name: _frozen(value) for name, value in document.items()}
+        values["buckets"] = Buckets(**_frozen_dict(document["buckets"]))
+        if document["prediction"] is not None:
+            values["prediction"] = Prediction(**document["prediction"])
+        values["runners_up"] = tuple(RunnerUp(**r) for r in document["runners_up"])
+        return Plan(**values)
+
+    def diff(self, other: Plan) -> str:
+        """What differs between two plans, one line a field; "" if nothing does."""
+        return "\n".join(
+            f"{f.name}: {_short(getattr(self, f.name))} -> {_short(getattr(other, f.name))}"
+            for f in fields(Plan)
+            if getattr(self, f.name) != getattr(other, f.name)
+        )
+
+    def explain(self) -> str:
+        """Why this plan: what it costs, what bounds it, and why each runner-up lost."""
+        from autopar.plan_text import explain
+
+        return explain(self)
+
+    def report(self, path: str | Path) -> None:
+        """Writes the plan as one self-contained HTML page."""
+        from autopar.plan_text import report
+
+        Path(path).write_text(report(self))
+
+    def __str__(self) -> str:
+        from autopar.plan_text import table
+
+        return table(self)
+
+
+def fingerprint(parameters: Iterable[ParameterInfo]) -> str:
+    """Hash of the names, shapes, dtypes and roles of a model's parameters."""
+    lines = [f"{p.name} {p.shape} {p.dtype} {p.requires_grad}" for p in parameters]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def resized(plan: Plan, **changes: Any) -> Plan:
+    """The same plan with other fields."""
+    return replace(plan, **changes)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+
+
+def _frozen_dict(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _frozen(v) for k, v in value.items()}
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

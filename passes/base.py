@@ -1,0 +1,52 @@
+"""What a pass is: a frozen dataclass, called on a graph, that returns a `PassResult`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, Protocol
+
+from autopar.graph import TrainingGraph
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass made.
+
+    Attributes:
+        graph: the new graph; the old one if the pass declined.
+        reason: why the pass declined, "" if it changed something.
+    """
+
+    graph: TrainingGraph
+    reason: str = ""
+
+    @property
+    def modified(self) -> bool:
+        """Whether the pass changed anything."""
+        return not self.reason
+
+
+class Pass(Protocol):
+    """A frozen dataclass whose fields are its options.
+
+    Its docstring says what must hold before, what holds after, and its tier: `exact` passes
+    change nothing but the order of sums, `lossy` ones change numerics.
+    """
+
+    tier: ClassVar[Literal["exact", "lossy"]]
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        ...
+
+
+def pass_name(item: Pass) -> str:
+    """The name of a pass: its class in snake_case, as its file is called."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(item).__name__).lower()
+
+
+def describe(item: Pass) -> str:
+    """A pass and its options as one line."""
+    options = ", ".join(f"{f.name}={getattr(item, f.name)!r}" for f in fields(item))  # type: ignore[arg-type]
+    return f"{pass_name(item)}({options})"

@@ -1,0 +1,169 @@
+"""Merges collectives of one kind, so that fewer and larger messages travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from autopar.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.passes.base import PassResult
+from autopar.passes.collectives import (
+    collective,
+    results_of,
+    start_all_gather,
+    start_all_reduce,
+    starts,
+    wait_of,
+)
+
+Group = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Which parameters travel together, in the order in which they do.
+
+    Attributes:
+        gather: gathers of the forward.
+        regather: gathers of the backward.
+        reduce: reductions of gradients.
+    """
+
+    gather: tuple[Group, ...] = ()
+    regather: tuple[Group, ...] = ()
+    reduce: tuple[Group, ...] = ()
+
+
+@dataclass(frozen=True)
+class BucketCollectives:
+    """Merges gathers and reductions by the plan's buckets, and small statistics that can wait.
+
+    Before: one collective for each tensor. After: those of one bucket are one. Names that the
+    graph lacks are left out, so that every graph of a model makes the same buckets. A bucket of
+    gathers starts where its first member did, one of reductions where its last did. Tier: exact.
+
+    Attributes:
+        buckets: names of parameters that travel together.
+    """
+
+    buckets: Buckets
+    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        graph = graph.copy()
+        merged = 0
+        for groups, select in (
+            (self.buckets.gather, gathers(graph, "forward")),
+            (self.buckets.regather, gathers(graph, "backward")),
+            (self.buckets.reduce, reductions(graph)),
+        ):
+            by_name = dict(select)
+            for group in groups:
+                members = [by_name[name] for name in group if name in by_name]
+                for alike in _by_kind(members):
+                    merged += len(alike) > 1 and bool(merge(graph.graph, alike))
+        merged += merge_statistics(graph)
+        reason = "" if merged else "no two collectives can travel together"
+        return PassResult(graph, reason)
+
+
+def propose_buckets(graph: TrainingGraph, gather_bytes: int, reduce_bytes: int) -> Buckets:
+    """Buckets of about the given sizes (bytes sent whole), in the order of the graph."""
+    return Buckets(
+        tuple(_fill(gathers(graph, "forward"), gather_bytes)),
+        tuple(_fill(gathers(graph, "backward"), gather_bytes)),
+        tuple(_fill(reductions(graph), reduce_bytes)),
+    )
+
+
+def gathers(graph: TrainingGraph, phase: str) -> list[tuple[str, fx.Node]]:
+    """Name of parameter and start of every gather of a phase."""
+    found = []
+    for start in starts(graph):
+        if start.target is start_all_gather and start.meta["phase"] == phase:
+            names = [r.meta["gathered"] for r in results_of(start) if r and "gathered" in r.meta]
+            found += [(name, start) for name in names]
+    return found
+
+
+def reductions(graph: TrainingGraph) -> list[tuple[str, fx.Node]]:
+    """Name of parameter and start of every reduction of a gradient."""
+    return [(s.meta["gradient"], s) for s in starts(graph) if "gradient" in s.meta]
+
+
+def merge(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
+    """Joins collectives of one kind into one, and returns its start."""
+    members = sorted(members)
+    first = members[0]
+    place = first if first.target is start_all_gather else members[-1]
+    operands = [tensor for m in members for tensor in m.args[0]]  # type: ignore[union-attr]
+    options = list(first.args[1:])
+    if len(options) == 2:
+        options[0] = [n for m in members for n in m.args[1]]  # type: ignore[union-attr]
+    old = [result for m in members for result in results_of(m)]
+    graph.inserting_before(place.next)
+    new = collective(graph, place, first.target, operands, *options)  # type: ignore[arg-type]
+    done = new[0].args[0]
+    start = done.args[0]  # type: ignore[union-attr]
+    for item in (start, done):
+        item.meta |= {k: first.meta[k] for k in ("placement", "rows") if k in first.meta}  # type: ignore
+    for before, after in zip(old, new, strict=True):
+        if before is None:
+            graph.erase_node(after)
+            continue
+        after.meta = dict(before.meta)
+        before.replace_all_uses_with(after)
+        graph.erase_node(before)
+    for member in members:
+        graph.erase_node(wait_of(member))
+        graph.erase_node(member)
+    assert isinstance(start, fx.Node)
+    return start
+
+
+def merge_statistics(graph: TrainingGraph) -> int:
+    """Joins a small all-reduce with a later one that does not need its result."""
+    count, held = 0, None
+    for start in list(starts(graph)):
+        small = start.target is start_all_reduce and "gradient" not in start.meta
+        if not small:
+            continue
+        if held is not None and held.meta["phase"] == start.meta["phase"] and _can(held, start):
+            held = merge(graph.graph, [held, start])
+            count += 1
+        else:
+            held = start
+    return count
+
+
+def _can(earlier: fx.Node, later: fx.Node) -> bool:
+    dtypes = {tensors(n)[0].dtype for n in (earlier, later)}
+    uses = [user for result in results_of(earlier) if result for user in result.users]
+    return len(dtypes) == 1 and all(later < user for user in uses)
+
+
+def _fill(items: Iterable[tuple[str, fx.Node]], limit: int) -> Iterable[Group]:
+    group: list[str] = []
+    size, last = 0, None
+    for name, start in items:
+        operand = start.args[0][0]  # type: ignore[index]
+        whole = max(tensor_bytes(tensors(n)[0]) for n in (operand, start))  # type: ignore[arg-type]
+        kind = (start.target, tensors(start)[0].dtype)
+        if group and (size + whole > limit or kind != last):
+            yield tuple(group)
+            group, size = [], 0
+        group.append(name)
+        size, last = size + whole, kind
+    if group:
+        yield tuple(group)
+
+
+def _by_kind(members: list[fx.Node]) -> list[list[fx.Node]]:
+    kinds: dict[object, list[fx.Node]] = {}
+    for member in members:
+        kinds.setdefault((member.target, tensors(member)[0].dtype), []).append(member)
+    return list(kinds.values())

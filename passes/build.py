@@ -1,0 +1,79 @@
+"""Building blocks of passes: new nodes with their fake values, and where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch import FakeTensor
+from autopar.graph import InputRole, TrainingGraph, tensors
+
+Target = Callable[..., Any]
+aten = torch.ops.aten
+
+
+def value(argument: Any) -> Any:
+    """The fake value behind a node, list of nodes or constant."""
+    return fx.map_arg(argument, lambda node: node.meta["val"])
+
+
+def call(graph: fx.Graph, like: fx.Node, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new operator at the graph's insertion point; phase, block and source as `like`."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {key: like.meta.get(key) for key in ("phase", "block", "source", "seq_nr")}
+    node.meta["val"] = target(*value(args), **value(kwargs))
+    return node
+
+
+def add_input(graph: TrainingGraph, role: InputRole, name: str, like: torch.Tensor) -> tuple[
+    TrainingGraph, fx.Node
+]:
+    """`graph` with one more placeholder after the others (there already if it has that role)."""
+    if (node := graph.placeholder(role)) is not None:
+        return graph, node
+    last = graph.placeholders[-1]
+    with graph.graph.inserting_after(last):
+        node = graph.graph.placeholder(name)
+    node.meta = {"val": like, "phase": "forward", "block": "", "source": None, "seq_nr": None}
+    return replace(graph, inputs=(*graph.inputs, role)), node
+
+
+def fake_like(graph: TrainingGraph, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A fake tensor of the graph's own fake mode, on the device of its first input."""
+    sample = next(t for node in graph.placeholders for t in tensors(node))
+    assert isinstance(sample, FakeTensor)
+    with sample.fake_mode:
+        return torch.empty(shape, dtype=dtype, device=sample.device)
+
+
+def first_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> fx.Node:
+    """The node that comes first in the graph."""
+    return min(nodes)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at another's storage."""
+    return node.op == "call_function" and (
+        node.target in VIEWS or _aliases(node.target)
+    )
+
+
+def _aliases(target: Target) -> bool:
+    """Whether the schema says that the result is a view of the first argument."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return any(r.alias_info is not None for r in schema.returns)
+
+
+VIEWS = frozenset({aten._unsafe_view.default})
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

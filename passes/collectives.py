@@ -1,0 +1,87 @@
+"""The collectives that passes write: abstract until `lower_collectives` turns them into torch's.
+
+Each takes a list of tensors, so that merging two is joining their lists. A `start_*` issues
+the collective, `wait` yields its results; what stands between them can overlap.
+
+| collective | takes | yields |
+|---|---|---|
+| `start_all_reduce` | Partial | Replicate |
+| `start_reduce_scatter` | Partial | Shard(0) |
+| `start_all_gather` | Shard(0) | Replicate |
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from autopar._torch import FakeTensor
+from autopar.errors import PassError
+from autopar.graph import TrainingGraph
+from autopar.passes.build import call
+
+
+def start_all_reduce(tensors: Sequence[torch.Tensor], axis: str) -> list[torch.Tensor]:
+    """Sums each tensor over the ranks of `axis`."""
+    _abstract(tensors)
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+
+
+def start_reduce_scatter(
+    tensors: Sequence[torch.Tensor], rows: Sequence[int], axis: str
+) -> list[torch.Tensor]:
+    """Sums each tensor over the ranks of `axis`; this rank keeps its `rows` of dim 0."""
+    _abstract(tensors)
+    return [t.new_empty((n, *t.shape[1:])) for t, n in zip(tensors, rows, strict=True)]
+
+
+def start_all_gather(
+    tensors: Sequence[torch.Tensor], rows: Sequence[int], axis: str
+) -> list[torch.Tensor]:
+    """Joins every rank's chunk of dim 0 into tensors of `rows` rows."""
+    _abstract(tensors)
+    return [t.new_empty((n, *t.shape[1:])) for t, n in zip(tensors, rows, strict=True)]
+
+
+def wait(pending: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results of a started collective."""
+    _abstract(pending)
+    return list(pending)
+
+
+STARTS = (start_all_reduce, start_reduce_scatter, start_all_gather)
+
+
+def _abstract(tensors: Sequence[torch.Tensor]) -> None:
+    if not all(isinstance(t, FakeTensor) for t in tensors):
+        raise PassError("an abstract collective was run: lower_collectives has to come before")
+
+
+def starts(graph: TrainingGraph) -> Iterator[fx.Node]:
+    """The collectives of a graph, in order."""
+    return (node for node in graph.graph.nodes if node.target in STARTS)
+
+
+def wait_of(start: fx.Node) -> fx.Node:
+    """The wait of a started collective."""
+    return next(iter(start.users))
+
+
+def results_of(start: fx.Node) -> list[fx.Node | None]:
+    """The nodes that stand for each result of a collective; None where it is not used."""
+    found: list[fx.Node | None] = [None] * len(start.args[0])  # type: ignore[arg-type]
+    for item in wait_of(start).users:
+        found[item.args[1]] = item  # type: ignore[index,call-overload]
+    return found
+
+
+def collective(
+    graph: fx.Graph, like: fx.Node, start: object, tensors: Sequence[fx.Node], *options: object
+) -> list[fx.Node]:
+    """Writes a collective, its wait and its results at the insertion point."""
+    pending = call(graph, like, start, list(tensors), *options)  # type: ignore[arg-type]
+    done = call(graph, like, wait, pending)
+    return [call(graph, like, operator.getitem, done, i) for i in range(len(tensors))]

@@ -1,0 +1,59 @@
+"""Runs passes: the one place that times, checks, records, dumps and writes reproducers."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.errors import PassError
+from autopar.graph import TrainingGraph, render
+from autopar.passes.base import Pass, describe, pass_name
+from autopar.passes.legality import check
+
+Observer = Callable[[str, TrainingGraph, float], None]
+
+
+def run_passes(
+    graph: TrainingGraph, passes: Iterable[Pass], observe: Observer | None = None
+) -> TrainingGraph:
+    """Applies passes in order; the graph is checked after each.
+
+    Args:
+        graph: a legal graph.
+        passes: what to apply.
+        observe: called after each pass with its name, the graph and the seconds it took.
+
+    Raises:
+        PassError: a pass failed or made an illegal graph. A file beside the message holds the
+            graph before it and the pipeline, to reproduce the failure with.
+    """
+    passes = tuple(passes)
+    for index, item in enumerate(passes):
+        begin = time.perf_counter()
+        try:
+            result = item(graph)
+            check(result.graph)
+        except Exception as error:
+            path = _reproducer(graph, passes, index)
+            done = ", ".join(pass_name(p) for p in passes[:index]) or "none"
+            raise PassError(
+                f"pass {describe(item)} failed: {error}\n"
+                f"passes before it: {done}; graph and pipeline are in {path}"
+            ) from error
+        line = describe(item) + (f": nothing to do, {result.reason}" if result.reason else "")
+        graph = replace(result.graph, history=(*graph.history, line))
+        if observe is not None:
+            observe(pass_name(item), graph, time.perf_counter() - begin)
+    return graph
+
+
+def _reproducer(graph: TrainingGraph, passes: tuple[Pass, ...], failed: int) -> Path:
+    lines = [f"# {'->' if i == failed else '  '} {describe(p)}" for i, p in enumerate(passes)]
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="autopar-pass-", suffix=".txt", delete=False
+    ) as file:
+        file.write("\n".join(lines) + "\n\n" + render(graph) + "\n")
+    return Path(file.name)

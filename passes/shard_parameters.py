@@ -1,0 +1,129 @@
+"""ZeRO: where parameters live between steps, and when they are gathered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import fx
+
+from autopar.graph import Parameter, ParameterInfo, TrainingGraph
+from autopar.passes.base import PassResult
+from autopar.passes.build import is_random
+from autopar.passes.collectives import collective, start_all_gather
+from autopar.placement import Replicate, Shard, chunk_rows
+
+
+@dataclass(frozen=True)
+class ShardParameters:
+    """Shards the parameters of each block over an axis by its ZeRO stage.
+
+    Before: parameters are whole. After: those of stages 1 to 3 are inputs sharded on dim 0
+    (stages 1 and 2: only those that are trained), gathered before their first use, and in stage
+    3 gathered again for the backward, so that nothing that is whole outlives its phase. Values
+    computed from such parameters alone are computed again in the backward. Tier: exact.
+
+    Attributes:
+        axis: the mesh axis to shard over.
+        rank: this rank's place on the axis.
+        stages: ZeRO stage of each block, "" being all outside of blocks.
+    """
+
+    axis: str
+    rank: int
+    stages: tuple[tuple[str, int], ...]
+    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        stages = dict(self.stages)
+        sharded = [p for p in graph.parameters.values() if shards(p, stages[p.block])]
+        if not sharded:
+            return PassResult(graph, "every block is stage 0: parameters stay whole")
+        graph = graph.copy()
+        for info in sharded:
+            node = graph.placeholder(Parameter(info.name))
+            if node is not None:
+                self.shard(graph, node, info, stages[info.block])
+        layouts = {**graph.layouts, **{info.name: Shard(0) for info in sharded}}
+        return PassResult(replace(graph, layouts=layouts))
+
+    def shard(self, graph: TrainingGraph, node: fx.Node, info: ParameterInfo, stage: int) -> None:
+        """Turns one whole input into a sharded one with its gathers."""
+        if stage == 3:
+            recompute_derived(graph, node)
+        users = sorted(node.users)
+        rows = chunk_rows(info.shape[0], graph.axes[self.axis])
+        whole = node.meta["val"]
+        node.meta["val"] = whole.new_empty((rows[self.rank], *info.shape[1:]))
+        node.meta["placement"] = Shard(0)
+        groups = [users]
+        if stage == 3:
+            groups = [[u for u in users if u.meta["phase"] == p] for p in ("forward", "backward")]
+        for group in filter(None, groups):
+            graph.graph.inserting_before(group[0])
+            like = group[0] if group[0].op != "output" else node
+            (full,) = collective(
+                graph.graph, like, start_all_gather, [node], [info.shape[0]], self.axis
+            )
+            full.meta["gathered"] = info.name
+            for item in (full.args[0].args[0], full.args[0], full):  # type: ignore[union-attr]
+                item.meta["placement"] = Replicate()  # type: ignore[union-attr]
+            for user in group:
+                user.replace_input_with(node, full)
+
+
+def shards(info: ParameterInfo, stage: int) -> bool:
+    """Whether a parameter is sharded between steps under a ZeRO stage."""
+    return bool(info.shape) and (stage == 3 or (stage > 0 and info.requires_grad))
+
+
+def recompute_derived(graph: TrainingGraph, parameter: fx.Node) -> None:
+    """Clones what the backward needs and the forward computes from parameters alone."""
+    derived = {parameter}
+    start = graph.backward_start
+    for node in graph.graph.nodes:
+        if node is start:
+            break
+        inputs = node.all_input_nodes
+        from_parameters = all(n.op == "placeholder" or n in derived for n in inputs)
+        only = [n for n in inputs if n.op == "placeholder" and not _is_parameter(graph, n)]
+        if any(n in derived for n in inputs) and from_parameters and not only:
+            if node.op == "call_function" and not is_random(node):
+                derived.add(node)
+    clones: dict[fx.Node, fx.Node] = {}
+    for node in sorted(derived - {parameter}):
+        late = [u for u in node.users if u.meta["phase"] == "backward" and u.op != "output"]
+        for user in sorted(late):
+            user.replace_input_with(node, _clone(graph.graph, node, user, derived, clones))
+
+
+def _is_parameter(graph: TrainingGraph, node: fx.Node) -> bool:
+    return node in {n for n, r in zip(graph.placeholders, graph.inputs, strict=True)
+                    if isinstance(r, Parameter)}  # fmt: skip
+
+
+def _clone(
+    graph: fx.Graph,
+    node: fx.Node,
+    before: fx.Node,
+    derived: set[fx.Node],
+    clones: dict[fx.Node, fx.Node],
+) -> fx.Node:
+    if node.op == "placeholder":
+        return node
+    if node not in clones:
+        for source in node.all_input_nodes:
+            if source in derived:
+                _clone(graph, source, before, derived, clones)
+        with graph.inserting_before(before):
+            clone = graph.node_copy(node, lambda n: clones.get(n, n))
+        clone.meta = {**node.meta, "phase": "backward"}
+        clones[node] = clone
+    return clones[node]
+
+
+def local_shape(info: ParameterInfo, ranks: int, rank: int) -> torch.Size:
+    """Shape of a rank's chunk of a parameter sharded on dim 0."""
+    return torch.Size((chunk_rows(info.shape[0], ranks)[rank], *info.shape[1:]))

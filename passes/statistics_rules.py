@@ -1,0 +1,313 @@
+"""How each operator that reduces over the rows of the batch is made global.
+
+A rule is called on a node that has rows in and none out. It writes what makes the value that of
+the global batch, weights the gradient that enters the operator's backward, and returns True; or
+returns False to decline. Sums need no weight: the gradient of a sum is the same for every row.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from autopar.graph import tensors
+from autopar.passes.build import aten
+from autopar.passes.collectives import collective, start_all_gather
+from autopar.placement import Partial, Replicate, Varying
+from autopar.rows import has_rows
+
+if TYPE_CHECKING:
+    from autopar.passes.synchronize_statistics import Typing
+
+Rule = Callable[["Typing", fx.Node], bool]
+R, V, P = Replicate(), Varying(), Partial()
+VIEW_CHAIN = (aten.expand.default, aten.unsqueeze.default, aten.view.default)
+
+
+def reduce_sum(work: Typing, node: fx.Node) -> bool:
+    """A sum over rows: the sum of the ranks' sums."""
+    work.type(node, V)
+    users = list(node.users)
+    work.fx.inserting_before(node.next)
+    result = work.all_reduce([node], node)[0]
+    for user in users:
+        user.replace_input_with(node, result)
+    return True
+
+
+def reduce_mean(work: Typing, node: fx.Node) -> bool:
+    """A mean over rows: its backward divides by the number of local elements."""
+    entry = [n for n in _backward_of(node) if n.target is aten.div.Scalar]
+    if not entry and _is_differentiated(work, node):
+        return False
+    return _weighed_mean(work, node, [_root(n.args[0]) for n in entry])
+
+
+def reduce_loss(work: Typing, node: fx.Node) -> bool:
+    """A loss with reduction "mean" (1) or "sum" (2)."""
+    reduction = _argument(node, "reduction")
+    if reduction == 2:
+        return reduce_sum(work, node)
+    name = node.target.overloadpacket.__name__ + "_backward"  # type: ignore[union-attr]
+    entry = [n for n in _backward_of(node) if str(n.target).split(".")[1] == name]
+    if not entry and _is_differentiated(work, node):
+        return False
+    return _weighed_mean(work, node, [n.args[0] for n in entry])
+
+
+def reduce_nll(work: Typing, node: fx.Node) -> bool:
+    """Negative log likelihood: sum of losses over sum of weights, ignored targets left out."""
+    if _argument(node, "reduction") == 2:
+        loss = _getitem(work, node, 0)
+        work.type(node, V)
+        work.type(loss, V)
+        return reduce_sum(work, loss)
+    arguments = list(node.args)
+    arguments[3] = 2
+    node.args = tuple(arguments)
+    loss, count = _getitem(work, node, 0), _getitem(work, node, 1)
+    for item in (node, loss, count):
+        work.type(item, V)
+    loss_users, count_users = list(loss.users), list(count.users)
+    work.fx.inserting_before(max(loss, count).next)
+    total, number = work.all_reduce([loss, count], node)
+    mean = work.call(node, aten.div.Tensor, total, number)
+    work.type(mean, R)
+    for user in loss_users:
+        user.replace_input_with(loss, mean)
+    for user in count_users:
+        user.replace_input_with(count, number)
+    return True
+
+
+def contraction(work: Typing, node: fx.Node) -> bool:
+    """A matrix product that sums over rows, as in statistics of a router."""
+    if not all(has_rows(n) for n in node.all_input_nodes):
+        return False
+    return reduce_sum(work, node)
+
+
+RULES: Mapping[Any, Rule] = {
+    aten.sum.default: reduce_sum,
+    aten.sum.dim_IntList: reduce_sum,
+    aten.mean.default: reduce_mean,
+    aten.mean.dim: reduce_mean,
+    aten.mm.default: contraction,
+    aten.bmm.default: contraction,
+    aten.dot.default: contraction,
+    aten.mse_loss.default: reduce_loss,
+    aten.smooth_l1_loss.default: reduce_loss,
+    aten.huber_loss.default: reduce_loss,
+    aten.binary_cross_entropy.default: reduce_loss,
+    aten.nll_loss_forward.default: reduce_nll,
+    aten.nll_loss2d_forward.default: reduce_nll,
+}
+
+JOINTLY_LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default})
+
+
+def _dim_has_rows(node: fx.Node) -> bool:
+    dim = node.args[1]
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    dims = dim if isinstance(dim, (list, tuple)) else [dim]
+    size = tensors(source)[0].dim()
+    return any(d % max(size, 1) in source.meta["rows"][0] for d in dims if isinstance(d, int))
+
+
+def _two_rows(node: fx.Node) -> bool:
+    return len(node.meta["rows"][0]) > 1
+
+
+MIXES_ROWS: Mapping[Any, Callable[[fx.Node], bool]] = {
+    aten._softmax.default: _dim_has_rows,
+    aten._log_softmax.default: _dim_has_rows,
+    aten.cumsum.default: _dim_has_rows,
+    aten.flip.default: _dim_has_rows,
+    aten.mm.default: _two_rows,
+    aten.bmm.default: _two_rows,
+}
+
+
+def is_training_norm(node: fx.Node) -> bool:
+    """Whether a node is a batch norm that takes its statistics from the batch."""
+    functional = aten._native_batch_norm_legit_functional.default
+    if node.target is functional:
+        return bool(node.args[5])
+    return node.target is aten._native_batch_norm_legit.no_stats
+
+
+def synchronize_batch_norm(work: Typing, node: fx.Node) -> None:
+    """Batch norm over the global batch: means and variances are gathered and combined (Chan)."""
+    x, weight, bias, *rest = node.args
+    stats = rest[:2] if node.target is aten._native_batch_norm_legit_functional.default else []
+    momentum, eps = node.args[-2:]
+    fake = tensors(x)[0]  # type: ignore[arg-type]
+    channels, dims = fake.shape[1], [0, *range(2, fake.dim())]
+    wide = torch.float64 if fake.dtype == torch.float64 else torch.float32
+
+    def op(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        result = work.call(node, target, *args, **kwargs)
+        work.type(result, R)
+        return result
+
+    work.fx.inserting_before(node)
+    wide_x = x if fake.dtype == wide else op(aten._to_copy.default, x, dtype=wide)
+    moments = op(aten.var_mean.correction, wide_x, dims, correction=0)
+    variance, mean = (op(operator.getitem, moments, i) for i in (0, 1))
+    share = op(aten._to_copy.default, work.weight, dtype=wide)
+    own = op(aten.cat.default, [mean, variance, op(aten.view.default, share, [1])])
+    row = op(aten.view.default, own, [1, 2 * channels + 1])
+    ranks = work.graph.axes[work.axis]
+    (table,) = collective(work.fx, node, start_all_gather, [row], [ranks], work.axis)
+    for item in (table.args[0].args[0], table.args[0], table):  # type: ignore[union-attr]
+        work.type(item, R)  # type: ignore[arg-type]
+    means = op(aten.slice.Tensor, table, 1, 0, channels)
+    variances = op(aten.slice.Tensor, table, 1, channels, 2 * channels)
+    shares = op(aten.slice.Tensor, table, 1, 2 * channels, 2 * channels + 1)
+    mean = op(aten.sum.dim_IntList, op(aten.mul.Tensor, means, shares), [0])
+    off = op(aten.sub.Tensor, means, mean)
+    spread = op(aten.add.Tensor, variances, op(aten.mul.Tensor, off, off))
+    variance = op(aten.sum.dim_IntList, op(aten.mul.Tensor, spread, shares), [0])
+    inverse = op(aten.rsqrt.default, op(aten.add.Tensor, variance, eps))
+    normed = op(
+        aten._native_batch_norm_legit_no_training.default,
+        x, weight, bias, mean, variance, momentum, eps,
+    )  # fmt: skip
+    out = op(operator.getitem, normed, 0)
+    work.type(normed, V)
+    work.type(out, V)
+    elements = op(aten.div.Tensor, float(fake.numel() // channels), work.weight)
+    results: list[fx.Node | None] = [out, mean, inverse]
+    if stats:
+        unbiased = op(aten.div.Tensor, elements, op(aten.sub.Tensor, elements, 1.0))
+        fair = op(aten.mul.Tensor, variance, op(aten._to_copy.default, unbiased, dtype=wide))
+        results += [_running(op, old, new, momentum) for old, new in zip(stats, (mean, fair), strict=True)]
+    for item in list(node.users):
+        replacement = results[item.args[1]]  # type: ignore[index]
+        assert replacement is not None
+        item.replace_all_uses_with(replacement)
+        work.fx.erase_node(item)
+    out.meta["rows"], normed.meta["rows"] = ((0,),), ((0,), (), ())
+    number = node.meta["seq_nr"]
+    work.type(node, V)
+    for back in [n for n in work.fx.nodes if n.target is aten.native_batch_norm_backward.default]:
+        if back.meta["seq_nr"] == number and back.args[1] is x:
+            _norm_backward(work, back, mean, variance, inverse, elements, wide)
+
+
+def _running(op: Callable[..., fx.Node], old: Any, new: fx.Node, momentum: Any) -> fx.Node:
+    kept = op(aten.mul.Tensor, old, 1.0 - momentum)
+    added = op(aten.mul.Tensor, new, momentum)
+    if tensors(old)[0].dtype != tensors(new)[0].dtype:
+        added = op(aten._to_copy.default, added, dtype=tensors(old)[0].dtype)
+    return op(aten.add.Tensor, kept, added)
+
+
+def _norm_backward(
+    work: Typing, node: fx.Node, mean: fx.Node, variance: fx.Node, inverse: fx.Node,
+    elements: fx.Node, wide: torch.dtype,
+) -> None:  # fmt: skip
+    """The backward given global statistics, less what flows through these.
+
+    dx = w/s (dy - mean(dy) - xhat mean(dy xhat)), with s the deviation, means over the global
+    batch, and xhat the normalised input (Ioffe & Szegedy 2015, appendix).
+    """
+    dy, x, weight, *_ = node.args
+    fake = tensors(x)[0]  # type: ignore[arg-type]
+    eps = node.args[8]
+    shape = [1, -1] + [1] * (fake.dim() - 2)
+    work.from_tangents.add(node)
+
+    def op(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return work.call(node, target, *args, **kwargs)
+
+    work.fx.inserting_before(node)
+    frozen = op(
+        aten.native_batch_norm_backward.default,
+        dy, x, weight, mean, variance, mean, inverse, False, eps, [True, True, True],
+    )  # fmt: skip
+    direct, d_weight, d_bias = (op(operator.getitem, frozen, i) for i in range(3))
+    sum_xhat, sum_dy = work.all_reduce([d_weight, d_bias], node)
+    count = op(aten._to_copy.default, elements, dtype=wide)
+    scale = inverse if weight is None else op(aten.mul.Tensor, inverse, weight)
+    scale = op(aten.div.Tensor, scale, count)
+    slope = op(aten.mul.Tensor, op(aten.mul.Tensor, scale, inverse), sum_xhat)
+    offset = op(aten.sub.Tensor, op(aten.mul.Tensor, scale, sum_dy), op(aten.mul.Tensor, slope, mean))
+    slope, offset = (op(aten.view.default, t, shape) for t in (slope, offset))
+    through = op(aten.add.Tensor, op(aten.mul.Tensor, x, slope), offset)
+    if tensors(through)[0].dtype != fake.dtype:
+        through = op(aten._to_copy.default, through, dtype=fake.dtype)
+    d_x = op(aten.sub.Tensor, direct, through)
+    d_x.meta["rows"] = ((0,),)
+    for item in (d_weight, d_bias):
+        work.type(item, P)
+    for item in list(node.users):
+        item.replace_all_uses_with((d_x, d_weight, d_bias)[item.args[1]])  # type: ignore[index]
+        work.fx.erase_node(item)
+    work.fx.erase_node(node)
+
+
+def _weighed_mean(work: Typing, node: fx.Node, cotangents: list[Any]) -> bool:
+    work.type(node, V)
+    users = list(node.users)
+    work.fx.inserting_before(node.next)
+    result = work.mean(node)
+    for user in users:
+        user.replace_input_with(node, result)
+    for cotangent, entries in _entries(cotangents, node).items():
+        work.fx.inserting_before(min(entries))
+        weighed = work.weighed(cotangent, min(entries))
+        work.type(weighed, cotangent.meta.get("placement", R))
+        work.from_tangents.add(weighed)
+        for entry in entries:
+            entry.replace_input_with(cotangent, weighed)
+    return True
+
+
+def _entries(cotangents: list[Any], node: fx.Node) -> dict[fx.Node, list[fx.Node]]:
+    """Which nodes of the backward of `node` take each cotangent."""
+    own = set(_backward_of(node))
+    return {c: [u for u in c.users if u in own] for c in cotangents}
+
+
+def _backward_of(node: fx.Node) -> list[fx.Node]:
+    number = node.meta["seq_nr"]
+    return [
+        n
+        for n in node.graph.nodes
+        if n.op == "call_function"
+        and n.meta["phase"] == "backward"
+        and n.meta["seq_nr"] == number
+    ]
+
+
+def _is_differentiated(work: Typing, node: fx.Node) -> bool:
+    return work.graph.backward_start.op != "output" and tensors(node)[0].is_floating_point()
+
+
+def _root(node: Any) -> fx.Node:
+    while node.target in VIEW_CHAIN:
+        node = node.args[0]
+    return node
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    for index, argument in enumerate(schema):
+        if argument.name == name:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(name)
+            return argument.default_value if given is None else given
+    return None
+
+
+def _getitem(work: Typing, node: fx.Node, index: int) -> fx.Node:
+    for user in node.users:
+        if user.args[1] == index:
+            return user
+    work.fx.inserting_before(node.next)
+    return work.call(node, operator.getitem, node, index)

@@ -1,0 +1,97 @@
+"""Sums the gradients of parameters over the ranks, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from autopar.graph import Accumulated, Gradient, Held, Parameter, TrainingGraph
+from autopar.passes.base import PassResult
+from autopar.passes.build import add_input, aten, call, fake_like
+from autopar.passes.collectives import collective, start_all_reduce, start_reduce_scatter
+from autopar.placement import Partial, Replicate, Shard, chunk_rows
+
+
+@dataclass(frozen=True)
+class SynchronizeGradients:
+    """Turns Partial gradients of parameters into gradients of the parameters' own layout.
+
+    Before: gradients of parameters are Partial over the axis. After: those of whole parameters
+    are all-reduced, those of sharded ones reduce-scattered, as soon as each is there; or, with
+    `hold`, they are returned as they are for the runtime to keep (`no_sync`). Tier: exact.
+
+    Attributes:
+        axis: the axis over which gradients are Partial.
+        rank: this rank's place on it.
+        hold: return local gradients, reduce nothing.
+        held: parameters with local gradients of earlier calls, which are added before reducing.
+    """
+
+    axis: str
+    rank: int
+    hold: bool = False
+    held: tuple[str, ...] = ()
+    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        graph = graph.copy()
+        names = [r.of.name for r in graph.outputs if _is_parameter(r)]  # type: ignore[union-attr]
+        if not names and not self.held:
+            return PassResult(graph, "no parameter has a gradient")
+        if self.hold:
+            return PassResult(self.hold_gradients(graph))
+        for name in self.held:
+            graph = self.add_held(graph, name)
+        changed = {}
+        for role, node in zip(graph.outputs, graph.results, strict=True):
+            if _is_parameter(role) and node is not None:
+                changed[role] = self.reduce(graph, role.of.name, node)  # type: ignore[union-attr]
+        return PassResult(graph.with_results(changed))
+
+    def hold_gradients(self, graph: TrainingGraph) -> TrainingGraph:
+        """Returns local gradients under the role `Held`."""
+        roles = tuple(
+            Held(r.of.name) if _is_parameter(r) else r  # type: ignore[union-attr]
+            for r in graph.outputs
+        )
+        return replace(graph, outputs=roles)
+
+    def add_held(self, graph: TrainingGraph, name: str) -> TrainingGraph:
+        """Adds what was held back in earlier calls to the gradient of `name`."""
+        info = graph.parameters[name]
+        fake = fake_like(graph, info.shape, info.dtype)
+        graph, held = add_input(graph, Accumulated(name), f"held_{len(graph.inputs)}", fake)
+        held.meta |= {"placement": Partial(), "phase": "backward"}
+        role = Gradient(Parameter(name))
+        gradient = graph.result(role)
+        if gradient is None:
+            return graph.with_results({role: held})
+        graph.graph.inserting_before(gradient.next)
+        total = call(graph.graph, gradient, aten.add.Tensor, held, gradient)
+        total.meta["placement"] = Partial()
+        return graph.with_results({role: total})
+
+    def reduce(self, graph: TrainingGraph, name: str, node: fx.Node) -> fx.Node:
+        """Writes the reduction of one gradient right behind it."""
+        info = graph.parameters[name]
+        first = graph.backward_start if node.op == "placeholder" else node.next
+        graph.graph.inserting_before(first)
+        like = node if node.op != "placeholder" else first
+        layout = graph.layouts.get(name, Replicate())
+        if isinstance(layout, Shard):
+            rows = chunk_rows(info.shape[0], graph.axes[self.axis])[self.rank]
+            (result,) = collective(
+                graph.graph, like, start_reduce_scatter, [node], [rows], self.axis
+            )
+        else:
+            (result,) = collective(graph.graph, like, start_all_reduce, [node], self.axis)
+        for item in (result.args[0].args[0], result.args[0], result):  # type: ignore[union-attr]
+            item.meta |= {"placement": layout, "phase": "backward", "gradient": name}  # type: ignore[union-attr]
+        return result
+
+
+def _is_parameter(role: object) -> bool:
+    return isinstance(role, Gradient) and isinstance(role.of, Parameter)

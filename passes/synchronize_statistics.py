@@ -1,0 +1,291 @@
+"""Makes every reduction over the batch run over the global batch, and types the graph by that."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import fx
+
+from autopar.graph import (
+    Buffer,
+    Evidence,
+    Gradient,
+    Input,
+    Output,
+    Parameter,
+    RowWeight,
+    Tangent,
+    TrainingGraph,
+    Update,
+    Verdict,
+    tensors,
+    user_line,
+)
+from autopar.passes.base import PassResult
+from autopar.passes.build import add_input, aten, call, fake_like
+from autopar.passes.collectives import collective, start_all_reduce
+from autopar.passes.statistics_rules import JOINTLY_LINEAR, MIXES_ROWS, RULES, is_training_norm
+from autopar.passes.statistics_rules import synchronize_batch_norm
+from autopar.placement import Partial, Placement, Replicate, Varying
+from autopar.rows import has_rows
+
+R, V, P = Replicate(), Varying(), Partial()
+
+
+@dataclass(frozen=True)
+class SynchronizeStatistics:
+    """Reduces over the global batch whatever the model reduces over its rows.
+
+    Before: the graph as captured at one rank's rows, with `meta["rows"]`. After: every node has
+    `meta["placement"]`; means, sums and losses over the batch are those of the global batch,
+    their gradients weighted accordingly; gradients of parameters are Partial, and returned
+    scalars are Replicate. Batch norm takes its statistics over the global batch unless
+    `batch_statistics` is "local"; then running statistics are averaged. A reduction without a
+    rule stays a rank's own, is averaged where it is returned (DDP's semantics), and is noted.
+    Tier: exact.
+
+    Attributes:
+        axis: the mesh axis over which ranks hold different rows.
+        batch_statistics: "global", or "local" as DDP has it.
+    """
+
+    axis: str
+    batch_statistics: Literal["global", "local"] = "global"
+    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        work = Typing(graph.copy(), self.axis, self.batch_statistics)
+        work.run()
+        return PassResult(work.graph)
+
+
+class Typing:
+    """One walk over the graph in execution order, which types it and writes collectives."""
+
+    def __init__(self, graph: TrainingGraph, axis: str, batch_statistics: str) -> None:
+        self.graph, self.axis, self.batch_statistics = graph, axis, batch_statistics
+        self.fx = graph.graph
+        self.notes: list[str] = []
+        self.graph, self.weight = add_input(
+            self.graph, RowWeight(), "row_weight", fake_like(graph, (), torch.float64)
+        )
+        self.type(self.weight, V)
+        self.from_tangents: set[fx.Node] = set()
+
+    def run(self) -> None:
+        """Types every node, then what the graph returns."""
+        self.type_inputs()
+        nodes = [n for n in self.fx.nodes if n.op in ("call_function", "get_attr")]
+        for node in nodes:
+            if "placement" in node.meta:
+                continue  # a rule has written it
+            self.visit(node)
+        self.outputs()
+        self.agree()
+        self.graph = replace(self.graph, notes=(*self.graph.notes, *dict.fromkeys(self.notes)))
+
+    def type_inputs(self) -> None:
+        returned = dict(zip(self.graph.outputs, self.graph.results, strict=True))
+        for role, node in zip(self.graph.inputs, self.graph.placeholders, strict=True):
+            if isinstance(role, Input):
+                self.type(node, V if has_rows(node) else R)
+            elif isinstance(role, Tangent):
+                self.from_tangents.add(node)
+                source = returned[Output(role.index)]
+                self.type(node, V if source is not None and has_rows(source) else R)
+            elif isinstance(role, (Parameter, Buffer)):
+                self.type(node, R)
+        for role, node in zip(self.graph.inputs, self.graph.placeholders, strict=True):
+            if isinstance(role, Tangent) and node.meta["placement"] == V:
+                self.weigh_uses(node)
+
+    def visit(self, node: fx.Node) -> None:
+        if node.op == "get_attr" or not node.all_input_nodes:
+            return self.type(node, R)
+        types = {n: n.meta["placement"] for n in node.all_input_nodes}
+        if any(n in self.from_tangents for n in node.all_input_nodes):
+            return self.visit_cotangent(node, types)
+        if all(t == R for t in types.values()):
+            return self.type(node, R)
+        if node.target is operator.getitem:
+            return self.type(node, self.element_type(node))
+        if is_training_norm(node):
+            return self.visit_norm(node)
+        if has_rows(node) and not self.loses_rows(node):
+            if node.target in MIXES_ROWS and MIXES_ROWS[node.target](node):
+                self.note(node, "mixes the rows of the batch")
+            return self.type(node, V)
+        rule = RULES.get(node.target)
+        reduces = any(has_rows(n) for n in node.all_input_nodes)
+        if reduces and rule is not None and rule(self, node):
+            return None
+        if reduces:
+            self.note(node, "reduces over the batch and has no rule")
+        return self.type(node, V)
+
+    def loses_rows(self, node: fx.Node) -> bool:
+        """Whether some floating-point result of `node` does not run over rows."""
+        rows = node.meta["rows"]
+        return len(rows) > 1 and not rows[0]
+
+    def element_type(self, node: fx.Node) -> Placement:
+        types = node.args[0].meta.get("placements")  # type: ignore[union-attr]
+        return types[node.args[1]] if types else node.args[0].meta["placement"]  # type: ignore
+
+    def visit_norm(self, node: fx.Node) -> None:
+        if self.batch_statistics == "global":
+            return synchronize_batch_norm(self, node)
+        node.meta["placements"] = (V,) * len(tensors(node))
+        self.type(node, V)
+
+    def visit_cotangent(self, node: fx.Node, types: dict[fx.Node, Placement]) -> None:
+        """A node of the backward: linear in what came from the tangents."""
+        self.from_tangents.add(node)
+        if node.target is operator.getitem:
+            parent = node.args[0]
+            rows = parent.meta["rows"][node.args[1]]  # type: ignore[union-attr,index]
+            parent_type = parent.meta["placement"]  # type: ignore[union-attr]
+            return self.type(node, R if parent_type == R else V if rows else P)
+        if has_rows(node):
+            for operand, placement in types.items():
+                if placement == P:
+                    node.replace_input_with(operand, self.reduced(operand, before=node))
+            return self.type(node, V if any(t != R for t in types.values()) else R)
+        if all(t == R for t in types.values()):
+            return self.type(node, R)
+        if node.target in JOINTLY_LINEAR:
+            for operand, placement in types.items():
+                if placement == R:
+                    self.fx.inserting_before(node)
+                    node.replace_input_with(operand, self.weighed(operand, node))
+        self.type(node, P)
+
+    def outputs(self) -> None:
+        """Returned scalars become means over the global batch; float buffers agree."""
+        last = self.last_forward()
+        changed: dict[Any, fx.Node] = {}
+        for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
+            if node is None or node.meta["placement"] == R:
+                continue
+            floating = tensors(node)[0].is_floating_point()
+            if isinstance(role, Gradient) and isinstance(role.of, Parameter):
+                continue
+            own = isinstance(role, (Output, Update)) and not has_rows(node)
+            if own and floating:
+                self.fx.inserting_before(last.next)
+                changed[role] = self.mean(node)
+                last = changed[role]
+                if isinstance(role, Output):
+                    self.weigh_tangent(role.index)
+            elif own and isinstance(role, Update):
+                self.notes.append(f"{role.of} is an integer that differs between ranks")
+        for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
+            is_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
+            if is_parameter and node is not None and node.meta["placement"] == R:
+                self.fx.inserting_before(self.graph.output_node)
+                changed[role] = self.weighed(node, node, P)
+        self.graph = self.graph.with_results(changed)
+
+    def weigh_tangent(self, index: int) -> None:
+        tangent = self.graph.placeholder(Tangent(index))
+        if tangent is not None:
+            self.weigh_uses(tangent)
+
+    def agree(self) -> None:
+        """The ranks add up evidence of what they were given."""
+        fake = fake_like(self.graph, (EVIDENCE_SIZE,), torch.float64)
+        self.graph, evidence = add_input(self.graph, Evidence(), "evidence", fake)
+        self.type(evidence, P)
+        first = next(iter(self.graph.calls()), self.graph.output_node)
+        like = first if first.op == "call_function" else evidence
+        self.fx.inserting_before(self.last_forward().next)
+        verdict = self.all_reduce([evidence], like)[0]
+        self.graph = self.graph.with_results({Verdict(): verdict})
+
+    # What rules are written with: each writes at the insertion point.
+
+    def last_forward(self) -> fx.Node:
+        return self.graph.backward_start.prev
+
+    def type(self, node: fx.Node, placement: Placement) -> None:
+        node.meta["placement"] = placement
+        node.meta.setdefault("rows", ((),) * len(tensors(node)))
+
+    def call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = call(self.fx, like, target, *args, **kwargs)
+        self.type(node, V)
+        if like in self.from_tangents:
+            self.from_tangents.add(node)
+        return node
+
+    def weighed(self, node: fx.Node, like: fx.Node, placement: Placement = P) -> fx.Node:
+        """`node` times this rank's share of the rows."""
+        dtype = tensors(node)[0].dtype
+        weight = self.weight
+        if dtype != torch.float64:
+            weight = self.call(like, aten._to_copy.default, weight, dtype=dtype)
+        result = self.call(like, aten.mul.Tensor, node, weight)
+        self.type(result, placement)
+        return result
+
+    def weigh_uses(self, node: fx.Node) -> None:
+        """Every use of `node` takes it times this rank's share of the rows."""
+        users = list(node.users)
+        if not users:
+            return
+        self.fx.inserting_before(min(users))
+        result = self.weighed(node, min(users), V)
+        self.from_tangents.add(result)
+        for user in users:
+            user.replace_input_with(node, result)
+
+    def all_reduce(self, nodes: list[fx.Node], like: fx.Node) -> list[fx.Node]:
+        """Sums over ranks; small values travel as float64, so that they can share a bucket."""
+        dtypes = [tensors(node)[0].dtype for node in nodes]
+        wide = torch.float64
+        sent = [
+            n if d == wide else self.call(like, aten._to_copy.default, n, dtype=wide)
+            for n, d in zip(nodes, dtypes, strict=True)
+        ]
+        received = collective(self.fx, like, start_all_reduce, sent, self.axis)
+        done = received[0].args[0]
+        for node in (done.args[0], done, *received):  # type: ignore[union-attr]
+            self.type(node, R)  # type: ignore[arg-type]
+        result = []
+        for node, dtype in zip(received, dtypes, strict=True):
+            back = (
+                node if dtype == wide else self.call(like, aten._to_copy.default, node, dtype=dtype)
+            )
+            self.type(back, R)
+            result.append(back)
+        return result
+
+    def mean(self, node: fx.Node) -> fx.Node:
+        """The mean of the ranks' values, weighted by their rows."""
+        return self.all_reduce([self.weighed(node, node)], node)[0]
+
+    def reduced(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """The sum over ranks of a Partial value, for a use by `before`."""
+        self.fx.inserting_before(before)
+        result = self.all_reduce([node], before)[0]
+        self.from_tangents.add(result)
+        return result
+
+    def replace_later(self, node: fx.Node, result: fx.Node, keep: Callable[..., bool]) -> None:
+        """Every use of `node` outside of `keep` takes `result`."""
+        node.replace_all_uses_with(result, delete_user_cb=keep)
+
+    def note(self, node: fx.Node, what: str) -> None:
+        line = user_line(node)
+        self.notes.append(
+            f"{node.target} {what}: each rank does so for its own rows, as under DDP"
+            + (f" ({line})" if line else "")
+        )
+
+
+EVIDENCE_SIZE = 4
