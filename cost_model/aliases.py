@@ -1,0 +1,169 @@
+"""Which nodes of a graph share memory: views, in-place operators, and what waits for them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch import OpOverload
+from autopar.cost_model.collectives import is_wait
+
+aten = torch.ops.aten
+
+# Views although their schema does not say so.
+_UNSAFE_VIEWS = frozenset(
+    {
+        aten._unsafe_view.default,
+        aten.unsafe_chunk.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+    }
+)
+# Views or copies, as the strides allow.
+_PERHAPS_VIEWS = frozenset(
+    {"reshape", "reshape_as", "contiguous", "flatten", "ravel", "to", "type_as"}
+)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A piece of memory.
+
+    Attributes:
+        maker: the node that allocates it.
+        nbytes: its size in bytes.
+        device: the type of its device.
+    """
+
+    maker: fx.Node
+    nbytes: int
+    device: str
+
+
+def find_storages(graph: fx.Graph) -> tuple[list[Storage], dict[fx.Node, tuple[int, ...]]]:
+    """All memory that a graph allocates or is given, and the storages behind each node's value.
+
+    A node that yields several tensors has one storage for each, in order; None yields none.
+    """
+    storages: list[Storage] = []
+    behind: dict[fx.Node, tuple[int, ...]] = {}
+    for node in graph.nodes:
+        shared = _shared(node, behind)
+        if shared is None:
+            start = len(storages)
+            storages += _fresh(node)
+            shared = tuple(range(start, len(storages)))
+        behind[node] = shared
+    return storages, behind
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node certainly computes nothing: a view, or an element of a tuple."""
+    if node.target is operator.getitem or is_wait(node):
+        return True
+    return _rule(node.target) == "view"
+
+
+def _shared(node: fx.Node, behind: Mapping[fx.Node, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The storages of other nodes that this one's value lies in, None if it has its own."""
+    if node.op != "call_function":
+        return None if node.op == "placeholder" else ()
+    if node.target is operator.getitem:
+        source, index = node.args
+        held = behind[source] if isinstance(source, fx.Node) else ()
+        return held[_place(source, index) : _place(source, index) + len(_vals(node))]
+    rule = _rule(node.target)
+    if is_wait(node) or rule == "view" or (rule == "perhaps" and _is_kept(node)):
+        base = node.args[0]
+        held = behind[base] if isinstance(base, fx.Node) else ()
+        many = len(_vals(node))
+        return held * many if len(held) == 1 else held
+    if isinstance(rule, tuple):
+        return tuple(s for name in rule for s in _behind_argument(node, name, behind))
+    return None
+
+
+def _place(source: Any, index: Any) -> int:
+    """Which of the tensors in a tuple the `index`-th element is: None and numbers do not count."""
+    return sum(isinstance(v, torch.Tensor) for v in source.meta["val"][:index])
+
+
+def _behind_argument(
+    node: fx.Node, place: int | str, behind: Mapping[fx.Node, tuple[int, ...]]
+) -> Iterator[int]:
+    """The storages behind the argument in this position or of this name."""
+    value = node.kwargs.get(place) if isinstance(place, str) else node.args[place]
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(item, fx.Node):
+            yield from behind[item]
+
+
+@cache
+def _rule(target: Any) -> str | tuple[int | str, ...]:
+    """How an operator's results relate to its arguments.
+
+    Returns:
+        "fresh", "view" (of the first argument), "perhaps" (the same, or a copy), or the arguments,
+        by position or name, that are written to and returned.
+    """
+    if not isinstance(target, OpOverload):
+        return "fresh"
+    if target in _UNSAFE_VIEWS:
+        return "view"
+    schema = target._schema
+    notes = [r.alias_info for r in schema.returns if r.alias_info is not None]
+    if not notes or len(notes) < len(schema.returns):
+        return "fresh"
+    if not any(note.is_write for note in notes):
+        name = target.name().partition("::")[2].partition(".")[0]
+        return "perhaps" if name in _PERHAPS_VIEWS else "view"
+    return tuple(
+        argument.name if argument.kwarg_only else position
+        for note in notes
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.before_set == note.before_set
+    )
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Whether reshape, contiguous or to give back the memory that they were given."""
+    base, result = _vals(node.args[0]), _vals(node)
+    if not (len(base) == len(result) == 1):
+        return False
+    before, after = base[0], result[0]
+    if before.dtype != after.dtype or before.device != after.device:
+        return False
+    if node.kwargs.get("copy") or before.numel() != after.numel():
+        return False
+    if before.shape == after.shape:
+        return before.stride() == after.stride()
+    shadow = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
+    try:
+        return shadow.view(after.shape).stride() == after.stride()
+    except RuntimeError:
+        return False
+
+
+def _vals(node: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of a node as `find_storages` counts them."""
+    val = node.meta.get("val") if isinstance(node, fx.Node) else None
+    many = val if isinstance(val, (list, tuple)) else (val,)
+    return tuple(v for v in many if isinstance(v, torch.Tensor))
+
+
+def _fresh(node: fx.Node) -> list[Storage]:
+    return [Storage(node, extent_bytes(t), t.device.type) for t in _vals(node)]
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element, gaps between strides included."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
