@@ -1,0 +1,1 @@
+"""Measurements of autopar beside its peers; run from a checkout, not installed."""

@@ -1,0 +1,204 @@
+"""Who competes: each contender turns a case into one whole training step.
+
+A step takes the global batch and returns the loss: of this rank's rows for the peers, of the
+global batch for autopar. All use AdamW with the same settings, and nothing else is tuned: each
+peer is set up as its own documentation says.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from benchmarks.models import Case
+
+Step = Callable[[Tensor, Tensor], Tensor]
+Statistics = Literal["global", "local"]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train.
+
+    Attributes:
+        name: what the tables call it.
+        build: makes the step; called on every rank at the same time, after seeding.
+        peers: what it is compared with: the first of these that ran.
+        alone: runs at world size 1 (True), at more (False), at any (None).
+        module: the importable module without which it is skipped.
+        statistics: which rows BatchNorm normalises over; None where it makes no difference.
+    """
+
+    name: str
+    build: Callable[..., Step]
+    peers: tuple[str, ...] = ()
+    alone: bool | None = False
+    module: str = "torch"
+    statistics: Statistics | None = None
+
+    def absence(self) -> str | None:
+        """Return why it cannot run here, or None."""
+        installed = importlib.util.find_spec(self.module) is not None
+        return None if installed else f"{self.module} is not installed"
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer that everyone uses."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def my_rows(x: Tensor) -> Tensor:
+    """Return this rank's rows of the global batch."""
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def training_step(model: nn.Module, *, local: bool) -> Step:
+    """Return the four lines that everyone writes, on this rank's rows or on the whole batch."""
+    optimizer = adamw(model.parameters())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = model(my_rows(x), my_rows(y)) if local else model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def build_plain(case: Case, *, compiled: bool = False) -> Step:
+    """Return the model on one process, on the whole batch."""
+    model = case.build()
+    return training_step(torch.compile(model) if compiled else model, local=False)
+
+
+def build_ddp(case: Case, *, compiled: bool = False) -> Step:
+    """Return torch's DistributedDataParallel."""
+    model = DistributedDataParallel(case.build())
+    return training_step(torch.compile(model) if compiled else model, local=True)
+
+
+def build_fully_shard(case: Case, *, compiled: bool = False) -> Step:
+    """Return torch's FSDP2: blocks and root wrapped, resharded after the forward by default."""
+    model = case.build()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in case.blocks(model):
+        if compiled:
+            block.compile()
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return training_step(model, local=True)
+
+
+def build_deepspeed(case: Case, *, stage: int) -> Step:
+    """Return a DeepSpeed engine.
+
+    Gradient clipping, on by default, would change the losses; buckets of the default size,
+    500 million elements, would be most of the memory of models as small as these.
+    """
+    import deepspeed
+
+    model = case.build()
+    rows = case.batch(0)[0].shape[0]
+    config = {
+        "train_batch_size": rows,
+        "train_micro_batch_size_per_gpu": rows // dist.get_world_size(),
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1 << 20},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=config
+    )
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = engine(my_rows(x), my_rows(y))
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def build_autopar(
+    case: Case, *, strategy: str, backend: str, statistics: Statistics | None = None
+) -> Step:
+    """Return autopar, planned from the first batch."""
+    model = autopar.compile(
+        case.build(),
+        example_inputs=case.batch(0),
+        strategy=autopar.Strategy(strategy, batch_statistics=statistics)
+        if statistics
+        else strategy,
+        backend=backend,
+        fallback=False,
+    )
+    return training_step(model, local=False)
+
+
+def _autopar(
+    strategy: str, *peers: str, backend: str = "eager", alone: bool | None = False
+) -> Contender:
+    name = f"autopar-{strategy}" + ("" if backend == "eager" else f"+{backend}")
+    build = partial(build_autopar, strategy=strategy, backend=backend)
+    return Contender(name, build, peers, alone, module="autopar")
+
+
+def _deepspeed(stage: int) -> Contender:
+    build = partial(build_deepspeed, stage=stage)
+    return Contender(f"deepspeed-{stage}", build, ("ddp",), module="deepspeed")
+
+
+CONTENDERS = (
+    Contender("plain", build_plain, alone=True),
+    Contender("torch.compile", partial(build_plain, compiled=True), ("plain",), alone=True),
+    Contender("ddp", build_ddp),
+    Contender("ddp+compile", partial(build_ddp, compiled=True), ("ddp",)),
+    Contender("fully_shard", build_fully_shard, ("ddp",)),
+    Contender("fully_shard+compile", partial(build_fully_shard, compiled=True), ("fully_shard",)),
+    *(_deepspeed(stage) for stage in range(4)),
+    _autopar("ddp", "ddp", "plain", alone=None),
+    _autopar("zero1", "deepspeed-1", "ddp"),
+    _autopar("zero2", "deepspeed-2", "fully_shard"),
+    _autopar("zero3", "fully_shard"),
+    _autopar("auto", "ddp", "plain", alone=None),
+    _autopar("ddp", "ddp+compile", "torch.compile", backend="inductor", alone=None),
+    _autopar("zero3", "fully_shard+compile", backend="inductor"),
+)
+
+
+def field(case: Case, world_size: int, names: Collection[str] = ()) -> list[Contender]:
+    """Return those that compete for a case at a world size; `names`, if any, narrow them down.
+
+    Where batch statistics make a difference, the peers have local ones, and autopar enters twice.
+    """
+    chosen = [c for c in CONTENDERS if c.alone in (None, world_size == 1)]
+    chosen = [c for c in chosen if not names or c.name in names]
+    if not case.batch_statistics or world_size == 1:
+        return chosen
+    return [variant for contender in chosen for variant in _variants(contender)]
+
+
+def _variants(contender: Contender) -> list[Contender]:
+    if contender.module != "autopar":
+        return [replace(contender, statistics="local")]
+    return [
+        replace(
+            contender,
+            name=f"{contender.name}/{statistics}-statistics",
+            build=partial(contender.build, statistics=statistics),
+            statistics=statistics,
+        )
+        for statistics in get_args(Statistics)
+    ]

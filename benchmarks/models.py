@@ -1,0 +1,178 @@
+"""The models that the contenders train, each with its data; every forward returns its own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY = 4096
+WIDTH = 256
+HEADS = 8
+LAYERS = 4
+SEQ = 128  # tokens in a row
+BATCHES = 4  # distinct global batches, taken in turn, so that the loss falls and errors show
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its data.
+
+    Attributes:
+        name: what the command line calls it.
+        build: makes the model; the caller seeds.
+        batch: makes the global batch of a given step, the same on every rank.
+        blocks: the submodules that fully_shard wraps one by one, and compiles one by one.
+        batch_statistics: whether the loss depends on which rows a rank holds (BatchNorm).
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+    blocks: Callable[[nn.Module], list[nn.Module]]
+    batch_statistics: bool = False
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm causal block with one linear layer for queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (rows, SEQ, WIDTH) to the same shape."""
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder with its embedding tied to the output layer: 4.2 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQ, WIDTH)
+        self.blocks = nn.ModuleList(DecoderBlock() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        nn.init.normal_(self.token.weight, std=0.02)
+        self.head.weight = self.token.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of predicting tokens `y`."""
+        h = self.token(x) + self.position.weight[: x.shape[1]]
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
+class Encoder(nn.Module):
+    """BERT-like: torch's own post-norm layers, untied output layer: 5.3 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQ, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH, HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True
+            )
+            for _ in range(LAYERS)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of restoring tokens `y` from the corrupted `x`."""
+        h = self.norm(self.token(x) + self.position.weight[: x.shape[1]])
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut, BatchNorm after each."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, outer, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outer, outer, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(outer), nn.BatchNorm2d(outer)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or inner != outer:
+            conv = nn.Conv2d(inner, outer, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (rows, inner, height, width) to (rows, outer, height / stride, width / stride)."""
+        h = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(h)) + self.shortcut(x))
+
+
+class ConvNet(nn.Module):
+    """ResNet-like, for images of 32 x 32: 2.8 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (32, 32, 64, 128, 256)
+        stem = nn.Conv2d(3, widths[0], 3, padding=1, bias=False)
+        self.stem = nn.Sequential(stem, nn.BatchNorm2d(widths[0]), nn.ReLU())
+        self.blocks = nn.ModuleList()
+        for stage, (inner, outer) in enumerate(pairwise(widths)):
+            self.blocks.append(ResidualBlock(inner, outer, stride=2 if stage else 1))
+            self.blocks.append(ResidualBlock(outer, outer, stride=1))
+        self.head = nn.Linear(widths[-1], 100)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of classifying images `x` as `y`."""
+        h = self.stem(x)
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(h.mean((2, 3))), y)
+
+
+def _generator(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(step % BATCHES)
+
+
+def next_tokens(step: int) -> tuple[Tensor, Tensor]:
+    """Return 16 rows of random tokens, and the tokens that follow each."""
+    text = torch.randint(VOCABULARY, (16, SEQ + 1), generator=_generator(step))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def masked_tokens(step: int) -> tuple[Tensor, Tensor]:
+    """Return 16 rows of random tokens with 15 % of them masked, and the whole rows."""
+    generator = _generator(step)
+    text = torch.randint(1, VOCABULARY, (16, SEQ), generator=generator)
+    return text.masked_fill(torch.rand(text.shape, generator=generator) < 0.15, 0), text
+
+
+def images(step: int) -> tuple[Tensor, Tensor]:
+    """Return 32 random images of 32 x 32 and their classes."""
+    generator = _generator(step)
+    x = torch.randn(32, 3, 32, 32, generator=generator)
+    return x, torch.randint(100, (32,), generator=generator)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    return list(blocks)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("gpt", GPT, next_tokens, _blocks),
+        Case("encoder", Encoder, masked_tokens, _blocks),
+        Case("conv", ConvNet, images, _blocks, batch_statistics=True),
+    )
+}

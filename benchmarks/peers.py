@@ -1,0 +1,94 @@
+"""autopar beside its peers, step by step in the same processes.
+
+python -m benchmarks.peers --models gpt --world-sizes 2 --contenders ddp,autopar-ddp
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.contenders import CONTENDERS, field
+from benchmarks.launch import Job, race
+from benchmarks.models import CASES
+from benchmarks.report import Row, document, rows, table
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a comma-separated list."""
+    return [word for word in text.split(",") if word]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line's options, checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers",
+        description="Train with autopar and with its peers, interleaved, and compare.",
+        epilog="contenders: " + ", ".join(contender.name for contender in CONTENDERS),
+    )
+    parser.add_argument("--models", type=words, default=list(CASES), metavar="NAMES")
+    parser.add_argument("--world-sizes", type=words, default=["1", "2", "4"], metavar="NUMBERS")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each contender")
+    parser.add_argument("--contenders", type=words, default=[], metavar="NAMES", help="only these")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--patience", type=float, default=600, help="seconds without progress before giving up"
+    )
+    args = parser.parse_args()
+    if unknown := set(args.models) - set(CASES):
+        parser.error(f"no such models: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if unknown := set(args.contenders) - {contender.name for contender in CONTENDERS}:
+        parser.error(f"no such contenders: {', '.join(sorted(unknown))}")
+    if not all(size.isdecimal() and int(size) for size in args.world_sizes):
+        parser.error("--world-sizes takes positive numbers")
+    if args.steps < 2:
+        parser.error("--steps must be 2 at least: there are quartiles to show")
+    return args
+
+
+def compare(args: argparse.Namespace, model: str, world_size: int, console: Console) -> list[Row]:
+    """Run one race and show its table."""
+    title = f"{model}, {world_size} process" + ("es" if world_size > 1 else "")
+    entries = field(CASES[model], world_size, args.contenders)
+    absent = [entry for entry in entries if entry.absence()]
+    job = Job(
+        case=model,
+        world_size=world_size,
+        contenders=tuple(entry.name for entry in entries if entry not in absent),
+        rounds=args.steps,
+        threads=max(1, (os.cpu_count() or 1) // world_size),
+        patience=args.patience,
+    )
+    with console.status(title) as status:
+        outcome = race(job, lambda text: status.update(f"{title}: {text}"))
+    outcome["contenders"] += [{"contender": e.name, "error": e.absence()} for e in absent]
+    made = rows(model, world_size, entries, outcome)
+    console.print(table(title, made))
+    return made
+
+
+def main() -> int:
+    """Run every race; return 1 if any contender failed or trained something else."""
+    args = parse_arguments()
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    made: list[Row] = []
+    for model in args.models:
+        for world_size in map(int, args.world_sizes):
+            made += compare(args, model, world_size, console)
+            if args.json:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                args.json.write_text(json.dumps(document(made), indent=1) + "\n")
+    wrong = [row for row in made if row.error and "not installed" not in row.error]
+    for row in wrong:
+        where = f"{row.model}, world size {row.world_size}, {row.contender}"
+        console.print(f"[red]FAILED[/] {where}: {row.error}", highlight=False)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""One rank of a benchmark: builds every contender, then runs them in turn, step by step.
+
+Started by `benchmarks.launch` with torchrun's environment; its one argument is the job's folder.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field as default
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.contenders import Contender, Step, build_plain, field
+from benchmarks.launch import Job, write_at_once
+from benchmarks.memory import PeakBytes
+from benchmarks.models import CASES
+
+COUNTED_STEPS = 6  # under the memory profiler
+WARM_STEPS = 2  # more, without the profiler
+SEED = 0
+
+
+@dataclass
+class Entry:
+    """A contender in the race and what is known of it so far, on this rank.
+
+    Attributes:
+        seconds: of each timed step.
+        losses: of every step from the first, timed or not.
+        peak_bytes: of the steady state.
+        error: why it left the race.
+    """
+
+    contender: Contender
+    step: Step | None = None
+    seconds: list[float] = default(default_factory=list)
+    losses: list[Tensor] = default(default_factory=list)
+    peak_bytes: int = 0
+    error: str | None = None
+
+    def run(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Train one step."""
+        assert self.step is not None
+        self.losses.append(self.step(*batch).detach())
+
+
+class Race:
+    """All contenders of one job, on one rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.job = Job.load(folder)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.case = CASES[self.job.case]
+        self.batches = [self.case.batch(step) for step in range(self.steps)]
+        self.control = dist.new_group(backend="gloo")  # no contender's traffic
+        self.entries = [
+            Entry(contender)
+            for contender in field(self.case, self.world_size)
+            if contender.name in self.job.contenders
+        ]
+
+    @property
+    def steps(self) -> int:
+        """Steps that every contender trains, counted, warm and timed."""
+        return COUNTED_STEPS + WARM_STEPS + self.job.rounds
+
+    def run(self) -> None:
+        """Run the whole race; rank 0 writes the outcome."""
+        reference = self.reference()
+        for entry in self.entries:
+            self.attempt(entry, "building", self.prepare)
+        gc.collect()
+        gc.freeze()  # one contender's garbage collection does not walk through all the others
+        for number in range(self.job.rounds):
+            running = [entry for entry in self.entries if entry.error is None]
+            random.Random(number).shuffle(running)  # alike on all ranks; everyone follows everyone
+            for entry in running:
+                self.attempt(entry, "timing", partial(self.time, number=number))
+        outcome = {"reference": reference, "contenders": [self.gather(e) for e in self.entries]}
+        if self.rank == 0:
+            (self.folder / "outcome.json").write_text(json.dumps(outcome))
+
+    def reference(self) -> list[float]:
+        """Return the losses of the plain model on whole batches, trained on rank 0 alone."""
+        self.report("training the plain model")
+        losses = torch.zeros(self.steps)
+        if self.rank == 0:
+            torch.set_num_threads(self.job.threads * self.world_size)
+            torch.manual_seed(SEED)
+            step = build_plain(self.case)
+            losses = torch.stack([step(x, y).detach() for x, y in self.batches])
+            torch.set_num_threads(self.job.threads)
+        dist.broadcast(losses, 0, group=self.control)
+        return losses.tolist()
+
+    def attempt(self, entry: Entry, phase: str, work: Callable[[Entry], None]) -> None:
+        """Do `work` on all ranks; whoever fails on any of them leaves the race on all."""
+        self.report(phase, entry.contender.name)
+        try:
+            work(entry)
+        except Exception as error:
+            entry.error = f"{type(error).__name__}: {error}".strip()
+            traceback.print_exc()
+            write_at_once(self.folder / f"error.{self.rank}", entry.error)
+        failures = torch.tensor(float(entry.error is not None))
+        dist.all_reduce(failures, group=self.control)
+        if failures:
+            errors: list[str | None] = [None] * self.world_size
+            dist.all_gather_object(errors, entry.error, group=self.control)
+            entry.error = next(error for error in errors if error)
+            entry.step = None
+            (self.folder / f"error.{self.rank}").unlink(missing_ok=True)
+
+    def prepare(self, entry: Entry) -> None:
+        """Build, count bytes, warm up."""
+        torch.manual_seed(SEED)
+        with PeakBytes() as memory:
+            entry.step = entry.contender.build(self.case)
+            for batch in self.batches[:COUNTED_STEPS]:
+                with memory.step():
+                    entry.run(batch)
+        entry.peak_bytes = memory.steady_peak
+        for batch in self.batches[COUNTED_STEPS:][:WARM_STEPS]:
+            entry.run(batch)
+
+    def time(self, entry: Entry, number: int) -> None:
+        """Time one whole step, from a common start."""
+        batch = self.batches[COUNTED_STEPS + WARM_STEPS + number]
+        dist.barrier(self.control)
+        start = time.perf_counter()
+        entry.run(batch)
+        entry.seconds.append(time.perf_counter() - start)
+
+    def gather(self, entry: Entry) -> dict[str, Any]:
+        """Return what all ranks know of a contender: slowest steps, least count of bytes."""
+        result: dict[str, Any] = {"contender": entry.contender.name, "error": entry.error}
+        if entry.error is None:
+            seconds = torch.tensor(entry.seconds, dtype=torch.float64)
+            peak = torch.tensor(entry.peak_bytes)
+            losses = torch.stack(entry.losses).double() / self.world_size
+            dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self.control)
+            dist.all_reduce(peak, dist.ReduceOp.MIN, group=self.control)
+            dist.all_reduce(losses, group=self.control)
+            result["seconds"] = seconds.tolist()
+            result["peak_bytes"] = peak.item()
+            result["losses"] = losses.tolist()
+        return result
+
+    def report(self, phase: str, contender: str = "") -> None:
+        """Tell the launcher what is going on, so that it knows whom to blame."""
+        if self.rank == 0:
+            write_at_once(self.folder / "status", f"{phase}\t{contender}")
+
+
+def main() -> None:
+    """Join the other ranks and run the job."""
+    folder = Path(sys.argv[1])
+    job = Job.load(folder)
+    torch.set_num_threads(job.threads)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
+    Race(folder).run()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
