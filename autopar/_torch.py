@@ -20,9 +20,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
 
 __all__ = [
+    "BoxedCodeGen",
     "BufferAOTInput",
     "DataDependentOutputException",
     "DynamicOutputShapeException",

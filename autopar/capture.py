@@ -49,16 +49,24 @@ class TensorSpec:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool = False
+    stride: tuple[int, ...] | None = None
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
         """The spec of a tensor (the whole one, for a DTensor)."""
-        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+        return TensorSpec(
+            tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()
+        )
 
     def fake(self) -> torch.Tensor:
         """A new tensor of this spec; inside a fake mode it holds no memory."""
-        return torch.empty(
-            self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
+        stride = self.stride or torch.empty(self.shape, device="meta").stride()
+        return torch.empty_strided(
+            self.shape,
+            stride,
+            dtype=self.dtype,
+            device=self.device,
+            requires_grad=self.requires_grad,
         )
 
 
@@ -93,12 +101,14 @@ class Capture:
         graph: the joint graph, or the forward alone when nothing is differentiated.
         leaves: flattened outputs; None in the place of tensors, other values as they are.
         tensor_leaves: which outputs are tensors.
+        differentiable: which outputs the model itself would let gradients enter by.
         structure: how the outputs unflatten.
     """
 
     graph: TrainingGraph
     leaves: tuple[Any, ...]
     tensor_leaves: tuple[bool, ...]
+    differentiable: tuple[bool, ...]
     structure: Any
 
 
@@ -127,7 +137,7 @@ def capture(
     Raises:
         CaptureError: the model depends on values in Python, or cannot be traced.
     """
-    with _torch.FakeTensorMode() as mode:
+    with _torch.FakeTensorMode():
         program = _Program(model, call, parameters, device, all_tangents, loss_fn)
         inputs = [leaf.fake() for leaf in call.leaves if isinstance(leaf, TensorSpec)]
         if not differentiate:
@@ -145,8 +155,9 @@ def capture(
             "would repeat the first draw for ever. Draw with torch instead."
         )
     graph = _to_training_graph(joint.graph_module, program, parameters)
-    del mode
-    return Capture(graph, program.leaves, program.tensor_leaves, program.structure)
+    return Capture(
+        graph, program.leaves, program.tensor_leaves, program.differentiable, program.structure
+    )
 
 
 class _Program(nn.Module):
@@ -178,6 +189,7 @@ class _Program(nn.Module):
         self.positions = [i for i, x in enumerate(call.leaves) if isinstance(x, TensorSpec)]
         self.leaves: tuple[Any, ...] = ()
         self.tensor_leaves: tuple[bool, ...] = ()
+        self.differentiable: tuple[bool, ...] = ()
         self.structure: Any = None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -202,6 +214,9 @@ class _Program(nn.Module):
         leaves, self.structure = pytree.tree_flatten(result)
         self.tensor_leaves = tuple(isinstance(x, torch.Tensor) for x in leaves)
         self.leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
+        self.differentiable = tuple(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in leaves
+        )
         outputs = [x for x in leaves if isinstance(x, torch.Tensor)]
         losses = [x for x in outputs if x.requires_grad and x.dim() == 0]
         if losses and not self.all_tangents:

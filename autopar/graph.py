@@ -17,6 +17,7 @@ import linecache
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import fx
@@ -210,11 +211,15 @@ class TrainingGraph:
         return render(self)
 
 
+def elements(node: fx.Node) -> tuple[Any, ...]:
+    """What a node yields, as a tuple: fake tensors, or None for results that it leaves out."""
+    val = node.meta.get("val")
+    return tuple(val) if isinstance(val, (tuple, list)) else (val,)
+
+
 def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """The fake tensors that a node yields, none if it yields no tensor."""
-    val = node.meta.get("val")
-    vals = val if isinstance(val, (tuple, list)) else (val,)
-    return tuple(v for v in vals if isinstance(v, torch.Tensor))
+    return tuple(v for v in elements(node) if isinstance(v, torch.Tensor))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from autopar.errors import PlanError, StrategyError
 from autopar.graph import ParameterInfo
 from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets
-from autopar.passes.checkpoint_activations import CheckpointActivations
+from autopar.passes.checkpoint_activations import CheckpointActivations, Level
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.schedule_overlap import ScheduleOverlap
 from autopar.passes.shard_parameters import ShardParameters
@@ -24,7 +24,6 @@ from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
 
 SCHEMA_VERSION = 1
-Recompute = Literal["none", "selective", "full"]
 ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
@@ -42,7 +41,7 @@ class Strategy:
     """
 
     zero: int | Mapping[str, int] | None = None
-    recompute: Recompute | None = None
+    recompute: Level | None = None
     gather_bytes: int | None = None
     reduce_bytes: int | None = None
     prefetch: int | None = None
@@ -122,7 +121,7 @@ class Plan:
         buckets: parameters whose collectives travel together.
         prefetch: buckets of parameters gathered ahead.
         in_flight: reductions under way at most; 0 for any number.
-        recompute: what the backward computes again.
+        recompute: for each block, what its backward computes again: none, selective or full.
         batch_statistics: "global" or "local".
         precision: None, or the dtype of autocast.
         optimizer: name of the optimizer assumed, and bytes of its state per byte of parameter.
@@ -148,7 +147,7 @@ class Plan:
     buckets: Buckets = Buckets()
     prefetch: int = 1
     in_flight: int = 0
-    recompute: Recompute = "none"
+    recompute: tuple[tuple[str, Level], ...] = ()
     batch_statistics: str = "global"
     precision: str | None = None
     optimizer: str = "AdamW"

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch import fx
+import torch
 
 from autopar.capture import Call, Capture
 from autopar.errors import CaptureError
-from autopar.graph import Input, TrainingGraph, tensors
+from autopar.graph import Input, TrainingGraph, elements, tensors
 
 Dims = tuple[tuple[int, ...], ...]
 
@@ -20,7 +20,7 @@ Dims = tuple[tuple[int, ...], ...]
 def mark_rows(capture: Callable[[Call], Capture], call: Call, rows: int) -> Capture:
     """Captures `call` and sets `meta["rows"]` of every node.
 
-    `meta["rows"]` holds, for each tensor that the node yields, the dims that run over the rows.
+    `meta["rows"]` holds, for each element that the node yields, the dims that run over the rows.
     If the model cannot be captured with another number of rows, every tensor of one dim or more
     that depends on the batch is taken to have rows, and the graph gets a note.
     """
@@ -41,7 +41,7 @@ def mark_rows(capture: Callable[[Call], Capture], call: Call, rows: int) -> Capt
     return replace(first, graph=replace(first.graph, notes=(*first.graph.notes, note)))
 
 
-def has_rows(node: fx.Node) -> bool:
+def has_rows(node: torch.fx.Node) -> bool:
     """Whether some tensor that a node yields runs over the rows of the batch."""
     return any(node.meta.get("rows") or ())
 
@@ -63,7 +63,9 @@ def _mark_by_comparison(first: TrainingGraph, second: TrainingGraph) -> None:
     for a, b in zip(first.graph.nodes, second.graph.nodes, strict=True):
         a.meta["rows"] = tuple(
             tuple(d for d in range(x.dim()) if x.shape[d] != y.shape[d])
-            for x, y in zip(tensors(a), tensors(b), strict=True)
+            if isinstance(x, torch.Tensor)
+            else ()
+            for x, y in zip(elements(a), elements(b), strict=True)
         )
 
 
@@ -74,4 +76,7 @@ def _mark_by_dependence(graph: TrainingGraph, call: Call) -> None:
         depends = isinstance(role, Input) and call.has_rows[role.index]
         depends = depends or any(n.meta["depends"] for n in node.all_input_nodes)
         node.meta["depends"] = depends
-        node.meta["rows"] = tuple((0,) if depends and t.dim() else () for t in tensors(node))
+        node.meta["rows"] = tuple(
+            (0,) if depends and isinstance(t, torch.Tensor) and t.dim() else ()
+            for t in elements(node)
+        )

@@ -55,7 +55,7 @@ def well_formed(graph: TrainingGraph) -> None:
     graph.graph.lint()
     late = False
     for node in graph.calls():
-        if node.meta.get("val") is None:
+        if node.meta.get("val") is None and node.users:
             raise _error(graph, node, "has no value (meta['val'])")
         backward = node.meta.get("phase") == "backward"
         if late and not backward:

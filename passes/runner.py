@@ -35,7 +35,9 @@ def run_passes(
         begin = time.perf_counter()
         try:
             result = item(graph)
-            check(result.graph)
+            line = describe(item) + (f": declined, {result.reason}" if result.reason else "")
+            after = replace(result.graph, history=(*graph.history, line))
+            check(after)
         except Exception as error:
             path = _reproducer(graph, passes, index)
             done = ", ".join(pass_name(p) for p in passes[:index]) or "none"
@@ -43,8 +45,7 @@ def run_passes(
                 f"pass {describe(item)} failed: {error}\n"
                 f"passes before it: {done}; graph and pipeline are in {path}"
             ) from error
-        line = describe(item) + (f": nothing to do, {result.reason}" if result.reason else "")
-        graph = replace(result.graph, history=(*graph.history, line))
+        graph = after
         if observe is not None:
             observe(pass_name(item), graph, time.perf_counter() - begin)
     return graph

@@ -22,6 +22,7 @@ from autopar.graph import (
     TrainingGraph,
     Update,
     Verdict,
+    elements,
     tensors,
     user_line,
 )
@@ -124,7 +125,7 @@ class Typing:
         reduces = any(has_rows(n) for n in node.all_input_nodes)
         if reduces and rule is not None and rule(self, node):
             return None
-        if reduces:
+        if reduces and not all("_assert_async" in str(user.target) for user in node.users):
             self.note(node, "reduces over the batch and has no rule")
         return self.type(node, V)
 
@@ -140,7 +141,7 @@ class Typing:
     def visit_norm(self, node: fx.Node) -> None:
         if self.batch_statistics == "global":
             return synchronize_batch_norm(self, node)
-        node.meta["placements"] = (V,) * len(tensors(node))
+        node.meta["placements"] = (V,) * len(elements(node))
         self.type(node, V)
 
     def visit_cotangent(self, node: fx.Node, types: dict[fx.Node, Placement]) -> None:
@@ -214,7 +215,7 @@ class Typing:
 
     def type(self, node: fx.Node, placement: Placement) -> None:
         node.meta["placement"] = placement
-        node.meta.setdefault("rows", ((),) * len(tensors(node)))
+        node.meta.setdefault("rows", ((),) * len(elements(node)))
 
     def call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = call(self.fx, like, target, *args, **kwargs)

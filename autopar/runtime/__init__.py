@@ -1,0 +1,1 @@
+"""What runs on a rank: process groups, parameters, programs, and the module around them."""

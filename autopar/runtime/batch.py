@@ -1,0 +1,118 @@
+"""What of a call's arguments a rank takes, and how ranks find out that they were given alike."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.capture import Call, TensorSpec
+from autopar.errors import BatchError, DisagreementError
+from autopar.placement import even_rows
+
+SAMPLE_BYTES = 1 << 20
+MODULUS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of the arguments of a call.
+
+    Attributes:
+        call: the arguments as specs.
+        tensors: the tensors among them, this rank's rows.
+        rows: rows of this rank.
+        total: rows of the global batch.
+    """
+
+    call: Call
+    tensors: tuple[torch.Tensor, ...]
+    rows: int
+    total: int
+
+
+def share_of(
+    leaves: Sequence[Any], structure: Any, *, mode: str, rank: int, ranks: int
+) -> Share:
+    """This rank's rows of the flattened arguments of a call.
+
+    The number of rows is the size of dim 0 of the first tensor that has a dim; every tensor
+    with that size of dim 0 is taken to run over the rows.
+
+    Raises:
+        BatchError: fewer rows than ranks.
+    """
+    sized = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
+    given = sized[0] if sized else 0
+    has_rows = tuple(
+        isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == given for x in leaves
+    )
+    if not sized:
+        rows, total, begin = 1, ranks, 0
+    elif mode == "local" or ranks == 1:
+        rows, total, begin = given, given * ranks, 0
+    else:
+        if given < ranks:
+            raise BatchError(
+                f"a batch of {given} rows cannot be split over {ranks} ranks: every rank needs a "
+                f"row. Give at least {ranks} rows, drop the last small batch (drop_last=True), or "
+                "run fewer ranks."
+            )
+        sizes = even_rows(given, ranks)
+        rows, total, begin = sizes[rank], given, sum(sizes[:rank])
+    taken = [
+        x[begin : begin + rows] if split and rows != given else x
+        for x, split in zip(leaves, has_rows, strict=True)
+    ]
+    specs = tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in taken)
+    tensors = tuple(x for x in taken if isinstance(x, torch.Tensor))
+    return Share(Call(specs, structure, has_rows), tensors, rows, total)
+
+
+def evidence(leaves: Sequence[Any], rows: int, mode: str, device: torch.device) -> torch.Tensor:
+    """What the ranks add up to find out whether they agree: sums and sums of squares."""
+    check = checksum(leaves) if mode == "global" else 0
+    row_count = 0 if mode == "global" else rows
+    values = [check, check**2, row_count, row_count**2]
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def checksum(leaves: Sequence[Any]) -> int:
+    """A number below 2**20 that differs, almost surely, between different batches."""
+    value = 0
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            data = leaf.detach().reshape(-1)
+            step = max(1, data.numel() * data.element_size() // SAMPLE_BYTES)
+            part = data[::step].contiguous().view(torch.uint8).cpu().numpy()
+            value = zlib.crc32(part.data, zlib.crc32(str(tuple(leaf.shape)).encode(), value))
+        else:
+            value = zlib.crc32(repr(leaf).encode(), value)
+    return value % MODULUS
+
+
+def check_verdict(verdict: torch.Tensor, ranks: int, mode: str) -> None:
+    """Raises on every rank alike if the ranks were not given what they must be.
+
+    n numbers are equal exactly if n times the sum of their squares is the square of their sum.
+
+    Raises:
+        DisagreementError: under batch="global", ranks were given different batches.
+        BatchError: under batch="local", ranks brought different numbers of rows.
+    """
+    check, check_squares, rows, rows_squares = (int(v) for v in verdict.tolist())
+    if ranks * check_squares != check**2:
+        raise DisagreementError(
+            "the ranks were given different batches, but batch='global' means that every rank is "
+            "given the same one and takes its own rows. Seed the sampler alike on all ranks, or "
+            "use batch='local' and let each rank bring its rows."
+        )
+    if ranks * rows_squares != rows**2:
+        raise BatchError(
+            f"the ranks brought different numbers of rows ({rows} in all over {ranks} ranks). "
+            "With batch='local' every rank must bring as many: drop or pad the last batch "
+            "(DistributedSampler does), or use batch='global'."
+        )

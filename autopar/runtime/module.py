@@ -1,0 +1,368 @@
+"""`DistributedModule`: the model as the user trains it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.capture import Call, Capture, capture
+from autopar.errors import CaptureError
+from autopar.graph import Buffer, Evidence, Input, Parameter, ParameterInfo, RowWeight
+from autopar.placement import Replicate, Shard
+from autopar.plan import Plan
+from autopar.rows import mark_rows
+from autopar.runtime.batch import Share, check_verdict, evidence, share_of
+from autopar.runtime.groups import backend_of, group_names, make_mesh, rank
+from autopar.runtime.parameters import as_dtensors, broadcast_state, from_local, lay_out, local
+from autopar.runtime.program import Half, Program, build
+from autopar.runtime.random import RandomStream
+from autopar.runtime.step import Differentiable, Running, Step, run_forward
+
+MakePlan = Callable[[Callable[[], Capture]], Plan]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a module captures and runs its calls.
+
+    Attributes:
+        batch: "global" or "local".
+        loss_fn: computes the loss inside of the graph.
+        precision: dtype of autocast, None for none.
+        backend: "eager" or a backend of torch.compile.
+        ranks: size of the world.
+    """
+
+    batch: str = "global"
+    loss_fn: Callable[..., Any] | None = None
+    precision: torch.dtype | None = None
+    backend: str = "eager"
+    ranks: int = 1
+
+
+class DistributedModule(nn.Module):
+    """A model that runs its share of every call under a plan.
+
+    It has the parameters, buffers, submodules, names and attributes of the model it was made
+    from, and is used as that would be. Parameters that the plan shards are DTensors.
+
+    Attributes:
+        plan: the plan; None until the first call if there were no example inputs.
+        mesh: the DeviceMesh of the plan; None for one rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, ParameterInfo],
+        device: torch.device,
+        options: Options,
+        make_plan: MakePlan,
+    ) -> None:
+        super().__init__()
+        self._wrapped = (model,)
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = getattr(model, table)
+        self.training = model.training
+        self._infos = dict(parameters)
+        self._device, self._options, self._make_plan = device, options, make_plan
+        self.plan: Plan | None = None
+        self.mesh: DeviceMesh | None = None
+        self._programs: dict[Any, Program] = {}
+        self._captures: dict[Any, Capture] = {}
+        self._held: dict[str, torch.Tensor] = {}
+        self._hold = False
+        self._all_tangents = False
+        self._random = RandomStream(rank(), options.ranks, device)
+
+    # What a training script asks of it.
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Among how many ranks the rows of a batch are divided."""
+        return self._options.ranks
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of these ranks this one is."""
+        return rank() if self._options.ranks > 1 else 0
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Calls inside keep their gradients on this rank; the next call outside adds and reduces.
+
+        While gradients are held back, `.grad` is not changed.
+        """
+        before, self._hold = self._hold, self._options.ranks > 1
+        try:
+            yield
+        finally:
+            self._hold = before
+
+    @property
+    def rng_state(self) -> torch.Tensor:
+        """State of this rank's random stream (dropout); save and restore it with a checkpoint."""
+        return self._random.get()
+
+    @rng_state.setter
+    def rng_state(self, state: torch.Tensor) -> None:
+        self._random.set(state)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model on this rank's rows; scalars come back as means over the global batch."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        options = self._options
+        share = share_of(
+            leaves,
+            structure,
+            mode=options.batch,
+            rank=self.data_parallel_rank,
+            ranks=options.ranks,
+        )
+        if self.plan is None:
+            self.adopt(self._make_plan(lambda: self._capture(share, for_planning=True)))
+        return self._run(leaves, share)
+
+    def train(self, mode: bool = True) -> DistributedModule:
+        """Sets training mode, of the model too."""
+        super().train(mode)
+        self._wrapped[0].training = mode
+        return self
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads whole tensors or DTensors under the plain model's names."""
+        own = dict(self.named_parameters(remove_duplicate=False))
+        values = {
+            name: self._as_laid_out(own[name], value)
+            if isinstance(own.get(name), DTensor) and not isinstance(value, DTensor)
+            else value
+            for name, value in state_dict.items()
+        }
+        return super().load_state_dict(values, strict=strict, assign=assign)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_wrapped":
+                raise
+            return getattr(self._wrapped[0], name)
+
+    # From a call to a program.
+
+    def adopt(self, plan: Plan) -> None:
+        """Takes a plan: makes the mesh and lays the parameters out."""
+        self.mesh = make_mesh(self._device, plan.mesh)
+        if self.mesh is not None and plan.shards_parameters:
+            layouts = {
+                name: Shard(0) if text.startswith("S") else Replicate()
+                for name, text in plan.placements
+            }
+            lay_out(self, self.mesh, layouts, plan.axis)
+        self.plan = plan
+
+    def prepare(self, *, replicated_dtensors: bool) -> None:
+        """Gives all ranks the parameters of rank 0, and DTensors where a plan is yet to come."""
+        if self._options.ranks == 1:
+            return
+        broadcast_state(self)
+        if replicated_dtensors:
+            mesh = make_mesh(self._device, (("dp_shard", self._options.ranks),))
+            assert mesh is not None
+            as_dtensors(self, mesh)
+
+    def plan_for(self, leaves: list[Any], structure: Any) -> None:
+        """Plans on example arguments."""
+        options = self._options
+        share = share_of(
+            leaves, structure, mode=options.batch, rank=self.data_parallel_rank, ranks=options.ranks
+        )
+        self.adopt(self._make_plan(lambda: self._capture(share, for_planning=True)))
+
+    def _capture(self, share: Share, for_planning: bool = False) -> Capture:
+        """Captures a call; the backward too, if it may be wanted."""
+        differentiate = for_planning or torch.is_grad_enabled()
+        key = (*self._key(share.call), differentiate)
+        if key not in self._captures:
+            self._captures[key] = self._new_capture(share, differentiate)
+        return self._captures[key]
+
+    def _new_capture(self, share: Share, differentiate: bool) -> Capture:
+        model, options = self._wrapped[0], self._options
+
+        def attempt(call: Call) -> Capture:
+            with self._autocast():
+                return capture(
+                    model,
+                    call,
+                    self._infos,
+                    device=self._device,
+                    differentiate=differentiate,
+                    all_tangents=self._all_tangents,
+                    loss_fn=options.loss_fn,
+                )
+
+        return attempt(share.call) if options.ranks == 1 else mark_rows(attempt, share.call, share.rows)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._options.precision is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._options.precision)
+
+    def _key(self, call: Call) -> tuple[Any, ...]:
+        kind = self._device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        leaves = tuple(x if _hashable(x) else repr(x) for x in call.leaves)
+        modes = tuple(m.training for m in self.modules())
+        return (leaves, call.structure, call.has_rows, autocast, modes, self._all_tangents)
+
+    def _program(self, share: Share, hold: bool = False, held: tuple[str, ...] = ()) -> Program:
+        assert self.plan is not None
+        key = (*self._key(share.call), torch.is_grad_enabled(), hold, held)
+        if key not in self._programs:
+            self._programs[key] = build(
+                self._capture(share),
+                self.plan,
+                rank=self.data_parallel_rank,
+                comm_backend=backend_of(self._device),
+                groups=group_names(self.mesh),
+                compile_backend=self._options.backend,
+                hold=hold,
+                held=held,
+            )
+        return self._programs[key]
+
+    def _run(self, leaves: list[Any], share: Share) -> Any:
+        hold = self._hold
+        program = self._program(share, hold)
+        running = Running(
+            program,
+            self._arguments(program, leaves, share),
+            differentiable=(),
+            backward_half=lambda p: self._backward(p, share, hold),
+            general=lambda: self._general(share, hold),
+            held=self._held,
+            wrap=self._wrap,
+            updates={},
+        )
+        with self._random.during(program.is_random), _no_autocast(self._device):
+            if program.backward is None:
+                with torch.no_grad():
+                    outputs = run_forward(running, program)[0]
+            else:
+                running.differentiable, tensors = self._differentiable(program, share)
+                outputs = Step.apply(running, *tensors)
+        self._finish(running, share)
+        result = list(program.capture.leaves)
+        for index, value in zip(program.returned, outputs, strict=True):
+            result[index] = value
+        return pytree.tree_unflatten(result, program.capture.structure)
+
+    def _arguments(self, program: Program, leaves: list[Any], share: Share) -> list[Any]:
+        named = dict(self.named_parameters())
+        buffers = dict(self.named_buffers())
+        indices = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        inputs = dict(zip(indices, share.tensors, strict=True))
+        values: list[Any] = []
+        for role in program.forward.inputs:
+            match role:
+                case Parameter(name):
+                    values.append(local(named[name].detach()))
+                case Buffer(name):
+                    values.append(buffers[name])
+                case Input(index):
+                    values.append(inputs[index].detach())
+                case RowWeight():
+                    weight = share.rows / share.total
+                    values.append(torch.tensor(weight, dtype=torch.float64, device=self._device))
+                case Evidence():
+                    mode = self._options.batch
+                    values.append(evidence(leaves, share.rows, mode, self._device))
+        return values
+
+    def _differentiable(
+        self, program: Program, share: Share
+    ) -> tuple[tuple[Differentiable, ...], list[torch.Tensor]]:
+        roles: list[Differentiable] = []
+        tensors: list[torch.Tensor] = []
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                roles.append(Parameter(name))
+                tensors.append(parameter)
+        positions = [i for i, x in enumerate(share.call.leaves) if hasattr(x, "requires_grad")]
+        for index, tensor in zip(positions, share.tensors, strict=True):
+            if tensor.requires_grad:
+                roles.append(Input(index))
+                tensors.append(tensor)
+        return tuple(roles), tensors
+
+    def _backward(self, program: Program, share: Share, hold: bool) -> Half:
+        """The backward that adds what is held at the time that it runs."""
+        if hold or not self._held:
+            half = program.backward
+        else:
+            with torch.enable_grad():
+                half = self._program(share, False, tuple(sorted(self._held))).backward
+        assert half is not None
+        return half
+
+    def _general(self, share: Share, hold: bool) -> Program:
+        """The call with gradients entering by every output, from now on."""
+        self._all_tangents = True
+        with torch.enable_grad():
+            return self._program(share, hold)
+
+    def _finish(self, running: Running, share: Share) -> None:
+        if running.verdict is not None:
+            check_verdict(running.verdict, self._options.ranks, self._options.batch)
+        buffers = dict(self.named_buffers())
+        inputs = iter(share.tensors)
+        positions = {
+            i: next(inputs) for i, x in enumerate(share.call.leaves) if hasattr(x, "requires_grad")
+        }
+        with torch.no_grad():
+            for of, value in running.updates.items():
+                target = buffers[of.name] if isinstance(of, Buffer) else positions[of.index]
+                target.copy_(value)
+
+    def _wrap(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        parameter = self.get_parameter(name)
+        if not isinstance(parameter, DTensor):
+            return gradient
+        return from_local(
+            gradient, parameter.device_mesh, parameter.placements[0], parameter
+        )
+
+    def _as_laid_out(self, parameter: DTensor, value: torch.Tensor) -> torch.Tensor:
+        part = local(parameter.detach())
+        shard = parameter.placements[0]
+        if shard.is_shard():
+            step = -(-parameter.shape[0] // parameter.device_mesh.size())
+            begin = min(step * parameter.device_mesh.get_local_rank(), parameter.shape[0])
+            value = value[begin : begin + part.shape[0]]
+        return from_local(value.to(part), parameter.device_mesh, shard, parameter)
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -1,0 +1,138 @@
+"""Parameters as a plan lays them out: plain tensors where whole, DTensors where sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+
+from autopar.capture import find_blocks
+from autopar.errors import StrategyError
+from autopar.graph import ParameterInfo
+from autopar.placement import Placement, Shard, chunk_rows
+
+
+def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
+    """Name, whole shape and block of every parameter, tied ones once."""
+    blocks = find_blocks(model)
+    return {
+        name: ParameterInfo(name, tuple(p.shape), p.dtype, p.requires_grad, blocks[name])
+        for name, p in model.named_parameters()
+    }
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's parameters; for meta ones, where they will be."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type != "meta":
+            return tensor.device
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Gives storage and first values to parameters on the meta device.
+
+    Raises:
+        StrategyError: a module with such parameters has no `reset_parameters`.
+    """
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(t.device.type == "meta" for t in own):
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise StrategyError(
+                f"{name or type(model).__name__} has parameters on the meta device and no "
+                "reset_parameters() to give them values. Define one, or call model.to_empty() "
+                "and load values before autopar.compile."
+            )
+        module.to_empty(device=device, recurse=False)
+        reset()
+
+
+def broadcast_state(model: nn.Module) -> None:
+    """Gives every rank the parameters and buffers of rank 0, as DDP does."""
+    with torch.no_grad():
+        work = [
+            dist.broadcast(local(t), src=0, async_op=True)
+            for t in [*model.parameters(), *model.buffers()]
+        ]
+        for item in work:
+            item.wait()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Turns every parameter into a replicated DTensor, which can later be swapped for a shard."""
+    replicated = {
+        id(p): _parameter(p, DTensor.from_local(p.detach(), mesh, [TorchReplicate()]))
+        for p in model.parameters()
+    }
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = replicated[id(parameter)]
+
+
+def lay_out(
+    model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Placement], axis: str
+) -> None:
+    """Swaps each parameter, in place, for its part under `layouts`.
+
+    Parameters that are DTensors keep their identity, so that an optimizer made before holds the
+    right ones; plain ones are replaced in their modules.
+    """
+    if not all(isinstance(p, DTensor) for p in model.parameters()):
+        as_dtensors(model, mesh)
+    rank, ranks = mesh.get_local_rank(axis), mesh.size()
+    for name, parameter in model.named_parameters():
+        layout = layouts.get(name)
+        if isinstance(layout, Shard):
+            whole = local(parameter.detach())
+            sizes = chunk_rows(whole.shape[0], ranks)
+            begin = sum(sizes[:rank])
+            part = whole[begin : begin + sizes[rank]].clone()
+            sharded = from_local(part, mesh, TorchShard(layout.dim), parameter)
+            torch.utils.swap_tensors(parameter, _parameter(parameter, sharded))
+
+
+def from_local(
+    part: torch.Tensor, mesh: DeviceMesh, placement: object, whole: torch.Tensor
+) -> DTensor:
+    """A DTensor of the shape of `whole` around this rank's part."""
+    return DTensor.from_local(
+        part,
+        mesh,
+        [placement],  # type: ignore[list-item]
+        run_check=False,
+        shape=whole.shape,
+        stride=_contiguous_stride(whole.shape),
+    )
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.append(stride[-1] * max(size, 1))
+    return tuple(reversed(stride))[: len(shape)]
+
+
+def _parameter(like: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=like.requires_grad)
+
+
+def total_bytes(parameters: Iterable[ParameterInfo]) -> int:
+    """Bytes of whole parameters."""
+    return sum(p.bytes for p in parameters)

@@ -1,0 +1,152 @@
+"""A captured call, lowered under a plan: the generated code of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar._torch import BoxedCodeGen
+from autopar.capture import Capture
+from autopar.graph import (
+    InputRole,
+    Output,
+    OutputRole,
+    Tangent,
+    TrainingGraph,
+    tensors,
+)
+from autopar.passes.build import is_random
+from autopar.passes.runner import run_passes
+from autopar.passes.split_forward_backward import split_forward_backward
+from autopar.plan import Plan
+
+Boxed = Callable[[list[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Half:
+    """One generated function and what its arguments and results are."""
+
+    graph: TrainingGraph
+    run: Boxed
+
+    @property
+    def inputs(self) -> tuple[InputRole, ...]:
+        """The role of every argument."""
+        return self.graph.inputs
+
+    @property
+    def outputs(self) -> tuple[OutputRole, ...]:
+        """The role of every result."""
+        return self.graph.outputs
+
+    def like(self, role: InputRole) -> torch.Tensor:
+        """The fake tensor of an argument."""
+        node = self.graph.placeholder(role)
+        assert node is not None
+        return tensors(node)[0]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a call runs.
+
+    Attributes:
+        capture: the call, with the structure of its result.
+        graph: the joint graph after all passes.
+        forward: the forward half.
+        backward: the backward half, None without a backward.
+    """
+
+    capture: Capture
+    graph: TrainingGraph
+    forward: Half
+    backward: Half | None
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether the forward draws random numbers."""
+        return any(is_random(node) for node in self.graph.calls())
+
+    @cached_property
+    def returned(self) -> tuple[int, ...]:
+        """The indices of returned tensors among the flattened outputs."""
+        return tuple(r.index for r in self.forward.outputs if isinstance(r, Output))
+
+    @cached_property
+    def tangents(self) -> frozenset[int]:
+        """The outputs that gradients may enter by."""
+        roles = self.backward.inputs if self.backward else ()
+        return frozenset(r.index for r in roles if isinstance(r, Tangent))
+
+
+def build(
+    capture: Capture,
+    plan: Plan,
+    *,
+    rank: int,
+    comm_backend: str,
+    groups: Mapping[str, str],
+    compile_backend: str = "eager",
+    hold: bool = False,
+    held: tuple[str, ...] = (),
+) -> Program:
+    """Lowers a capture under a plan and generates its code.
+
+    Args:
+        capture: the call.
+        plan: what to do.
+        rank: this rank's place on the data-parallel axis.
+        comm_backend: what collectives are lowered for.
+        groups: process group of each mesh axis.
+        compile_backend: "eager" for generated Python, or a backend of torch.compile.
+        hold: keep gradients local (`no_sync`).
+        held: parameters with gradients held from earlier calls.
+    """
+    graph = run_passes(
+        with_axes(capture.graph, plan), plan.passes(rank, comm_backend, hold=hold, held=held)
+    )
+    split = split_forward_backward(graph)
+    forward = Half(split.forward, generate(split.forward, groups, compile_backend))
+    backward = None
+    if split.backward is not None:
+        backward = Half(split.backward, generate(split.backward, groups, compile_backend))
+    return Program(capture, graph, forward, backward)
+
+
+def with_axes(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
+    """The captured graph with the axes of the plan's mesh."""
+    return replace(graph, axes=dict(plan.mesh))
+
+
+def generate(graph: TrainingGraph, groups: Mapping[str, str], compile_backend: str) -> Boxed:
+    """Python code of a graph that takes its arguments in a list and frees each early."""
+    module = fx.GraphModule(dict(graph.constants), graph.copy().graph)
+    for node in module.graph.nodes:
+        if "_c10d_functional" in str(node.target) and node.args[-1] in groups:
+            node.args = (*node.args[:-1], groups[node.args[-1]])
+    if compile_backend != "eager":
+        module.recompile()
+        return _compiled(module, compile_backend)
+    module.graph.set_codegen(BoxedCodeGen())
+    module.recompile()
+    return module.forward
+
+
+def _compiled(module: nn.Module, backend: str) -> Boxed:
+    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+
+    def run(arguments: list[Any]) -> list[Any]:
+        values = tuple(arguments)
+        arguments.clear()
+        with torch.no_grad():
+            return list(compiled(*values))
+
+    return run
+
+
