@@ -197,14 +197,17 @@ class _Program(nn.Module):
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.call.structure)
-        state = dict(zip(self.names, self.values, strict=True))
-        state |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         model = self.model[0]
+        known = dict(zip(self.names, self.values, strict=True))
+        known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
+        state = {name: known[first] for name, first in _places(model).items()}
         with _Annotate(model) as annotate:
             target = None
             if self.loss_fn is not None:
                 *args, target = args
-            result = torch.func.functional_call(model, state, tuple(args), kwargs)
+            result = torch.func.functional_call(
+                model, state, tuple(args), kwargs, tie_weights=False
+            )
             if self.loss_fn is not None:
                 annotate.module = ""
                 result = self.loss_fn(result, target)
@@ -222,6 +225,20 @@ class _Program(nn.Module):
         if losses and not self.all_tangents:
             outputs = [x if x.dim() == 0 else x.detach() for x in outputs]
         return tuple(outputs)
+
+
+def _places(model: nn.Module) -> dict[str, str]:
+    """Each place that holds a parameter or buffer, once, and the first name of what it holds."""
+    places: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                place = (id(module), key)
+                places.setdefault(place, (f"{prefix}.{key}" if prefix else key, tensor))
+    first: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        first.setdefault(id(tensor), name)
+    return {name: first[id(tensor)] for name, tensor in places.values()}
 
 
 class _Annotate(TorchFunctionMode):

@@ -41,8 +41,9 @@ def reduce_sum(work: Typing, node: fx.Node) -> bool:
 
 def reduce_mean(work: Typing, node: fx.Node) -> bool:
     """A mean over rows: its backward divides by the number of local elements."""
-    entry = [n for n in _backward_of(node) if n.target is aten.div.Scalar]
-    if not entry and _is_differentiated(work, node):
+    backward = _backward_of(node)
+    entry = [n for n in backward if n.target is aten.div.Scalar]
+    if backward and not entry:
         return False
     return _weighed_mean(work, node, [_root(n.args[0]) for n in entry])
 
@@ -53,8 +54,9 @@ def reduce_loss(work: Typing, node: fx.Node) -> bool:
     if reduction == 2:
         return reduce_sum(work, node)
     name = node.target.overloadpacket.__name__ + "_backward"  # type: ignore[union-attr]
-    entry = [n for n in _backward_of(node) if str(n.target).split(".")[1] == name]
-    if not entry and _is_differentiated(work, node):
+    backward = _backward_of(node)
+    entry = [n for n in backward if str(n.target).split(".")[1] == name]
+    if backward and not entry:
         return False
     return _weighed_mean(work, node, [n.args[0] for n in entry])
 
@@ -106,6 +108,20 @@ RULES: Mapping[Any, Rule] = {
     aten.nll_loss_forward.default: reduce_nll,
     aten.nll_loss2d_forward.default: reduce_nll,
 }
+
+SHAPE_ONLY = frozenset(
+    {
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+        aten.new_empty.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.empty_like.default,
+    }
+)
+"""Operators whose result does not depend on the values that they are given."""
 
 JOINTLY_LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default})
 
@@ -276,18 +292,16 @@ def _entries(cotangents: list[Any], node: fx.Node) -> dict[fx.Node, list[fx.Node
 
 
 def _backward_of(node: fx.Node) -> list[fx.Node]:
+    """The backward of an operator; none if it is not differentiated.
+
+    An operator that is not shares the number of the differentiated one before it. Sums of
+    gradients bear arbitrary numbers.
+    """
     number = node.meta["seq_nr"]
-    return [
-        n
-        for n in node.graph.nodes
-        if n.op == "call_function"
-        and n.meta["phase"] == "backward"
-        and n.meta["seq_nr"] == number
-    ]
-
-
-def _is_differentiated(work: Typing, node: fx.Node) -> bool:
-    return work.graph.backward_start.op != "output" and tensors(node)[0].is_floating_point()
+    alike = [n for n in node.graph.nodes if n.op == "call_function" and n.meta["seq_nr"] == number]
+    if alike[0] is not node:
+        return []
+    return [n for n in alike if n.meta["phase"] == "backward" and n.target not in JOINTLY_LINEAR]
 
 
 def _root(node: Any) -> fx.Node:

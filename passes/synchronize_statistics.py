@@ -29,8 +29,14 @@ from autopar.graph import (
 from autopar.passes.base import PassResult
 from autopar.passes.build import add_input, aten, call, fake_like
 from autopar.passes.collectives import collective, start_all_reduce
-from autopar.passes.statistics_rules import JOINTLY_LINEAR, MIXES_ROWS, RULES, is_training_norm
-from autopar.passes.statistics_rules import synchronize_batch_norm
+from autopar.passes.statistics_rules import (
+    JOINTLY_LINEAR,
+    MIXES_ROWS,
+    RULES,
+    SHAPE_ONLY,
+    is_training_norm,
+    synchronize_batch_norm,
+)
 from autopar.placement import Partial, Placement, Replicate, Varying
 from autopar.rows import has_rows
 
@@ -112,6 +118,8 @@ class Typing:
         if any(n in self.from_tangents for n in node.all_input_nodes):
             return self.visit_cotangent(node, types)
         if all(t == R for t in types.values()):
+            return self.type(node, R)
+        if node.target in SHAPE_ONLY and not has_rows(node):
             return self.type(node, R)
         if node.target is operator.getitem:
             return self.type(node, self.element_type(node))
