@@ -349,7 +349,24 @@ def _to_training_graph(
     ]
     output.args = ([value for _, value in kept],)
     graph.eliminate_dead_code()
-    return replace(training, outputs=tuple(role for role, _ in kept))
+    training = replace(training, outputs=tuple(role for role, _ in kept))
+    _keep_old_values(training)
+    return training
+
+
+def _keep_old_values(graph: TrainingGraph) -> None:
+    """Lets the backward read copies of what is updated in place before it runs."""
+    updated = {role.of for role in graph.outputs if isinstance(role, Update)}
+    first = next(iter(graph.calls()), None)
+    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
+        late = [u for u in node.users if u.op != "output" and u.meta["phase"] == "backward"]
+        if role not in updated or not late or first is None:
+            continue
+        with graph.graph.inserting_before(first):
+            copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = {**node.meta, "phase": "forward", "seq_nr": None}
+        for user in late:
+            user.replace_input_with(node, copy)
 
 
 def _input_role(desc: Any, program: _Program) -> InputRole:

@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
-from autopar.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.graph import TrainingGraph, Update, tensor_bytes, tensors
 from autopar.passes.base import PassResult
 from autopar.passes.build import aten, is_random, is_view
 from autopar.passes.collectives import STARTS, wait
@@ -91,6 +91,9 @@ class Cut:
         self.nodes = [n for n in nodes[: nodes.index(start)] if n.op != "output"]
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.levels = levels
+        changed = {role.of for role in graph.outputs if isinstance(role, Update)}
+        roles = zip(graph.placeholders, graph.inputs, strict=True)
+        self.changed = {node for node, role in roles if role in changed}
 
     def kept(self) -> list[fx.Node]:
         """The values to keep, in order."""
@@ -141,6 +144,8 @@ class Cut:
             maker = maker.args[0]  # type: ignore[assignment]
         if is_random(maker) or maker.target in STARTS or maker.target is wait:
             return True
+        if any(n in self.changed for n in node.all_input_nodes):
+            return True  # by then it holds its new value
         level = self.levels.get(node.meta["block"], "none")
         if level == "none":
             return not is_view(node)
