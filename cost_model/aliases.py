@@ -73,7 +73,7 @@ def is_view(node: fx.Node) -> bool:
 def _shared(node: fx.Node, behind: Mapping[fx.Node, tuple[int, ...]]) -> tuple[int, ...] | None:
     """The storages of other nodes that this one's value lies in, None if it has its own."""
     if node.op != "call_function":
-        return None if node.op == "placeholder" else ()
+        return () if node.op == "output" else None
     if node.target is operator.getitem:
         source, index = node.args
         held = behind[source] if isinstance(source, fx.Node) else ()

@@ -1,10 +1,10 @@
 """`simulate_memory`: the peak of tensor bytes in one step, by liveness of storages.
 
 A storage lives from the node that allocates it to the last use of any node whose value lies in it.
-Parameters, buffers, optimizer state and the inputs of the call (which the caller holds) live
-throughout; gradients, outputs and what else is returned to the end; what a collective reads, until
-the collective has been waited for. While a node runs, its results and its arguments both exist.
-Not counted: what kernels allocate for themselves, and the optimizer's own step.
+Parameters, buffers, constants, optimizer state and the inputs of the call (which the caller holds)
+live throughout; gradients, outputs and what else is returned to the end; what a collective reads,
+until the collective has been waited for. While a node runs, its results and its arguments both
+exist. Not counted: what kernels allocate for themselves, and the optimizer's own step.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from autopar.graph import (
     Accumulated,
     Buffer,
     Gradient,
+    Held,
     Input,
     Output,
     OutputRole,
     Parameter,
+    Saved,
     TrainingGraph,
     Update,
 )
@@ -42,9 +44,9 @@ CATEGORIES = (
     "saved",
     "transient",
 )
-"""Each byte is in one: in gradients if it will be returned as one, in gathered if it is a whole
-parameter put together from shards, in buckets if a collective reads or writes it, in saved if the
-backward needs it from the forward, otherwise in transient."""
+"""Each byte is in one: constants of the model in buffers, in gradients if it will be returned as
+one, in gathered if it is a whole parameter put together from shards, in buckets if a collective
+reads or writes it, in saved if the backward needs it from the forward, otherwise in transient."""
 
 _CUDA_ROUND = 512  # bytes: the granularity of torch's CUDA caching allocator
 
@@ -79,7 +81,7 @@ def simulate_memory(graph: TrainingGraph, *, optimizer_state_ratio: float = 2.0)
     for storage, holders in zip(life.storages, life.holders, strict=True):
         row = CATEGORIES.index(life.category(storage, holders))
         nbytes = _rounded(storage)
-        changes[row, life.at[storage.maker] * (storage.maker.op != "placeholder")] += nbytes
+        changes[row, life.start(storage)] += nbytes
         changes[row, life.end(storage, holders) + 1] -= nbytes
     state = round(life.trained_bytes() * optimizer_state_ratio)
     changes[CATEGORIES.index("optimizer"), 0] += state
@@ -120,9 +122,14 @@ class _Life:
                 self.returned.setdefault(result, []).append(role)
         self.backward = self.at[graph.backward_start]
 
+    def start(self, storage: Storage) -> int:
+        """The index of the first node during which a storage exists."""
+        return self.at[storage.maker] if storage.maker.op == "call_function" else 0
+
     def end(self, storage: Storage, holders: list[fx.Node]) -> int:
         """The index of the last node during which a storage exists."""
-        if isinstance(self.role.get(storage.maker), (Parameter, Buffer, Input)):
+        role = self.role.get(storage.maker)
+        if isinstance(role, (Parameter, Buffer, Input)) or storage.maker.op == "get_attr":
             return len(self.nodes) - 1
         return max(self._let_go(node) for node in holders)
 
@@ -148,7 +155,9 @@ class _Life:
         roles = [role for node in holders for role in self.returned.get(node, ())]
         users = [user for node in holders for user in node.users]
         collectives = [collective_of(node) for node in (*holders, *users)]
-        if any(isinstance(role, Gradient) for role in roles):
+        if storage.maker.op == "get_attr":
+            return "buffers"
+        if any(isinstance(role, (Gradient, Held)) for role in roles):
             return "gradients"
         if any(isinstance(role, Output) for role in roles):
             return "outputs"
@@ -179,6 +188,7 @@ _INPUTS = {
     Buffer: "buffers",
     Input: "inputs",
     Accumulated: "gradients",
+    Saved: "saved",
 }
 
 

@@ -19,7 +19,7 @@ from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.roofline import Roofline
 from autopar.cost_model.signature import moved_bytes, signature
 from autopar.cost_model.store import cache_directory, digest, read_json, write_json
-from autopar.cost_model.timing import flops_of, time_operator
+from autopar.cost_model.timing import Stopwatch, flops_of
 from autopar.graph import TrainingGraph, tensors
 
 _DISPATCH = "dispatch"  # the key of a call that computes nothing
@@ -110,9 +110,9 @@ class OperatorTimes:
         for graph in graphs:
             missing |= {signature(node): node for node in graph.calls() if _is_timed(node)}
         missing = {key: node for key, node in missing.items() if key not in self.times}
-        today, new = str(date.today()), {}
+        today, new, watch = str(date.today()), {}, Stopwatch(budget_s)
         for done, (key, node) in enumerate(missing.items(), 1):
-            seconds = time_operator(node, budget_s)
+            seconds = watch.time(node)
             if seconds is not None:
                 new[key] = Timing(seconds, flops_of(node), moved_bytes(node), today)
             if progress is not None:

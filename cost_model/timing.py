@@ -1,4 +1,4 @@
-"""Time one operator on the real device, called as the compiled step calls it."""
+"""`Stopwatch`: times an operator on the real device, called as the compiled step calls it."""
 
 from __future__ import annotations
 
@@ -13,36 +13,82 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar.cost_model.aliases import extent_bytes
 from autopar.cost_model.host import free_memory_bytes
+from autopar.cost_model.signature import moved_bytes
 from autopar.graph import tensors
 
 aten = torch.ops.aten
 
 _LEAST_RUNS, _MOST_RUNS = 3, 30
+_CACHE_BYTES = 32 * 2**20
+_COLD_BYTES = 2**20  # operators that move more find nothing in the cache
 _MEMORY_SHARE = 0.25  # of what is free, that the tensors of one operator may take
 
 
-def time_operator(node: fx.Node, budget_s: float = 0.02) -> float | None:
-    """Median seconds of an operator on random tensors like its own, None if it cannot be run.
+class Stopwatch:
+    """Times operators one by one.
 
-    Allocation of the result and the dispatch from Python are part of it. The generators of the
-    caller are left as they were.
+    In a step, small values are still in the processor's cache when the next operator reads them
+    and large ones are not. So before each run of an operator on large tensors the cache is filled
+    with something else.
 
-    Args:
-        node: an operator with fake values.
-        budget_s: stop after so many seconds, but not before three runs.
+    Attributes:
+        budget_s: seconds to spend on an operator, but at least three runs.
     """
-    if not _fits(node):
+
+    def __init__(self, budget_s: float = 0.02) -> None:
+        self.budget_s = budget_s
+        self._ballast = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
+
+    def time(self, node: fx.Node) -> float | None:
+        """Median seconds of an operator on random tensors like its own, None if it cannot be run.
+
+        Allocation of the result and the dispatch from Python are part of it. The generators of
+        the caller are left as they were.
+        """
+        if not _fits(node):
+            return None
+        devices = {t.device.type for n in (node, *node.all_input_nodes) for t in tensors(n)}
+        generators = [torch.cuda.current_device()] if "cuda" in devices else []
+        with torch.random.fork_rng(generators), torch.no_grad():
+            for low, high in ((0, index_bound(node)), (1, 2)):
+                try:
+                    call = _bind(node, low, high)
+                    if "cuda" in devices:
+                        return self._on_gpu(call)
+                    return self._on_cpu(call, cold=moved_bytes(node) > _COLD_BYTES)
+                except Exception:  # whatever an operator dislikes, it is modelled instead
+                    continue
         return None
-    cuda = any(t.device.type == "cuda" for n in (node, *node.all_input_nodes) for t in tensors(n))
-    generators = [torch.cuda.current_device()] if cuda else []
-    with torch.random.fork_rng(generators), torch.no_grad():
-        for low, high in ((0, index_bound(node)), (1, 2)):
-            try:
-                call = _bind(node, low, high)
-                return _median_cuda(call, budget_s) if cuda else _median(call, budget_s)
-            except Exception:  # whatever an operator dislikes, it is modelled instead
-                continue
-    return None
+
+    def _on_cpu(self, call: Callable[[], object], cold: bool) -> float:
+        call()  # allocations, and the choice of a kernel
+        runs: list[float] = []
+        spent = 0.0
+        while len(runs) < _LEAST_RUNS or (spent < self.budget_s and len(runs) < _MOST_RUNS):
+            begin = time.perf_counter()
+            if cold:
+                self._ballast.fill_(len(runs))
+            start = time.perf_counter()
+            call()
+            end = time.perf_counter()
+            runs.append(end - start)
+            spent += end - begin
+        return statistics.median(runs)
+
+    def _on_gpu(self, call: Callable[[], object]) -> float:
+        """Runs are queued several at a time, as in a step: a kernel hides the next's launch."""
+
+        def batch(count: int) -> float:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            torch.cuda.synchronize()
+            return (time.perf_counter() - start) / count
+
+        batch(1)
+        count = max(1, min(100, int(self.budget_s / _LEAST_RUNS / batch(3))))
+        return statistics.median(batch(count) for _ in range(_LEAST_RUNS))
 
 
 def flops_of(node: fx.Node) -> float:
@@ -111,31 +157,3 @@ def index_bound(node: fx.Node) -> int:
         shape = tensors(args[0])[0].shape
         return shape[args[1]] if shape else 1
     return 1
-
-
-def _median(call: Callable[[], object], budget_s: float) -> float:
-    call()  # allocations, and the choice of a kernel
-    runs: list[float] = []
-    spent = 0.0
-    while len(runs) < _LEAST_RUNS or (spent < budget_s and len(runs) < _MOST_RUNS):
-        start = time.perf_counter()
-        call()
-        runs.append(time.perf_counter() - start)
-        spent += runs[-1]
-    return statistics.median(runs)
-
-
-def _median_cuda(call: Callable[[], object], budget_s: float) -> float:
-    """Runs are queued several at a time, as in a step: a kernel hides the launch of the next."""
-
-    def batch(count: int) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / count
-
-    batch(1)
-    count = max(1, min(100, int(budget_s / _LEAST_RUNS / batch(3))))
-    return statistics.median(batch(count) for _ in range(_LEAST_RUNS))

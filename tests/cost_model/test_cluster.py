@@ -1,0 +1,85 @@
+import pickle
+
+import pytest
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import COLLECTIVES, ring
+from autopar.cost_model.cost import ClusterError, Cost
+from autopar.cost_model.curves import Curve
+
+MEASURED = Cluster(
+    name="four ranks",
+    device="cpu",
+    world_size=4,
+    ranks_per_node=4,
+    curves={
+        ("all_reduce", 2): Curve((1000, 1_000_000), (1e-3, 1e-2), (1e-4, 1e-4)),
+        ("all_reduce", 4): Curve((1000, 1_000_000), (2e-3, 3e-2)),
+    },
+    backend="gloo",
+    versions={"torch": "2.13.0"},
+    provenance="measured 2026-11-21 on here",
+    overlap=0.5,
+    overlap_provenance="measured 2026-11-21 on here",
+)
+
+
+def test_measured_curves_answer_as_measured():
+    cost = MEASURED.seconds("all_reduce", 1000, 4)
+    assert cost == Cost(pytest.approx(2e-3), "measured 2026-11-21 on here")
+
+
+def test_other_group_sizes_are_modelled_from_the_nearest_curve():
+    cost = MEASURED.seconds("all_reduce", 1_000_000, 3)
+    assert cost.kind == "modelled"
+    assert "from 4 ranks" in cost.provenance
+    assert 1e-2 < cost.seconds < 3e-2
+    assert MEASURED.seconds("all_reduce", 1_000_000, 8).seconds > 3e-2
+
+
+def test_what_was_not_measured_is_refused_unless_there_is_a_link():
+    with pytest.raises(ClusterError, match="no curve of all_gather"):
+        MEASURED.seconds("all_gather", 1000, 4)
+    with pytest.raises(ClusterError, match="'gather' is no collective"):
+        MEASURED.seconds("gather", 1000, 4)
+    default = Cluster.default(4, "cpu")
+    assert {default.seconds(name, 1000, 4).kind for name in COLLECTIVES} == {"modelled"}
+    assert default.seconds("all_gather", 1000, 1).seconds == 0
+
+
+def test_gloo_scatters_at_the_price_of_reducing():
+    assert ring("reduce_scatter", 4, "gloo") == ring("all_reduce", 4, "gloo") == (6, 1.5)
+    assert ring("reduce_scatter", 4, "nccl") == (3, 0.75)
+
+
+@pytest.mark.parametrize("cluster", [MEASURED, Cluster.default(8, "H100")])
+def test_round_trips(cluster, tmp_path):
+    cluster.save(tmp_path / "cluster.json")
+    assert Cluster.load(tmp_path / "cluster.json") == cluster
+    assert pickle.loads(pickle.dumps(cluster)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"schema_version": 99}, "schema 99"),
+        ({"surprise": 1}, "unknown or missing surprise"),
+        ({"curves": [{"collective": "all_reduce"}]}, "damaged"),
+        ({"overlap": 2.0}, r"overlap 2.0 is not in 0\.\.1"),
+        ({"ranks_per_node": 9}, "4 ranks, 9 a node"),
+        ({"provenance": "somebody said so"}, "starts with none of"),
+    ],
+)
+def test_foreign_files_are_refused(change, says):
+    with pytest.raises(ClusterError, match=says):
+        Cluster.from_dict({**MEASURED.to_dict(), **change})
+
+
+def test_a_file_that_is_no_cluster_is_named(tmp_path):
+    path = tmp_path / "cut.json"
+    path.write_text('{"name": ')
+    with pytest.raises(ClusterError, match=r"cut\.json is not JSON"):
+        Cluster.load(path)
+    path.write_text("[]")
+    with pytest.raises(ClusterError, match=r"cut\.json: this is no cluster"):
+        Cluster.load(path)

@@ -1,0 +1,169 @@
+import operator
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.cost_model.aliases import find_storages
+from autopar.cost_model.memory import CATEGORIES, simulate_memory
+from autopar.graph import Accumulated, Buffer, Gradient, Input, Output, Parameter, Update
+from tests.cost_model.sketch import Sketch, aten, c10d
+
+KB = 1000
+ROW = 250  # float32 numbers in 1000 bytes
+
+
+def categories(memory):
+    return {name: size // KB for name, size in memory.by_category.items() if size}
+
+
+def test_temporaries_are_freed_after_their_last_use():
+    g = Sketch()
+    x = g.take(Input(0), ROW)
+    a = g.call(aten.sin.default, x)
+    b = g.call(aten.cos.default, a)
+    c = g.call(aten.exp.default, b)
+    memory = simulate_memory(g.give({Output(0): c}))
+    assert memory.curve == (2 * KB, 3 * KB, 3 * KB)
+    assert (memory.peak, memory.peak_node) == (3 * KB, b.name)
+
+
+def test_views_keep_the_memory_that_they_look_at():
+    g = Sketch()
+    x = g.take(Input(0), ROW)
+    a = g.call(aten.sin.default, x)
+    left, _ = (
+        g.call(operator.getitem, g.call(aten.split.Tensor, a, ROW // 2), i) for i in range(2)
+    )
+    b = g.call(aten.exp.default, x)
+    c = g.call(aten.neg.default, g.call(aten._unsafe_view.default, left, [5, 25]))
+    memory = simulate_memory(g.give({Output(0): c, Output(1): b}))
+    assert memory.peak == 3.5 * KB  # x, a through its half, b, and the half c
+
+
+def test_saved_values_live_to_their_last_use_in_the_backward():
+    g = Sketch()
+    x = g.take(Input(0), ROW)
+    w = g.take(Parameter("w"), ROW)
+    hidden = g.call(aten.sin.default, x)
+    y = g.call(aten.mul.Tensor, hidden, w)
+    loss = g.call(aten.sum.default, y)
+    g.phase = "backward"
+    spread = g.call(aten.expand.default, loss, [ROW])
+    grad = g.call(aten.mul.Tensor, spread, hidden)
+    half = g.call(aten.mul.Tensor, grad, 0.5)
+    memory = simulate_memory(g.give({Output(0): loss, Gradient(Parameter("w")): half}))
+    assert memory.curve == (
+        5 * KB,  # the parameter, two of its size in the optimizer, the input, hidden
+        6 * KB,  # y
+        6 * KB + 4,  # the loss, which is returned
+        5 * KB + 4,  # y has gone, hidden stays
+        6 * KB + 4,  # grad
+        6 * KB + 4,  # hidden has gone
+    )
+    assert memory.peak_node == loss.name
+    assert categories(memory) == {
+        "parameters": 1,
+        "optimizer": 2,
+        "inputs": 1,
+        "outputs": 0,
+        "saved": 1,
+        "transient": 1,
+    }
+
+
+def test_writing_in_place_takes_no_memory():
+    g = Sketch()
+    x = g.take(Input(0), ROW)
+    a = g.call(aten.sin.default, x)
+    b = g.call(aten.add_.Tensor, a, x)
+    c = g.call(aten.exp_.default, b)
+    assert simulate_memory(g.give({Output(0): c})).curve == (2 * KB,) * 3
+
+
+def test_gathers_and_buckets_live_until_waited_for():
+    g = Sketch(dp=2)
+    shard = g.take(Parameter("w"), ROW)
+    x = g.take(Input(0), 2 * ROW)
+    pending = g.call(c10d.all_gather_into_tensor.default, shard, 2, "dp")
+    whole = g.call(c10d.wait_tensor.default, pending)
+    y = g.call(aten.mul.Tensor, whole, x)
+    g.phase = "backward"
+    bucket = g.call(aten.cat.default, [y, y])
+    issued = g.call(c10d.reduce_scatter_tensor.default, bucket, "sum", 2, "dp")
+    other = g.call(aten.sin.default, x)
+    reduced = g.call(c10d.wait_tensor.default, issued)
+    grad = g.call(aten.slice.Tensor, reduced, 0, 0, ROW)
+    outputs = {Gradient(Parameter("w")): grad, Gradient(Input(0)): other}
+    memory = simulate_memory(g.give(outputs), optimizer_state_ratio=0)
+    fixed = 1 + 2
+    assert [size // KB for size in memory.curve] == [
+        fixed + 2,  # gathered
+        fixed + 2,
+        fixed + 2 + 2,  # y
+        fixed + 2 + 4,  # the bucket; the parameter is whole no more
+        fixed + 4 + 2,  # the reduced gradient
+        fixed + 4 + 2 + 2,  # the bucket is still being sent
+        fixed + 4 + 2 + 2,
+        fixed + 2 + 2,
+    ]
+    assert categories(memory) == {"parameters": 1, "inputs": 2, "buckets": 4, "gradients": 4}
+
+
+def test_the_state_between_steps_counts_where_it_exists():
+    g = Sketch()
+    g.take(Parameter("w"), ROW)
+    g.take(Parameter("frozen"), ROW, trained=False)
+    mean = g.take(Buffer("mean"), ROW)
+    old = g.take(Accumulated("w"), ROW)
+    new = g.call(aten.neg.default, mean)
+    g.phase = "backward"
+    total = g.call(aten.neg.default, old)
+    after = g.call(aten.neg.default, total)
+    outputs = {Update(Buffer("mean")): new, Gradient(Parameter("w")): after}
+    memory = simulate_memory(g.give(outputs), optimizer_state_ratio=2)
+    fixed = 2 + 2 + 1
+    assert [size // KB for size in memory.curve] == [fixed + 2, fixed + 2, fixed + 2]
+    assert set(memory.by_category) == set(CATEGORIES)
+
+
+def views(x):
+    """Views, copies, and operators that may be either."""
+    a = x.sin()
+    b = a.view(4, 6).transpose(0, 1)
+    c, d = b.reshape(24), a.reshape(3, 8)
+    e = b.contiguous() + a.contiguous().view(6, 4)
+    parts = torch.split(e, 2) + torch.unbind(d)
+    f = parts[0].add_(1) * parts[1]
+    mean, spread = torch.var_mean(f)
+    top, index = f.to(torch.float32).to(torch.float64).flatten().topk(2)
+    return c, d, mean + spread, top, index, f.expand(3, 2, 4).detach()[0, 1:], parts[-1]
+
+
+def test_storages_are_those_that_real_tensors_share():
+    x = torch.randn(24)
+    graph = make_fx(views)(x).graph
+    values = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = x
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+        if node.op != "output":
+            node.meta["val"] = values[node]
+    storages, behind = find_storages(graph)
+    found, real = {}, {}
+    for node, value in values.items():
+        tensors = value if isinstance(value, (list, tuple)) else [value]
+        assert len(tensors) == len(behind[node])
+        for tensor, index in zip(tensors, behind[node], strict=True):
+            address = tensor.untyped_storage().data_ptr()
+            assert real.setdefault(index, address) == address
+            assert found.setdefault(address, index) == index
+            assert storages[index].nbytes == tensor.untyped_storage().nbytes()
+
+
+def test_cuda_memory_comes_in_blocks_of_512_bytes():
+    g = Sketch()
+    x = g.take(Input(0), 1, device="cuda")
+    assert simulate_memory(g.give({Output(0): x})).peak == 512

@@ -1,0 +1,127 @@
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.operators import OperatorTimes
+from autopar.cost_model.signature import signature
+from autopar.cost_model.timing import Stopwatch, index_bound
+from autopar.graph import Input, Output, Parameter
+from tests.cost_model.sketch import Sketch, aten, c10d
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def perceptron():
+    g = Sketch()
+    x = g.take(Input(0), 16, 32)
+    w = g.take(Parameter("w"), 64, 32)
+    turned = g.call(aten.t.default, w)
+    product = g.call(aten.mm.default, x, turned)
+    again = g.call(aten.mm.default, x, turned)
+    total = g.call(aten.add_.Tensor, product, again)
+    return g.give({Output(0): g.call(aten.sum.default, total)})
+
+
+def nodes(graph):
+    return {node.name: node for node in graph.graph.nodes}
+
+
+def test_every_distinct_operator_is_timed_once_and_views_cost_a_dispatch():
+    graph = perceptron()
+    asked = []
+    times = OperatorTimes.load("cpu").measure([graph], progress=lambda *n: asked.append(n))
+    assert asked[-1] == (4, 4)  # dispatch, mm, add_, sum
+    costs = {name: times.seconds(node) for name, node in nodes(graph).items()}
+    assert costs["mm"] == costs["mm_1"]
+    assert costs["t"].seconds == times.times["dispatch"].seconds > 0
+    assert costs["sum_1"].kind == costs["t"].kind == "measured"
+    assert costs["in0"].seconds == costs["output"].seconds == 0
+
+
+def test_kept_times_serve_the_next_process(folder):
+    graph = perceptron()
+    times = OperatorTimes.load("cpu").measure([graph])
+    times.save()
+    again = OperatorTimes.load("cpu")
+    assert again == times == pickle.loads(pickle.dumps(times))
+    assert OperatorTimes.load("cpu", sharing=2).times == {}
+    (path,) = folder.glob("operators/*.json")
+    path.write_text(path.read_text()[:100])
+    assert OperatorTimes.load("cpu").times == {}
+
+
+def test_a_save_keeps_what_others_saved(folder):
+    empty = OperatorTimes.load("cpu")
+    empty.measure([perceptron()]).save()
+    g = Sketch()
+    other = g.give({Output(0): g.call(aten.sin.default, g.take(Input(0), 8))})
+    empty.measure([other]).save()
+    (path,) = folder.glob("operators/*.json")
+    assert len(json.loads(path.read_text())["times"]) == 5
+
+
+def test_tables_merge_only_within_one_setting():
+    one = OperatorTimes.load("cpu").measure([perceptron()])
+    assert OperatorTimes.load("cpu").merged(one) == one
+    with pytest.raises(ClusterError, match="operators timed under"):
+        one.merged(OperatorTimes.load("cpu", sharing=2))
+
+
+def test_what_cannot_be_timed_is_modelled():
+    graph = perceptron()
+    absent = OperatorTimes.load("NVIDIA H100 80GB HBM3").measure([graph])
+    cost = absent.seconds(nodes(graph)["mm"])
+    assert (cost.kind, absent.times) == ("modelled", {})
+    assert "H100" in cost.provenance
+
+    g = Sketch()
+    x = g.take(Input(0), 8)
+    bad = g.call(aten.view.dtype, x, torch.int32)
+    assert Stopwatch().time(g.call(aten.index_put.default, x, [bad], x)) is not None
+    unsound = g.call(aten.mm.default, *(g.take(Input(i), 4, 4) for i in (1, 2)))
+    unsound.args = (x, x)
+    assert Stopwatch().time(unsound) is None
+
+
+def test_the_key_follows_shapes_strides_and_arguments_when_a_pass_changes_them():
+    graph = perceptron()
+    product = nodes(graph)["mm"]
+    before = signature(product)
+    assert "float32 cpu [32, 64]/(1, 32)" in before
+    x = graph.placeholders[0]
+    x.meta["val"] = x.meta["val"].new_empty(8, 32)
+    assert "float32 cpu [8, 32]/(32, 1)" in signature(product) != before
+    total = nodes(graph)["sum_1"]
+    plain = signature(total)
+    total.kwargs = {"dtype": torch.float64}
+    assert signature(total) == plain[:-1] + ", dtype=torch.float64)"
+
+
+def test_indices_stay_inside_the_table():
+    g = Sketch()
+    table, rows = g.take(Parameter("w"), 7, 3), g.take(Input(0), 2)
+    index = g.call(aten._to_copy.default, rows, dtype=torch.int64)
+    looked_up = g.call(aten.embedding.default, table, index)
+    assert index_bound(looked_up) == 7
+    assert Stopwatch().time(looked_up) is not None
+
+
+def test_timing_leaves_the_random_state_and_collectives_alone():
+    g = Sketch(dp=2)
+    x = g.take(Input(0), 8)
+    noise = g.call(aten.rand_like.default, x)
+    sent = g.call(c10d.all_reduce.default, noise, "sum", "dp")
+    graph = g.give({Output(0): g.call(c10d.wait_tensor.default, sent)})
+    before = torch.get_rng_state()
+    times = OperatorTimes.load("cpu").measure([graph])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(times.times) == 2  # dispatch and rand_like
+    assert times.seconds(sent).kind == "measured"

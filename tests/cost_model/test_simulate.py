@@ -1,0 +1,123 @@
+import pytest
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.curves import Curve
+from autopar.cost_model.operators import OperatorTimes, Setting, Timing
+from autopar.cost_model.signature import signature
+from autopar.cost_model.simulate import simulate
+from autopar.graph import Gradient, Input, Output, Parameter
+from tests.cost_model.sketch import Sketch, aten, c10d
+
+BYTES = 400
+
+
+def cluster(overlap, seconds=2.0):
+    return Cluster(
+        name="test",
+        device="cpu",
+        world_size=2,
+        ranks_per_node=2,
+        curves={("all_reduce", 2): Curve((BYTES,), (seconds,))},
+        backend="gloo",
+        versions={},
+        provenance="measured now",
+        overlap=overlap,
+        overlap_provenance="measured now",
+    )
+
+
+def times(**seconds):
+    """Operator times by the nodes' operators; what is not given takes no time."""
+
+    def of(graph):
+        table = {"dispatch": Timing(0.0, 0, 0, "now")}
+        for node in graph.calls():
+            name = node.target.__name__.split(".")[0]
+            table[signature(node)] = Timing(seconds.get(name, 0.0), 0, 0, "now")
+        return OperatorTimes(Setting("cpu", "test", 1, 1, "2"), True, table)
+
+    return of
+
+
+def step(graph, overlap, **seconds):
+    return simulate(graph, cluster(overlap), times(**seconds)(graph))
+
+
+def one_reduction():
+    g = Sketch(dp=2)
+    x = g.take(Input(0), BYTES // 4)
+    issued = g.call(c10d.all_reduce.default, x, "sum", "dp")
+    y = g.call(aten.sin.default, x)
+    done = g.call(c10d.wait_tensor.default, issued)
+    return g.give({Output(0): g.call(aten.add.Tensor, done, y)})
+
+
+@pytest.mark.parametrize(
+    ("overlap", "compute", "takes"),
+    [
+        (1.0, 3.0, 3.0),  # hidden
+        (1.0, 0.5, 2.0),  # sticks out
+        (0.0, 3.0, 5.0),  # one after the other
+        (0.0, 0.5, 2.5),
+        (0.5, 3.0, 4.0),  # c + m - overlap min(c, m)
+        (0.5, 0.5, 2.25),
+    ],
+)
+def test_compute_beside_one_collective(overlap, compute, takes):
+    result = step(one_reduction(), overlap, sin=compute)
+    assert result.step_s == pytest.approx(takes)
+    assert result.compute_s == pytest.approx(compute)
+    assert result.communication_s == pytest.approx(2)
+    assert result.exposed_s == pytest.approx(takes - compute)
+
+
+def test_the_timeline_shows_who_waits():
+    result = step(one_reduction(), 1.0, sin=0.5, add=1.0)
+    shown = [(e.stream, e.kind, e.start_s, e.end_s) for e in result.timeline]
+    assert shown == [
+        ("compute", "compute", 0.0, 0.5),
+        ("dp", "all_reduce", 0.0, 2.0),
+        ("compute", "wait", 0.5, 2.0),
+        ("compute", "compute", 2.0, 3.0),
+    ]
+    assert result.provenance == {"measured": 5}
+
+
+def two_reductions(first, second):
+    g = Sketch(dp=2, tp=2)
+    x = g.take(Input(0), BYTES // 4)
+    w = g.take(Parameter("w"), BYTES // 4)
+    a = g.call(c10d.all_reduce.default, x, "sum", first)
+    b = g.call(c10d.all_reduce.default, w, "sum", second)
+    y = g.call(aten.sin.default, x)
+    done_a = g.call(c10d.wait_tensor.default, a)
+    z = g.call(aten.add.Tensor, done_a, y)
+    g.phase = "backward"
+    w2 = g.call(aten.cos.default, z)
+    done_b = g.call(c10d.wait_tensor.default, b)
+    return g.give({Gradient(Input(0)): w2, Gradient(Parameter("w")): done_b})
+
+
+def test_collectives_of_one_axis_queue_and_those_of_two_do_not():
+    queued = step(two_reductions("dp", "dp"), 1.0, sin=1.0, cos=1.0)
+    assert (queued.forward_s, queued.step_s) == pytest.approx((2.0, 4.0))
+    apart = step(two_reductions("dp", "tp"), 1.0, sin=1.0, cos=1.0)
+    assert (apart.forward_s, apart.backward_s) == pytest.approx((2.0, 1.0))
+    shared = step(two_reductions("dp", "tp"), 0.0, sin=1.0, cos=1.0)
+    assert shared.step_s == pytest.approx(6.0)  # all of it, one after the other
+
+
+def test_what_nobody_waits_for_still_ends_within_the_step():
+    g = Sketch(dp=2)
+    x = g.take(Input(0), BYTES // 4)
+    issued = g.call(c10d.all_reduce.default, x, "sum", "dp")
+    assert step(g.give({Output(0): issued}), 1.0).step_s == pytest.approx(2.0)
+
+
+def test_an_unknown_axis_is_an_error():
+    g = Sketch(dp=2)
+    x = g.take(Input(0), BYTES // 4)
+    issued = g.call(c10d.all_reduce.default, x, "sum", "tp")
+    with pytest.raises(ClusterError, match="communicates over 'tp'"):
+        step(g.give({Output(0): issued}), 1.0)
