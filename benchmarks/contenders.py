@@ -135,12 +135,13 @@ def build_autopar(
     case: Case, *, strategy: str, backend: str, statistics: Statistics | None = None
 ) -> Step:
     """Return autopar, planned from the first batch."""
+    chosen = autopar.Strategy.of(strategy)
+    if statistics:
+        chosen = replace(chosen, batch_statistics=statistics)
     model = autopar.compile(
         case.build(),
         example_inputs=case.batch(0),
-        strategy=autopar.Strategy(strategy, batch_statistics=statistics)
-        if statistics
-        else strategy,
+        strategy=chosen,
         backend=backend,
         fallback=False,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -155,8 +156,10 @@ def _watch(
             return None
         error = next((path.read_text() for path in sorted(folder.glob("error.*"))), None)
         for rank, code in enumerate(codes):
+            if code and code < 0:
+                return f"rank {rank} died of {signal.Signals(-code).name}"
             if code:
-                return error or f"rank {rank} ended with {code}: {_tail(folder / f'log.{rank}')}"
+                return error or f"rank {rank} ended: {_tail(folder / f'log.{rank}')}"
         now = time.monotonic()
         failing_since = min(failing_since, now) if error else math.inf
         if error and now - failing_since > AFTER_ERROR:
@@ -170,5 +173,6 @@ def _watch(
         time.sleep(0.2)
 
 
-def _tail(path: Path, lines: int = 3) -> str:
-    return " / ".join(path.read_text(errors="replace").strip().splitlines()[-lines:])
+def _tail(path: Path) -> str:
+    """Return the last line, which is that of the exception."""
+    return next(iter(path.read_text(errors="replace").strip().splitlines()[-1:]), "no output")
