@@ -3,6 +3,7 @@
 Supported: torch 2.11 to 2.13. A release that moves one of these breaks here and only here.
 """
 
+from torch._dynamo.backends.common import aot_autograd as aot_backend
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -13,6 +14,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import default_partition
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -22,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
+from torch.utils import _pytree as pytree
 
 __all__ = [
     "BoxedCodeGen",
@@ -37,6 +41,10 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
+    "aot_backend",
     "aot_export_joint_with_descriptors",
+    "default_partition",
     "format_argument",
+    "make_boxed_func",
+    "pytree",
 ]

@@ -20,9 +20,9 @@ import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from autopar import _torch
+from autopar._torch import pytree
 from autopar.errors import CaptureError
 from autopar.graph import (
     Buffer,

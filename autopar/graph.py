@@ -6,7 +6,9 @@ The graph is in execution order, forward nodes first. Every node carries in `met
 - `phase`: "forward" or "backward";
 - `block`: the repeated block of the model that it came from ("" outside of any);
 - `source`: the user's (file, line) that it came from, None if unknown;
-- `seq_nr`: autograd's number shared by a forward operator and its backward.
+- `seq_nr`: autograd's number shared by a forward operator and its backward;
+- `rows`: for each element that it yields, the dims that run over the rows of the batch (more
+  than one rank only), and `placement`: how it lies over the data-parallel axis, once typed.
 
 A graph is a value: passes copy it (`TrainingGraph.copy`) and return a new one.
 """
@@ -220,6 +222,11 @@ def elements(node: fx.Node) -> tuple[Any, ...]:
 def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """The fake tensors that a node yields, none if it yields no tensor."""
     return tuple(v for v in elements(node) if isinstance(v, torch.Tensor))
+
+
+def has_rows(node: fx.Node) -> bool:
+    """Whether something that a node yields runs over the rows of the batch."""
+    return any(node.meta.get("rows") or ())
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -41,11 +41,6 @@ def mark_rows(capture: Callable[[Call], Capture], call: Call, rows: int) -> Capt
     return replace(first, graph=replace(first.graph, notes=(*first.graph.notes, note)))
 
 
-def has_rows(node: torch.fx.Node) -> bool:
-    """Whether some tensor that a node yields runs over the rows of the batch."""
-    return any(node.meta.get("rows") or ())
-
-
 def _alike(first: TrainingGraph, second: TrainingGraph) -> bool:
     if len(first.graph.nodes) != len(second.graph.nodes):
         return False

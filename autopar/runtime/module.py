@@ -12,9 +12,9 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-from autopar.capture import Call, Capture, capture
+from autopar._torch import pytree
+from autopar.capture import Call, Capture, TensorSpec, capture
 from autopar.errors import CaptureError
 from autopar.graph import Buffer, Evidence, Input, Parameter, ParameterInfo, RowWeight
 from autopar.placement import Replicate, Shard
@@ -28,6 +28,7 @@ from autopar.runtime.random import RandomStream
 from autopar.runtime.step import Differentiable, Running, Step, run_forward
 
 MakePlan = Callable[[Callable[[], Capture]], Plan]
+MakeFallback = Callable[[CaptureError], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class DistributedModule(nn.Module):
         device: torch.device,
         options: Options,
         make_plan: MakePlan,
+        make_fallback: MakeFallback,
     ) -> None:
         super().__init__()
         self._wrapped = (model,)
@@ -75,6 +77,8 @@ class DistributedModule(nn.Module):
         self.training = model.training
         self._infos = dict(parameters)
         self._device, self._options, self._make_plan = device, options, make_plan
+        self._make_fallback = make_fallback
+        self._fallback: tuple[nn.Module, ...] = ()
         self.plan: Plan | None = None
         self.mesh: DeviceMesh | None = None
         self._programs: dict[Any, Program] = {}
@@ -102,6 +106,10 @@ class DistributedModule(nn.Module):
 
         While gradients are held back, `.grad` is not changed.
         """
+        if self._fallback:
+            with getattr(self._fallback[0], "no_sync", contextlib.nullcontext)():
+                yield
+            return
         before, self._hold = self._hold, self._options.ranks > 1
         try:
             yield
@@ -120,16 +128,11 @@ class DistributedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on this rank's rows; scalars come back as means over the global batch."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        options = self._options
-        share = share_of(
-            leaves,
-            structure,
-            mode=options.batch,
-            rank=self.data_parallel_rank,
-            ranks=options.ranks,
-        )
-        if self.plan is None:
-            self.adopt(self._make_plan(lambda: self._capture(share, for_planning=True)))
+        share = self._share(leaves, structure)
+        if self.plan is None and not self._fallback:
+            self._plan_on(share)
+        if self._fallback:
+            return self._run_fallback(share)
         return self._run(leaves, share)
 
     def train(self, mode: bool = True) -> DistributedModule:
@@ -184,11 +187,31 @@ class DistributedModule(nn.Module):
 
     def plan_for(self, leaves: list[Any], structure: Any) -> None:
         """Plans on example arguments."""
+        self._plan_on(self._share(leaves, structure))
+
+    def _share(self, leaves: list[Any], structure: Any) -> Share:
         options = self._options
-        share = share_of(
+        return share_of(
             leaves, structure, mode=options.batch, rank=self.data_parallel_rank, ranks=options.ranks
         )
-        self.adopt(self._make_plan(lambda: self._capture(share, for_planning=True)))
+
+    def _plan_on(self, share: Share) -> None:
+        """Plans on the arguments of a call, or falls back."""
+        try:
+            self.adopt(self._make_plan(lambda: self._capture(share, for_planning=True)))
+        except CaptureError as error:
+            self._fallback = (self._make_fallback(error),)
+
+    def _run_fallback(self, share: Share) -> Any:
+        """Runs torch's own data parallelism on this rank's rows."""
+        tensors = iter(share.tensors)
+        leaves = [next(tensors) if isinstance(x, TensorSpec) else x for x in share.call.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, share.call.structure)
+        loss_fn = self._options.loss_fn
+        with self._autocast():
+            if loss_fn is None:
+                return self._fallback[0](*args, **kwargs)
+            return loss_fn(self._fallback[0](*args[:-1], **kwargs), args[-1])
 
     def _capture(self, share: Share, for_planning: bool = False) -> Capture:
         """Captures a call; the backward too, if it may be wanted."""
@@ -300,7 +323,7 @@ class DistributedModule(nn.Module):
             if parameter.requires_grad:
                 roles.append(Parameter(name))
                 tensors.append(parameter)
-        positions = [i for i, x in enumerate(share.call.leaves) if hasattr(x, "requires_grad")]
+        positions = [i for i, x in enumerate(share.call.leaves) if isinstance(x, TensorSpec)]
         for index, tensor in zip(positions, share.tensors, strict=True):
             if tensor.requires_grad:
                 roles.append(Input(index))
@@ -329,7 +352,7 @@ class DistributedModule(nn.Module):
         buffers = dict(self.named_buffers())
         inputs = iter(share.tensors)
         positions = {
-            i: next(inputs) for i, x in enumerate(share.call.leaves) if hasattr(x, "requires_grad")
+            i: next(inputs) for i, x in enumerate(share.call.leaves) if isinstance(x, TensorSpec)
         }
         with torch.no_grad():
             for of, value in running.updates.items():

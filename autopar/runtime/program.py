@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +20,7 @@ from autopar.graph import (
     OutputRole,
     Tangent,
     TrainingGraph,
+    render_node,
     tensors,
 )
 from autopar.passes.build import is_random
@@ -135,7 +138,27 @@ def generate(graph: TrainingGraph, groups: Mapping[str, str], compile_backend: s
         return _compiled(module, compile_backend)
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
-    return module.forward
+    return _located(module)
+
+
+def _located(module: fx.GraphModule) -> Boxed:
+    """The generated function; an error inside it names the operator and the user's line."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    run = module.forward
+
+    def located(arguments: list[Any]) -> list[Any]:
+        try:
+            return run(arguments)  # type: ignore[no-any-return]
+        except Exception as error:
+            for frame, number in traceback.walk_tb(error.__traceback__):
+                file = frame.f_code.co_filename
+                if file.startswith("<eval_with_key>"):
+                    name = linecache.getline(file, number).strip().split(" ")[0].rstrip(":")
+                    if name in nodes:
+                        error.add_note(f"in the graph of this rank at {render_node(nodes[name])}")
+            raise
+
+    return located
 
 
 def _compiled(module: nn.Module, backend: str) -> Boxed:

@@ -1,0 +1,42 @@
+"""autopar: an ordinary single-device PyTorch model, trained across all the machines at hand."""
+
+from autopar.api import compile, plan
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.measure import measure
+from autopar.errors import (
+    AutoparError,
+    BatchError,
+    CaptureError,
+    CommunicationError,
+    DisagreementError,
+    OutOfMemoryError,
+    PassError,
+    PlanError,
+    StrategyError,
+)
+from autopar.plan import Plan, Strategy
+from autopar.runtime.module import DistributedModule
+from autopar.verification import Verification, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoparError",
+    "BatchError",
+    "CaptureError",
+    "Cluster",
+    "CommunicationError",
+    "DisagreementError",
+    "DistributedModule",
+    "OutOfMemoryError",
+    "PassError",
+    "Plan",
+    "PlanError",
+    "Strategy",
+    "StrategyError",
+    "Verification",
+    "compile",
+    "measure",
+    "plan",
+    "verify",
+]

@@ -1,0 +1,264 @@
+"""`compile` and `plan`: from a model to what runs, in five steps.
+
+A call of the model is captured into a joint graph (`capture`); collectives and operators are
+measured (`measure`); the planner chooses (`plan`); passes write the choice into the graph
+(`transform`); Python code is generated from it (`emit`). The last two happen for every new kind
+of call, under the same plan.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from autopar._torch import pytree
+from autopar.capture import Call, Capture, capture
+from autopar.cost_model.cluster import Cluster
+from autopar.errors import CaptureError, StrategyError
+from autopar.graph import TrainingGraph
+from autopar.passes.runner import run_passes
+from autopar.plan import Plan, Strategy, fingerprint
+from autopar.planner.decide import Question, decide, measured
+from autopar.rows import mark_rows
+from autopar.runtime.agreement import decided_by_first, is_live, same_everywhere, together
+from autopar.runtime.batch import share_of
+from autopar.runtime.fallback import fall_back
+from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
+from autopar.runtime.module import DistributedModule, Options
+from autopar.runtime.program import with_axes
+from autopar.runtime.parameters import describe_parameters, device_of, materialize, total_bytes
+
+Batch = Literal["global", "local"]
+Optimizer = Callable[..., torch.optim.Optimizer]
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compile(
+    model: nn.Module,
+    world_size: int | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Optimizer = torch.optim.AdamW,
+    strategy: str | Strategy = "auto",
+    memory: int | str | None = None,
+    cluster: Cluster | None = None,
+    plan: Plan | None = None,
+    batch: Batch = "global",
+    precision: str | torch.dtype | None = None,
+    backend: str = "eager",
+    fallback: bool = True,
+    timeout_s: float = 300.0,
+) -> DistributedModule:
+    """The model, training across all ranks, exactly as it would on one device.
+
+    Inside torchrun this initialises torch.distributed if nobody has. Every rank gets the
+    parameters of rank 0. Without `example_inputs` the plan is made at the first call, and an
+    optimizer made before that holds the right parameters.
+
+    Args:
+        model: any model whose forward can be traced; on the device that it trains on, or on the
+            meta device with `reset_parameters` in its modules. It is taken over, not copied.
+        world_size: number of ranks; None for as many as are running.
+        example_inputs: arguments of a typical call: a tuple, or a dict of keyword arguments.
+        loss_fn: if given, a call `model(*inputs, target)` returns `loss_fn(model(*inputs),
+            target)`.
+        optimizer: class or factory of the optimizer that will be used, for its memory.
+        strategy: "auto", "ddp", "zero1", "zero2", "zero3" (or "fsdp"), or a Strategy.
+        memory: cap per rank, in bytes or as "24GiB"; None for what the device has.
+        cluster: measured elsewhere; None measures the ranks that are running, once.
+        plan: a plan made before, which is then followed.
+        batch: "global": every rank is given the same batch and takes its own rows. "local": each
+            rank brings as many rows of its own.
+        precision: "bf16" or "fp16" runs the forward under autocast.
+        backend: "eager", or a backend of torch.compile such as "inductor".
+        fallback: train under torch's DDP or fully_shard, with a warning, if the model cannot be
+            captured; otherwise raise.
+        timeout_s: seconds after which a collective fails, if the process group is made here.
+
+    Raises:
+        StrategyError: options that contradict each other or what is running.
+        DisagreementError: ranks with different models, plans or batches.
+        PlanError: `plan` is for another model or world.
+        OutOfMemoryError: nothing fits under `memory`.
+        CaptureError: the model cannot be captured and `fallback` is off.
+    """
+    ranks = ensure_process_group(world_size, timeout_s)
+    device = device_of(model)
+    materialize(model, device)
+    parameters = describe_parameters(model)
+    ours = fingerprint(parameters.values())
+    same_everywhere(ours, "model", "Build the same model on every rank.")
+    options = Options(_batch(batch), loss_fn, _precision(precision), backend, ranks)
+    question = Question(
+        model=type(model).__name__,
+        parameters=parameters,
+        world_size=ranks,
+        strategy=Strategy.of(strategy),
+        memory=_bytes(memory),
+        batch=batch,
+        precision=str(options.precision)[6:] if options.precision else None,
+        optimizer=optimizer,
+        cluster=cluster,
+        device=device,
+        comm_backend=backend_of(device),
+        live=True,
+    )
+    if plan is not None:
+        plan.check(model, parameters.values(), ranks)
+
+    def make_plan(captured: Callable[[], Capture]) -> Plan:
+        chosen = plan or _choose(question, captured)
+        same_everywhere(chosen.digest(), "plan", "Give every rank the same plan.")
+        return chosen
+
+    def make_fallback(reason: CaptureError) -> nn.Module:
+        if not fallback:
+            raise reason
+        return _fall_back(model, question, reason)
+
+    module = DistributedModule(model, parameters, device, options, make_plan, make_fallback)
+    late = plan is None and example_inputs is None and question.strategy.zero != 0
+    module.prepare(replicated_dtensors=late)
+    if example_inputs is not None:
+        module.plan_for(*_flatten(example_inputs))
+    elif plan is not None:
+        module.adopt(make_plan(lambda: None))  # type: ignore[arg-type,return-value]
+    return module
+
+
+def plan(
+    model: nn.Module,
+    world_size: int,
+    *,
+    example_inputs: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Optimizer = torch.optim.AdamW,
+    strategy: str | Strategy = "auto",
+    memory: int | str | None = None,
+    cluster: Cluster | None = None,
+    batch: Batch = "global",
+    precision: str | torch.dtype | None = None,
+) -> Plan:
+    """The plan for `world_size` ranks that need not be running; needs no process group.
+
+    The arguments are those of `compile`; the model and inputs may be on the meta device. Without
+    `cluster` the collectives are modelled, and the plan says so.
+    """
+    device = device_of(model)
+    autocast = _precision(precision)
+    question = Question(
+        model=type(model).__name__,
+        parameters=describe_parameters(model),
+        world_size=world_size,
+        strategy=Strategy.of(strategy),
+        memory=_bytes(memory),
+        batch=_batch(batch),
+        precision=str(autocast)[6:] if autocast else None,
+        optimizer=optimizer,
+        cluster=cluster or Cluster.default(world_size, device.type),
+        device=device,
+        comm_backend=cluster.backend if cluster else ("gloo" if device.type == "cpu" else "nccl"),
+        live=False,
+    )
+    graph = _capture_of_rank(model, example_inputs, 0, world_size, batch, autocast, loss_fn)
+    return decide(question, graph, measured(question, graph))
+
+
+def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int = 0) -> str:
+    """The program of one rank under a plan: provenance, then a line for every operator."""
+    parameters = describe_parameters(model)
+    plan.check(model, parameters.values(), plan.world_size)
+    autocast = getattr(torch, plan.precision) if plan.precision else None
+    graph = _capture_of_rank(
+        model, example_inputs, rank, plan.world_size, plan.batch, autocast, None
+    )
+    backend = "gloo" if device_of(model).type == "cpu" else "nccl"
+    return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend)))
+
+
+def _capture_of_rank(
+    model: nn.Module,
+    example_inputs: Any,
+    rank: int,
+    ranks: int,
+    batch: str,
+    autocast: torch.dtype | None,
+    loss_fn: Callable[..., Any] | None,
+) -> TrainingGraph:
+    """The joint graph of a rank that need not be running."""
+    device = device_of(model)
+    leaves, structure = _flatten(example_inputs)
+    share = share_of(leaves, structure, mode=batch, rank=rank, ranks=ranks)
+    parameters = describe_parameters(model)
+
+    def attempt(call: Call) -> Capture:
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            return capture(model, call, parameters, device=device, loss_fn=loss_fn)
+
+    return (attempt(share.call) if ranks == 1 else mark_rows(attempt, share.call, share.rows)).graph
+
+
+def _choose(question: Question, captured: Callable[[], Capture]) -> Plan:
+    """Captures, measures and plans; one rank decides, all follow."""
+    graph = together(captured).graph
+    machine = together(lambda: measured(question, graph))
+    return decided_by_first(lambda: decide(question, graph, machine))
+
+
+def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn.Module:
+    """Torch's own DDP, or fully_shard where whole states exceed the cap."""
+    ranks = question.world_size
+    if ranks == 1:
+        warnings.warn(f"autopar runs the model as it is: {reason}", stacklevel=4)
+        return model
+    copies = 2 + question.base().optimizer_state_ratio
+    needed = total_bytes(question.parameters.values()) * copies
+    fixed = question.strategy.zero
+    shard = bool(fixed) if fixed is not None else question.memory is not None
+    shard = shard and (fixed is not None or needed > (question.memory or needed))
+    name = "fully_shard" if shard else "DistributedDataParallel"
+    warnings.warn(f"autopar trains with torch's {name} instead: {reason}", stacklevel=4)
+    mesh = make_mesh(question.device, (("dp_shard", ranks),))
+    assert mesh is not None and is_live()
+    return fall_back(model, mesh, shard=shard)
+
+
+def _flatten(example_inputs: Any) -> tuple[list[Any], Any]:
+    """Example inputs as the flattened (args, kwargs) of a call."""
+    if isinstance(example_inputs, Mapping):
+        return pytree.tree_flatten(((), dict(example_inputs)))
+    args = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    return pytree.tree_flatten((tuple(args), {}))
+
+
+def _batch(batch: str) -> Batch:
+    if batch not in ("global", "local"):
+        raise StrategyError(f"batch={batch!r}: choose 'global' or 'local'")
+    return batch  # type: ignore[return-value]
+
+
+def _precision(precision: str | torch.dtype | None) -> torch.dtype | None:
+    if precision is None or isinstance(precision, torch.dtype):
+        return precision
+    if precision not in PRECISIONS:
+        raise StrategyError(f"precision={precision!r}: choose {', '.join(PRECISIONS)} or a dtype")
+    return PRECISIONS[precision]
+
+
+def _bytes(memory: int | str | None) -> int | None:
+    """A number of bytes, also as "24GiB" or "24GB"."""
+    if memory is None or isinstance(memory, int):
+        return memory
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+    for unit, factor in units.items():
+        if memory.endswith(unit):
+            try:
+                return int(float(memory.removesuffix(unit)) * factor)
+            except ValueError:
+                break
+    raise StrategyError(f"memory={memory!r}: give bytes, or a text such as '24GiB'")

@@ -1,0 +1,138 @@
+"""`torch.compile(model, backend="autopar")`: data parallelism inside of what Dynamo captures.
+
+Every rank brings its own rows, as under DDP: parameters stay whole and gradients are averaged
+over the ranks, in buckets. With graph breaks each graph averages the gradients that it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import distributed as dist
+from torch import fx, nn
+
+from autopar._torch import aot_backend, default_partition, make_boxed_func
+from autopar.graph import Gradient, Input, Output, Parameter, ParameterInfo, Tangent, TrainingGraph
+from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
+from autopar.passes.build import aten, call
+from autopar.passes.lower_collectives import LowerCollectives
+from autopar.passes.runner import run_passes
+from autopar.passes.schedule_overlap import ScheduleOverlap
+from autopar.passes.synchronize_gradients import SynchronizeGradients
+from autopar.placement import Partial, Replicate, Varying
+from autopar.runtime.agreement import is_live
+
+AXIS = "dp_replicate"
+BUCKET_BYTES = 16 * 2**20
+
+
+def autopar(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The backend that torch.compile finds by its name."""
+    trained = tuple(isinstance(value, nn.Parameter) for value in example_inputs)
+
+    def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
+        if is_live() and any(trained):
+            joint = synchronized(joint, trained, options["num_fwd_outputs"])
+        return default_partition(joint, inputs, **options)
+
+    run = aot_backend(fw_compiler=_run_graph, partition_fn=partition)
+    return run(module, example_inputs)  # type: ignore[no-any-return]
+
+
+def _run_graph(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    return make_boxed_func(module.forward)  # type: ignore[no-any-return]
+
+
+def synchronized(
+    joint: fx.GraphModule, trained: Sequence[bool], forward_outputs: int
+) -> fx.GraphModule:
+    """A joint graph whose gradients of parameters are means over the ranks.
+
+    Args:
+        joint: AOTAutograd's joint graph: primals and tangents in, outputs and gradients out.
+        trained: which primals are parameters.
+        forward_outputs: how many of the outputs are the forward's.
+    """
+    graph = as_training_graph(joint, trained, forward_outputs)
+    first = run_passes(graph, [SynchronizeGradients(AXIS, rank=0)])
+    buckets = propose_buckets(first, BUCKET_BYTES, BUCKET_BYTES)
+    backend = str(dist.get_backend()).split(":")[-1]
+    later = [BucketCollectives(buckets), ScheduleOverlap(), LowerCollectives(backend)]
+    lowered = averaged(run_passes(first, later))
+    group = dist.group.WORLD
+    assert group is not None
+    for node in lowered.graph.nodes:
+        if node.op == "call_function" and AXIS in node.args:
+            node.args = tuple(group.group_name if a == AXIS else a for a in node.args)
+    results: list[Any] = [None] * len(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+    for role, node in zip(lowered.outputs, lowered.results, strict=True):
+        place = role.index if isinstance(role, Output) else forward_outputs + _index(role)
+        results[place] = node
+    lowered.output_node.args = (results,)
+    return fx.GraphModule(joint, lowered.graph)
+
+
+def as_training_graph(
+    joint: fx.GraphModule, trained: Sequence[bool], forward_outputs: int
+) -> TrainingGraph:
+    """The joint graph with roles; parameters are named by their place."""
+    graph = fx.Graph()
+    output = graph.output(graph.graph_copy(joint.graph, {}))
+    inputs, parameters = [], {}
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        if index >= len(trained):
+            inputs.append(Tangent(index))
+        elif trained[index]:
+            name, value = str(index), node.meta["val"]
+            inputs.append(Parameter(name))
+            parameters[name] = ParameterInfo(name, tuple(value.shape), value.dtype, True, "")
+        else:
+            inputs.append(Input(index))
+    outputs: dict[Any, fx.Node] = {}
+    for index, node in enumerate(output.args[0]):  # type: ignore[arg-type,union-attr]
+        if isinstance(node, fx.Node):
+            outputs[_role(index, forward_outputs, trained)] = node
+    for node in graph.nodes:
+        backward = node.meta.get("partitioner_tag") == "is_backward"
+        keep = {"phase": "backward" if backward else "forward", "placement": Varying()}
+        node.meta |= {**keep, "block": "", "source": None}
+    output.args = (list(outputs.values()),)
+    made = TrainingGraph(
+        graph, tuple(inputs), tuple(outputs), parameters, axes={AXIS: dist.get_world_size()}
+    )
+    for role, node in outputs.items():
+        if isinstance(role, Gradient):
+            node.meta["placement"] = Partial()
+    return made
+
+
+def _role(index: int, forward_outputs: int, trained: Sequence[bool]) -> Output | Gradient:
+    if index < forward_outputs:
+        return Output(index)
+    primal = index - forward_outputs
+    if primal < len(trained) and trained[primal]:
+        return Gradient(Parameter(str(primal)))
+    return Gradient(Input(primal))
+
+
+def _index(role: Any) -> int:
+    of = role.of
+    return int(of.name) if isinstance(of, Parameter) else int(of.index)
+
+
+def averaged(graph: TrainingGraph) -> TrainingGraph:
+    """Divides reduced gradients by the number of ranks."""
+    graph = graph.copy()
+    changed: dict[Any, fx.Node] = {}
+    for role, node in zip(graph.outputs, graph.results, strict=True):
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and node is not None:
+            graph.graph.inserting_before(graph.output_node)
+            mean = call(graph.graph, node, aten.div.Scalar, node, graph.axes[AXIS])
+            mean.meta |= {"placement": Replicate(), "phase": "backward"}
+            changed[role] = mean
+    for node in graph.calls():
+        if node.meta["phase"] == "backward":
+            node.meta["partitioner_tag"] = "is_backward"
+    return graph.with_results(changed)
+

@@ -1,0 +1,129 @@
+"""The command line: `autopar plan | show | diff | run`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.api import plan as make_plan
+from autopar.api import program_text
+from autopar.cost_model.cluster import Cluster
+from autopar.errors import AutoparError, StrategyError
+from autopar.plan import Plan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.command(options) or 0)
+    except (AutoparError, OSError) as error:
+        print(f"autopar: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    top = argparse.ArgumentParser(prog="autopar", description=__doc__)
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    plan = commands.add_parser("plan", help="plan for ranks that need not be there")
+    plan.add_argument("script", help="Python file with make() -> (model, example inputs)")
+    plan.add_argument("--world-size", type=int, required=True)
+    plan.add_argument("--strategy", default="auto")
+    plan.add_argument("--memory", help="cap per rank, such as 24GiB")
+    plan.add_argument("--cluster", help="JSON file of a measured cluster")
+    plan.add_argument("--out", help="write the plan as JSON")
+    plan.add_argument("--html", help="write the report")
+    plan.set_defaults(command=run_plan)
+
+    show = commands.add_parser("show", help="print a plan")
+    show.add_argument("plan", help="JSON file of a plan")
+    show.add_argument("--explain", action="store_true", help="why this plan")
+    show.add_argument("--graph", metavar="SCRIPT", help="the program of one rank, for make() there")
+    show.add_argument("--rank", type=int, default=0)
+    show.set_defaults(command=run_show)
+
+    diff = commands.add_parser("diff", help="what differs between two plans")
+    diff.add_argument("first")
+    diff.add_argument("second")
+    diff.set_defaults(command=run_diff)
+
+    run = commands.add_parser("run", help="launch a script on several processes of this machine")
+    run.add_argument("script")
+    run.add_argument("--nproc", type=int, default=os.cpu_count() or 1, help="number of processes")
+    run.add_argument("rest", nargs=argparse.REMAINDER, help="-- arguments of the script")
+    run.set_defaults(command=run_script)
+    return top
+
+
+def run_plan(options: argparse.Namespace) -> None:
+    """`autopar plan`."""
+    model, inputs = load(options.script)
+    plan = make_plan(
+        model,
+        options.world_size,
+        example_inputs=inputs,
+        strategy=options.strategy,
+        memory=options.memory,
+        cluster=Cluster.load(options.cluster) if options.cluster else None,
+    )
+    print(plan)
+    if options.out:
+        plan.save(options.out)
+    if options.html:
+        plan.report(options.html)
+
+
+def run_show(options: argparse.Namespace) -> None:
+    """`autopar show`."""
+    plan = Plan.load(options.plan)
+    if options.graph:
+        print(program_text(*load(options.graph), plan=plan, rank=options.rank))
+        return
+    print(plan)
+    if options.explain:
+        print(plan.explain())
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    """`autopar diff`: exit status 1 if the plans differ, as diff has it."""
+    text = Plan.load(options.first).diff(Plan.load(options.second))
+    print(text or "the plans are the same")
+    return 1 if text else 0
+
+
+def run_script(options: argparse.Namespace) -> int:
+    """`autopar run`: torchrun on this machine, with cores shared out."""
+    if options.nproc < 1:
+        raise StrategyError(f"--nproc {options.nproc}: at least one process")
+    rest = [*options.rest]
+    if rest[:1] == ["--"]:
+        rest = rest[1:]
+    threads = max(1, (os.cpu_count() or 1) // options.nproc)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(options.nproc), options.script, *rest]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def load(script: str) -> tuple[Any, Any]:
+    """The model and example inputs that a script's make() returns."""
+    names = runpy.run_path(script, run_name="autopar_script")
+    if "make" not in names:
+        raise StrategyError(
+            f"{script} has no make(). Define make() that returns (model, example inputs)."
+        )
+    made = names["make"]()
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise StrategyError(f"make() in {script} returned {made!r:.60}, not (model, inputs)")
+    return made
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

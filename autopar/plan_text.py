@@ -1,0 +1,161 @@
+"""A plan as people read it: the table, the explanation, the page."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
+
+
+def table(plan: Plan) -> str:
+    """The plan as a table: one row a run of alike blocks, then what it is predicted to cost."""
+    sizes = dict(plan.parameter_bytes)
+    grid = Table(title=f"{plan.model} on {plan.world_size} rank(s): {plan.name}", title_justify="left")
+    for column in ("blocks", "ZeRO", "between steps", "parameters", "per rank", "recompute"):
+        grid.add_column(column, justify="right" if column in ("parameters", "per rank") else "left")
+    for blocks, stage, level in _runs(plan):
+        names = [n for n in sizes if _block_of(n, plan) in blocks]
+        whole = sum(sizes[n] for n in names)
+        layouts = dict(plan.placements)
+        held = sum(
+            sizes[n] / (plan.world_size if layouts.get(n, "R").startswith("S") else 1)
+            for n in names
+        )
+        if not names:
+            continue
+        kinds = "sharded on dim 0" if held < whole else "whole"
+        grid.add_row(
+            _span(blocks), str(stage), kinds, human_bytes(whole), human_bytes(held), level
+        )
+    lines = [_render(grid)]
+    lines.append(f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}")
+    lines += _prediction(plan)
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def explain(plan: Plan) -> str:
+    """What bounds the step, and why each runner-up lost."""
+    lines = [f"Chosen: {plan.name}."]
+    lines += _prediction(plan)
+    p = plan.prediction
+    if p is not None:
+        share = p.exposed_s / p.step_s if p.step_s else 0.0
+        bound = "communication" if share > 0.5 else "computation"
+        lines.append(
+            f"The step is bound by {bound}: {share:.0%} of it waits for collectives, of which "
+            f"{max(0.0, p.communication_s - p.exposed_s) * 1e3:.1f} ms are hidden."
+        )
+        if plan.memory_cap is not None:
+            room = plan.memory_cap - p.peak_bytes
+            lines.append(f"{human_bytes(room)} of {human_bytes(plan.memory_cap)} stay free.")
+        figures = ", ".join(f"{count} {kind}" for kind, count in sorted(p.provenance.items()))
+        lines.append(f"Figures: {figures}. Cluster: {plan.cluster}.")
+    if plan.runners_up:
+        lines.append("Also considered:")
+    for other in plan.runners_up:
+        lines.append(
+            f"  {other.name}: {other.step_s * 1e3:.1f} ms, {human_bytes(other.peak_bytes)}: "
+            f"{other.why}"
+        )
+    return "\n".join(lines)
+
+
+def report(plan: Plan) -> str:
+    """The plan as a self-contained HTML page."""
+    body = html.escape(f"{table(plan)}\n\n{explain(plan)}")
+    title = html.escape(f"{plan.model}: {plan.name}")
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width, initial-scale=1'>"
+        f"<title>{title}</title><style>{STYLE}</style>"
+        f"<h1>{title}</h1>{_bars(plan)}<pre>{body}</pre></html>\n"
+    )
+
+
+STYLE = (
+    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;"
+    "margin:2rem auto;padding:0 1rem}pre{overflow-x:auto;font:13px/1.4 ui-monospace,monospace}"
+    "svg{width:100%;height:auto;max-width:48rem}text{fill:currentColor;font-size:12px}"
+)
+
+
+def _bars(plan: Plan) -> str:
+    """Memory by category at the peak, as inline SVG."""
+    if plan.prediction is None:
+        return ""
+    parts = [(k, v) for k, v in sorted(plan.prediction.memory.items(), key=lambda kv: -kv[1]) if v]
+    most = max((v for _, v in parts), default=1)
+    rows = "".join(
+        f"<text x=0 y={i * 22 + 15}>{html.escape(k)}</text>"
+        f"<rect x=110 y={i * 22 + 3} width={max(1, 400 * v / most):.1f} height=16 fill='#4c78a8'/>"
+        f"<text x={118 + 400 * v / most:.1f} y={i * 22 + 15}>{human_bytes(v)}</text>"
+        for i, (k, v) in enumerate(parts)
+    )
+    return f"<h2>Memory at the peak</h2><svg viewBox='0 0 620 {len(parts) * 22 + 4}'>{rows}</svg>"
+
+
+def _prediction(plan: Plan) -> list[str]:
+    p = plan.prediction
+    if p is None:
+        return ["predicted: not asked for (nothing was left to choose)"]
+    memory = ", ".join(
+        f"{name} {human_bytes(size)}"
+        for name, size in sorted(p.memory.items(), key=lambda kv: -kv[1])
+        if size
+    )
+    return [
+        f"predicted step {p.step_s * 1e3:.1f} ms: compute {p.compute_s * 1e3:.1f}, "
+        f"communication {p.communication_s * 1e3:.1f}, of it exposed {p.exposed_s * 1e3:.1f}",
+        f"predicted peak {human_bytes(p.peak_bytes)} per rank: {memory}",
+    ]
+
+
+def _runs(plan: Plan) -> Iterable[tuple[list[str], int, str]]:
+    """Neighbouring blocks with equal stage and recomputation."""
+    levels = dict(plan.recompute)
+    run: list[str] = []
+    key: tuple[int, str] | None = None
+    for block, stage in plan.stages:
+        this = (stage, levels.get(block, "none"))
+        if run and (this != key or not block or not run[-1]):
+            assert key is not None
+            yield run, *key
+            run = []
+        run.append(block)
+        key = this
+    if key is not None:
+        yield run, *key
+
+
+def _block_of(name: str, plan: Plan) -> str:
+    blocks = [block for block, _ in plan.stages if block and name.startswith(block + ".")]
+    return max(blocks, key=len, default="")
+
+
+def _span(blocks: list[str]) -> str:
+    if blocks == [""]:
+        return "(outside of blocks)"
+    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]}"
+
+
+def _render(grid: Table) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=110, color_system=None).print(grid)
+    return stream.getvalue().rstrip()
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes as people read it."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,140 @@
+"""Candidates: plans that differ in what may be chosen, and their evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.operators import OperatorTimes
+from autopar.cost_model.simulate import simulate
+from autopar.graph import ParameterInfo, TrainingGraph
+from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
+from autopar.passes.checkpoint_activations import Level
+from autopar.passes.runner import run_passes
+from autopar.passes.shard_parameters import shards
+from autopar.placement import Replicate, Shard
+from autopar.plan import Plan, Prediction
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What distinguishes a candidate.
+
+    Attributes:
+        stages: ZeRO stage of each block.
+        recompute: level of recomputation of each block.
+        gather_bytes: size of buckets of gathers.
+        reduce_bytes: size of buckets of reductions.
+        prefetch: buckets gathered ahead.
+    """
+
+    stages: tuple[tuple[str, int], ...]
+    recompute: tuple[tuple[str, Level], ...]
+    gather_bytes: int
+    reduce_bytes: int
+    prefetch: int
+
+    def __str__(self) -> str:
+        parts = [_mixed({b: f"zero{s}" if s else "ddp" for b, s in self.stages})]
+        if any(level != "none" for _, level in self.recompute):
+            parts.append("recompute " + _mixed({b: str(v) for b, v in self.recompute}))
+        mb = max(self.gather_bytes, self.reduce_bytes) / 2**20
+        parts.append(f"buckets {mb:g} MiB")
+        return ", ".join(parts)
+
+
+def _mixed(values: Mapping[str, str]) -> str:
+    """One value, or each with how many blocks have it."""
+    counts: dict[str, int] = {}
+    for value in values.values():
+        counts[value] = counts.get(value, 0) + 1
+    if len(counts) == 1:
+        return next(iter(counts))
+    return " + ".join(f"{value} x{count}" for value, count in counts.items())
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A candidate, the plan it makes, and what the simulator says of it."""
+
+    choice: Choice
+    plan: Plan
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Turns choices into plans and prices them on what lowering emits.
+
+    Attributes:
+        graph: the captured graph with the size of its data-parallel axis.
+        parameters: the model's parameters.
+        base: the plan with all that is not chosen.
+        cluster: times of collectives.
+        operators: times of operators.
+        comm_backend: what collectives are lowered for.
+    """
+
+    graph: TrainingGraph
+    parameters: Mapping[str, ParameterInfo]
+    base: Plan
+    cluster: Cluster
+    operators: OperatorTimes
+    comm_backend: str
+
+    def plan(self, choice: Choice) -> Plan:
+        """The plan of a choice, buckets filled in the order of the graph."""
+        return self._plan(choice)[0]
+
+    def lowered(self, choice: Choice) -> TrainingGraph:
+        """The program of rank 0, whose chunks are the largest."""
+        return self._plan(choice)[1]
+
+    def evaluate(self, choice: Choice) -> Evaluated:
+        """Transforms the graph as the plan says, and simulates it."""
+        plan, graph = self._plan(choice)
+        result = simulate(
+            graph,
+            self.cluster,
+            self.operators,
+            optimizer_state_ratio=self.base.optimizer_state_ratio,
+        )
+        prediction = Prediction(
+            step_s=result.step_s,
+            compute_s=result.compute_s,
+            communication_s=result.communication_s,
+            exposed_s=result.exposed_s,
+            peak_bytes=result.memory.peak,
+            memory=dict(result.memory.by_category),
+            provenance=dict(result.provenance),
+        )
+        return Evaluated(choice, replace(plan, prediction=prediction), prediction)
+
+    def _plan(self, choice: Choice) -> tuple[Plan, TrainingGraph]:
+        stages = dict(choice.stages)
+        ranks = self.base.world_size
+        axis = "dp_shard" if any(stages.values()) else "dp_replicate"
+        plan = replace(
+            self.base,
+            name=str(choice),
+            mesh=((axis, ranks),),
+            stages=choice.stages,
+            recompute=choice.recompute,
+            prefetch=choice.prefetch,
+            placements=tuple(
+                (name, str(Shard(0) if ranks > 1 and shards(p, stages[p.block]) else Replicate()))
+                for name, p in self.parameters.items()
+            ),
+        )
+        graph = replace(self.graph, axes={axis: ranks})
+        passes = plan.passes(0, self.comm_backend)
+        first = next(
+            (i for i, p in enumerate(passes) if isinstance(p, BucketCollectives)), len(passes)
+        )
+        graph = run_passes(graph, passes[:first])
+        if first < len(passes):
+            buckets = propose_buckets(graph, choice.gather_bytes, choice.reduce_bytes)
+            plan = replace(plan, buckets=buckets, notes=graph.notes)
+            graph = run_passes(graph, plan.passes(0, self.comm_backend)[first:])
+        return plan, graph

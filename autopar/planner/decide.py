@@ -1,0 +1,117 @@
+"""From a captured graph to a plan: measure, then choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.optimizer import optimizer_state_ratio
+from autopar.graph import ParameterInfo, TrainingGraph
+from autopar.plan import Plan, Strategy, fingerprint
+from autopar.planner.candidates import Evaluator
+from autopar.planner.machine import Machine, measure_machine
+from autopar.planner.search import choose, default_choice, first_choice
+
+
+@dataclass(frozen=True)
+class Question:
+    """All that a plan depends on beside the graph and the machine.
+
+    Attributes:
+        model: class of the model.
+        parameters: its parameters.
+        world_size: number of ranks.
+        strategy: what is fixed.
+        memory: cap in bytes per rank, None for what the device has.
+        batch: "global" or "local".
+        precision: name of the autocast dtype, or None.
+        optimizer: class or factory of the optimizer.
+        cluster: the cluster to plan for, None for the one that is running.
+        device: the device that operators run on.
+        comm_backend: what collectives are lowered for.
+        live: whether the ranks of the plan are running.
+    """
+
+    model: str
+    parameters: Mapping[str, ParameterInfo]
+    world_size: int
+    strategy: Strategy
+    memory: int | None
+    batch: str
+    precision: str | None
+    optimizer: Callable[..., Any]
+    cluster: Cluster | None
+    device: torch.device
+    comm_backend: str
+    live: bool
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The blocks that have parameters, "" first."""
+        return ("", *dict.fromkeys(p.block for p in self.parameters.values() if p.block))
+
+    def base(self) -> Plan:
+        """The plan with nothing chosen."""
+        ratio = optimizer_state_ratio(self.optimizer)
+        return Plan(
+            name="",
+            model=self.model,
+            fingerprint=fingerprint(self.parameters.values()),
+            world_size=self.world_size,
+            mesh=(("dp_replicate", self.world_size),),
+            stages=tuple((block, 0) for block in self.blocks),
+            batch=self.batch,
+            batch_statistics=self.strategy.batch_statistics,
+            precision=self.precision,
+            optimizer=getattr(self.optimizer, "__name__", type(self.optimizer).__name__),
+            optimizer_state_ratio=ratio,
+            memory_cap=self.memory,
+            parameter_bytes=tuple((p.name, p.bytes) for p in self.parameters.values()),
+            placements=tuple((name, "R") for name in self.parameters),
+        )
+
+
+def needs_machine(question: Question) -> bool:
+    """Whether anything is left to choose, or to check against a cap."""
+    fixed = default_choice(question.strategy, question.blocks) is not None
+    return not fixed or question.memory is not None
+
+
+def measured(question: Question, graph: TrainingGraph) -> Machine | None:
+    """The machine, its operators timed at the shapes of this graph; every rank calls it."""
+    if not needs_machine(question):
+        return None
+    evaluator = _evaluator(question, graph, None)
+    stages = (0, 3) if question.world_size > 1 else (0,)
+    choices = [first_choice(question.strategy, question.blocks, stage) for stage in stages]
+    graphs = [evaluator.lowered(choice) for choice in dict.fromkeys(choices)]
+    return measure_machine(graphs, question.device, question.cluster, live=question.live)
+
+
+def decide(question: Question, graph: TrainingGraph, machine: Machine | None) -> Plan:
+    """The plan; rank 0 calls it."""
+    evaluator = _evaluator(question, graph, machine)
+    fixed = default_choice(question.strategy, question.blocks)
+    if machine is None:
+        assert fixed is not None
+        return evaluator.plan(fixed)
+    cap = question.memory
+    if cap is None:
+        cap = machine.cluster.device_memory_bytes
+    plan = choose(evaluator, question.strategy, question.blocks, cap)
+    return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
+
+
+def _evaluator(question: Question, graph: TrainingGraph, machine: Machine | None) -> Evaluator:
+    return Evaluator(
+        graph=graph,
+        parameters=question.parameters,
+        base=question.base(),
+        cluster=machine.cluster if machine else None,  # type: ignore[arg-type]
+        operators=machine.operators if machine else None,  # type: ignore[arg-type]
+        comm_backend=question.comm_backend,
+    )

@@ -1,0 +1,228 @@
+"""The choice: the fastest plan that fits, by simulation of what would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from autopar.errors import OutOfMemoryError
+from autopar.passes.checkpoint_activations import LEVELS, Level
+from autopar.plan import Plan, RunnerUp, Strategy
+from autopar.plan_text import human_bytes
+from autopar.planner.candidates import Choice, Evaluated, Evaluator
+
+BUCKET_BYTES = 4 * 2**20
+BUCKET_SIZES = (2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20)
+Progress = Callable[[str], None]
+
+
+def choose(
+    evaluator: Evaluator,
+    strategy: Strategy,
+    blocks: Sequence[str],
+    cap: int | None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan under `strategy` whose peak is at most `cap` bytes.
+
+    Uniform ZeRO stages come first, without recomputation. If the fastest of them does not fit,
+    blocks are raised one by one, first in stage and then in recomputation, as far as needed.
+    The sizes of buckets are tried on the winner. Deterministic.
+
+    Raises:
+        OutOfMemoryError: nothing fits.
+    """
+    search = _Search(evaluator, strategy, blocks, cap, progress)
+    best = search.run()
+    return replace(best.plan, runners_up=search.runners_up(best), memory_cap=cap)
+
+
+def default_choice(strategy: Strategy, blocks: Sequence[str]) -> Choice | None:
+    """The choice of a strategy that leaves nothing to search; None if it leaves something."""
+    fixed = (strategy.zero, strategy.recompute, strategy.gather_bytes, strategy.reduce_bytes)
+    if any(value is None for value in fixed):
+        return None
+    return first_choice(strategy, blocks, 0)
+
+
+def first_choice(strategy: Strategy, blocks: Sequence[str], stage: int) -> Choice:
+    """A strategy with what it leaves open set to defaults."""
+    zero = strategy.zero
+    if isinstance(zero, int):
+        stages = dict.fromkeys(blocks, zero)
+    else:
+        stages = {**dict.fromkeys(blocks, stage), **(zero or {})}
+    return Choice(
+        stages=tuple((b, stages[b]) for b in blocks),
+        recompute=_levels(blocks, strategy.recompute or "none"),
+        gather_bytes=strategy.gather_bytes or BUCKET_BYTES,
+        reduce_bytes=strategy.reduce_bytes or BUCKET_BYTES,
+        prefetch=1 if strategy.prefetch is None else strategy.prefetch,
+    )
+
+
+class _Search:
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        strategy: Strategy,
+        blocks: Sequence[str],
+        cap: int | None,
+        progress: Progress | None,
+    ) -> None:
+        self.evaluator, self.strategy, self.blocks, self.cap = evaluator, strategy, blocks, cap
+        self.progress = progress or (lambda line: None)
+        self.seen: dict[Choice, Evaluated] = {}
+
+    def run(self) -> Evaluated:
+        one = self.evaluator.base.world_size == 1
+        free = self.strategy.zero is None and not one
+        stages = (0, 1, 2, 3) if free else (0,)
+        starts = [first_choice(self.strategy, self.blocks, stage) for stage in stages]
+        starts = list(dict.fromkeys(starts))
+        best = self.best(self.look(choice) for choice in starts)
+        if best is None or self.infeasible_and_faster(starts, best):
+            options = [self.fit(choice) for choice in starts]
+            options += [self.mix(low, high) for low, high in zip(starts, starts[1:], strict=False)]
+            found = self.best([*options, *([best] if best else [])])
+            if found is None:
+                raise self.nothing_fits()
+            best = found
+        return best if one else self.tune(best)
+
+    def look(self, choice: Choice) -> Evaluated:
+        """Evaluates a choice once."""
+        if choice not in self.seen:
+            self.progress(str(choice))
+            self.seen[choice] = self.evaluator.evaluate(choice)
+        return self.seen[choice]
+
+    def fits(self, item: Evaluated) -> bool:
+        return self.cap is None or item.prediction.peak_bytes <= self.cap
+
+    def best(self, items: Iterable[Evaluated | None]) -> Evaluated | None:
+        """The fastest that fits; of equals, the one that needs less, then the first."""
+        fitting = [item for item in items if item is not None and self.fits(item)]
+        keys = [(i.prediction.step_s, i.prediction.peak_bytes) for i in fitting]
+        return fitting[keys.index(min(keys))] if fitting else None
+
+    def infeasible_and_faster(self, choices: Sequence[Choice], best: Evaluated) -> bool:
+        limit = best.prediction.step_s
+        return any(
+            not self.fits(self.look(c)) and self.look(c).prediction.step_s < limit for c in choices
+        )
+
+    def fit(self, choice: Choice) -> Evaluated | None:
+        """The least recomputation, block by block, with which a choice fits."""
+        if self.strategy.recompute is not None or self.fits(self.look(choice)):
+            return self.look(choice)
+        for level in LEVELS[1:]:
+            before = dict(choice.recompute)
+
+            def raised(count: int, level: Level = level) -> Choice:
+                chosen = {b: level if i < count else before[b] for i, b in enumerate(self.order)}  # noqa: B023
+                return replace(choice, recompute=tuple((b, chosen[b]) for b in self.blocks))
+
+            if self.fits(self.look(raised(len(self.order)))):
+                return self.least(raised)
+            choice = raised(len(self.order))
+        return None
+
+    def mix(self, low: Choice, high: Choice) -> Evaluated | None:
+        """The fewest blocks of the higher of two stages with which a choice fits."""
+        if self.fits(self.look(low)) or not self.fits(self.look(high)):
+            return None
+        stages = (dict(low.stages), dict(high.stages))
+
+        def raised(count: int) -> Choice:
+            chosen = {b: stages[i < count][b] for i, b in enumerate(self.order)}
+            return replace(low, stages=tuple((b, chosen[b]) for b in self.blocks))
+
+        return self.least(raised)
+
+    @property
+    def order(self) -> list[str]:
+        """The blocks in the order in which they are raised: repeated ones, then the rest."""
+        return [*(b for b in self.blocks if b), ""]
+
+    def least(self, raised: Callable[[int], Choice]) -> Evaluated:
+        """The smallest count that fits, by bisection; the largest is known to fit."""
+        low, high = 0, len(self.order)
+        while low < high:
+            middle = (low + high) // 2
+            if self.fits(self.look(raised(middle))):
+                high = middle
+            else:
+                low = middle + 1
+        return self.look(raised(high))
+
+    def tune(self, best: Evaluated) -> Evaluated:
+        """Tries other sizes of buckets and depths of prefetch on the winner."""
+        choice = best.choice
+        options = [best]
+        for size in BUCKET_SIZES:
+            gather = self.strategy.gather_bytes or size
+            reduce = self.strategy.reduce_bytes or size
+            options.append(self.look(replace(choice, gather_bytes=gather, reduce_bytes=reduce)))
+        found = self.best(options) or best
+        if self.strategy.prefetch is None and any(s == 3 for _, s in found.choice.stages):
+            deeper = [self.look(replace(found.choice, prefetch=p)) for p in (0, 2)]
+            found = self.best([found, *deeper]) or found
+        return found
+
+    def runners_up(self, best: Evaluated) -> tuple[RunnerUp, ...]:
+        """What else was looked at, fastest first, with the reason why it lost."""
+        others = sorted(
+            (item for item in self.seen.values() if item is not best),
+            key=lambda item: (not self.fits(item), item.prediction.step_s),
+        )
+        return tuple(
+            RunnerUp(
+                str(item.choice),
+                item.prediction.step_s,
+                item.prediction.peak_bytes,
+                self.why_lost(item, best),
+            )
+            for item in others[:12]
+        )
+
+    def why_lost(self, item: Evaluated, best: Evaluated) -> str:
+        if self.cap is not None and not self.fits(item):
+            return f"needs {human_bytes(item.prediction.peak_bytes - self.cap)} more than the cap"
+        slower = item.prediction.step_s - best.prediction.step_s
+        if slower <= 0:
+            more = item.prediction.peak_bytes - best.prediction.peak_bytes
+            return f"as fast, needs {human_bytes(more)} more"
+        return f"{slower * 1e3:.2f} ms slower"
+
+    def nothing_fits(self) -> OutOfMemoryError:
+        assert self.cap is not None
+        smallest = min(self.seen.values(), key=lambda item: item.prediction.peak_bytes)
+        short = smallest.prediction.peak_bytes - self.cap
+        largest = sorted(smallest.prediction.memory.items(), key=lambda kv: -kv[1])[:3]
+        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest if size)
+        return OutOfMemoryError(
+            f"nothing fits under {human_bytes(self.cap)} per rank: the smallest plan "
+            f"({smallest.choice}) needs {human_bytes(short)} more ({short} bytes). Its peak is "
+            f"{parts}. What would help: {self.advice(smallest)}.",
+            short,
+        )
+
+    def advice(self, smallest: Evaluated) -> str:
+        memory = smallest.prediction.memory
+        states = sum(memory.get(k, 0) for k in ("parameters", "gradients", "optimizer"))
+        activations = smallest.prediction.peak_bytes - states
+        help_states = "more ranks" + (
+            "" if self.strategy.zero is None else ", or strategy='auto' (stage 3 shards the states)"
+        )
+        help_activations = "a smaller batch or shorter rows" + (
+            "" if self.strategy.recompute is None else ", or letting recompute be searched"
+        )
+        first, second = help_states, help_activations
+        if activations > states:
+            first, second = second, first
+        return f"{first}; {second}"
+
+
+def _levels(blocks: Sequence[str], level: Level) -> tuple[tuple[str, Level], ...]:
+    return tuple((block, level) for block in blocks)
