@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import cached_property
@@ -19,7 +19,7 @@ from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.roofline import Roofline
 from autopar.cost_model.signature import moved_bytes, signature
 from autopar.cost_model.store import cache_directory, digest, read_json, write_json
-from autopar.cost_model.timing import Stopwatch, flops_of
+from autopar.cost_model.timing import Stopwatch, flops_of, time_dispatch
 from autopar.graph import TrainingGraph, tensors
 
 _DISPATCH = "dispatch"  # the key of a call that computes nothing
@@ -88,13 +88,7 @@ class OperatorTimes:
         times = _read(kept["times"]) if _of(kept, setting) else {}
         return cls(setting, present, times)
 
-    def measure(
-        self,
-        graphs: Iterable[TrainingGraph],
-        *,
-        budget_s: float = 0.02,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> OperatorTimes:
+    def measure(self, graphs: Iterable[TrainingGraph], *, budget_s: float = 0.02) -> OperatorTimes:
         """These times and those of the operators of `graphs` that were missing.
 
         Where ranks share cores, all of them call this at once: the times contain the contention.
@@ -102,21 +96,22 @@ class OperatorTimes:
         Args:
             graphs: lowered graphs.
             budget_s: seconds to spend on each operator, but at least three runs.
-            progress: told after each operator how many are done, and of how many.
         """
         if not self.present:
             return self
-        missing = {_DISPATCH: _view_node(self.setting.device)}
+        missing: dict[str, fx.Node] = {}
         for graph in graphs:
             missing |= {signature(node): node for node in graph.calls() if _is_timed(node)}
         missing = {key: node for key, node in missing.items() if key not in self.times}
-        today, new, watch = str(date.today()), {}, Stopwatch(budget_s)
-        for done, (key, node) in enumerate(missing.items(), 1):
-            seconds = watch.time(node)
-            if seconds is not None:
-                new[key] = Timing(seconds, flops_of(node), moved_bytes(node), today)
-            if progress is not None:
-                progress(done, len(missing))
+        today = str(date.today())
+        seconds = Stopwatch(budget_s).times(missing)
+        new = {
+            key: Timing(taken, flops_of(missing[key]), moved_bytes(missing[key]), today)
+            for key, taken in seconds.items()
+        }
+        if _DISPATCH not in self.times:
+            device = "cpu" if self.setting.device == "cpu" else "cuda"
+            new[_DISPATCH] = Timing(time_dispatch(device), 0, 0, today)
         return replace(self, times={**self.times, **new})
 
     def merged(self, other: OperatorTimes) -> OperatorTimes:
@@ -207,13 +202,3 @@ def _of(kept: Any, setting: Setting) -> bool:
 
 def _read(times: Mapping[str, Any]) -> dict[str, Timing]:
     return {key: Timing(**timing) for key, timing in times.items()}
-
-
-def _view_node(device: str) -> fx.Node:
-    """A node that computes nothing, to time the dispatch of."""
-    graph = fx.Graph()
-    base = graph.placeholder("base")
-    base.meta["val"] = torch.empty(8, 8, device="cpu" if device == "cpu" else "cuda")
-    view = graph.call_function(torch.ops.aten.view.default, (base, [64]))
-    view.meta["val"] = base.meta["val"].view(64)
-    return view
