@@ -24,13 +24,13 @@ from autopar.passes.runner import run_passes
 from autopar.plan import Plan, Strategy, fingerprint
 from autopar.planner.decide import Question, decide, measured
 from autopar.rows import mark_rows
-from autopar.runtime.agreement import decided_by_first, is_live, same_everywhere, together
+from autopar.runtime.agreement import decided_by_first, same_everywhere, together
 from autopar.runtime.batch import share_of
 from autopar.runtime.fallback import fall_back
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
 from autopar.runtime.module import DistributedModule, Options
-from autopar.runtime.program import with_axes
 from autopar.runtime.parameters import describe_parameters, device_of, materialize, total_bytes
+from autopar.runtime.program import with_axes
 
 Batch = Literal["global", "local"]
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -224,7 +224,7 @@ def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn
     name = "fully_shard" if shard else "DistributedDataParallel"
     warnings.warn(f"autopar trains with torch's {name} instead: {reason}", stacklevel=4)
     mesh = make_mesh(question.device, (("dp_shard", ranks),))
-    assert mesh is not None and is_live()
+    assert mesh is not None
     return fall_back(model, mesh, shard=shard)
 
 

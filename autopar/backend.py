@@ -13,7 +13,17 @@ from torch import distributed as dist
 from torch import fx, nn
 
 from autopar._torch import aot_backend, default_partition, make_boxed_func
-from autopar.graph import Gradient, Input, Output, Parameter, ParameterInfo, Tangent, TrainingGraph
+from autopar.graph import (
+    Gradient,
+    Input,
+    InputRole,
+    Output,
+    Parameter,
+    ParameterInfo,
+    Tangent,
+    TrainingGraph,
+)
+from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.build import aten, call
 from autopar.passes.lower_collectives import LowerCollectives
@@ -37,11 +47,11 @@ def autopar(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[.
         return default_partition(joint, inputs, **options)
 
     run = aot_backend(fw_compiler=_run_graph, partition_fn=partition)
-    return run(module, example_inputs)  # type: ignore[no-any-return]
+    return run(module, example_inputs)
 
 
 def _run_graph(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    return make_boxed_func(module.forward)  # type: ignore[no-any-return]
+    return make_boxed_func(module.forward)
 
 
 def synchronized(
@@ -58,7 +68,7 @@ def synchronized(
     first = run_passes(graph, [SynchronizeGradients(AXIS, rank=0)])
     buckets = propose_buckets(first, BUCKET_BYTES, BUCKET_BYTES)
     backend = str(dist.get_backend()).split(":")[-1]
-    later = [BucketCollectives(buckets), ScheduleOverlap(), LowerCollectives(backend)]
+    later: list[Pass] = [BucketCollectives(buckets), ScheduleOverlap(), LowerCollectives(backend)]
     lowered = averaged(run_passes(first, later))
     group = dist.group.WORLD
     assert group is not None
@@ -79,7 +89,8 @@ def as_training_graph(
     """The joint graph with roles; parameters are named by their place."""
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(joint.graph, {}))
-    inputs, parameters = [], {}
+    inputs: list[InputRole] = []
+    parameters: dict[str, ParameterInfo] = {}
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
         if index >= len(trained):
             inputs.append(Tangent(index))
@@ -90,7 +101,7 @@ def as_training_graph(
         else:
             inputs.append(Input(index))
     outputs: dict[Any, fx.Node] = {}
-    for index, node in enumerate(output.args[0]):  # type: ignore[arg-type,union-attr]
+    for index, node in enumerate(output.args[0]):
         if isinstance(node, fx.Node):
             outputs[_role(index, forward_outputs, trained)] = node
     for node in graph.nodes:
@@ -135,4 +146,3 @@ def averaged(graph: TrainingGraph) -> TrainingGraph:
         if node.meta["phase"] == "backward":
             node.meta["partitioner_tag"] = "is_backward"
     return graph.with_results(changed)
-

@@ -177,9 +177,7 @@ class _Program(nn.Module):
         self.call, self.loss_fn, self.all_tangents = call, loss_fn, all_tangents
         self.names = tuple(parameters)
         self.values = nn.ParameterList(
-            nn.Parameter(
-                TensorSpec(p.shape, p.dtype, device).fake(), requires_grad=p.requires_grad
-            )
+            nn.Parameter(TensorSpec(p.shape, p.dtype, device).fake(), requires_grad=p.requires_grad)
             for p in parameters.values()
         )
         self.buffer_names = tuple(name for name, _ in model.named_buffers())
@@ -217,9 +215,7 @@ class _Program(nn.Module):
         leaves, self.structure = pytree.tree_flatten(result)
         self.tensor_leaves = tuple(isinstance(x, torch.Tensor) for x in leaves)
         self.leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
-        self.differentiable = tuple(
-            isinstance(x, torch.Tensor) and x.requires_grad for x in leaves
-        )
+        self.differentiable = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
         outputs = [x for x in leaves if isinstance(x, torch.Tensor)]
         losses = [x for x in outputs if x.requires_grad and x.dim() == 0]
         if losses and not self.all_tangents:
@@ -273,9 +269,7 @@ class _Annotate(TorchFunctionMode):
     def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
         self.module = self.stack.pop()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = sys._getframe(1)
         while frame.f_back is not None and _is_library(frame.f_code):
             frame = frame.f_back
@@ -444,9 +438,9 @@ def find_blocks(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
         inside = any(block and name.startswith(block + ".") for block in blocks)
-        if name and not inside and isinstance(model.get_submodule(parent), containers):
-            if not isinstance(module, containers):
-                blocks.append(name)
+        is_element = bool(name) and isinstance(model.get_submodule(parent), containers)
+        if is_element and not inside and not isinstance(module, containers):
+            blocks.append(name)
     found = {}
     for name, _ in model.named_parameters():
         found[name] = _block_of(name.rpartition(".")[0], blocks[1:])

@@ -144,7 +144,7 @@ class Plan:
     mesh: tuple[tuple[str, int], ...]
     stages: tuple[tuple[str, int], ...]
     batch: str = "global"
-    buckets: Buckets = Buckets()
+    buckets: Buckets = field(default_factory=Buckets)
     prefetch: int = 1
     in_flight: int = 0
     recompute: tuple[tuple[str, Level], ...] = ()
@@ -217,7 +217,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-able values."""
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(asdict(self)))
 
     def to_json(self) -> str:
         """The plan as text; the same plan gives the same bytes."""

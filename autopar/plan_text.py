@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def table(plan: Plan) -> str:
     """The plan as a table: one row a run of alike blocks, then what it is predicted to cost."""
     sizes = dict(plan.parameter_bytes)
-    grid = Table(title=f"{plan.model} on {plan.world_size} rank(s): {plan.name}", title_justify="left")
+    grid = Table(
+        title=f"{plan.model} on {plan.world_size} rank(s): {plan.name}", title_justify="left"
+    )
     for column in ("blocks", "ZeRO", "between steps", "parameters", "per rank", "recompute"):
         grid.add_column(column, justify="right" if column in ("parameters", "per rank") else "left")
     for blocks, stage, level in _runs(plan):
@@ -31,9 +33,7 @@ def table(plan: Plan) -> str:
         if not names:
             continue
         kinds = "sharded on dim 0" if held < whole else "whole"
-        grid.add_row(
-            _span(blocks), str(stage), kinds, human_bytes(whole), human_bytes(held), level
-        )
+        grid.add_row(_span(blocks), str(stage), kinds, human_bytes(whole), human_bytes(held), level)
     lines = [_render(grid)]
     lines.append(f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}")
     lines += _prediction(plan)
@@ -149,7 +149,7 @@ def _span(blocks: list[str]) -> str:
 def _render(grid: Table) -> str:
     stream = io.StringIO()
     Console(file=stream, width=110, color_system=None).print(grid)
-    return stream.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
 def human_bytes(count: float) -> str:

@@ -111,9 +111,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if floating else value
 
 
-def _worst(
-    have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]
-) -> tuple[float, str]:
+def _worst(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
     if have.keys() != want.keys():
         missing = sorted(have.keys() ^ want.keys())
         return float("inf"), f"only one side has {missing}"

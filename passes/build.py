@@ -29,9 +29,9 @@ def call(graph: fx.Graph, like: fx.Node, target: Target, *args: Any, **kwargs: A
     return node
 
 
-def add_input(graph: TrainingGraph, role: InputRole, name: str, like: torch.Tensor) -> tuple[
-    TrainingGraph, fx.Node
-]:
+def add_input(
+    graph: TrainingGraph, role: InputRole, name: str, like: torch.Tensor
+) -> tuple[TrainingGraph, fx.Node]:
     """`graph` with one more placeholder after the others (there already if it has that role)."""
     if (node := graph.placeholder(role)) is not None:
         return graph, node
@@ -57,12 +57,10 @@ def first_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> fx.Node:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node only looks at another's storage."""
-    return node.op == "call_function" and (
-        node.target in VIEWS or _aliases(node.target)
-    )
+    return node.op == "call_function" and (node.target in VIEWS or _aliases(node.target))
 
 
-def _aliases(target: Target) -> bool:
+def _aliases(target: Target | str) -> bool:
     """Whether the schema says that the result is a view of the first argument."""
     schema = getattr(target, "_schema", None)
     if schema is None or schema.is_mutable:

@@ -65,7 +65,7 @@ class CheckpointActivations:
             return PassResult(graph, "there is no backward")
         blocks = ["", *dict.fromkeys(p.block for p in graph.parameters.values() if p.block)]
         given = dict.fromkeys(blocks, self.level) if isinstance(self.level, str) else {}
-        levels: dict[str, Level] = {**dict.fromkeys(blocks, "none"), **(given or dict(self.level))}  # type: ignore[dict-item,arg-type]
+        levels: dict[str, Level] = {**dict.fromkeys(blocks, "none"), **(given or dict(self.level))}  # type: ignore[arg-type]
         if self.budget is None and set(levels.values()) == {"none"}:
             return PassResult(graph, "everything is kept")
         kept = Cut(graph, levels).kept()

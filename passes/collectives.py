@@ -74,7 +74,7 @@ def results_of(start: fx.Node) -> list[fx.Node | None]:
     """The nodes that stand for each result of a collective; None where it is not used."""
     found: list[fx.Node | None] = [None] * len(start.args[0])  # type: ignore[arg-type]
     for item in wait_of(start).users:
-        found[item.args[1]] = item  # type: ignore[index,call-overload]
+        found[item.args[1]] = item  # type: ignore[index]
     return found
 
 

@@ -62,6 +62,7 @@ class Lowering:
         self.ranks = graph.axes[self.axis]
         self.operands: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
         self.like = start
+        self.placement = self.operands[0].meta.get("placement")
 
     def run(self) -> None:
         """Replaces start, wait and results."""
@@ -74,7 +75,7 @@ class Lowering:
         self.graph.inserting_before(self.start)
         issued, finish = begin()
         self.graph.inserting_before(done)
-        self.like = done
+        self.like, self.placement = done, self.start.meta.get("placement")
         new = finish(self.op(c10d.wait_tensor.default, issued))
         for before, after in zip(old, new, strict=True):
             if before is not None:
@@ -86,7 +87,7 @@ class Lowering:
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = call(self.graph, self.like, target, *args, **kwargs)
-        node.meta["placement"] = self.start.meta.get("placement")
+        node.meta["placement"] = self.placement
         return node
 
     # Each issues its collective and says how results are read from what was waited for.

@@ -46,14 +46,14 @@ class ScheduleOverlap:
         order = list(dict.fromkeys(start for _, start in gathers(graph, phase)))
         for start in order:
             _sink(wait_of(start))
-        waits = sorted((wait_of(start) for start in order))
+        waits: list[fx.Node] = sorted(wait_of(start) for start in order)
         for index, done in enumerate(waits):
             ahead = index - self.prefetch
             place = waits[ahead] if ahead >= 0 else _first(graph, phase)
-            start = done.args[0]
-            assert isinstance(start, fx.Node)
-            if place is not start:
-                place.prepend(start)
+            issued = done.args[0]
+            assert isinstance(issued, fx.Node)
+            if place is not issued:
+                place.prepend(issued)
 
     def delay_reductions(self, graph: TrainingGraph) -> None:
         """Moves waits of gradient reductions behind later starts."""

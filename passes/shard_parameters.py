@@ -89,9 +89,9 @@ def recompute_derived(graph: TrainingGraph, parameter: fx.Node) -> None:
         inputs = node.all_input_nodes
         from_parameters = all(n.op == "placeholder" or n in derived for n in inputs)
         only = [n for n in inputs if n.op == "placeholder" and not _is_parameter(graph, n)]
-        if any(n in derived for n in inputs) and from_parameters and not only:
-            if node.op == "call_function" and not is_random(node):
-                derived.add(node)
+        constant = from_parameters and not only and any(n in derived for n in inputs)
+        if constant and node.op == "call_function" and not is_random(node):
+            derived.add(node)
     clones: dict[fx.Node, fx.Node] = {}
     for node in sorted(derived - {parameter}):
         late = [u for u in node.users if u.meta["phase"] == "backward" and u.op != "output"]

@@ -56,8 +56,7 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
         graph,
         [n for n in graph.placeholders if n not in own],
         forward_nodes,
-        {r: n for r, n in table.items() if r not in late_roles}
-        | {Saved(n.name): n for n in saved},
+        {r: n for r, n in table.items() if r not in late_roles} | {Saved(n.name): n for n in saved},
         roles,
     )
     backward = _extract(
@@ -96,9 +95,7 @@ def _extract(
         copies[node] = new.node_copy(node, lambda n: copies[n])
     new.output([copies[n] if n is not None else None for n in outputs.values()])
     new.eliminate_dead_code(is_impure_node=lambda n: n.op == "placeholder" or _has_effect(n))
-    return replace(
-        graph, graph=new, inputs=tuple(roles[n] for n in inputs), outputs=tuple(outputs)
-    )
+    return replace(graph, graph=new, inputs=tuple(roles[n] for n in inputs), outputs=tuple(outputs))
 
 
 def _has_effect(node: fx.Node) -> bool:

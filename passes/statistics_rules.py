@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from autopar.graph import tensors
+from autopar.graph import has_rows, tensors
 from autopar.passes.build import aten
 from autopar.passes.collectives import collective, start_all_gather
 from autopar.placement import Partial, Replicate, Varying
-from autopar.rows import has_rows
 
 if TYPE_CHECKING:
     from autopar.passes.synchronize_statistics import Typing
@@ -166,18 +165,21 @@ def synchronize_batch_norm(work: Typing, node: fx.Node) -> None:
     channels, dims = fake.shape[1], [0, *range(2, fake.dim())]
     wide = torch.float64 if fake.dtype == torch.float64 else torch.float32
 
+    def own(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return work.call(node, target, *args, **kwargs)
+
     def op(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        result = work.call(node, target, *args, **kwargs)
+        result = own(target, *args, **kwargs)
         work.type(result, R)
         return result
 
     work.fx.inserting_before(node)
-    wide_x = x if fake.dtype == wide else op(aten._to_copy.default, x, dtype=wide)
-    moments = op(aten.var_mean.correction, wide_x, dims, correction=0)
-    variance, mean = (op(operator.getitem, moments, i) for i in (0, 1))
-    share = op(aten._to_copy.default, work.weight, dtype=wide)
-    own = op(aten.cat.default, [mean, variance, op(aten.view.default, share, [1])])
-    row = op(aten.view.default, own, [1, 2 * channels + 1])
+    wide_x = x if fake.dtype == wide else own(aten._to_copy.default, x, dtype=wide)
+    moments = own(aten.var_mean.correction, wide_x, dims, correction=0)
+    variance, mean = (own(operator.getitem, moments, i) for i in (0, 1))
+    share = own(aten._to_copy.default, work.weight, dtype=wide)
+    sent = own(aten.cat.default, [mean, variance, own(aten.view.default, share, [1])])
+    row = own(aten.view.default, sent, [1, 2 * channels + 1])
     ranks = work.graph.axes[work.axis]
     (table,) = collective(work.fx, node, start_all_gather, [row], [ranks], work.axis)
     for item in (table.args[0].args[0], table.args[0], table):  # type: ignore[union-attr]
@@ -202,7 +204,8 @@ def synchronize_batch_norm(work: Typing, node: fx.Node) -> None:
     if stats:
         unbiased = op(aten.div.Tensor, elements, op(aten.sub.Tensor, elements, 1.0))
         fair = op(aten.mul.Tensor, variance, op(aten._to_copy.default, unbiased, dtype=wide))
-        results += [_running(op, old, new, momentum) for old, new in zip(stats, (mean, fair), strict=True)]
+        pairs = zip(stats, (mean, fair), strict=True)
+        results += [_running(op, old, new, momentum) for old, new in pairs]
     for item in list(node.users):
         replacement = results[item.args[1]]  # type: ignore[index]
         assert replacement is not None
@@ -210,10 +213,10 @@ def synchronize_batch_norm(work: Typing, node: fx.Node) -> None:
         work.fx.erase_node(item)
     out.meta["rows"], normed.meta["rows"] = ((0,),), ((0,), (), ())
     number = node.meta["seq_nr"]
-    work.type(node, V)
     for back in [n for n in work.fx.nodes if n.target is aten.native_batch_norm_backward.default]:
         if back.meta["seq_nr"] == number and back.args[1] is x:
             _norm_backward(work, back, mean, variance, inverse, elements, wide)
+    work.fx.erase_node(node)
 
 
 def _running(op: Callable[..., fx.Node], old: Any, new: fx.Node, momentum: Any) -> fx.Node:
@@ -253,7 +256,8 @@ def _norm_backward(
     scale = inverse if weight is None else op(aten.mul.Tensor, inverse, weight)
     scale = op(aten.div.Tensor, scale, count)
     slope = op(aten.mul.Tensor, op(aten.mul.Tensor, scale, inverse), sum_xhat)
-    offset = op(aten.sub.Tensor, op(aten.mul.Tensor, scale, sum_dy), op(aten.mul.Tensor, slope, mean))
+    offset = op(aten.mul.Tensor, scale, sum_dy)
+    offset = op(aten.sub.Tensor, offset, op(aten.mul.Tensor, slope, mean))
     slope, offset = (op(aten.view.default, t, shape) for t in (slope, offset))
     through = op(aten.add.Tensor, op(aten.mul.Tensor, x, slope), offset)
     if tensors(through)[0].dtype != fake.dtype:

@@ -23,6 +23,7 @@ from autopar.graph import (
     Update,
     Verdict,
     elements,
+    has_rows,
     tensors,
     user_line,
 )
@@ -38,7 +39,6 @@ from autopar.passes.statistics_rules import (
     synchronize_batch_norm,
 )
 from autopar.placement import Partial, Placement, Replicate, Varying
-from autopar.rows import has_rows
 
 R, V, P = Replicate(), Varying(), Partial()
 
@@ -157,7 +157,7 @@ class Typing:
         self.from_tangents.add(node)
         if node.target is operator.getitem:
             parent = node.args[0]
-            rows = parent.meta["rows"][node.args[1]]  # type: ignore[union-attr,index]
+            rows = parent.meta["rows"][node.args[1]]  # type: ignore[union-attr]
             parent_type = parent.meta["placement"]  # type: ignore[union-attr]
             return self.type(node, R if parent_type == R else V if rows else P)
         if has_rows(node):

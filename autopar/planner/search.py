@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 from autopar.errors import OutOfMemoryError
 from autopar.passes.checkpoint_activations import LEVELS, Level
@@ -83,7 +85,7 @@ class _Search:
         best = self.best(self.look(choice) for choice in starts)
         if best is None or self.infeasible_and_faster(starts, best):
             options = [self.fit(choice) for choice in starts]
-            options += [self.mix(low, high) for low, high in zip(starts, starts[1:], strict=False)]
+            options += [self.mix(low, high) for low, high in pairwise(starts)]
             found = self.best([*options, *([best] if best else [])])
             if found is None:
                 raise self.nothing_fits()
@@ -117,16 +119,16 @@ class _Search:
         if self.strategy.recompute is not None or self.fits(self.look(choice)):
             return self.look(choice)
         for level in LEVELS[1:]:
-            before = dict(choice.recompute)
-
-            def raised(count: int, level: Level = level) -> Choice:
-                chosen = {b: level if i < count else before[b] for i, b in enumerate(self.order)}  # noqa: B023
-                return replace(choice, recompute=tuple((b, chosen[b]) for b in self.blocks))
-
+            raised = partial(self.recomputing, choice, level)
             if self.fits(self.look(raised(len(self.order)))):
                 return self.least(raised)
             choice = raised(len(self.order))
         return None
+
+    def recomputing(self, choice: Choice, level: Level, count: int) -> Choice:
+        """The choice with the first `count` blocks raised to a level."""
+        levels = dict(choice.recompute) | dict.fromkeys(self.order[:count], level)
+        return replace(choice, recompute=tuple((b, levels[b]) for b in self.blocks))
 
     def mix(self, low: Choice, high: Choice) -> Evaluated | None:
         """The fewest blocks of the higher of two stages with which a choice fits."""

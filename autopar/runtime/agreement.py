@@ -44,7 +44,7 @@ def decided_by_first(decide: Callable[[], T]) -> T:
     good, value = answer[0]
     if not good:
         raise value
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def together(work: Callable[[], T]) -> T:

@@ -34,9 +34,7 @@ class Share:
     total: int
 
 
-def share_of(
-    leaves: Sequence[Any], structure: Any, *, mode: str, rank: int, ranks: int
-) -> Share:
+def share_of(leaves: Sequence[Any], structure: Any, *, mode: str, rank: int, ranks: int) -> Share:
     """This rank's rows of the flattened arguments of a call.
 
     The number of rows is the size of dim 0 of the first tensor that has a dim; every tensor

@@ -106,7 +106,8 @@ class _Aliased:
 
 def _share_gradient(parameter: nn.Parameter) -> Any:
     def hook(alias: torch.Tensor) -> None:
-        assert isinstance(parameter, DTensor) and alias.grad is not None
+        assert isinstance(parameter, DTensor)
+        assert alias.grad is not None
         parameter.grad = DTensor.from_local(
             alias.grad, parameter.device_mesh, parameter.placements, run_check=False
         )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -147,7 +146,7 @@ class DistributedModule(nn.Module):
         """Loads whole tensors or DTensors under the plain model's names."""
         own = dict(self.named_parameters(remove_duplicate=False))
         values = {
-            name: self._as_laid_out(own[name], value)
+            name: self._as_laid_out(own[name], value)  # type: ignore[arg-type]
             if isinstance(own.get(name), DTensor) and not isinstance(value, DTensor)
             else value
             for name, value in state_dict.items()
@@ -236,7 +235,11 @@ class DistributedModule(nn.Module):
                     loss_fn=options.loss_fn,
                 )
 
-        return attempt(share.call) if options.ranks == 1 else mark_rows(attempt, share.call, share.rows)
+        return (
+            attempt(share.call)
+            if options.ranks == 1
+            else mark_rows(attempt, share.call, share.rows)
+        )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._options.precision is None:
@@ -363,9 +366,7 @@ class DistributedModule(nn.Module):
         parameter = self.get_parameter(name)
         if not isinstance(parameter, DTensor):
             return gradient
-        return from_local(
-            gradient, parameter.device_mesh, parameter.placements[0], parameter
-        )
+        return from_local(gradient, parameter.device_mesh, parameter.placements[0], parameter)
 
     def _as_laid_out(self, parameter: DTensor, value: torch.Tensor) -> torch.Tensor:
         part = local(parameter.detach())

@@ -135,7 +135,9 @@ def _parameter(like: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
 
 def find_block_modules(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, as modules."""
-    return [model.get_submodule(name) for name in dict.fromkeys(find_blocks(model).values()) if name]
+    return [
+        model.get_submodule(name) for name in dict.fromkeys(find_blocks(model).values()) if name
+    ]
 
 
 def total_bytes(parameters: Iterable[ParameterInfo]) -> int:

@@ -148,7 +148,7 @@ def _located(module: fx.GraphModule) -> Boxed:
 
     def located(arguments: list[Any]) -> list[Any]:
         try:
-            return run(arguments)  # type: ignore[no-any-return]
+            return run(arguments)
         except Exception as error:
             for frame, number in traceback.walk_tb(error.__traceback__):
                 file = frame.f_code.co_filename
@@ -171,5 +171,3 @@ def _compiled(module: nn.Module, backend: str) -> Boxed:
             return list(compiled(*values))
 
     return run
-
-

@@ -139,9 +139,7 @@ def _tangent(half: Half, role: Tangent, given: dict[int, torch.Tensor]) -> torch
     return value if value.stride() == like.stride() else value.contiguous()
 
 
-def _gradients(
-    half: Half, results: list[Any], running: Running
-) -> list[torch.Tensor | None]:
+def _gradients(half: Half, results: list[Any], running: Running) -> list[torch.Tensor | None]:
     found: dict[Differentiable, torch.Tensor] = {}
     for role, value in zip(half.outputs, results, strict=True):
         if isinstance(role, Held):
