@@ -8,7 +8,7 @@ peer is set up as its own documentation says.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
@@ -53,9 +53,9 @@ class Contender:
         return None if installed else f"{self.module} is not installed"
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     """Return the optimizer that everyone uses."""
-    return torch.optim.AdamW(parameters, lr=1e-3)
+    return torch.optim.AdamW(model.parameters(), lr=case.learning_rate)
 
 
 def my_rows(x: Tensor) -> Tensor:
@@ -63,9 +63,9 @@ def my_rows(x: Tensor) -> Tensor:
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def training_step(model: nn.Module, *, local: bool) -> Step:
+def training_step(model: nn.Module, case: Case, *, local: bool) -> Step:
     """Return the four lines that everyone writes, on this rank's rows or on the whole batch."""
-    optimizer = adamw(model.parameters())
+    optimizer = adamw(model, case)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss: Tensor = model(my_rows(x), my_rows(y)) if local else model(x, y)
@@ -80,13 +80,13 @@ def training_step(model: nn.Module, *, local: bool) -> Step:
 def build_plain(case: Case, *, compiled: bool = False) -> Step:
     """Return the model on one process, on the whole batch."""
     model = case.build()
-    return training_step(torch.compile(model) if compiled else model, local=False)
+    return training_step(torch.compile(model) if compiled else model, case, local=False)
 
 
 def build_ddp(case: Case, *, compiled: bool = False) -> Step:
     """Return torch's DistributedDataParallel."""
     model = DistributedDataParallel(case.build())
-    return training_step(torch.compile(model) if compiled else model, local=True)
+    return training_step(torch.compile(model) if compiled else model, case, local=True)
 
 
 def build_fully_shard(case: Case, *, compiled: bool = False) -> Step:
@@ -98,7 +98,7 @@ def build_fully_shard(case: Case, *, compiled: bool = False) -> Step:
             block.compile()
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return training_step(model, local=True)
+    return training_step(model, case, local=True)
 
 
 def build_deepspeed(case: Case, *, stage: int) -> Step:
@@ -118,9 +118,7 @@ def build_deepspeed(case: Case, *, stage: int) -> Step:
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 1 << 20},
         "zero_allow_untested_optimizer": True,
     }
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=config
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, case), config=config)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss: Tensor = engine(my_rows(x), my_rows(y))
@@ -145,7 +143,7 @@ def build_autopar(
         backend=backend,
         fallback=False,
     )
-    return training_step(model, local=False)
+    return training_step(model, case, local=False)
 
 
 def _autopar(
