@@ -18,15 +18,17 @@ MAX_LINES = 450
 GROUND = frozenset({"autopar._torch", "autopar.errors", "autopar.graph", "autopar.placement"})
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
-PLAN = PASSES | {"autopar.plan"}
-PLAN_AND_CAPTURE = PLAN | {"autopar.capture"}
+PLAN = PASSES | {"autopar.plan", "autopar.plan_text"}
+PLAN_AND_CAPTURE = PLAN | {"autopar.capture", "autopar.rows"}
 
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "autopar.cost_model": COST_MODEL,
     "autopar.passes": PASSES,
     "autopar.capture": GROUND | {"autopar.capture"},
-    "autopar.plan": PLAN,
+    "autopar.rows": GROUND | {"autopar.capture", "autopar.rows"},
+    "autopar.plan": PLAN | {"autopar.plan_text"},
+    "autopar.plan_text": PLAN | {"autopar.plan_text"},
     "autopar.planner": PLAN_AND_CAPTURE | {"autopar.planner"},
     "autopar.runtime": PLAN_AND_CAPTURE | {"autopar.runtime"},
     "autopar.report": PLAN_AND_CAPTURE | {"autopar.report"},

@@ -42,4 +42,5 @@ def measure_machine(
     sharing = cluster.ranks_per_node if device.type == "cpu" and live else 1
     name = device if live or cluster.device == "cpu" else cluster.device
     operators = OperatorTimes.load(name, sharing=sharing).measure(graphs)
+    operators.save()
     return Machine(cluster, operators)
