@@ -200,7 +200,9 @@ def _capture_of_rank(
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             return capture(model, call, parameters, device=device, loss_fn=loss_fn)
 
-    return (attempt(share.call) if ranks == 1 else mark_rows(attempt, share.call, share.rows)).graph
+    if ranks == 1:
+        return attempt(share.call).graph
+    return mark_rows(attempt, share.call, share.rows, share.total).graph
 
 
 def _choose(question: Question, captured: Callable[[], Capture]) -> Plan:

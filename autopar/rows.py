@@ -1,6 +1,7 @@
-"""Which dimensions of which values run over the rows of the batch.
+"""Which dimensions of which values run over the rows of the batch, and which numbers count them.
 
-The call is captured twice, with different numbers of rows; what changed its size runs over rows.
+The call is captured twice, at a rank's rows and at those of the whole batch. What changed its size
+runs over rows; what number changed in the code (`x.shape[0]`) counts them.
 """
 
 from __future__ import annotations
@@ -17,28 +18,38 @@ from autopar.graph import Input, TrainingGraph, elements, tensors
 Dims = tuple[tuple[int, ...], ...]
 
 
-def mark_rows(capture: Callable[[Call], Capture], call: Call, rows: int) -> Capture:
-    """Captures `call` and sets `meta["rows"]` of every node.
+def mark_rows(capture: Callable[[Call], Capture], call: Call, rows: int, total: int) -> Capture:
+    """Captures `call` at a rank's `rows` and marks what depends on the number of rows.
 
-    `meta["rows"]` holds, for each element that the node yields, the dims that run over the rows.
+    Every node gets `meta["rows"]`: for each element that it yields, the dims that run over the
+    rows. Where a number in the code is another for the `total` rows of the global batch,
+    `meta["whole"]` holds it, by its place among the arguments.
+
     If the model cannot be captured with another number of rows, every tensor of one dim or more
     that depends on the batch is taken to have rows, and the graph gets a note.
     """
     first = capture(call)
-    for other in (rows + 1, 2 * rows + 1):
+    for other in dict.fromkeys((total, rows + 1, 2 * rows + 1)):
         try:
             second = capture(call.with_rows(other))
         except CaptureError:
             continue
-        if _alike(first.graph, second.graph):
+        if other != rows and _alike(first.graph, second.graph):
             _mark_by_comparison(first.graph, second.graph)
-            return first
+            if other == total:
+                _mark_numbers(first.graph, second.graph)
+                return first
+            return _noted(first, f"the model does not do the same for {rows} and {total} rows")
     _mark_by_dependence(first.graph, call)
-    note = (
+    return _noted(
+        first,
         f"the graph differs between {rows} and {rows + 1} rows, so reductions over the batch "
-        "are recognised by their shape alone"
+        "are recognised by their shape alone",
     )
-    return replace(first, graph=replace(first.graph, notes=(*first.graph.notes, note)))
+
+
+def _noted(capture: Capture, note: str) -> Capture:
+    return replace(capture, graph=replace(capture.graph, notes=(*capture.graph.notes, note)))
 
 
 def _alike(first: TrainingGraph, second: TrainingGraph) -> bool:
@@ -62,6 +73,31 @@ def _mark_by_comparison(first: TrainingGraph, second: TrainingGraph) -> None:
             else ()
             for x, y in zip(elements(a), elements(b), strict=True)
         )
+
+
+def _mark_numbers(first: TrainingGraph, second: TrainingGraph) -> None:
+    for a, b in zip(first.graph.nodes, second.graph.nodes, strict=True):
+        if a.op == "get_attr":
+            own, whole = first.constants[a.target], second.constants[b.target]
+            if own.shape == whole.shape and not own.equal(whole):
+                a.meta["whole"] = {"": whole}
+        elif a.op == "call_function":
+            pairs = [*enumerate(zip(a.args, b.args, strict=True))]
+            pairs += [(k, (v, b.kwargs[k])) for k, v in a.kwargs.items()]
+            changed = {k: y for k, (x, y) in pairs if _is_number(a, k) and x != y}
+            if changed:
+                a.meta["whole"] = changed
+
+
+def _is_number(node: torch.fx.Node, place: int | str) -> bool:
+    """Whether an argument is a number to reckon with, not a size, dim or index."""
+    schema = getattr(node.target, "_schema", None)
+    for index, argument in enumerate(schema.arguments if schema else ()):
+        if place in (index, argument.name):
+            value = node.args[place] if isinstance(place, int) else node.kwargs[place]
+            kind = str(argument.type).removeprefix("Optional[").removesuffix("]")
+            return kind in ("number", "float", "Tensor") and isinstance(value, (int, float))
+    return False
 
 
 def _mark_by_dependence(graph: TrainingGraph, call: Call) -> None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 Rule = Callable[["Typing", fx.Node], bool]
 R, V, P = Replicate(), Varying(), Partial()
-VIEW_CHAIN = (aten.expand.default, aten.unsqueeze.default, aten.view.default)
 
 
 def reduce_sum(work: Typing, node: fx.Node) -> bool:
@@ -39,25 +38,25 @@ def reduce_sum(work: Typing, node: fx.Node) -> bool:
 
 
 def reduce_mean(work: Typing, node: fx.Node) -> bool:
-    """A mean over rows: its backward divides by the number of local elements."""
-    backward = _backward_of(node)
-    entry = [n for n in backward if n.target is aten.div.Scalar]
-    if backward and not entry:
-        return False
-    return _weighed_mean(work, node, [_root(n.args[0]) for n in entry])
+    """A mean over rows; its backward divides by the number of elements of the global batch."""
+    work.type(node, V)
+    work.whole.add(node)
+    users = list(node.users)
+    work.fx.inserting_before(node.next)
+    result = work.mean(node)
+    for user in users:
+        user.replace_input_with(node, result)
+    return True
 
 
 def reduce_loss(work: Typing, node: fx.Node) -> bool:
-    """A loss with reduction "mean" (1) or "sum" (2)."""
-    reduction = _argument(node, "reduction")
-    if reduction == 2:
+    """A loss with reduction "mean" (1) or "sum" (2); some backwards divide by themselves."""
+    if _argument(node, "reduction") == 2:
         return reduce_sum(work, node)
     name = node.target.overloadpacket.__name__ + "_backward"  # type: ignore[union-attr]
-    backward = _backward_of(node)
-    entry = [n for n in backward if str(n.target).split(".")[1] == name]
-    if backward and not entry:
-        return False
-    return _weighed_mean(work, node, [n.args[0] for n in entry])
+    entries = [n for n in _backward_of(node) if str(n.target).split(".")[1] == name]
+    work.weighed_entries |= set(entries)
+    return reduce_mean(work, node)
 
 
 def reduce_nll(work: Typing, node: fx.Node) -> bool:
@@ -92,7 +91,44 @@ def contraction(work: Typing, node: fx.Node) -> bool:
     return reduce_sum(work, node)
 
 
+def reduce_spread(work: Typing, node: fx.Node) -> bool:
+    """Variance and standard deviation over rows, about the mean of the global batch."""
+    x, dims = node.args[0], _argument(node, "dim")
+    correction, keep = _argument(node, "correction"), bool(_argument(node, "keepdim"))
+    fake = tensors(x)[0]  # type: ignore[arg-type]
+    dims = list(dims) if dims else list(range(fake.dim()))
+    own = fake.numel() / max(1, tensors(node)[0].numel())
+    work.type(node, V)
+    work.whole.add(node)
+    users = list(node.users)
+
+    def op(target: Any, *args: Any) -> fx.Node:
+        return work.call(node, target, *args)
+
+    work.fx.inserting_before(node.next)
+    count = op(aten.div.Tensor, own, work.weight)
+    if fake.dtype != torch.float64:
+        count = work.call(node, aten._to_copy.default, count, dtype=fake.dtype)
+    (total,) = work.all_reduce([op(aten.sum.dim_IntList, x, dims, True)], node)
+    off = op(aten.sub.Tensor, x, op(aten.div.Tensor, total, count))
+    (square,) = work.all_reduce(
+        [op(aten.sum.dim_IntList, op(aten.mul.Tensor, off, off), dims, keep)], node
+    )
+    result = op(
+        aten.div.Tensor, square, op(aten.sub.Tensor, count, 1 if correction is None else correction)
+    )
+    if node.target is aten.std.correction:
+        work.type(result, R)
+        result = op(aten.sqrt.default, result)
+    work.type(result, R)
+    for user in users:
+        user.replace_input_with(node, result)
+    return True
+
+
 RULES: Mapping[Any, Rule] = {
+    aten.var.correction: reduce_spread,
+    aten.std.correction: reduce_spread,
     aten.sum.default: reduce_sum,
     aten.sum.dim_IntList: reduce_sum,
     aten.mean.default: reduce_mean,
@@ -100,10 +136,13 @@ RULES: Mapping[Any, Rule] = {
     aten.mm.default: contraction,
     aten.bmm.default: contraction,
     aten.dot.default: contraction,
+    aten.mv.default: contraction,
     aten.mse_loss.default: reduce_loss,
     aten.smooth_l1_loss.default: reduce_loss,
     aten.huber_loss.default: reduce_loss,
     aten.binary_cross_entropy.default: reduce_loss,
+    aten.binary_cross_entropy_with_logits.default: reduce_loss,
+    aten.soft_margin_loss.default: reduce_loss,
     aten.nll_loss_forward.default: reduce_nll,
     aten.nll_loss2d_forward.default: reduce_nll,
 }
@@ -125,27 +164,106 @@ SHAPE_ONLY = frozenset(
 JOINTLY_LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default})
 
 
-def _dim_has_rows(node: fx.Node) -> bool:
-    dim = node.args[1]
+def _along_rows(node: fx.Node) -> bool:
+    """Whether the dims that an operator works along run over rows."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    dims = dim if isinstance(dim, (list, tuple)) else [dim]
-    size = tensors(source)[0].dim()
-    return any(d % max(size, 1) in source.meta["rows"][0] for d in dims if isinstance(d, int))
+    dims = _argument(node, "dim" if _has_argument(node, "dim") else "dims")
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    size = max(tensors(source)[0].dim(), 1)
+    rows = source.meta["rows"][0]
+    return any(d % size in rows for d in dims) if dims else bool(rows)
 
 
-def _two_rows(node: fx.Node) -> bool:
-    return len(node.meta["rows"][0]) > 1
+def _cuts_rows(node: fx.Node) -> bool:
+    return _along_rows(node) and any(
+        tensors(node)[0].shape[d] != tensors(node.args[0])[0].shape[d]  # type: ignore[arg-type]
+        for d in node.args[0].meta["rows"][0]  # type: ignore[union-attr]
+    )
 
 
-MIXES_ROWS: Mapping[Any, Callable[[fx.Node], bool]] = {
-    aten._softmax.default: _dim_has_rows,
-    aten._log_softmax.default: _dim_has_rows,
-    aten.cumsum.default: _dim_has_rows,
-    aten.flip.default: _dim_has_rows,
-    aten.mm.default: _two_rows,
-    aten.bmm.default: _two_rows,
+def _picks_rows(node: fx.Node) -> bool:
+    source, indices = node.args[:2]
+    rows = source.meta["rows"][0]  # type: ignore[union-attr]
+    picked = [i for d, i in enumerate(indices) if d in rows and i is not None]  # type: ignore
+    return any(i.target not in NUMBERS for i in picked)
+
+
+def _joins_others(node: fx.Node) -> bool:
+    dim = _argument(node, "dim") % tensors(node)[0].dim()
+    parts = node.args[0]
+    return dim in node.meta["rows"][0] and any(not p.meta["rows"][0] for p in parts)  # type: ignore
+
+
+def _attends_rows(node: fx.Node) -> bool:
+    key = node.args[1]
+    return tensors(key)[0].dim() - 2 in key.meta["rows"][0]  # type: ignore[arg-type,union-attr]
+
+
+def _is_no_index(node: fx.Node) -> bool:
+    return any(
+        user.target not in (aten.index.Tensor, aten.index_put.default) for user in node.users
+    )
+
+
+def _has_argument(node: fx.Node, name: str) -> bool:
+    return any(a.name == name for a in node.target._schema.arguments)  # type: ignore[union-attr]
+
+
+NUMBERS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+MIXES = "mixes the rows of the batch"
+PICKS = "picks rows of the batch"
+MIXES_ROWS: Mapping[Any, tuple[Callable[[fx.Node], bool], str]] = {
+    **dict.fromkeys(
+        (
+            aten._softmax.default,
+            aten._log_softmax.default,
+            aten.cumsum.default,
+            aten.cumprod.default,
+            aten.logcumsumexp.default,
+            aten.flip.default,
+            aten.roll.default,
+            aten.sort.default,
+            aten.sort.stable,
+            aten.gather.default,
+            aten.index_select.default,
+        ),
+        (_along_rows, MIXES),
+    ),
+    **dict.fromkeys(
+        (
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+        ),
+        (_attends_rows, MIXES),
+    ),
+    **dict.fromkeys(
+        (
+            aten.slice.Tensor,
+            aten.split.Tensor,
+            aten.split_with_sizes.default,
+            aten.topk.default,
+        ),
+        (_cuts_rows, PICKS),
+    ),
+    aten.index.Tensor: (_picks_rows, PICKS),
+    aten.cat.default: (_joins_others, "joins rows of the batch with what every rank has"),
+    **dict.fromkeys(NUMBERS, (_is_no_index, "numbers the rows of the batch")),
 }
+
+
+def mixes_rows(node: fx.Node) -> str:
+    """How the rows of a result depend on more than their own row, "" if they do not."""
+    rows = node.meta.get("rows") or ()
+    if not any(rows) or node.op != "call_function":
+        return ""
+    inputs = [r for n in node.all_input_nodes for r in n.meta["rows"]]
+    if any(len(r) > 1 for r in rows) and all(len(r) < 2 for r in inputs):
+        return "pairs the rows of the batch"
+    applies, what = MIXES_ROWS.get(node.target, (None, ""))
+    return what if applies is not None and applies(node) else ""
 
 
 def is_training_norm(node: fx.Node) -> bool:
@@ -209,14 +327,13 @@ def synchronize_batch_norm(work: Typing, node: fx.Node) -> None:
     for item in list(node.users):
         replacement = results[item.args[1]]  # type: ignore[index]
         assert replacement is not None
-        item.replace_all_uses_with(replacement)
-        work.fx.erase_node(item)
+        work.erase(item, replacement)
     out.meta["rows"], normed.meta["rows"] = ((0,),), ((0,), (), ())
     number = node.meta["seq_nr"]
     for back in [n for n in work.fx.nodes if n.target is aten.native_batch_norm_backward.default]:
         if back.meta["seq_nr"] == number and back.args[1] is x:
             _norm_backward(work, back, mean, variance, inverse, elements, wide)
-    work.fx.erase_node(node)
+    work.erase(node)
 
 
 def _running(op: Callable[..., fx.Node], old: Any, new: fx.Node, momentum: Any) -> fx.Node:
@@ -267,32 +384,8 @@ def _norm_backward(
     for item in (d_weight, d_bias):
         work.type(item, P)
     for item in list(node.users):
-        item.replace_all_uses_with((d_x, d_weight, d_bias)[item.args[1]])  # type: ignore[index]
-        work.fx.erase_node(item)
-    work.fx.erase_node(node)
-
-
-def _weighed_mean(work: Typing, node: fx.Node, cotangents: list[Any]) -> bool:
-    work.type(node, V)
-    users = list(node.users)
-    work.fx.inserting_before(node.next)
-    result = work.mean(node)
-    for user in users:
-        user.replace_input_with(node, result)
-    for cotangent, entries in _entries(cotangents, node).items():
-        work.fx.inserting_before(min(entries))
-        weighed = work.weighed(cotangent, min(entries))
-        work.type(weighed, cotangent.meta.get("placement", R))
-        work.from_tangents.add(weighed)
-        for entry in entries:
-            entry.replace_input_with(cotangent, weighed)
-    return True
-
-
-def _entries(cotangents: list[Any], node: fx.Node) -> dict[fx.Node, list[fx.Node]]:
-    """Which nodes of the backward of `node` take each cotangent."""
-    own = set(_backward_of(node))
-    return {c: [u for u in c.users if u in own] for c in cotangents}
+        work.erase(item, (d_x, d_weight, d_bias)[item.args[1]])  # type: ignore[index]
+    work.erase(node)
 
 
 def _backward_of(node: fx.Node) -> list[fx.Node]:
@@ -306,12 +399,6 @@ def _backward_of(node: fx.Node) -> list[fx.Node]:
     if alike[0] is not node:
         return []
     return [n for n in alike if n.meta["phase"] == "backward" and n.target not in JOINTLY_LINEAR]
-
-
-def _root(node: Any) -> fx.Node:
-    while node.target in VIEW_CHAIN:
-        node = node.args[0]
-    return node
 
 
 def _argument(node: fx.Node, name: str) -> Any:

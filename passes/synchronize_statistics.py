@@ -28,14 +28,14 @@ from autopar.graph import (
     user_line,
 )
 from autopar.passes.base import PassResult
-from autopar.passes.build import add_input, aten, call, fake_like
+from autopar.passes.build import add_input, aten, call, fake_like, is_random
 from autopar.passes.collectives import collective, start_all_reduce
 from autopar.passes.statistics_rules import (
     JOINTLY_LINEAR,
-    MIXES_ROWS,
     RULES,
     SHAPE_ONLY,
     is_training_norm,
+    mixes_rows,
     synchronize_batch_norm,
 )
 from autopar.placement import Partial, Placement, Replicate, Varying
@@ -83,18 +83,29 @@ class Typing:
         )
         self.type(self.weight, V)
         self.from_tangents: set[fx.Node] = set()
+        self.owners: dict[int, fx.Node] = {}  # by autograd's number, the operator that bears it
+        for node in self.graph.calls():
+            self.owners.setdefault(node.meta["seq_nr"], node)
+        self.local: set[fx.Node] = set()  # reductions that stay a rank's own
+        self.whole: set[fx.Node] = set()  # nodes that count the rows of the global batch
+        self.weighed_entries: set[fx.Node] = set()  # backwards that divide by a rank's own rows
 
     def run(self) -> None:
-        """Types every node, then what the graph returns."""
+        """Types the forward, then what it returns, then the backward."""
         self.type_inputs()
-        nodes = [n for n in self.fx.nodes if n.op in ("call_function", "get_attr")]
-        for node in nodes:
-            if "placement" in node.meta:
-                continue  # a rule has written it
-            self.visit(node)
-        self.outputs()
+        self.walk("forward")
+        self.returned()
+        self.walk("backward")
+        self.gradients()
         self.agree()
         self.graph = replace(self.graph, notes=(*self.graph.notes, *dict.fromkeys(self.notes)))
+
+    def walk(self, phase: str) -> None:
+        """Types the nodes of a phase, but those that rules have written."""
+        for node in self.fx.nodes:
+            if node.op in ("call_function", "get_attr") and node.meta["phase"] == phase:
+                if "placement" not in node.meta:
+                    self.visit(node)
 
     def type_inputs(self) -> None:
         returned = dict(zip(self.graph.outputs, self.graph.results, strict=True))
@@ -109,15 +120,18 @@ class Typing:
                 self.type(node, R)
         for role, node in zip(self.graph.inputs, self.graph.placeholders, strict=True):
             if isinstance(role, Tangent) and node.meta["placement"] == V:
-                self.weigh_uses(node)
+                self.weigh_uses(node, V)
 
     def visit(self, node: fx.Node) -> None:
-        if node.op == "get_attr" or not node.all_input_nodes:
-            return self.type(node, R)
+        self.count_whole_batch(node)
         types = {n: n.meta["placement"] for n in node.all_input_nodes}
-        if any(n in self.from_tangents for n in node.all_input_nodes):
+        if any(n in self.from_tangents for n in types):
             return self.visit_cotangent(node, types)
-        if all(t == R for t in types.values()):
+        if self.is_of_local(node):
+            return self.type(node, V)
+        if mixes := mixes_rows(node):
+            self.note(node, mixes)
+        if all(t == R for t in types.values()) and not (has_rows(node) or is_random(node)):
             return self.type(node, R)
         if node.target in SHAPE_ONLY and not has_rows(node):
             return self.type(node, R)
@@ -126,16 +140,43 @@ class Typing:
         if is_training_norm(node):
             return self.visit_norm(node)
         if has_rows(node) and not self.loses_rows(node):
-            if node.target in MIXES_ROWS and MIXES_ROWS[node.target](node):
-                self.note(node, "mixes the rows of the batch")
             return self.type(node, V)
         rule = RULES.get(node.target)
-        reduces = any(has_rows(n) for n in node.all_input_nodes)
+        reduces = any(has_rows(n) for n in types)
         if reduces and rule is not None and rule(self, node):
             return None
-        if reduces and not all("_assert_async" in str(user.target) for user in node.users):
-            self.note(node, "reduces over the batch and has no rule")
+        if reduces:
+            self.local.add(node)
+            if not all("_assert_async" in str(user.target) for user in node.users):
+                self.note(node, "reduces over the batch and has no rule")
         return self.type(node, V)
+
+    def count_whole_batch(self, node: fx.Node) -> None:
+        """Numbers in the code that count rows count those of the global batch."""
+        if not (whole := node.meta.get("whole")):
+            return
+        if node.meta["phase"] == "backward":
+            applies = self.owners.get(node.meta["seq_nr"]) in self.whole
+        elif has_rows(node):
+            one_dim = all(len(rows) < 2 for rows in node.meta["rows"])
+            applies = one_dim and tensors(node)[0].is_floating_point()
+        else:
+            applies = all(n.meta["placement"] == R for n in node.all_input_nodes)
+            applies = applies or node.target in SHAPE_ONLY
+        if not applies:
+            return
+        self.whole.add(node)
+        if node.op == "get_attr":
+            constants = {**self.graph.constants, str(node.target): whole[""]}
+            self.graph = replace(self.graph, constants=constants)
+            return
+        node.args = tuple(whole.get(i, x) for i, x in enumerate(node.args))
+        node.kwargs = {k: whole.get(k, x) for k, x in node.kwargs.items()}
+
+    def is_of_local(self, node: fx.Node) -> bool:
+        """Whether a node belongs to the backward of a reduction that stays a rank's own."""
+        late = node.meta["phase"] == "backward"
+        return late and self.owners.get(node.meta["seq_nr"]) in self.local
 
     def loses_rows(self, node: fx.Node) -> bool:
         """Whether some floating-point result of `node` does not run over rows."""
@@ -147,7 +188,8 @@ class Typing:
         return types[node.args[1]] if types else node.args[0].meta["placement"]  # type: ignore
 
     def visit_norm(self, node: fx.Node) -> None:
-        if self.batch_statistics == "global":
+        over_rows = 0 in node.args[0].meta["rows"][0]  # type: ignore[union-attr]
+        if over_rows and self.batch_statistics == "global":
             return synchronize_batch_norm(self, node)
         node.meta["placements"] = (V,) * len(elements(node))
         self.type(node, V)
@@ -161,10 +203,8 @@ class Typing:
             parent_type = parent.meta["placement"]  # type: ignore[union-attr]
             return self.type(node, R if parent_type == R else V if rows else P)
         if has_rows(node):
-            for operand, placement in types.items():
-                if placement == P:
-                    node.replace_input_with(operand, self.reduced(operand, before=node))
-            return self.type(node, V if any(t != R for t in types.values()) else R)
+            self.enter(node, types)
+            return self.type(node, V)
         if all(t == R for t in types.values()):
             return self.type(node, R)
         if node.target in JOINTLY_LINEAR:
@@ -174,36 +214,54 @@ class Typing:
                     node.replace_input_with(operand, self.weighed(operand, node))
         self.type(node, P)
 
-    def outputs(self) -> None:
+    def enter(self, node: fx.Node, types: dict[fx.Node, Placement]) -> None:
+        """Gradients of values without rows enter what has rows: whole, unless these are local."""
+        for operand, placement in types.items():
+            if placement == P and not self.is_of_local(node):
+                node.replace_input_with(operand, self.reduced(operand, before=node))
+        if node in self.weighed_entries:
+            cotangent = node.args[0]
+            assert isinstance(cotangent, fx.Node)
+            self.fx.inserting_before(node)
+            weighed = self.weighed(cotangent, node)
+            self.from_tangents.add(weighed)
+            node.replace_input_with(cotangent, weighed)
+
+    def returned(self) -> None:
         """Returned scalars become means over the global batch; float buffers agree."""
         last = self.last_forward()
         changed: dict[Any, fx.Node] = {}
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
-            if node is None or node.meta["placement"] == R:
+            own = isinstance(role, (Output, Update)) and node is not None and not has_rows(node)
+            if not own or node is None or node.meta["placement"] == R:
                 continue
-            floating = tensors(node)[0].is_floating_point()
-            if isinstance(role, Gradient) and isinstance(role.of, Parameter):
-                continue
-            own = isinstance(role, (Output, Update)) and not has_rows(node)
-            if own and floating:
+            if tensors(node)[0].is_floating_point():
                 self.fx.inserting_before(last.next)
-                changed[role] = self.mean(node)
-                last = changed[role]
-                if isinstance(role, Output):
-                    self.weigh_tangent(role.index)
-            elif own and isinstance(role, Update):
+                changed[role] = last = self.mean(node)
+                tangent = (
+                    self.graph.placeholder(Tangent(role.index))
+                    if isinstance(role, Output)
+                    else None
+                )
+                if tangent is not None:
+                    self.weigh_uses(tangent, P)
+            elif isinstance(role, Update):
                 self.notes.append(f"{role.of} is an integer that differs between ranks")
-        for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
-            is_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
-            if is_parameter and node is not None and node.meta["placement"] == R:
-                self.fx.inserting_before(self.graph.output_node)
-                changed[role] = self.weighed(node, node, P)
         self.graph = self.graph.with_results(changed)
 
-    def weigh_tangent(self, index: int) -> None:
-        tangent = self.graph.placeholder(Tangent(index))
-        if tangent is not None:
-            self.weigh_uses(tangent)
+    def gradients(self) -> None:
+        """Gradients of parameters are Partial, those of inputs that all ranks share are whole."""
+        changed: dict[Any, fx.Node] = {}
+        self.fx.inserting_before(self.graph.output_node)
+        for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
+            if not isinstance(role, Gradient) or node is None:
+                continue
+            placement = node.meta["placement"]
+            if isinstance(role.of, Parameter) and placement == R:
+                changed[role] = self.weighed(node, node)
+            elif isinstance(role.of, Input) and placement == P:
+                changed[role] = self.reduced(node, before=self.graph.output_node)
+        self.graph = self.graph.with_results(changed)
 
     def agree(self) -> None:
         """The ranks add up evidence of what they were given."""
@@ -212,7 +270,7 @@ class Typing:
         self.type(evidence, P)
         first = next(iter(self.graph.calls()), self.graph.output_node)
         like = first if first.op == "call_function" else evidence
-        self.fx.inserting_before(self.last_forward().next)
+        self.fx.inserting_before(first)  # early, so that it can travel with a later statistic
         verdict = self.all_reduce([evidence], like)[0]
         self.graph = self.graph.with_results({Verdict(): verdict})
 
@@ -242,13 +300,13 @@ class Typing:
         self.type(result, placement)
         return result
 
-    def weigh_uses(self, node: fx.Node) -> None:
+    def weigh_uses(self, node: fx.Node, placement: Placement) -> None:
         """Every use of `node` takes it times this rank's share of the rows."""
         users = list(node.users)
         if not users:
             return
         self.fx.inserting_before(min(users))
-        result = self.weighed(node, min(users), V)
+        result = self.weighed(node, min(users), placement)
         self.from_tangents.add(result)
         for user in users:
             user.replace_input_with(node, result)
@@ -285,11 +343,16 @@ class Typing:
         self.from_tangents.add(result)
         return result
 
-    def replace_later(self, node: fx.Node, result: fx.Node, keep: Callable[..., bool]) -> None:
-        """Every use of `node` outside of `keep` takes `result`."""
-        node.replace_all_uses_with(result, delete_user_cb=keep)
+    def erase(self, node: fx.Node, replacement: fx.Node | None = None) -> None:
+        """Takes a node out of the graph and out of this walk."""
+        self.type(node, V)
+        if replacement is not None:
+            node.replace_all_uses_with(replacement)
+        self.fx.erase_node(node)
 
     def note(self, node: fx.Node, what: str) -> None:
+        if node.meta["phase"] == "backward":
+            return  # the forward has been noted
         line = user_line(node)
         self.notes.append(
             f"{node.target} {what}: each rank does so for its own rows, as under DDP"

@@ -17,6 +17,10 @@ from autopar.placement import Replicate, Shard
 from autopar.plan import Plan, Prediction
 
 
+IN_FLIGHT = 2
+"""Reduce-scatters under way: more would keep more whole gradients alive."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """What distinguishes a candidate.
@@ -122,6 +126,7 @@ class Evaluator:
             stages=choice.stages,
             recompute=choice.recompute,
             prefetch=choice.prefetch,
+            in_flight=IN_FLIGHT if any(stages.values()) else 0,
             placements=tuple(
                 (name, str(Shard(0) if ranks > 1 and shards(p, stages[p.block]) else Replicate()))
                 for name, p in self.parameters.items()

@@ -215,7 +215,7 @@ class DistributedModule(nn.Module):
     def _capture(self, share: Share, for_planning: bool = False) -> Capture:
         """Captures a call; the backward too, if it may be wanted."""
         differentiate = for_planning or torch.is_grad_enabled()
-        key = (*self._key(share.call), differentiate)
+        key = (*self._key(share), differentiate)
         if key not in self._captures:
             self._captures[key] = self._new_capture(share, differentiate)
         return self._captures[key]
@@ -238,7 +238,7 @@ class DistributedModule(nn.Module):
         return (
             attempt(share.call)
             if options.ranks == 1
-            else mark_rows(attempt, share.call, share.rows)
+            else mark_rows(attempt, share.call, share.rows, share.total)
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -246,16 +246,18 @@ class DistributedModule(nn.Module):
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self._options.precision)
 
-    def _key(self, call: Call) -> tuple[Any, ...]:
+    def _key(self, share: Share) -> tuple[Any, ...]:
         kind = self._device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        call = share.call
         leaves = tuple(x if _hashable(x) else repr(x) for x in call.leaves)
         modes = tuple(m.training for m in self.modules())
-        return (leaves, call.structure, call.has_rows, autocast, modes, self._all_tangents)
+        called = (leaves, call.structure, call.has_rows, share.total)
+        return (*called, autocast, modes, self._all_tangents)
 
     def _program(self, share: Share, hold: bool = False, held: tuple[str, ...] = ()) -> Program:
         assert self.plan is not None
-        key = (*self._key(share.call), torch.is_grad_enabled(), hold, held)
+        key = (*self._key(share), torch.is_grad_enabled(), hold, held)
         if key not in self._programs:
             self._programs[key] = build(
                 self._capture(share),
