@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -103,9 +102,9 @@ class Typing:
     def walk(self, phase: str) -> None:
         """Types the nodes of a phase, but those that rules have written."""
         for node in self.fx.nodes:
-            if node.op in ("call_function", "get_attr") and node.meta["phase"] == phase:
-                if "placement" not in node.meta:
-                    self.visit(node)
+            runs = node.op in ("call_function", "get_attr") and node.meta["phase"] == phase
+            if runs and "placement" not in node.meta:
+                self.visit(node)
 
     def type_inputs(self) -> None:
         returned = dict(zip(self.graph.outputs, self.graph.results, strict=True))
