@@ -22,7 +22,7 @@ def mark_rows(capture: Callable[[Call], Capture], call: Call, rows: int, total: 
     """Captures `call` at a rank's `rows` and marks what depends on the number of rows.
 
     Every node gets `meta["rows"]`: for each element that it yields, the dims that run over the
-    rows. Where a number in the code is another for the `total` rows of the global batch,
+    rows; and `meta["uneven"]`: whether some element's size is not in proportion to them. Where a number in the code is another for the `total` rows of the global batch,
     `meta["whole"]` holds it, by its place among the arguments.
 
     If the model cannot be captured with another number of rows, every tensor of one dim or more
@@ -35,7 +35,7 @@ def mark_rows(capture: Callable[[Call], Capture], call: Call, rows: int, total: 
         except CaptureError:
             continue
         if other != rows and _alike(first.graph, second.graph):
-            _mark_by_comparison(first.graph, second.graph)
+            _mark_by_comparison(first.graph, second.graph, rows, other)
             if other == total:
                 _mark_numbers(first.graph, second.graph)
                 return first
@@ -65,13 +65,17 @@ def _alike(first: TrainingGraph, second: TrainingGraph) -> bool:
     )
 
 
-def _mark_by_comparison(first: TrainingGraph, second: TrainingGraph) -> None:
+def _mark_by_comparison(first: TrainingGraph, second: TrainingGraph, rows: int, other: int) -> None:
     for a, b in zip(first.graph.nodes, second.graph.nodes, strict=True):
-        a.meta["rows"] = tuple(
-            tuple(d for d in range(x.dim()) if x.shape[d] != y.shape[d])
-            if isinstance(x, torch.Tensor)
-            else ()
+        pairs = [
+            (x, y) if isinstance(x, torch.Tensor) else (torch.empty(()),) * 2
             for x, y in zip(elements(a), elements(b), strict=True)
+        ]
+        a.meta["rows"] = tuple(
+            tuple(d for d in range(x.dim()) if x.shape[d] != y.shape[d]) for x, y in pairs
+        )
+        a.meta["uneven"] = any(
+            x.numel() * other != y.numel() * rows for x, y in pairs if x.shape != y.shape
         )
 
 

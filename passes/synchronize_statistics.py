@@ -142,7 +142,8 @@ class Typing:
             return self.type(node, V)
         rule = RULES.get(node.target)
         reduces = any(has_rows(n) for n in types)
-        if reduces and rule is not None and rule(self, node):
+        even = not any(n.meta.get("uneven") for n in types)
+        if reduces and even and rule is not None and rule(self, node):
             return None
         if reduces:
             self.local.add(node)
