@@ -16,7 +16,6 @@ from autopar.passes.shard_parameters import shards
 from autopar.placement import Replicate, Shard
 from autopar.plan import Plan, Prediction
 
-
 IN_FLIGHT = 2
 """Reduce-scatters under way: more would keep more whole gradients alive."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +48,27 @@ class Options:
     precision: torch.dtype | None = None
     backend: str = "eager"
     ranks: int = 1
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """The modules and parameters of a model, and where its buffers are kept."""
+
+    modules: tuple[nn.Module, ...]
+    parameters: Mapping[str, nn.Parameter]
+    places: Mapping[str, tuple[nn.Module, str]]
+
+    @staticmethod
+    def of(model: nn.Module) -> _Inside:
+        places = {
+            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, _ in model.named_buffers()
+        }
+        return _Inside(tuple(model.modules()), dict(model.named_parameters()), places)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers as they are now: assigning to one replaces it."""
+        return {name: module._buffers[key] for name, (module, key) in self.places.items()}  # type: ignore[misc]
 
 
 class DistributedModule(nn.Module):
@@ -172,6 +194,7 @@ class DistributedModule(nn.Module):
                 for name, text in plan.placements
             }
             lay_out(self, self.mesh, layouts, plan.axis)
+            self.__dict__.pop("_inside", None)
         self.plan = plan
 
     def prepare(self, *, replicated_dtensors: bool) -> None:
@@ -183,6 +206,7 @@ class DistributedModule(nn.Module):
             mesh = make_mesh(self._device, (("dp_shard", self._options.ranks),))
             assert mesh is not None
             as_dtensors(self, mesh)
+            self.__dict__.pop("_inside", None)
 
     def plan_for(self, leaves: list[Any], structure: Any) -> None:
         """Plans on example arguments."""
@@ -212,6 +236,11 @@ class DistributedModule(nn.Module):
                 return self._fallback[0](*args, **kwargs)
             return loss_fn(self._fallback[0](*args[:-1], **kwargs), args[-1])
 
+    @cached_property
+    def _inside(self) -> _Inside:
+        """What the model holds, looked up once: calls are many, and modules do not change."""
+        return _Inside.of(self)
+
     def _capture(self, share: Share, for_planning: bool = False) -> Capture:
         """Captures a call; the backward too, if it may be wanted."""
         differentiate = for_planning or torch.is_grad_enabled()
@@ -222,24 +251,27 @@ class DistributedModule(nn.Module):
 
     def _new_capture(self, share: Share, differentiate: bool) -> Capture:
         model, options = self._wrapped[0], self._options
+        now = {
+            name: replace(info, requires_grad=self._inside.parameters[name].requires_grad)
+            for name, info in self._infos.items()
+        }
 
         def attempt(call: Call) -> Capture:
             with self._autocast():
-                return capture(
+                made = capture(
                     model,
                     call,
-                    self._infos,
+                    now,  # parameters may have been frozen since; their layouts stay the plan's
                     device=self._device,
                     differentiate=differentiate,
                     all_tangents=self._all_tangents,
                     loss_fn=options.loss_fn,
                 )
+            return replace(made, graph=replace(made.graph, parameters=self._infos))
 
-        return (
-            attempt(share.call)
-            if options.ranks == 1
-            else mark_rows(attempt, share.call, share.rows, share.total)
-        )
+        if options.ranks == 1:
+            return attempt(share.call)
+        return mark_rows(attempt, share.call, share.rows, share.total)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._options.precision is None:
@@ -251,9 +283,10 @@ class DistributedModule(nn.Module):
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         call = share.call
         leaves = tuple(x if _hashable(x) else repr(x) for x in call.leaves)
-        modes = tuple(m.training for m in self.modules())
+        modes = tuple(m.training for m in self._inside.modules)
         called = (leaves, call.structure, call.has_rows, share.total)
-        return (*called, autocast, modes, self._all_tangents)
+        trained = tuple(p.requires_grad for p in self._inside.parameters.values())
+        return (*called, autocast, modes, trained, self._all_tangents)
 
     def _program(self, share: Share, hold: bool = False, held: tuple[str, ...] = ()) -> Program:
         assert self.plan is not None
@@ -298,8 +331,7 @@ class DistributedModule(nn.Module):
         return pytree.tree_unflatten(result, program.capture.structure)
 
     def _arguments(self, program: Program, leaves: list[Any], share: Share) -> list[Any]:
-        named = dict(self.named_parameters())
-        buffers = dict(self.named_buffers())
+        named, buffers = self._inside.parameters, self._inside.buffers()
         indices = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         inputs = dict(zip(indices, share.tensors, strict=True))
         values: list[Any] = []
@@ -324,7 +356,7 @@ class DistributedModule(nn.Module):
     ) -> tuple[tuple[Differentiable, ...], list[torch.Tensor]]:
         roles: list[Differentiable] = []
         tensors: list[torch.Tensor] = []
-        for name, parameter in self.named_parameters():
+        for name, parameter in self._inside.parameters.items():
             if parameter.requires_grad:
                 roles.append(Parameter(name))
                 tensors.append(parameter)
@@ -354,7 +386,7 @@ class DistributedModule(nn.Module):
     def _finish(self, running: Running, share: Share) -> None:
         if running.verdict is not None:
             check_verdict(running.verdict, self._options.ranks, self._options.batch)
-        buffers = dict(self.named_buffers())
+        buffers = self._inside.buffers()
         inputs = iter(share.tensors)
         positions = {
             i: next(inputs) for i, x in enumerate(share.call.leaves) if isinstance(x, TensorSpec)
@@ -365,7 +397,7 @@ class DistributedModule(nn.Module):
                 target.copy_(value)
 
     def _wrap(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        parameter = self.get_parameter(name)
+        parameter = self._inside.parameters[name]
         if not isinstance(parameter, DTensor):
             return gradient
         return from_local(gradient, parameter.device_mesh, parameter.placements[0], parameter)
