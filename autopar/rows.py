@@ -22,8 +22,9 @@ def mark_rows(capture: Callable[[Call], Capture], call: Call, rows: int, total: 
     """Captures `call` at a rank's `rows` and marks what depends on the number of rows.
 
     Every node gets `meta["rows"]`: for each element that it yields, the dims that run over the
-    rows; and `meta["uneven"]`: whether some element's size is not in proportion to them. Where a number in the code is another for the `total` rows of the global batch,
-    `meta["whole"]` holds it, by its place among the arguments.
+    rows; and `meta["uneven"]`: whether some element's size is not in proportion to them. Where a
+    number in the code is another for the `total` rows of the global batch, `meta["whole"]` holds
+    it, by its place among the arguments.
 
     If the model cannot be captured with another number of rows, every tensor of one dim or more
     that depends on the batch is taken to have rows, and the graph gets a note.

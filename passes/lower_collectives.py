@@ -198,10 +198,17 @@ class Lowering:
             for user in queue.pop().users:
                 if user is not self.start and not user < self.start:
                     return False
+                if user.target in READ_UNTIL_WAITED:
+                    return False
                 if is_view(user) and user not in family:
                     family.add(user)
                     queue.append(user)
         return True
 
 
+READ_UNTIL_WAITED = (
+    c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default,
+)
 TAGS = ("gathered", "gradient", "placement")

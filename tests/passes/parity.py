@@ -58,9 +58,7 @@ class World:
 
     def share(self, rank: int) -> Share:
         """A rank's rows."""
-        return share_of(
-            self.leaves, self.structure, mode="global", rank=rank, ranks=self.ranks
-        )
+        return share_of(self.leaves, self.structure, mode="global", rank=rank, ranks=self.ranks)
 
     def capture(self, rank: int) -> Capture:
         """The graph as captured at a rank's rows."""
@@ -84,7 +82,9 @@ class World:
         """The captured graph, before all passes."""
         return replace(self.capture(rank).graph, axes={AXIS: self.ranks})
 
-    def plan(self, zero: int, recompute: str = "none", bucket: int = 1 << 12, **fields: Any) -> Plan:
+    def plan(
+        self, zero: int, recompute: str = "none", bucket: int = 1 << 12, **fields: Any
+    ) -> Plan:
         """A plan of one stage and level for all blocks."""
         blocks = ["", *dict.fromkeys(p.block for p in self.parameters.values() if p.block)]
         plan = Plan(

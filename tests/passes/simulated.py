@@ -144,9 +144,10 @@ def _serve(ranks: list[Rank], requests: list[Request]) -> list[Any]:
         for index, results in enumerate(moved):
             for rank, result in enumerate(results):
                 assert result.shape[0] == sizes[rank][index], "rows asked for and rows had differ"
+    at_once = target is c10d.all_reduce.default  # it reduces a copy
     in_place = target is c10d.all_reduce_.default
     pending = [
-        rank.start(mine, [results[i] for results in moved], in_place)
+        rank.start([] if at_once else mine, [results[i] for results in moved], in_place)
         for i, (rank, mine) in enumerate(zip(ranks, operands, strict=True))
     ]
     return [p if target in abstract.STARTS else p[0] for p in pending]
