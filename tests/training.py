@@ -1,0 +1,126 @@
+"""Training under a plan on real ranks, to be held against the plain model's `reference`."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+import autopar
+from autopar.capture import Call, Capture, capture
+from tests.models import MODELS, Batch, Reference, reference, relative_error, to_dtype, worst_error
+
+STEPS = 10
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+EXACT = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""The project's word for exact: float64 under AdamW, float32 under SGD with momentum."""
+
+
+def fixed(zero: Any = 0, recompute: Any = "none", **options: Any) -> autopar.Strategy:
+    """A strategy that leaves nothing to choose, so that nothing is measured."""
+    given = {"gather_bytes": 1 << 14, "reduce_bytes": 1 << 14, "prefetch": 1, **options}
+    return autopar.Strategy(zero=zero, recompute=recompute, **given)
+
+
+class Setup(NamedTuple):
+    """One way to train a model."""
+
+    zero: Any = 0
+    recompute: Any = "none"
+    batch: str = "global"
+    rows: int = 13
+
+
+def rows_of(batch: Batch, rank: int, ranks: int) -> Batch:
+    """The rows of a rank, cut into equal parts: what batch="local" is given."""
+    count = next(x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)).shape[0]
+    assert count % ranks == 0
+    own = slice(rank * count // ranks, (rank + 1) * count // ranks)
+
+    def cut(leaf: Any) -> Any:
+        return leaf[own] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+    return pytree.tree_map(cut, batch)
+
+
+def whole(value: Any) -> Any:
+    """A tensor without its mesh; every rank of the mesh must call it."""
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict as one process would have it."""
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def optimizer_of(dtype: torch.dtype) -> Any:
+    """What exactness is defined with."""
+    return ADAMW if dtype == torch.float64 else SGD
+
+
+def train(
+    rank: int,
+    world_size: int,
+    name: str,
+    dtype: torch.dtype,
+    setup: Setup,
+    steps: Iterable[int] = range(STEPS),
+    **options: Any,
+) -> Reference:
+    """`tests.models.reference` under a plan; the optimizer is made before the first call."""
+    case = MODELS[name]
+    model = autopar.compile(
+        case.make().to(dtype),
+        strategy=fixed(setup.zero, setup.recompute),
+        batch=setup.batch,
+        fallback=False,
+        **options,
+    )
+    optimizer = optimizer_of(dtype)(model.parameters())
+    losses = []
+    for step in steps:
+        batch = to_dtype(case.batch(setup.rows, step), dtype)
+        if setup.batch == "local":
+            batch = rows_of(batch, rank, world_size)
+        loss = case.loss(model(*batch[0], **batch[1]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Reference(losses, whole_state(model))
+
+
+def train_all(
+    rank: int, world_size: int, name: str, dtype: torch.dtype, setups: list[Setup]
+) -> list[Reference]:
+    """Every setup in turn; what is captured depends on none of them, so it is captured once."""
+    captures: dict[Any, Capture] = {}
+
+    def once(model: nn.Module, call: Call, *given: Any, **options: Any) -> Capture:
+        key = (call.leaves, call.structure, tuple(options.items()))
+        if key not in captures:
+            captures[key] = capture(model, call, *given, **options)
+        return captures[key]
+
+    with mock.patch("autopar.runtime.module.capture", once):
+        return [train(rank, world_size, name, dtype, setup) for setup in setups]
+
+
+@functools.cache
+def plain(name: str, dtype: torch.dtype, rows: int, steps: int = STEPS) -> Reference:
+    """The reference, once for all setups."""
+    return reference(MODELS[name], steps, dtype, optimizer_of(dtype), rows)
+
+
+def assert_same_training(got: Reference, want: Reference, tolerance: float, what: Any = "") -> None:
+    """Every loss and every tensor of the final state agree."""
+    loss = max(relative_error(a, b) for a, b in zip(got.losses, want.losses, strict=True))
+    assert loss <= tolerance, f"{what}: losses differ by {loss:.1e}"
+    state, name = worst_error(got.state, want.state)
+    assert state <= tolerance, f"{what}: {name} differs by {state:.1e}"
