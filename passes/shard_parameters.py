@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -21,7 +22,8 @@ class ShardParameters:
 
     Before: parameters are whole. After: those of stages 1 to 3 are inputs sharded on dim 0
     (stages 1 and 2: only those that are trained), gathered before their first use, and in stage
-    3 gathered again for the backward, so that nothing that is whole outlives its phase. Values
+    3 gathered again for the backward, so that nothing that is whole outlives its phase (except
+    what the forward uses last, which the backward needs first). Values
     computed from such parameters alone are computed again in the backward. Tier: exact.
 
     Attributes:
@@ -42,24 +44,29 @@ class ShardParameters:
         if not sharded:
             return PassResult(graph, "every block is stage 0: parameters stay whole")
         graph = graph.copy()
-        for info in sharded:
-            node = graph.placeholder(Parameter(info.name))
-            if node is not None:
-                self.shard(graph, node, info, stages[info.block])
+        nodes = {info: graph.placeholder(Parameter(info.name)) for info in sharded}
+        used = {info: node for info, node in nodes.items() if node is not None}
+        for info, node in used.items():
+            if stages[info.block] == 3:
+                recompute_derived(graph, node)
+        full = {info: node for info, node in used.items() if stages[info.block] == 3}
+        kept = kept_over(full)
+        for info, node in used.items():
+            self.shard(graph, node, info, regather=info in full and info not in kept)
         layouts = {**graph.layouts, **{info.name: Shard(0) for info in sharded}}
         return PassResult(replace(graph, layouts=layouts))
 
-    def shard(self, graph: TrainingGraph, node: fx.Node, info: ParameterInfo, stage: int) -> None:
+    def shard(
+        self, graph: TrainingGraph, node: fx.Node, info: ParameterInfo, *, regather: bool
+    ) -> None:
         """Turns one whole input into a sharded one with its gathers."""
-        if stage == 3:
-            recompute_derived(graph, node)
         users = sorted(node.users)
         rows = chunk_rows(info.shape[0], graph.axes[self.axis])
         whole = node.meta["val"]
         node.meta["val"] = whole.new_empty((rows[self.rank], *info.shape[1:]))
         node.meta["placement"] = Shard(0)
         groups = [users]
-        if stage == 3:
+        if regather:
             groups = [[u for u in users if u.meta["phase"] == p] for p in ("forward", "backward")]
         for group in filter(None, groups):
             graph.graph.inserting_before(group[0])
@@ -72,6 +79,26 @@ class ShardParameters:
                 item.meta["placement"] = Replicate()  # type: ignore[union-attr]
             for user in group:
                 user.replace_input_with(node, full)
+
+
+def kept_over(parameters: Mapping[ParameterInfo, fx.Node]) -> set[ParameterInfo]:
+    """Those stage 3 parameters that the forward uses last: the backward needs them first.
+
+    They are last used behind the last use of every other block's parameters (a head, a last
+    norm); gathering them again would free nothing in between.
+    """
+    last = {
+        info: max(early)
+        for info, node in parameters.items()
+        if (early := [u for u in node.users if u.meta["phase"] == "forward" and u.op != "output"])
+    }
+    if not last:
+        return set()
+    block = max(last, key=lambda info: last[info]).block
+    others = [node for info, node in last.items() if info.block != block]
+    return {
+        i.name for i, node in last.items() if i.block == block and all(o < node for o in others)
+    }
 
 
 def shards(info: ParameterInfo, stage: int) -> bool:
