@@ -96,9 +96,8 @@ def kept_over(parameters: Mapping[ParameterInfo, fx.Node]) -> set[ParameterInfo]
         return set()
     block = max(last, key=lambda info: last[info]).block
     others = [node for info, node in last.items() if info.block != block]
-    return {
-        i.name for i, node in last.items() if i.block == block and all(o < node for o in others)
-    }
+    own = {info: node for info, node in last.items() if info.block == block}
+    return {info for info, node in own.items() if all(other < node for other in others)}
 
 
 def shards(info: ParameterInfo, stage: int) -> bool:
