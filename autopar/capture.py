@@ -137,7 +137,7 @@ def capture(
     Raises:
         CaptureError: the model depends on values in Python, or cannot be traced.
     """
-    with _torch.FakeTensorMode():
+    with _torch.FakeTensorMode(allow_non_fake_inputs=True):
         program = _Program(model, call, parameters, device, all_tangents, loss_fn)
         inputs = [leaf.fake() for leaf in call.leaves if isinstance(leaf, TensorSpec)]
         if not differentiate:
