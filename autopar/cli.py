@@ -19,7 +19,10 @@ from autopar.plan import Plan
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
-    options = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    cut = given.index("--") if "--" in given else len(given)
+    options = parser().parse_args(given[:cut])
+    options.rest = given[cut + 1 :]
     try:
         return int(options.command(options) or 0)
     except (AutoparError, OSError) as error:
@@ -54,10 +57,13 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("second")
     diff.set_defaults(command=run_diff)
 
-    run = commands.add_parser("run", help="launch a script on several processes of this machine")
+    run = commands.add_parser(
+        "run",
+        help="launch a script on several processes of this machine",
+        usage="autopar run SCRIPT [--nproc N] [-- ARGUMENTS OF THE SCRIPT]",
+    )
     run.add_argument("script")
     run.add_argument("--nproc", type=int, default=os.cpu_count() or 1, help="number of processes")
-    run.add_argument("rest", nargs=argparse.REMAINDER, help="-- arguments of the script")
     run.set_defaults(command=run_script)
     return top
 
@@ -102,13 +108,10 @@ def run_script(options: argparse.Namespace) -> int:
     """`autopar run`: torchrun on this machine, with cores shared out."""
     if options.nproc < 1:
         raise StrategyError(f"--nproc {options.nproc}: at least one process")
-    rest = [*options.rest]
-    if rest[:1] == ["--"]:
-        rest = rest[1:]
     threads = max(1, (os.cpu_count() or 1) // options.nproc)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(options.nproc), options.script, *rest]
+    command += ["--nproc-per-node", str(options.nproc), options.script, *options.rest]
     return subprocess.run(command, env=environment, check=False).returncode
 
 
