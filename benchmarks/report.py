@@ -123,7 +123,7 @@ def table(title: str, made: Sequence[Row]) -> Table:
     for heading in ("step, ms", "time / peer's", "peak, MiB", "/ peer's"):
         drawn.add_column(heading, justify="right", no_wrap=True)
     drawn.add_column("peer", no_wrap=True)
-    drawn.add_column("losses differ by")
+    drawn.add_column("losses differ by", no_wrap=True)
     for row in made:
         drawn.add_row(*_cells(row), style="red" if row.error else "")
     return drawn
@@ -135,7 +135,9 @@ def _cells(row: Row) -> list[str]:
     peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.1f}"
     peak_ratio = "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}"
     exactness = "" if row.loss_difference is None else f"{row.loss_difference:.0e}"
-    return [row.contender, step, ratio, peak, peak_ratio, row.peer or "", row.error or exactness]
+    if row.error:
+        exactness += " TOO MUCH" if exactness else "no figures, see below"
+    return [row.contender, step, ratio, peak, peak_ratio, row.peer or "", exactness]
 
 
 def _with_quartiles(
