@@ -260,7 +260,7 @@ class Typing:
             if isinstance(role.of, Parameter) and placement == R:
                 changed[role] = self.weighed(node, node)
             elif isinstance(role.of, Input) and placement == P:
-                changed[role] = self.reduced(node, before=self.graph.output_node)
+                changed[role] = self.all_reduce([node], node)[0]
         self.graph = self.graph.with_results(changed)
 
     def agree(self) -> None:

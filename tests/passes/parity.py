@@ -1,14 +1,15 @@
 """A model under a plan on n simulated ranks, and the same model plain on the global batch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture import Capture, capture
+from autopar.capture import Call, Capture, capture
 from autopar.graph import (
     Buffer,
     Evidence,
@@ -25,7 +26,7 @@ from autopar.graph import (
     Verdict,
 )
 from autopar.passes.base import Pass
-from autopar.passes.bucket_collectives import propose_buckets
+from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.runner import run_passes
 from autopar.placement import Shard
 from autopar.plan import Plan
@@ -33,7 +34,7 @@ from autopar.rows import mark_rows
 from autopar.runtime.batch import Share, check_verdict, evidence, share_of
 from autopar.runtime.parameters import describe_parameters
 from tests.models import Batch, relative_error, snapshot
-from tests.passes.simulated import Results, chunks, run_ranks
+from tests.passes.simulated import Results, Values, chunks, run_ranks
 
 AXIS = "dp"
 CPU = torch.device("cpu")
@@ -49,12 +50,14 @@ class World:
     ranks: int
     loss: Callable[[Any], Tensor] = lambda out: out
     all_tangents: bool = False
+    differentiate: bool = True
 
     def __post_init__(self) -> None:
         self.leaves, self.structure = pytree.tree_flatten(self.batch)
         self.parameters = describe_parameters(self.model)
         self.state = snapshot({**dict(self.model.named_parameters()), **dict(buffers(self.model))})
         self.captures: dict[int, Capture] = {}
+        self.attempts: dict[Call, Capture] = {}
 
     def share(self, rank: int) -> Share:
         """A rank's rows."""
@@ -64,19 +67,24 @@ class World:
         """The graph as captured at a rank's rows."""
         share = self.share(rank)
         if share.rows not in self.captures:
-            self.captures[share.rows] = mark_rows(
-                lambda call: capture(
-                    self.model,
-                    call,
-                    self.parameters,
-                    device=CPU,
-                    all_tangents=self.all_tangents,
-                ),
-                share.call,
-                share.rows,
-                share.total,
-            )
+            self.captures[share.rows] = mark_rows(self.attempt, share.call, share.rows, share.total)
         return self.captures[share.rows]
+
+    def attempt(self, call: Call) -> Capture:
+        """Captures a call; that of the whole batch, which is only looked at, once."""
+        if call not in self.attempts:
+            made = capture(
+                self.model,
+                call,
+                self.parameters,
+                device=CPU,
+                differentiate=self.differentiate,
+                all_tangents=self.all_tangents,
+            )
+            if call.leaves[0].shape[0] != len(self.leaves[0]):
+                return made
+            self.attempts[call] = made
+        return self.attempts[call]
 
     def graph(self, rank: int) -> TrainingGraph:
         """The captured graph, before all passes."""
@@ -97,16 +105,20 @@ class World:
             recompute=tuple((block, recompute) for block in blocks),  # type: ignore[misc]
             **fields,
         )
-        graph = run_passes(self.graph(0), plan.passes(0, "gloo")[:4])
+        before = takewhile(lambda p: not isinstance(p, BucketCollectives), plan.passes(0, "gloo"))
+        graph = run_passes(self.graph(0), before)
         return replace(plan, buckets=propose_buckets(graph, bucket, bucket))
 
     def lower(self, passes: Callable[[int], Iterable[Pass]]) -> list[TrainingGraph]:
         """Every rank's graph after the passes that `passes(rank)` gives."""
         return [run_passes(self.graph(rank), passes(rank)) for rank in range(self.ranks)]
 
-    def run(self, graphs: list[TrainingGraph]) -> list[Results]:
+    def run(
+        self, graphs: Sequence[TrainingGraph], inputs: Sequence[Values] | None = None
+    ) -> list[Results]:
         """Runs all ranks, a gradient of one entering by the loss."""
-        return run_ranks(graphs, [self.values(g, rank) for rank, g in enumerate(graphs)])
+        values = inputs or [self.values(graph, rank) for rank, graph in enumerate(graphs)]
+        return run_ranks(graphs, values)
 
     def values(self, graph: TrainingGraph, rank: int) -> dict[InputRole, Tensor]:
         """What a rank's graph is given."""
@@ -167,7 +179,7 @@ def plain(world: World) -> Plain:
     with torch.no_grad():
         for name, buffer in buffers(world.model):
             buffer.copy_(world.state[name])
-    index = next(i for i, x in enumerate(outputs) if x is loss)
+    index = next((i for i, x in enumerate(outputs) if x is loss), -1)
     return Plain([x.detach() if isinstance(x, Tensor) else x for x in outputs], index, found, after)
 
 
