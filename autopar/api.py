@@ -107,6 +107,7 @@ def compile(
         device=device,
         comm_backend=backend_of(device),
         live=True,
+        level="none" if backend == "eager" else "selective",  # a compiler fuses it
     )
     if plan is not None:
         plan.check(model, parameters.values(), ranks)

@@ -17,6 +17,7 @@ from autopar.graph import ParameterInfo
 from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets
 from autopar.passes.checkpoint_activations import CheckpointActivations, Level
+from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.schedule_overlap import ScheduleOverlap
 from autopar.passes.shard_parameters import ShardParameters
@@ -185,9 +186,10 @@ class Plan:
         """
         checkpoint = CheckpointActivations(self.recompute)
         if self.world_size == 1:
-            return (checkpoint,)
+            return (FuseCrossEntropy(), checkpoint)
         return (
             SynchronizeStatistics(self.axis, self.batch_statistics),  # type: ignore[arg-type]
+            FuseCrossEntropy(),
             checkpoint,
             ShardParameters(self.axis, rank, self.stages),
             SynchronizeGradients(self.axis, rank, hold, held),
