@@ -203,7 +203,7 @@ def _capture_of_rank(
 
     if ranks == 1:
         return attempt(share.call).graph
-    return mark_rows(attempt, share.call, share.rows, share.total).graph
+    return mark_rows(attempt, share.call, share.rows, share.total, ranks).graph
 
 
 def _choose(question: Question, captured: Callable[[], Capture]) -> Plan:

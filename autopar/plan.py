@@ -38,6 +38,8 @@ class Strategy:
         gather_bytes: size of buckets of gathered parameters, in bytes.
         reduce_bytes: size of buckets of gradients, in bytes.
         prefetch: how many buckets of parameters are gathered ahead.
+        activation_bytes: bytes of activations that may be kept for the backward; blocks are
+            computed again as far as that needs.
         batch_statistics: batch norm over the "global" batch (exact) or each rank's "local" rows.
     """
 
@@ -46,6 +48,7 @@ class Strategy:
     gather_bytes: int | None = None
     reduce_bytes: int | None = None
     prefetch: int | None = None
+    activation_bytes: int | None = None
     batch_statistics: Literal["global", "local"] = "global"
 
     def __post_init__(self) -> None:
@@ -79,7 +82,8 @@ class Prediction:
     """What a plan is predicted to cost, one step, on the most loaded rank.
 
     Attributes:
-        step_s: seconds of forward and backward.
+        step_s: seconds of forward, backward and the optimizer's step.
+        update_s: seconds of the optimizer's step.
         compute_s: seconds of computation.
         communication_s: seconds in which some collective is under way.
         exposed_s: seconds in which computation waits for one.
@@ -89,6 +93,7 @@ class Prediction:
     """
 
     step_s: float
+    update_s: float
     compute_s: float
     communication_s: float
     exposed_s: float
@@ -123,6 +128,7 @@ class Plan:
         prefetch: buckets of parameters gathered ahead.
         in_flight: reductions under way at most; 0 for any number.
         recompute: for each block, what its backward computes again: none, selective or full.
+        activation_bytes: bytes of activations that may be kept; None for any number.
         batch_statistics: "global" or "local".
         precision: None, or the dtype of autocast.
         optimizer: name of the optimizer assumed, and bytes of its state per byte of parameter.
@@ -149,6 +155,7 @@ class Plan:
     prefetch: int = 1
     in_flight: int = 0
     recompute: tuple[tuple[str, Level], ...] = ()
+    activation_bytes: int | None = None
     batch_statistics: str = "global"
     precision: str | None = None
     optimizer: str = "AdamW"
@@ -184,7 +191,7 @@ class Plan:
             hold: under `no_sync`: keep gradients instead of reducing them.
             held: parameters with gradients kept from earlier calls.
         """
-        checkpoint = CheckpointActivations(self.recompute)
+        checkpoint = CheckpointActivations(self.recompute, self.activation_bytes)
         if self.world_size == 1:
             return (FuseCrossEntropy(), checkpoint)
         return (

@@ -113,7 +113,8 @@ def _prediction(plan: Plan) -> list[str]:
     )
     return [
         f"predicted step {p.step_s * 1e3:.1f} ms: compute {p.compute_s * 1e3:.1f}, "
-        f"communication {p.communication_s * 1e3:.1f}, of it exposed {p.exposed_s * 1e3:.1f}",
+        f"communication {p.communication_s * 1e3:.1f}, of it exposed {p.exposed_s * 1e3:.1f}, "
+        f"optimizer {p.update_s * 1e3:.1f}",
         f"predicted peak {human_bytes(p.peak_bytes)} per rank: {memory}",
     ]
 

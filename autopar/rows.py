@@ -14,11 +14,14 @@ import torch
 from autopar.capture import Call, Capture
 from autopar.errors import CaptureError
 from autopar.graph import Input, TrainingGraph, elements, tensors
+from autopar.placement import even_rows
 
 Dims = tuple[tuple[int, ...], ...]
 
 
-def mark_rows(capture: Callable[[Call], Capture], call: Call, rows: int, total: int) -> Capture:
+def mark_rows(
+    capture: Callable[[Call], Capture], call: Call, rows: int, total: int, ranks: int
+) -> Capture:
     """Captures `call` at a rank's `rows` and marks what depends on the number of rows.
 
     Every node gets `meta["rows"]`: for each element that it yields, the dims that run over the
@@ -26,20 +29,30 @@ def mark_rows(capture: Callable[[Call], Capture], call: Call, rows: int, total: 
     number in the code is another for the `total` rows of the global batch, `meta["whole"]` holds
     it, by its place among the arguments.
 
-    If the model cannot be captured with another number of rows, every tensor of one dim or more
+    If the model does something else for another number of rows, every tensor of one dim or more
     that depends on the batch is taken to have rows, and the graph gets a note.
+
+    Raises:
+        CaptureError: so it does, and the ranks have different numbers of rows: they would not
+            run the same collectives. Every rank finds so alike.
     """
     first = capture(call)
-    for other in dict.fromkeys((total, rows + 1, 2 * rows + 1)):
-        try:
-            second = capture(call.with_rows(other))
-        except CaptureError:
-            continue
-        if other != rows and _alike(first.graph, second.graph):
+    sizes = {size for size in even_rows(total, ranks) if size}
+    others = {size: _alike_at(first, capture, call, size) for size in (sizes | {total}) - {rows}}
+    whole = others.get(total)
+    if whole is not None and all(others.values()):
+        _mark_by_comparison(first.graph, whole.graph, rows, total)
+        _mark_numbers(first.graph, whole.graph)
+        return first
+    if len(sizes) > 1:
+        raise CaptureError(
+            f"the model does not do the same for {' and '.join(map(str, sorted(sizes)))} rows, "
+            f"into which {total} rows are divided over {ranks} ranks. Give a batch that divides "
+            "evenly, or let autopar fall back (fallback=True)."
+        )
+    for other in (rows + 1, 2 * rows + 1):
+        if second := _alike_at(first, capture, call, other):
             _mark_by_comparison(first.graph, second.graph, rows, other)
-            if other == total:
-                _mark_numbers(first.graph, second.graph)
-                return first
             return _noted(first, f"the model does not do the same for {rows} and {total} rows")
     _mark_by_dependence(first.graph, call)
     return _noted(
@@ -47,6 +60,17 @@ def mark_rows(capture: Callable[[Call], Capture], call: Call, rows: int, total: 
         f"the graph differs between {rows} and {rows + 1} rows, so reductions over the batch "
         "are recognised by their shape alone",
     )
+
+
+def _alike_at(
+    first: Capture, capture: Callable[[Call], Capture], call: Call, rows: int
+) -> Capture | None:
+    """The call captured at other rows, if that gives the same operators."""
+    try:
+        second = capture(call.with_rows(rows))
+    except CaptureError:
+        return None
+    return second if _alike(first.graph, second.graph) else None
 
 
 def _noted(capture: Capture, note: str) -> Capture:

@@ -26,7 +26,7 @@ def optimizer_state_ratio(
     """
     parameter = torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, device="cpu"))
     try:
-        tried = _make(optimizer, [parameter])
+        tried = make_optimizer(optimizer, [parameter])
         for _ in range(2):
             parameter.grad = torch.ones_like(parameter)
             tried.step(lambda: 0.0)
@@ -43,7 +43,7 @@ def optimizer_state_ratio(
     return state / (parameter.numel() * parameter.element_size())
 
 
-def _make(
+def make_optimizer(
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
     parameters: Iterable[torch.nn.Parameter],
 ) -> torch.optim.Optimizer:

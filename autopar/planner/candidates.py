@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cost import Cost
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.simulate import simulate
-from autopar.graph import ParameterInfo, TrainingGraph
+from autopar.cost_model.update import UpdateCost
+from autopar.graph import Parameter, ParameterInfo, TrainingGraph, tensor_bytes, tensors
 from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.checkpoint_activations import Level
 from autopar.passes.runner import run_passes
@@ -44,6 +46,8 @@ class Choice:
             parts.append("recompute " + _mixed({b: str(v) for b, v in self.recompute}))
         mb = max(self.gather_bytes, self.reduce_bytes) / 2**20
         parts.append(f"buckets {mb:g} MiB")
+        if self.prefetch != 1:
+            parts.append(f"prefetch {self.prefetch}")
         return ", ".join(parts)
 
 
@@ -76,6 +80,7 @@ class Evaluator:
         base: the plan with all that is not chosen.
         cluster: times of collectives.
         operators: times of operators.
+        update: time of the optimizer's step.
         comm_backend: what collectives are lowered for.
     """
 
@@ -84,6 +89,7 @@ class Evaluator:
     base: Plan
     cluster: Cluster
     operators: OperatorTimes
+    update: UpdateCost
     comm_backend: str
 
     def plan(self, choice: Choice) -> Plan:
@@ -103,16 +109,29 @@ class Evaluator:
             self.operators,
             optimizer_state_ratio=self.base.optimizer_state_ratio,
         )
+        update = self.update_cost(graph)
+        provenance = dict(result.provenance)
+        provenance[update.kind] = provenance.get(update.kind, 0) + 1
         prediction = Prediction(
-            step_s=result.step_s,
+            step_s=result.step_s + update.seconds,
+            update_s=update.seconds,
             compute_s=result.compute_s,
             communication_s=result.communication_s,
             exposed_s=result.exposed_s,
             peak_bytes=result.memory.peak,
             memory=dict(result.memory.by_category),
-            provenance=dict(result.provenance),
+            provenance=provenance,
         )
         return Evaluated(choice, replace(plan, prediction=prediction), prediction)
+
+    def update_cost(self, graph: TrainingGraph) -> Cost:
+        """Time of the optimizer's step over this rank's parts of the trained parameters."""
+        trained = [
+            tensor_bytes(tensors(node)[0])
+            for role, node in zip(graph.inputs, graph.placeholders, strict=True)
+            if isinstance(role, Parameter) and graph.parameters[role.name].requires_grad
+        ]
+        return self.update.seconds(sum(trained), len(trained), dtensors=bool(graph.layouts))
 
     def _plan(self, choice: Choice) -> tuple[Plan, TrainingGraph]:
         stages = dict(choice.stages)

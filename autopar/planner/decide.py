@@ -68,6 +68,7 @@ class Question:
             mesh=(("dp_replicate", self.world_size),),
             stages=tuple((block, 0) for block in self.blocks),
             batch=self.batch,
+            activation_bytes=self.strategy.activation_bytes,
             batch_statistics=self.strategy.batch_statistics,
             precision=self.precision,
             optimizer=getattr(self.optimizer, "__name__", type(self.optimizer).__name__),
@@ -94,7 +95,9 @@ def measured(question: Question, graph: TrainingGraph) -> Machine | None:
         first_choice(question.strategy, question.blocks, stage, question.level) for stage in stages
     ]
     graphs = [evaluator.lowered(choice) for choice in dict.fromkeys(choices)]
-    return measure_machine(graphs, question.device, question.cluster, live=question.live)
+    return measure_machine(
+        graphs, question.device, question.cluster, question.optimizer, live=question.live
+    )
 
 
 def decide(question: Question, graph: TrainingGraph, machine: Machine | None) -> Plan:
@@ -118,5 +121,6 @@ def _evaluator(question: Question, graph: TrainingGraph, machine: Machine | None
         base=question.base(),
         cluster=machine.cluster if machine else None,  # type: ignore[arg-type]
         operators=machine.operators if machine else None,  # type: ignore[arg-type]
+        update=machine.update if machine else None,  # type: ignore[arg-type]
         comm_backend=question.comm_backend,
     )

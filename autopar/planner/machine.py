@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.measure import measure
 from autopar.cost_model.operators import OperatorTimes
+from autopar.cost_model.update import Optimizer, UpdateCost, measure_update
 from autopar.graph import TrainingGraph
 
 
@@ -20,14 +23,21 @@ class Machine:
     Attributes:
         cluster: times of collectives.
         operators: times of operators.
+        update: time of the optimizer's step.
     """
 
     cluster: Cluster
     operators: OperatorTimes
+    update: UpdateCost
 
 
 def measure_machine(
-    graphs: Sequence[TrainingGraph], device: torch.device, cluster: Cluster | None, *, live: bool
+    graphs: Sequence[TrainingGraph],
+    device: torch.device,
+    cluster: Cluster | None,
+    optimizer: Optimizer,
+    *,
+    live: bool,
 ) -> Machine:
     """Measures, or reads what was measured before. Every rank of a live world calls it at once.
 
@@ -35,6 +45,7 @@ def measure_machine(
         graphs: lowered graphs, whose operators are timed.
         device: on which.
         cluster: the cluster to plan for; None for the one that is running.
+        optimizer: class or factory of the optimizer.
         live: whether the ranks of the plan are running here.
     """
     if cluster is None:
@@ -43,4 +54,7 @@ def measure_machine(
     name = device if live or cluster.device == "cpu" else cluster.device
     operators = OperatorTimes.load(name, sharing=sharing).measure(graphs)
     operators.save()
-    return Machine(cluster, operators)
+    mesh = None
+    if live and dist.is_initialized() and dist.get_world_size() > 1:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    return Machine(cluster, operators, measure_update(optimizer, device, mesh))

@@ -178,8 +178,11 @@ class _Search:
 
     def runners_up(self, best: Evaluated) -> tuple[RunnerUp, ...]:
         """What else was looked at, fastest first, with the reason why it lost."""
+        distinct = {_what_runs(best): best}
+        for item in self.seen.values():
+            distinct.setdefault(_what_runs(item), item)
         others = sorted(
-            (item for item in self.seen.values() if item is not best),
+            (item for item in distinct.values() if item is not best),
             key=lambda item: (not self.fits(item), item.prediction.step_s),
         )
         return tuple(
@@ -228,6 +231,13 @@ class _Search:
         if activations > states:
             first, second = second, first
         return f"{first}; {second}"
+
+
+def _what_runs(item: Evaluated) -> tuple[object, ...]:
+    """What distinguishes a plan from others once buckets are filled."""
+    plan = item.plan
+    several = any(map(len, (plan.buckets.gather[1:], plan.buckets.regather[1:])))
+    return (plan.stages, plan.recompute, plan.buckets, plan.prefetch if several else 0)
 
 
 def _levels(blocks: Sequence[str], level: Level) -> tuple[tuple[str, Level], ...]:

@@ -271,7 +271,7 @@ class DistributedModule(nn.Module):
 
         if options.ranks == 1:
             return attempt(share.call)
-        return mark_rows(attempt, share.call, share.rows, share.total)
+        return mark_rows(attempt, share.call, share.rows, share.total, options.ranks)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._options.precision is None:
