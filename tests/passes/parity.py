@@ -67,13 +67,15 @@ class World:
         """The graph as captured at a rank's rows."""
         share = self.share(rank)
         if share.rows not in self.captures:
-            self.captures[share.rows] = mark_rows(self.attempt, share.call, share.rows, share.total)
+            self.captures[share.rows] = mark_rows(
+                self.attempt, share.call, share.rows, share.total, self.ranks
+            )
         return self.captures[share.rows]
 
     def attempt(self, call: Call) -> Capture:
-        """Captures a call; that of the whole batch, which is only looked at, once."""
+        """Captures a call, each once."""
         if call not in self.attempts:
-            made = capture(
+            self.attempts[call] = capture(
                 self.model,
                 call,
                 self.parameters,
@@ -81,9 +83,6 @@ class World:
                 differentiate=self.differentiate,
                 all_tangents=self.all_tangents,
             )
-            if call.leaves[0].shape[0] != len(self.leaves[0]):
-                return made
-            self.attempts[call] = made
         return self.attempts[call]
 
     def graph(self, rank: int) -> TrainingGraph:
