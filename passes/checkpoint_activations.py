@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -76,10 +76,12 @@ class CheckpointActivations:
                 if LEVELS.index(level) > LEVELS.index(levels[block]):
                     levels[block] = level
                     kept = Cut(graph, levels).kept()
-        names = {node.name for node in kept}
-        graph = graph.copy()
-        count = recompute(graph, names)
-        return PassResult(graph, "" if count else "nothing cheap enough is kept")
+        if set(levels.values()) == {"none"}:
+            return PassResult(graph, "everything is kept, within the budget")
+        changed = graph.copy()
+        if not recompute(changed, {node.name for node in kept}):
+            return PassResult(graph, "nothing cheap enough is kept")
+        return PassResult(changed)
 
 
 class Cut:
@@ -159,7 +161,11 @@ class Cut:
 
 
 def recompute(graph: TrainingGraph, kept: set[str]) -> int:
-    """Rewrites the backward to read only `kept` values and inputs; returns how many it clones."""
+    """Rewrites the backward to read only `kept` values and inputs.
+
+    Returns:
+        How many values, views aside, are computed again.
+    """
     clones: dict[fx.Node, fx.Node] = {}
     nodes = list(graph.graph.nodes)
     backward = nodes[nodes.index(graph.backward_start) : -1]
@@ -167,7 +173,7 @@ def recompute(graph: TrainingGraph, kept: set[str]) -> int:
         for node in user.all_input_nodes:
             if _is_forward_value(node) and node.name not in kept:
                 user.replace_input_with(node, _clone(graph.graph, node, user, kept, clones))
-    return len(clones)
+    return sum(not is_view(node) for node in clones)
 
 
 def _clone(
@@ -209,14 +215,19 @@ def _size(node: fx.Node) -> int:
     return sum(map(tensor_bytes, tensors(node)))
 
 
-def _bytes(nodes: list[fx.Node]) -> int:
-    return sum(_size(node) for node in nodes if not is_view(node))
+def _bytes(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of the storages behind some values; those of inputs are there anyway."""
+    return sum(_size(node) for node in {_storage(n) for n in nodes} if node.op != "placeholder")
+
+
+def _storage(node: fx.Node) -> fx.Node:
+    """The value whose storage a view looks at."""
+    while is_view(node) or (_is_getitem(node) and is_view(node.all_input_nodes[0])):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def kept_bytes(graph: TrainingGraph) -> int:
-    """Bytes of forward values (not inputs, not views) that the backward of a graph reads."""
-    kept: dict[Any, None] = {}
-    for node in graph.calls():
-        if node.meta["phase"] == "backward":
-            kept |= dict.fromkeys(n for n in node.all_input_nodes if _is_forward_value(n))
-    return _bytes(list(kept))
+    """Bytes of storages that the forward makes and the backward of a graph reads."""
+    late = [node for node in graph.calls() if node.meta["phase"] == "backward"]
+    return _bytes(n for node in late for n in node.all_input_nodes if _is_forward_value(n))

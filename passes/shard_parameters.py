@@ -44,15 +44,15 @@ class ShardParameters:
         if not sharded:
             return PassResult(graph, "every block is stage 0: parameters stay whole")
         graph = graph.copy()
-        nodes = {info: graph.placeholder(Parameter(info.name)) for info in sharded}
-        used = {info: node for info, node in nodes.items() if node is not None}
+        found = {p: graph.placeholder(Parameter(p.name)) for p in graph.parameters.values()}
+        nodes = {info: node for info, node in found.items() if node is not None}
+        used = {info: nodes[info] for info in sharded if info in nodes}
         for info, node in used.items():
             if stages[info.block] == 3:
                 recompute_derived(graph, node)
-        full = {info: node for info, node in used.items() if stages[info.block] == 3}
-        kept = kept_over(full)
+        kept = kept_over(nodes)
         for info, node in used.items():
-            self.shard(graph, node, info, regather=info in full and info not in kept)
+            self.shard(graph, node, info, regather=stages[info.block] == 3 and info not in kept)
         layouts = {**graph.layouts, **{info.name: Shard(0) for info in sharded}}
         return PassResult(replace(graph, layouts=layouts))
 
@@ -82,7 +82,7 @@ class ShardParameters:
 
 
 def kept_over(parameters: Mapping[ParameterInfo, fx.Node]) -> set[ParameterInfo]:
-    """Those stage 3 parameters that the forward uses last: the backward needs them first.
+    """Those parameters that the forward uses last: the backward needs them first.
 
     They are last used behind the last use of every other block's parameters (a head, a last
     norm); gathering them again would free nothing in between.

@@ -121,4 +121,5 @@ def _role(role: InputRole | OutputRole) -> str:
         case Evidence():
             return "evidence"
     kind, of = type(role).__name__.lower(), getattr(role, "of", None)
-    return f"{kind} {_role(of)}" if of else f"{kind} {getattr(role, 'index', '')}".strip()
+    label = _role(of) if of else getattr(role, "name", getattr(role, "index", ""))
+    return f"{kind} {label}".strip()

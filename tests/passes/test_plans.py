@@ -111,8 +111,7 @@ def test_autocast() -> None:
 
 
 def test_forward_only() -> None:
-    it = two_layers(rows=5)
-    it.differentiate = False
+    it = replace(two_layers(rows=5), differentiate=False)
     plan = it.plan(3)
     graphs = it.lower(lambda rank: plan.passes(rank, "gloo"))
     losses = [r[Output(0)] for r in it.run(graphs)]

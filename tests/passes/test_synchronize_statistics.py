@@ -29,7 +29,9 @@ def world(model: type[TwoLayers], rows: int) -> World:
 def test_types_and_the_loss() -> None:
     """Gradients are Partial; the loss is weighed, its gradient divided by all elements."""
     graph = run_passes(two_layers().graph(0), [SynchronizeStatistics(AXIS)])
-    assert_expected_inline(text(graph), """\
+    assert_expected_inline(
+        text(graph),
+        """\
 blocks.0.weight: [3,4] R
 blocks.1.weight: [2,3] R
 in0: [2,4] V
@@ -65,7 +67,8 @@ tanh_backward: [2,3] V = tanh_backward(mm_3, tanh)
 t_6: [3,2] V = t(tanh_backward)
 mm_4: [3,4] P(sum) = mm(t_6, in0)
 t_7: [4,3] P(sum) = t(mm_4)
-t_8: [3,4] P(sum) = t(t_7)""")
+t_8: [3,4] P(sum) = t(t_7)""",
+    )
 
 
 def test_statistics_inside() -> None:
@@ -73,7 +76,9 @@ def test_statistics_inside() -> None:
     before = world(Normalised, rows=4).graph(0)
     graph = run_passes(before, [SynchronizeStatistics(AXIS)])
     old = {node.name for node in before.graph.nodes} - {"div", "div_1", "div_2"}
-    assert_expected_inline(text(graph, lambda node: node.name not in old), """\
+    assert_expected_inline(
+        text(graph, lambda node: node.name not in old),
+        """\
 weight: [] V
 evidence: [4] P(sum)
 start_all_reduce_3: [4] R = start_all_reduce([evidence], dp)
@@ -91,7 +96,8 @@ div_1: [] R = div(tangent0, 4)
 start_all_reduce_2: [1,3] R = start_all_reduce([unsqueeze], dp)
 wait_2: [1,3] R = wait(start_all_reduce_2)
 getitem_2: [1,3] R = getitem(wait_2, 0)
-div_2: [2,3] V = div(expand_1, 4)""")
+div_2: [2,3] V = div(expand_1, 4)""",
+    )
 
 
 def test_a_graph_that_differs_by_rows_is_noted() -> None:

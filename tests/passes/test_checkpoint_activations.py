@@ -1,0 +1,130 @@
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, fx, nn
+
+from autopar.graph import TrainingGraph
+from autopar.passes.build import is_random
+from autopar.passes.checkpoint_activations import CheckpointActivations, Level, kept_bytes
+from autopar.passes.runner import run_passes
+from autopar.passes.synchronize_gradients import SynchronizeGradients
+from autopar.passes.synchronize_statistics import SynchronizeStatistics
+from tests.models import MODELS, to_dtype
+from tests.passes.golden import TwoLayers, changes, order, two_layers
+from tests.passes.parity import AXIS, World, assert_parity
+
+
+@lru_cache
+def gpt() -> World:
+    case = MODELS["dropout"]
+    return World(case.make().double(), to_dtype(case.batch(4, 0), torch.float64), 2)
+
+
+def checkpointed(graph: TrainingGraph, level: Level, budget: int | None = None) -> TrainingGraph:
+    return run_passes(graph, [CheckpointActivations(level, budget)])
+
+
+def test_full_recomputes_what_a_block_computes() -> None:
+    graph = two_layers().graph(0)
+    assert_expected_inline(
+        changes(graph, checkpointed(graph, "full")),
+        """\
++ tanh_1: [2,3] = tanh(mm)
+~ mm_2: [2,3] = mm(t_2, tanh_1)
++ t_9: [3,2] = t(blocks.1.weight)
+~ t_4: [2,3] = t(t_9)
+~ tanh_backward: [2,3] = tanh_backward(mm_3, tanh_1)""",
+    )
+
+
+def test_selective_keeps_matrix_products() -> None:
+    graph = two_layers().graph(0)
+    after = checkpointed(graph, "selective")
+    assert_expected_inline(
+        order(after, lambda node: "recomputed" in node.meta),
+        """\
+b tanh_1
+b t_9""",
+    )
+
+
+def test_clones_stand_right_before_their_use() -> None:
+    """A run of clones is followed by what made them necessary."""
+    after = checkpointed(gpt().graph(0), "full")
+    run: list[fx.Node] = []
+    runs = 0
+    for node in after.calls():
+        if "recomputed" in node.meta:
+            run.append(node)
+        elif run:
+            assert set(run) & set(node.all_input_nodes), (run, node)
+            run, runs = [], runs + 1
+    assert runs > 1
+
+
+def test_levels_keep_less_and_less() -> None:
+    graph = gpt().graph(0)
+    levels: tuple[Level, ...] = ("none", "selective", "full")
+    none, selective, full = (kept_bytes(checkpointed(graph, level)) for level in levels)
+    assert full < selective < none
+
+
+def test_budget_raises_blocks_until_it_holds() -> None:
+    graph = gpt().graph(0)
+    selective, none = (kept_bytes(checkpointed(graph, x)) for x in ("selective", "none"))  # type: ignore
+    middle = (selective + none) // 2
+    kept = kept_bytes(checkpointed(graph, "none", middle))
+    assert selective < kept <= middle
+
+
+def test_random_numbers_and_statistics_are_never_drawn_again() -> None:
+    graph = run_passes(gpt().graph(0), [SynchronizeStatistics(AXIS)])
+    after = checkpointed(graph, "full")
+    again = [node for node in after.calls() if "recomputed" in node.meta]
+    assert not any(is_random(n) or "start_" in n.name or "wait" in n.name for n in again)
+    assert sum(map(is_random, after.calls())) == sum(map(is_random, graph.calls()))
+
+
+class Counted(TwoLayers):
+    """What the backward computes again must not read a buffer's new value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.blocks[0](x) + self.blocks[0].scale  # type: ignore[operator]
+        self.blocks[0].scale.mul_(2)  # type: ignore[operator,union-attr]
+        return self.blocks[1](torch.tanh(z)).square().mean()
+
+
+class Checkpointed(nn.Module):
+    """Reading a clone of a view of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x.flip(1).exp()).sin().square().mean()
+
+
+@pytest.mark.parametrize("model", [TwoLayers, Counted, Checkpointed])
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+def test_gradients_do_not_change(model: type[nn.Module], level: Level) -> None:
+    it = World(model().double(), two_layers(rows=5).batch, 2)
+    passes = [SynchronizeStatistics(AXIS), CheckpointActivations(level)]
+    assert_parity(it, it.lower(lambda rank: [*passes, SynchronizeGradients(AXIS, rank)]))
+
+
+def test_says_why_it_declined() -> None:
+    it = two_layers()
+    assert CheckpointActivations()(it.graph(0)).reason == "everything is kept"
+    assert CheckpointActivations("none", 1 << 30)(it.graph(0)).reason == (
+        "everything is kept, within the budget"
+    )
+    forward = replace(it, differentiate=False).graph(0)
+    assert CheckpointActivations("full")(forward).reason == "there is no backward"
