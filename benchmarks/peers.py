@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from textwrap import shorten
 
 from rich.console import Console
 
@@ -83,9 +84,11 @@ def main() -> int:
             if args.json:
                 args.json.parent.mkdir(parents=True, exist_ok=True)
                 args.json.write_text(json.dumps(document(made), indent=1) + "\n")
-    for row in filter(lambda row: row.error, made):
-        where = f"{row.model}, world size {row.world_size}, {row.contender}"
-        console.print(f"{where}: {row.error}", style="red", highlight=False, markup=False)
+    for row in made:
+        if row.error:
+            where = f"{row.model}, world size {row.world_size}, {row.contender}"
+            text = f"{where}: {shorten(row.error, 400)}"  # whole in the JSON file
+            console.print(text, style="red", highlight=False, markup=False)
     absent = {contender.name for contender in CONTENDERS if contender.absence()}
     return int(any(row.error and row.contender not in absent for row in made))
 
