@@ -80,7 +80,7 @@ def _lines(graph: TrainingGraph) -> dict[fx.Node, str]:
 
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
     shapes = " ".join(str(list(t.shape)).replace(" ", "") for t in tensors(node))
-    type_ = " ".join(filter(None, [shapes, str(node.meta.get("placement", ""))]))
+    type_ = " ".join(filter(None, [shapes, str(node.meta.get("placement") or "")]))
     if node.op == "placeholder":
         return f"{names[node]}: {type_}"
     values = [_argument(a, names) for a in node.args]

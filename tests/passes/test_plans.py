@@ -9,11 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import PassError
-from autopar.graph import Gradient, Input, Output, Parameter, Tangent
+from autopar.graph import Gradient, Input, Output, Parameter, Tangent, TrainingGraph
+from autopar.passes.base import PassResult
 from autopar.passes.bucket_collectives import Buckets
+from autopar.passes.runner import run_passes
+from autopar.passes.synchronize_gradients import SynchronizeGradients
 from tests.models import MODELS, relative_error, to_dtype
 from tests.passes.golden import TwoLayers, two_layers
-from tests.passes.parity import EXACT, World, assert_parity
+from tests.passes.parity import AXIS, EXACT, World, assert_parity
 
 SMALL = ("gpt", "encoder", "conv", "odd")
 LARGE = ("encdec", "moe")
@@ -120,15 +123,18 @@ def test_forward_only() -> None:
     assert not any(isinstance(role, Gradient) for role in graphs[0].outputs)
 
 
+class Forgetful(SynchronizeGradients):
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        return PassResult(graph)
+
+
+Forgetful.__name__ = "SynchronizeGradients"
+
+
 def test_a_forgotten_sum_of_gradients_is_an_error() -> None:
     """A pass that claims to synchronise gradients and does not is found by their types."""
     it = two_layers()
-    passes = list(it.plan(0).passes(0, "gloo"))
-
-    class SynchronizeGradients(type(passes[3])):  # type: ignore[misc]
-        def __call__(self, graph):  # type: ignore[no-untyped-def]
-            return replace(super().__call__(graph), graph=graph)
-
-    passes[3] = SynchronizeGradients("dp", 0)
+    passes = it.plan(0).passes(0, "gloo")
+    broken = [Forgetful(AXIS, 0) if isinstance(p, SynchronizeGradients) else p for p in passes]
     with pytest.raises(PassError, match=r"t_8 is the gradient of blocks.0.weight, P\(sum\)"):
-        it.lower(lambda rank: passes)
+        run_passes(it.graph(0), broken)

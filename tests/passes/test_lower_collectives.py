@@ -1,0 +1,226 @@
+"""Lowered collectives: their text, and, over random buckets, what they compute."""
+
+import operator
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from autopar._torch import FakeTensorMode
+from autopar.graph import Input, Output, TrainingGraph
+from autopar.passes.collectives import (
+    collective,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    starts,
+)
+from autopar.passes.lower_collectives import LowerCollectives, c10d
+from autopar.placement import chunk_rows
+from tests.passes.golden import text, two_layers
+from tests.passes.simulated import Results, chunks, run_ranks
+
+AXIS = "dp"
+Shapes = Sequence[tuple[int, ...]]
+
+shapes = st.lists(
+    st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
+)
+ranks = st.integers(2, 5)
+backends = st.sampled_from(["gloo", "nccl"])
+
+
+def sketch(operands: Sequence[Tensor], start: Callable[..., object], *options: object) -> fx.Graph:
+    """A graph whose inputs are doubled and go through one collective.
+
+    Doubling makes values that lowering may overwrite, which inputs are not.
+    """
+    graph = fx.Graph()
+    with FakeTensorMode():
+        for index, like in enumerate(operands):
+            node = graph.placeholder(f"x{index}")
+            fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            node.meta = {"val": fake, "phase": "forward"}
+    inputs = list(graph.nodes)
+    doubled = []
+    for node in inputs:
+        twice = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2))
+        twice.meta = {"val": node.meta["val"] * 2, "phase": "forward"}
+        doubled.append(twice)
+    graph.output(collective(graph, inputs[0], start, doubled, *options))
+    return graph
+
+
+def training_graph(graph: fx.Graph, size: int) -> TrainingGraph:
+    inputs = tuple(map(Input, range(len(graph.find_nodes(op="placeholder")))))
+    (returned,) = next(iter(reversed(graph.nodes))).args
+    outputs = tuple(map(Output, range(len(returned))))  # type: ignore[arg-type]
+    return TrainingGraph(graph, inputs, outputs, {}, {AXIS: size})
+
+
+def run(
+    backend: str, parts: Sequence[Sequence[Tensor]], start: Callable[..., object], *options: object
+) -> list[list[Tensor]]:
+    """Lowers and runs a collective on every rank's tensors; `options` may differ by rank."""
+    graphs = []
+    for rank, operands in enumerate(parts):
+        own = [o[rank] for o in options]  # type: ignore[index]
+        graph = training_graph(sketch(operands, start, *own, AXIS), len(parts))
+        graphs.append(LowerCollectives(backend)(graph).graph)
+        assert not list(starts(graphs[-1]))
+    values = [dict(zip(map(Input, range(9)), [t / 2 for t in p], strict=False)) for p in parts]
+    results: list[Results] = run_ranks(graphs, values)  # type: ignore[arg-type]
+    return [[t for t in r.values() if t is not None] for r in results]
+
+
+def whole(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randint(-99, 99, shape, generator=gen).double()
+
+
+@settings(max_examples=40)
+@given(shapes, ranks, backends)
+def test_gathered_shards_are_the_whole(shapes: Shapes, n: int, backend: str) -> None:
+    tensors = [whole(shape) for shape in shapes]
+    parts = list(zip(*(chunks(t, n) for t in tensors), strict=True))
+    rows = [[t.shape[0] for t in tensors]] * n
+    for found in run(backend, parts, start_all_gather, rows):
+        assert all(map(torch.equal, found, tensors))
+
+
+@settings(max_examples=40)
+@given(shapes, ranks, backends)
+def test_scattered_sums_are_shards_of_the_sum(shapes: Shapes, n: int, backend: str) -> None:
+    parts = [[whole(shape, rank) for shape in shapes] for rank in range(n)]
+    rows = [[chunk_rows(shape[0], n)[rank] for shape in shapes] for rank in range(n)]
+    found = run(backend, parts, start_reduce_scatter, rows)
+    for index, shape in enumerate(shapes):
+        total = sum(part[index] for part in parts)
+        joined = torch.cat([f[index] for f in found])
+        assert joined.shape == shape
+        assert joined.equal(total)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40)
+@given(shapes, ranks, backends, st.booleans())
+def test_reduced_values_are_the_sum(shapes: Shapes, n: int, backend: str, strided: bool) -> None:
+    parts = [[whole(shape, rank) for shape in shapes] for rank in range(n)]
+    if strided:
+        parts = [[t.transpose(0, -1) for t in part] for part in parts]
+    for found in run(backend, parts, start_all_reduce):
+        for index, tensor in enumerate(found):
+            assert tensor.equal(sum(part[index] for part in parts))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scalar", [True, False])
+def test_scalars_and_others_share_a_buffer(scalar: bool) -> None:
+    shape = () if scalar else (2, 3)
+    parts = [[whole(shape, rank), whole((3,), rank)] for rank in range(2)]
+    for found in run("gloo", parts, start_all_reduce):
+        assert found[0].equal(parts[0][0] + parts[1][0])
+
+
+def lowered(backend: str, start: Callable[..., object], *options: object) -> str:
+    graph = training_graph(sketch([whole((3, 2)), whole((4,))], start, *options, AXIS), 2)
+    after = LowerCollectives(backend)(graph).graph
+    return text(after, lambda node: node.op == "call_function" and "mul" not in node.name)
+
+
+def test_all_gather() -> None:
+    assert_expected_inline(
+        lowered("gloo", start_all_gather, [5, 8]),
+        """\
+view_default: [6] = view(mul_tensor, [-1])
+view_default_1: [4] = view(mul_tensor_1, [-1])
+cat_default: [10] = cat([view_default, view_default_1])
+all_gather_into_tensor_default: [20] = all_gather_into_tensor(cat_default, 2, dp)
+wait_tensor_default: [20] = wait_tensor(all_gather_into_tensor_default)
+view_default_2: [2,10] = view(wait_tensor_default, [2, -1])
+slice_tensor: [2,6] = slice(view_default_2, 1, 0, 6)
+clone_default: [2,6] = clone(slice_tensor, memory_format=torch.contiguous_format)
+view_default_3: [6,2] = view(clone_default, [6, 2])
+slice_tensor_1: [5,2] = slice(view_default_3, 0, 0, 5)
+slice_tensor_2: [2,4] = slice(view_default_2, 1, 6, 10)
+clone_default_1: [2,4] = clone(slice_tensor_2, memory_format=torch.contiguous_format)
+view_default_4: [8] = view(clone_default_1, [8])""",
+    )
+
+
+def test_reduce_scatter_on_gloo_is_an_exchange_and_a_local_sum() -> None:
+    assert_expected_inline(
+        lowered("gloo", start_reduce_scatter, [2, 2]),
+        """\
+constant_pad_nd_default: [4,2] = constant_pad_nd(mul_tensor, [0, 0, 0, 1])
+view_default: [2,4] = view(constant_pad_nd_default, [2, 4])
+view_default_1: [2,2] = view(mul_tensor_1, [2, 2])
+cat_default: [2,6] = cat([view_default, view_default_1], 1)
+all_to_all_single_default: [2,6] = all_to_all_single(cat_default, [1, 1], [1, 1], dp)
+wait_tensor_default: [2,6] = wait_tensor(all_to_all_single_default)
+sum_dim_int_list: [6] = sum(wait_tensor_default, [0])
+split_with_sizes_default: [4] [2] = split_with_sizes(sum_dim_int_list, [4, 2])
+getitem_2: [4] = getitem(split_with_sizes_default, 0)
+view_default_2: [2,2] = view(getitem_2, [2, 2])
+getitem_3: [2] = getitem(split_with_sizes_default, 1)
+view_default_3: [2] = view(getitem_3, [2])""",
+    )
+
+
+def test_reduce_scatter_on_nccl() -> None:
+    assert_expected_inline(
+        lowered("nccl", start_reduce_scatter, [2, 2]),
+        """\
+constant_pad_nd_default: [4,2] = constant_pad_nd(mul_tensor, [0, 0, 0, 1])
+view_default: [2,4] = view(constant_pad_nd_default, [2, 4])
+view_default_1: [2,2] = view(mul_tensor_1, [2, 2])
+cat_default: [2,6] = cat([view_default, view_default_1], 1)
+reduce_scatter_tensor_default: [1,6] = reduce_scatter_tensor(cat_default, sum, 2, dp)
+wait_tensor_default: [1,6] = wait_tensor(reduce_scatter_tensor_default)
+view_default_2: [6] = view(wait_tensor_default, [-1])
+split_with_sizes_default: [4] [2] = split_with_sizes(view_default_2, [4, 2])
+getitem_2: [4] = getitem(split_with_sizes_default, 0)
+view_default_3: [2,2] = view(getitem_2, [2, 2])
+getitem_3: [2] = getitem(split_with_sizes_default, 1)
+view_default_4: [2] = view(getitem_3, [2])""",
+    )
+
+
+def reduced(change: Callable[[fx.Graph, fx.Node], None]) -> object:
+    """What a single operand's all-reduce is lowered to, after a change of the graph."""
+    graph = sketch([whole((3, 2))], start_all_reduce, AXIS)
+    change(graph, next(n for n in graph.nodes if n.target is torch.ops.aten.mul.Tensor))
+    after = LowerCollectives("gloo")(training_graph(graph, 2)).graph
+    (found,) = [n.target for n in after.calls() if "all_reduce" in n.name]
+    return found
+
+
+def test_a_buffer_is_reduced_in_place_only_where_nothing_else_reads_it() -> None:
+    def read_later(graph: fx.Graph, node: fx.Node) -> None:
+        output = next(iter(reversed(graph.nodes)))
+        output.args = ([*output.args[0], node],)
+
+    def be_an_input(graph: fx.Graph, node: fx.Node) -> None:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+    assert reduced(lambda graph, node: None) is c10d.all_reduce_.default
+    assert reduced(be_an_input) is c10d.all_reduce.default
+    assert reduced(read_later) is c10d.all_reduce.default
+
+
+def test_results_that_nobody_uses_are_not_cut() -> None:
+    graph = sketch([whole((3, 2)), whole((4,))], start_all_reduce, AXIS)
+    first, second = (n for n in graph.nodes if n.target is operator.getitem)
+    output = next(iter(reversed(graph.nodes)))
+    output.args = ([first, None],)
+    graph.erase_node(second)
+    after = LowerCollectives("gloo")(training_graph(graph, 2)).graph
+    after.graph.lint()
+    assert not list(starts(after))
+
+
+def test_says_why_it_declined() -> None:
+    assert LowerCollectives("gloo")(two_layers().graph(0)).reason == "there is no collective"

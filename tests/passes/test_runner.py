@@ -1,0 +1,211 @@
+"""What the runner records, what it finds illegal, and what it leaves behind on failure."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from torch import fx
+
+from autopar.errors import PassError
+from autopar.graph import Output, TrainingGraph
+from autopar.passes.base import PassResult, describe, pass_name
+from autopar.passes.build import call
+from autopar.passes.collectives import collective, start_all_reduce, starts, wait_of
+from autopar.passes.legality import check
+from autopar.passes.runner import run_passes
+from autopar.passes.shard_parameters import ShardParameters
+from autopar.passes.synchronize_gradients import SynchronizeGradients
+from autopar.passes.synchronize_statistics import SynchronizeStatistics
+from tests.passes.golden import two_layers
+from tests.passes.parity import AXIS
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Change:
+    """A pass that does whatever a test wants."""
+
+    does: Callable[[TrainingGraph], object]
+    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        graph = graph.copy()
+        changed = self.does(graph)
+        return PassResult(changed if isinstance(changed, TrainingGraph) else graph)
+
+
+def node(graph: TrainingGraph, name: str) -> fx.Node:
+    return next(n for n in graph.graph.nodes if n.name == name)
+
+
+def statistics() -> TrainingGraph:
+    return run_passes(two_layers().graph(0), [SynchronizeStatistics(AXIS)])
+
+
+def fails(graph: TrainingGraph, does: Callable[[TrainingGraph], object]) -> str:
+    with pytest.raises(PassError) as error:
+        run_passes(graph, [Change(does)])
+    return str(error.value)
+
+
+# -- the record --------------------------------------------------------------------------------
+
+
+def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None:
+    passes = [
+        SynchronizeStatistics(AXIS),
+        ShardParameters(AXIS, 1, (("blocks.0", 0), ("blocks.1", 0))),
+    ]
+    graph = run_passes(two_layers().graph(0), passes)
+    assert graph.history == (
+        "captured from TwoLayers",
+        "synchronize_statistics(axis='dp', batch_statistics='global')",
+        "shard_parameters(axis='dp', rank=1, stages=(('blocks.0', 0), ('blocks.1', 0))): declined, "
+        "every block is stage 0: parameters stay whole",
+    )
+    assert str(graph).startswith("# captured from TwoLayers\n# synchronize_statistics(")
+
+
+def test_passes_print_their_options() -> None:
+    item = SynchronizeGradients(AXIS, 1, held=("a",))
+    assert pass_name(item) == "synchronize_gradients"
+    assert describe(item) == "synchronize_gradients(axis='dp', rank=1, hold=False, held=('a',))"
+
+
+def test_the_graph_given_is_left_as_it_is() -> None:
+    it = two_layers()
+    before = str(it.graph(0))
+    it.lower(lambda rank: it.plan(3, "full").passes(rank, "gloo"))
+    assert str(it.graph(0)) == before
+
+
+def test_observers_see_every_pass() -> None:
+    seen = []
+    run_passes(
+        two_layers().graph(0),
+        [SynchronizeStatistics(AXIS), SynchronizeGradients(AXIS, 0)],
+        lambda name, graph, seconds: seen.append((name, len(graph.history), seconds >= 0)),
+    )
+    assert seen == [("synchronize_statistics", 2, True), ("synchronize_gradients", 3, True)]
+
+
+def test_a_failing_pass_leaves_a_reproducer() -> None:
+    def fail(graph: TrainingGraph) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(PassError, match="on purpose") as error:
+        run_passes(two_layers().graph(0), [SynchronizeStatistics(AXIS), Change(fail)])
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    assert "passes before it: synchronize_statistics;" in str(error.value)
+    (path,) = re.findall(r"pipeline are in (\S+)", str(error.value))
+    lines = Path(path).read_text().splitlines()
+    Path(path).unlink()
+    assert lines[0].startswith("#    synchronize_statistics(axis='dp'")
+    assert lines[1].startswith("# -> change(does=")
+    assert "# captured from TwoLayers" in lines
+    assert any("start_all_reduce([%mul_tensor], dp)" in line for line in lines)
+
+
+# -- legality ----------------------------------------------------------------------------------
+
+
+def claims_to_sum(graph: TrainingGraph) -> TrainingGraph:
+    return replace(graph, history=(*graph.history, "synchronize_gradients()"))
+
+
+def test_a_forgotten_sum_shows_the_neighbourhood_and_the_users_line() -> None:
+    graph = claims_to_sum(statistics())
+    with pytest.raises(PassError) as error:
+        check(graph)
+    first, *around = str(error.value).splitlines()
+    assert first.startswith("t_8 is the gradient of blocks.0.weight, P(sum) instead of R, from ")
+    assert "golden.py:" in first
+    assert [line[:8].strip() for line in around if "-->" in line] == ["--> t_8:"]
+    assert any("mm_4: float64[3, 4] = aten.mm.default(%t_6, %primals_3)" in line for line in around)
+
+
+def test_a_sum_too_many() -> None:
+    """All-reducing what is whole already would count it once a rank."""
+
+    def twice(graph: TrainingGraph) -> None:
+        (start,) = [s for s in starts(graph) if s.args[0] == [node(graph, "mul_tensor")]]
+        done = wait_of(start)
+        (result,) = done.users
+        graph.graph.inserting_before(graph.backward_start)
+        collective(graph.graph, result, start_all_reduce, [result], AXIS)
+
+    assert "is given getitem, which is R" in fails(statistics(), twice)
+
+
+def test_a_missing_wait() -> None:
+    def forget(graph: TrainingGraph) -> None:
+        graph.graph.inserting_before(graph.backward_start)
+        call(graph.graph, node(graph, "mean"), start_all_reduce, [node(graph, "mean")], AXIS)
+
+    assert "has 0 waits instead of one" in fails(statistics(), forget)
+
+
+def test_a_returned_part_of_a_sum() -> None:
+    def return_part(graph: TrainingGraph) -> TrainingGraph:
+        return graph.with_results({Output(0): node(graph, "mul_tensor")})
+
+    message = fails(statistics(), return_part)
+    assert "mul_tensor is returned, but holds only this rank's part of a sum" in message
+
+
+def test_forward_behind_the_backward() -> None:
+    def late(graph: TrainingGraph) -> None:
+        graph.graph.inserting_before(graph.output_node)
+        call(graph.graph, node(graph, "mm"), aten.tanh.default, node(graph, "mm_4"))
+
+    assert "tanh_default is of the forward, but stands behind" in fails(statistics(), late)
+
+
+def test_forward_that_uses_the_backward() -> None:
+    def cross(graph: TrainingGraph) -> None:
+        node(graph, "pow_1").args = (node(graph, "mm_3"), 2)
+
+    assert "used before it has been defined" in fails(statistics(), cross)
+
+
+def test_a_value_that_nobody_knows() -> None:
+    def unknown(graph: TrainingGraph) -> None:
+        node(graph, "tanh").meta["val"] = None
+
+    assert "tanh has no value (meta['val'])" in fails(statistics(), unknown)
+
+
+@pytest.mark.parametrize(("side", "kind"), [("inputs", "input"), ("outputs", "output")])
+def test_roles_that_do_not_match(side: str, kind: str) -> None:
+    def lose(graph: TrainingGraph) -> TrainingGraph:
+        return replace(graph, **{side: getattr(graph, side)[:-1]})
+
+    def repeat(graph: TrainingGraph) -> TrainingGraph:
+        roles: tuple[Any, ...] = getattr(graph, side)
+        return replace(graph, **{side: (*roles[:-1], roles[0])})
+
+    for change in (lose, repeat):
+        message = fails(statistics(), change)
+        assert re.search(rf"\d {kind}s have \d distinct roles", message)
+
+
+def test_a_gradient_of_another_shape() -> None:
+    def swap(graph: TrainingGraph) -> TrainingGraph:
+        first, second = (r for r in graph.outputs if "Gradient" in str(r))
+        return graph.with_results({first: graph.result(second)})
+
+    assert "t_5 has shape [2, 3], not [3, 4]" in fails(statistics(), swap)
+
+
+def test_a_gradient_of_another_layout() -> None:
+    """A sharded parameter whose gradient is reduced whole."""
+    sharded = ShardParameters(AXIS, 0, (("blocks.0", 2), ("blocks.1", 0)))
+    graph = run_passes(statistics(), [sharded])
+    whole = SynchronizeGradients(AXIS, 0)(replace(graph, layouts={})).graph
+    with pytest.raises(PassError, match=r"of blocks.0.weight, R instead of S\(0\)"):
+        check(claims_to_sum(replace(whole, layouts=graph.layouts)))

@@ -1,0 +1,120 @@
+import pytest
+from expecttest import assert_expected_inline
+from torch import fx
+
+from autopar.graph import TrainingGraph
+from autopar.passes.base import Pass
+from autopar.passes.collectives import STARTS, start_all_gather, starts, wait, wait_of
+from autopar.passes.runner import run_passes
+from autopar.passes.schedule_overlap import ScheduleOverlap
+from autopar.passes.shard_parameters import ShardParameters
+from autopar.passes.synchronize_gradients import SynchronizeGradients
+from autopar.passes.synchronize_statistics import SynchronizeStatistics
+from tests.models import MODELS
+from tests.passes.golden import order, two_layers
+from tests.passes.parity import AXIS, World, assert_parity
+
+PRODUCTS = ("mm", "mm_1", "mm_2", "mm_3", "mm_4")
+
+
+def before(it: World, rank: int, stage: int = 3) -> tuple[Pass, ...]:
+    stages = tuple((p.block, stage) for p in it.parameters.values())
+    return (
+        SynchronizeStatistics(AXIS),
+        ShardParameters(AXIS, rank, (*stages, ("", stage))),
+        SynchronizeGradients(AXIS, rank),
+    )
+
+
+def milestone(node: fx.Node) -> bool:
+    return node.target in (*STARTS, wait) or node.name in PRODUCTS
+
+
+def scheduled(it: World, *options: int, stage: int = 3) -> TrainingGraph:
+    return run_passes(it.graph(0), [*before(it, 0, stage), ScheduleOverlap(*options)])
+
+
+def test_gathers_ahead_and_reductions_late() -> None:
+    """The second weight is under way during the first product; gradients until the end."""
+    assert_expected_inline(
+        order(scheduled(two_layers(), 1, 0), milestone),
+        """\
+f start_all_gather
+f start_all_reduce_1
+f start_all_gather_1
+f wait_2
+f mm
+f wait_3
+f mm_1
+f start_all_reduce
+f wait_1
+f wait
+b mm_2
+b mm_3
+b start_reduce_scatter_1
+b mm_4
+b start_reduce_scatter
+b wait_5
+b wait_4""",
+    )
+
+
+def test_no_prefetch_and_one_reduction_in_flight() -> None:
+    assert_expected_inline(
+        order(scheduled(two_layers(), 0, 1), milestone),
+        """\
+f start_all_reduce_1
+f start_all_gather
+f wait_2
+f mm
+f start_all_gather_1
+f wait_3
+f mm_1
+f start_all_reduce
+f wait_1
+f wait
+b mm_2
+b mm_3
+b start_reduce_scatter_1
+b mm_4
+b wait_5
+b start_reduce_scatter
+b wait_4""",
+    )
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+def test_so_many_gathers_are_under_way(prefetch: int) -> None:
+    it = World(MODELS["gpt"].make(), MODELS["gpt"].batch(2, 0), 2)
+    graph = scheduled(it, prefetch)
+    under_way = most = 0
+    for node in graph.calls():
+        if node.target is start_all_gather:
+            most = max(most, under_way := under_way + 1)
+        elif node.target is wait and node.args[0].target is start_all_gather:  # type: ignore
+            under_way -= 1
+    assert most == prefetch + 1
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_so_many_reductions_are_under_way(in_flight: int) -> None:
+    it = World(MODELS["gpt"].make(), MODELS["gpt"].batch(2, 0), 2)
+    graph = scheduled(it, 1, in_flight, stage=0)
+    reductions = [start for start in starts(graph) if "gradient" in start.meta]
+    nodes = list(graph.graph.nodes)
+    ends = [nodes.index(wait_of(start)) for start in reductions]
+    begins = [nodes.index(start) for start in reductions]
+    for begin in begins:
+        under_way = sum(b <= begin < e for b, e in zip(begins, ends, strict=True))
+        assert under_way <= in_flight
+
+
+def test_ranks_start_their_collectives_alike() -> None:
+    it = two_layers(ranks=3, rows=7, bias=True)
+    graphs = it.lower(lambda rank: (*before(it, rank), ScheduleOverlap(2, 1)))
+    assert len({tuple(start.name for start in starts(graph)) for graph in graphs}) == 1
+    assert_parity(it, graphs)
+
+
+def test_says_why_it_declined() -> None:
+    assert ScheduleOverlap()(two_layers().graph(0)).reason == "there is no collective"

@@ -1,0 +1,141 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from autopar.graph import (
+    Accumulated,
+    Gradient,
+    InputRole,
+    Output,
+    OutputRole,
+    Parameter,
+    Saved,
+    Tangent,
+    Update,
+    Verdict,
+)
+from autopar.passes.split_forward_backward import Split, split_forward_backward
+from tests.models import MODELS, to_dtype
+from tests.passes.golden import text, two_layers
+from tests.passes.parity import World
+from tests.passes.simulated import Results, run_ranks
+
+
+def test_backward_takes_what_the_forward_saves() -> None:
+    split = split_forward_backward(two_layers().graph(0))
+    assert split.backward is not None
+    assert_expected_inline(
+        text(split.forward),
+        """\
+blocks.0.weight: [3,4]
+blocks.1.weight: [2,3]
+in0: [2,4]
+t: [4,3] = t(blocks.0.weight)
+mm: [2,3] = mm(in0, t)
+tanh: [2,3] = tanh(mm)
+t_1: [3,2] = t(blocks.1.weight)
+mm_1: [2,2] = mm(tanh, t_1)
+pow_1: [2,2] = pow(mm_1, 2)
+mean: [] = mean(pow_1)""",
+    )
+    assert_expected_inline(
+        text(split.backward),
+        """\
+saved mm_1: [2,2]
+saved tanh: [2,3]
+saved t_1: [3,2]
+saved primals_3: [2,4]
+tangent0: []
+expand: [2,2] = expand(tangent0, [2, 2])
+div: [2,2] = div(expand, 4)
+pow_2: [2,2] = pow(saved mm_1, 1.0)
+mul: [2,2] = mul(pow_2, 2.0)
+mul_1: [2,2] = mul(div, mul)
+t_2: [2,2] = t(mul_1)
+mm_2: [2,3] = mm(t_2, saved tanh)
+t_3: [3,2] = t(mm_2)
+t_4: [2,3] = t(saved t_1)
+mm_3: [2,3] = mm(mul_1, t_4)
+t_5: [2,3] = t(t_3)
+tanh_backward: [2,3] = tanh_backward(mm_3, saved tanh)
+t_6: [3,2] = t(tanh_backward)
+mm_4: [3,4] = mm(t_6, saved primals_3)
+t_7: [4,3] = t(mm_4)
+t_8: [3,4] = t(t_7)""",
+    )
+    assert split.forward.outputs[1:] == split.backward.inputs[:-1]
+
+
+def kinds(roles: tuple[InputRole, ...] | tuple[OutputRole, ...]) -> set[type]:
+    return {type(role) for role in roles}
+
+
+def halves(it: World, stage: int) -> list[Split]:
+    plan = it.plan(stage, "selective")
+    return [split_forward_backward(g) for g in it.lower(lambda rank: plan.passes(rank, "gloo"))]
+
+
+def run_halves(it: World, stage: int) -> list[Results]:
+    """Runs all forwards, then all backwards on nothing but what was saved and the tangents."""
+    splits = halves(it, stage)
+    early = it.run([split.forward for split in splits])
+    backwards = [split.backward for split in splits if split.backward is not None]
+    given = []
+    for rank, backward in enumerate(backwards):
+        values = {role: early[rank][role] for role in backward.inputs if isinstance(role, Saved)}
+        given.append(it.values(backward, rank) | values)  # type: ignore[operator]
+    late = run_ranks(backwards, given)  # type: ignore[arg-type]
+    return [
+        {r: t for r, t in (a | b).items() if not isinstance(r, Saved)}
+        for a, b in zip(early, late, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", ["conv", "odd"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_halves_compute_what_the_joint_graph_does(name: str, stage: int) -> None:
+    case = MODELS[name]
+    it = World(case.make().double(), to_dtype(case.batch(6, 0), torch.float64), 2, case.loss)
+    plan = it.plan(stage, "selective")
+    joint = it.run(it.lower(lambda rank: plan.passes(rank, "gloo")))
+    for got, want in zip(run_halves(it, stage), joint, strict=True):
+        assert got.keys() == want.keys()
+        for role, tensor in want.items():
+            other = got[role]
+            assert (other is None) == (tensor is None)
+            assert tensor is None or other.equal(tensor), role  # type: ignore[union-attr]
+
+
+def test_roles_of_the_halves() -> None:
+    case = MODELS["conv"]
+    it = World(case.make(), case.batch(4, 0), 2)
+    split = halves(it, 3)[0]
+    assert split.backward is not None
+    assert kinds(split.forward.outputs) == {Output, Update, Verdict, Saved}
+    assert kinds(split.backward.inputs) == {Saved, Tangent}
+    assert kinds(split.backward.outputs) == {Gradient}
+
+
+def test_held_gradients_enter_the_backward_alone() -> None:
+    it = two_layers()
+    plan = it.plan(0)
+    name = "blocks.0.weight"
+    (graph, _) = it.lower(lambda rank: plan.passes(rank, "gloo", held=(name,)))
+    split = split_forward_backward(graph)
+    assert split.backward is not None
+    assert Accumulated(name) in split.backward.inputs
+    assert Accumulated(name) not in split.forward.inputs
+
+
+def test_a_parameter_is_saved_not_asked_for_again() -> None:
+    """What the optimizer does between forward and backward must not be seen halfway."""
+    split = split_forward_backward(two_layers().graph(0))
+    assert split.backward is not None
+    assert not any(isinstance(role, Parameter) for role in split.backward.inputs)
+
+
+def test_without_a_backward_there_is_one_half() -> None:
+    graph = replace(two_layers(), differentiate=False).graph(0)
+    assert split_forward_backward(graph) == Split(graph, None)
