@@ -68,7 +68,11 @@ def synchronized(
     first = run_passes(graph, [SynchronizeGradients(AXIS, rank=0)])
     buckets = propose_buckets(first, BUCKET_BYTES, BUCKET_BYTES)
     backend = str(dist.get_backend()).split(":")[-1]
-    later: list[Pass] = [BucketCollectives(buckets), ScheduleOverlap(), LowerCollectives(backend)]
+    later: list[Pass] = [
+        BucketCollectives(buckets),
+        ScheduleOverlap(),
+        LowerCollectives(backend, dist.get_rank()),
+    ]
     lowered = averaged(run_passes(first, later))
     group = dist.group.WORLD
     assert group is not None

@@ -202,7 +202,7 @@ class Plan:
             SynchronizeGradients(self.axis, rank, hold, held),
             BucketCollectives(self.buckets),
             ScheduleOverlap(self.prefetch, self.in_flight),
-            LowerCollectives(backend),
+            LowerCollectives(backend, rank),
         )
 
     def check(self, model: nn.Module, parameters: Iterable[ParameterInfo], world_size: int) -> None:

@@ -83,7 +83,10 @@ class Transfer:
                 f"{node.name} communicates over {axis!r}, but the axes are {dict(axes)}"
             )
         whole = tensors(node) if collective == "all_gather" else _input_tensors(node)
-        return cls(collective, axis, sum(map(tensor_bytes, whole)), axes[axis])
+        nbytes = sum(map(tensor_bytes, whole))
+        if collective == "all_to_all" and 0 in node.args[1]:  # type: ignore[operator]
+            nbytes = nbytes * axes[axis] // (axes[axis] - 1)  # a rank's own part stays where it is
+        return cls(collective, axis, nbytes, axes[axis])
 
 
 def _group(node: fx.Node) -> Any:
