@@ -19,6 +19,7 @@ from autopar.passes.collectives import (
     start_reduce_scatter,
     wait_of,
 )
+from autopar.placement import Varying
 
 c10d = torch.ops._c10d_functional
 Finish = Callable[[fx.Node], list[fx.Node]]
@@ -46,7 +47,7 @@ class Lowering:
         self.graph.inserting_before(self.start)
         issued, finish = begin()
         self.graph.inserting_before(done)
-        self.like, self.placement = done, self.start.meta.get("placement")
+        self.like, self.placement = done, Varying()  # results get their own
         new = finish(self.op(c10d.wait_tensor.default, issued))
         for before, after in zip(old, new, strict=True):
             if before is not None:

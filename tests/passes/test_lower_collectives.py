@@ -19,10 +19,10 @@ from autopar.passes.collectives import (
     start_reduce_scatter,
     starts,
 )
-from autopar.passes.lower_collectives import LowerCollectives, c10d
+from autopar.passes.lower_collectives import LowerCollectives
 from autopar.placement import chunk_rows
 from tests.passes.golden import text, two_layers
-from tests.passes.simulated import Results, chunks, run_ranks
+from tests.passes.simulated import Results, c10d, chunks, run_ranks
 
 AXIS = "dp"
 Shapes = Sequence[tuple[int, ...]]
@@ -70,7 +70,7 @@ def run(
     for rank, operands in enumerate(parts):
         own = [o[rank] for o in options]  # type: ignore[index]
         graph = training_graph(sketch(operands, start, *own, AXIS), len(parts))
-        graphs.append(LowerCollectives(backend)(graph).graph)
+        graphs.append(LowerCollectives(backend, rank)(graph).graph)
         assert not list(starts(graphs[-1]))
     values = [dict(zip(map(Input, range(9)), [t / 2 for t in p], strict=False)) for p in parts]
     results: list[Results] = run_ranks(graphs, values)  # type: ignore[arg-type]
@@ -124,54 +124,58 @@ def test_scalars_and_others_share_a_buffer(scalar: bool) -> None:
         assert found[0].equal(parts[0][0] + parts[1][0])
 
 
-def lowered(backend: str, start: Callable[..., object], *options: object) -> str:
+def lowered(backend: str, rank: int, start: Callable[..., object], *options: object) -> str:
     graph = training_graph(sketch([whole((3, 2)), whole((4,))], start, *options, AXIS), 2)
-    after = LowerCollectives(backend)(graph).graph
+    after = LowerCollectives(backend, rank)(graph).graph
     return text(after, lambda node: node.op == "call_function" and "mul" not in node.name)
 
 
 def test_all_gather() -> None:
     assert_expected_inline(
-        lowered("gloo", start_all_gather, [5, 8]),
+        lowered("gloo", 0, start_all_gather, [5, 8]),
         """\
 view_default: [6] = view(mul_tensor, [-1])
 view_default_1: [4] = view(mul_tensor_1, [-1])
 cat_default: [10] = cat([view_default, view_default_1])
-all_gather_into_tensor_default: [20] = all_gather_into_tensor(cat_default, 2, dp)
-wait_tensor_default: [20] = wait_tensor(all_gather_into_tensor_default)
-view_default_2: [2,10] = view(wait_tensor_default, [2, -1])
-slice_tensor: [2,6] = slice(view_default_2, 1, 0, 6)
-clone_default: [2,6] = clone(slice_tensor, memory_format=torch.contiguous_format)
-view_default_3: [6,2] = view(clone_default, [6, 2])
-slice_tensor_1: [5,2] = slice(view_default_3, 0, 0, 5)
-slice_tensor_2: [2,4] = slice(view_default_2, 1, 6, 10)
-clone_default_1: [2,4] = clone(slice_tensor_2, memory_format=torch.contiguous_format)
-view_default_4: [8] = view(clone_default_1, [8])""",
+all_to_all_single_default: [10] = all_to_all_single(cat_default, [0, 10], [0, 10], dp)
+wait_tensor_default: [10] = wait_tensor(all_to_all_single_default)
+slice_tensor: [6] = slice(wait_tensor_default, 0, 0, 6)
+view_default_2: [3,2] = view(slice_tensor, [3, 2])
+slice_tensor_1: [4] = slice(wait_tensor_default, 0, 6, 10)
+view_default_3: [4] = view(slice_tensor_1, [4])
+cat_default_1: [6,2] = cat([mul_tensor, view_default_2])
+slice_tensor_2: [5,2] = slice(cat_default_1, 0, 0, 5)
+cat_default_2: [8] = cat([mul_tensor_1, view_default_3])""",
     )
 
 
 def test_reduce_scatter_on_gloo_is_an_exchange_and_a_local_sum() -> None:
     assert_expected_inline(
-        lowered("gloo", start_reduce_scatter, [2, 2]),
+        lowered("gloo", 0, start_reduce_scatter, [2, 2]),
         """\
 constant_pad_nd_default: [4,2] = constant_pad_nd(mul_tensor, [0, 0, 0, 1])
-view_default: [2,4] = view(constant_pad_nd_default, [2, 4])
-view_default_1: [2,2] = view(mul_tensor_1, [2, 2])
-cat_default: [2,6] = cat([view_default, view_default_1], 1)
-all_to_all_single_default: [2,6] = all_to_all_single(cat_default, [1, 1], [1, 1], dp)
-wait_tensor_default: [2,6] = wait_tensor(all_to_all_single_default)
-sum_dim_int_list: [6] = sum(wait_tensor_default, [0])
-split_with_sizes_default: [4] [2] = split_with_sizes(sum_dim_int_list, [4, 2])
+slice_tensor: [2,2] = slice(constant_pad_nd_default, 0, 0, 2)
+slice_tensor_1: [2] = slice(mul_tensor_1, 0, 0, 2)
+slice_tensor_2: [2,2] = slice(constant_pad_nd_default, 0, 2, 4)
+slice_tensor_3: [2] = slice(mul_tensor_1, 0, 2, 4)
+view_default: [4] = view(slice_tensor_2, [-1])
+view_default_1: [2] = view(slice_tensor_3, [-1])
+cat_default: [6] = cat([view_default, view_default_1])
+all_to_all_single_default: [6] = all_to_all_single(cat_default, [0, 6], [0, 6], dp)
+wait_tensor_default: [6] = wait_tensor(all_to_all_single_default)
+split_with_sizes_default: [4] [2] = split_with_sizes(wait_tensor_default, [4, 2])
 getitem_2: [4] = getitem(split_with_sizes_default, 0)
 view_default_2: [2,2] = view(getitem_2, [2, 2])
 getitem_3: [2] = getitem(split_with_sizes_default, 1)
-view_default_3: [2] = view(getitem_3, [2])""",
+view_default_3: [2] = view(getitem_3, [2])
+add__tensor: [2,2] = add_(view_default_2, slice_tensor)
+add__tensor_1: [2] = add_(view_default_3, slice_tensor_1)""",
     )
 
 
 def test_reduce_scatter_on_nccl() -> None:
     assert_expected_inline(
-        lowered("nccl", start_reduce_scatter, [2, 2]),
+        lowered("nccl", 0, start_reduce_scatter, [2, 2]),
         """\
 constant_pad_nd_default: [4,2] = constant_pad_nd(mul_tensor, [0, 0, 0, 1])
 view_default: [2,4] = view(constant_pad_nd_default, [2, 4])
@@ -192,7 +196,7 @@ def reduced(change: Callable[[fx.Graph, fx.Node], None]) -> object:
     """What a single operand's all-reduce is lowered to, after a change of the graph."""
     graph = sketch([whole((3, 2))], start_all_reduce, AXIS)
     change(graph, next(n for n in graph.nodes if n.target is torch.ops.aten.mul.Tensor))
-    after = LowerCollectives("gloo")(training_graph(graph, 2)).graph
+    after = LowerCollectives("gloo", 0)(training_graph(graph, 2)).graph
     (found,) = [n.target for n in after.calls() if "all_reduce" in n.name]
     return found
 
@@ -217,10 +221,10 @@ def test_results_that_nobody_uses_are_not_cut() -> None:
     output = next(iter(reversed(graph.nodes)))
     output.args = ([first, None],)
     graph.erase_node(second)
-    after = LowerCollectives("gloo")(training_graph(graph, 2)).graph
+    after = LowerCollectives("gloo", 0)(training_graph(graph, 2)).graph
     after.graph.lint()
     assert not list(starts(after))
 
 
 def test_says_why_it_declined() -> None:
-    assert LowerCollectives("gloo")(two_layers().graph(0)).reason == "there is no collective"
+    assert LowerCollectives("gloo", 0)(two_layers().graph(0)).reason == "there is no collective"
