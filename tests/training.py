@@ -96,6 +96,54 @@ def train(
     return Reference(losses, whole_state(model))
 
 
+class Pair:
+    """A plain model and the same one compiled, which are to stay alike."""
+
+    def __init__(
+        self, made: Any, zero: Any = 3, dtype: torch.dtype = torch.float64, **options: Any
+    ) -> None:
+        make = MODELS[made].make if isinstance(made, str) else made
+        self.plain: nn.Module = make().to(dtype)
+        options = {"strategy": fixed(zero), "fallback": False, **options}
+        self.parallel = autopar.compile(make().to(dtype), **options)
+        self.optimizers = [optimizer_of(dtype)(m.parameters()) for m in self.models]
+
+    @property
+    def models(self) -> tuple[Any, Any]:
+        """The plain model, then the compiled one."""
+        return self.plain, self.parallel
+
+    def step(self) -> None:
+        """Both optimizers' step."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def gradients(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Whole gradients of both, by name."""
+        plain, parallel = ({n: whole(p.grad) for n, p in m.named_parameters()} for m in self.models)
+        return plain, parallel
+
+    def check_gradients(self, tolerance: float = 1e-9) -> None:
+        """The same parameters have gradients, and they are equal."""
+        want, have = self.gradients()
+        nothing = {name for name, gradient in want.items() if gradient is None}
+        assert nothing == {name for name, gradient in have.items() if gradient is None}
+        close({n: g for n, g in have.items() if g is not None}, want, tolerance)
+
+    def check_state(self, tolerance: float = 1e-9) -> None:
+        """The state dicts are equal."""
+        close(whole_state(self.parallel), self.plain.state_dict(), tolerance)
+
+
+def close(have: Any, want: Any, tolerance: float = 1e-9) -> None:
+    """Tensors, numbers, or dicts of tensors by name are equal up to a relative tolerance."""
+    if not isinstance(have, dict):
+        have, want = {"it": have}, {"it": want}
+    errors = {n: relative_error(whole(have[n]), whole(want[n])) for n in have}
+    assert all(e <= tolerance for e in errors.values()), errors
+
+
 def train_all(
     rank: int, world_size: int, name: str, dtype: torch.dtype, setups: list[Setup]
 ) -> list[Reference]:
