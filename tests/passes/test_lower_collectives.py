@@ -20,7 +20,7 @@ from autopar.passes.collectives import (
     starts,
 )
 from autopar.passes.lower_collectives import LowerCollectives
-from autopar.placement import chunk_rows
+from autopar.placement import Replicate, Shard, chunk_rows
 from tests.passes.golden import text, two_layers
 from tests.passes.simulated import Results, c10d, chunks, run_ranks
 
@@ -51,7 +51,10 @@ def sketch(operands: Sequence[Tensor], start: Callable[..., object], *options: o
         twice = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2))
         twice.meta = {"val": node.meta["val"] * 2, "phase": "forward"}
         doubled.append(twice)
-    graph.output(collective(graph, inputs[0], start, doubled, *options))
+    results = collective(graph, inputs[0], start, doubled, *options)
+    for result in results:
+        result.meta["placement"] = Shard(0) if start is start_reduce_scatter else Replicate()
+    graph.output(results)
     return graph
 
 
@@ -138,14 +141,14 @@ view_default: [6] = view(mul_tensor, [-1])
 view_default_1: [4] = view(mul_tensor_1, [-1])
 cat_default: [10] = cat([view_default, view_default_1])
 all_to_all_single_default: [10] = all_to_all_single(cat_default, [0, 10], [0, 10], dp)
-wait_tensor_default: [10] = wait_tensor(all_to_all_single_default)
-slice_tensor: [6] = slice(wait_tensor_default, 0, 0, 6)
-view_default_2: [3,2] = view(slice_tensor, [3, 2])
-slice_tensor_1: [4] = slice(wait_tensor_default, 0, 6, 10)
-view_default_3: [4] = view(slice_tensor_1, [4])
-cat_default_1: [6,2] = cat([mul_tensor, view_default_2])
-slice_tensor_2: [5,2] = slice(cat_default_1, 0, 0, 5)
-cat_default_2: [8] = cat([mul_tensor_1, view_default_3])""",
+wait_tensor_default: [10] V = wait_tensor(all_to_all_single_default)
+slice_tensor: [6] V = slice(wait_tensor_default, 0, 0, 6)
+view_default_2: [3,2] V = view(slice_tensor, [3, 2])
+slice_tensor_1: [4] V = slice(wait_tensor_default, 0, 6, 10)
+view_default_3: [4] V = view(slice_tensor_1, [4])
+cat_default_1: [6,2] V = cat([mul_tensor, view_default_2])
+slice_tensor_2: [5,2] R = slice(cat_default_1, 0, 0, 5)
+cat_default_2: [8] R = cat([mul_tensor_1, view_default_3])""",
     )
 
 
@@ -162,14 +165,14 @@ view_default: [4] = view(slice_tensor_2, [-1])
 view_default_1: [2] = view(slice_tensor_3, [-1])
 cat_default: [6] = cat([view_default, view_default_1])
 all_to_all_single_default: [6] = all_to_all_single(cat_default, [0, 6], [0, 6], dp)
-wait_tensor_default: [6] = wait_tensor(all_to_all_single_default)
-split_with_sizes_default: [4] [2] = split_with_sizes(wait_tensor_default, [4, 2])
-getitem_2: [4] = getitem(split_with_sizes_default, 0)
-view_default_2: [2,2] = view(getitem_2, [2, 2])
-getitem_3: [2] = getitem(split_with_sizes_default, 1)
-view_default_3: [2] = view(getitem_3, [2])
-add__tensor: [2,2] = add_(view_default_2, slice_tensor)
-add__tensor_1: [2] = add_(view_default_3, slice_tensor_1)""",
+wait_tensor_default: [6] V = wait_tensor(all_to_all_single_default)
+split_with_sizes_default: [4] [2] V = split_with_sizes(wait_tensor_default, [4, 2])
+getitem_2: [4] V = getitem(split_with_sizes_default, 0)
+view_default_2: [2,2] V = view(getitem_2, [2, 2])
+getitem_3: [2] V = getitem(split_with_sizes_default, 1)
+view_default_3: [2] V = view(getitem_3, [2])
+add__tensor: [2,2] S(0) = add_(view_default_2, slice_tensor)
+add__tensor_1: [2] S(0) = add_(view_default_3, slice_tensor_1)""",
     )
 
 
@@ -182,13 +185,13 @@ view_default: [2,4] = view(constant_pad_nd_default, [2, 4])
 view_default_1: [2,2] = view(mul_tensor_1, [2, 2])
 cat_default: [2,6] = cat([view_default, view_default_1], 1)
 reduce_scatter_tensor_default: [1,6] = reduce_scatter_tensor(cat_default, sum, 2, dp)
-wait_tensor_default: [1,6] = wait_tensor(reduce_scatter_tensor_default)
-view_default_2: [6] = view(wait_tensor_default, [-1])
-split_with_sizes_default: [4] [2] = split_with_sizes(view_default_2, [4, 2])
-getitem_2: [4] = getitem(split_with_sizes_default, 0)
-view_default_3: [2,2] = view(getitem_2, [2, 2])
-getitem_3: [2] = getitem(split_with_sizes_default, 1)
-view_default_4: [2] = view(getitem_3, [2])""",
+wait_tensor_default: [1,6] V = wait_tensor(reduce_scatter_tensor_default)
+view_default_2: [6] V = view(wait_tensor_default, [-1])
+split_with_sizes_default: [4] [2] V = split_with_sizes(view_default_2, [4, 2])
+getitem_2: [4] V = getitem(split_with_sizes_default, 0)
+view_default_3: [2,2] S(0) = view(getitem_2, [2, 2])
+getitem_3: [2] V = getitem(split_with_sizes_default, 1)
+view_default_4: [2] S(0) = view(getitem_3, [2])""",
     )
 
 
