@@ -1,0 +1,121 @@
+"""The command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.cli import main
+
+MAKE = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return self.layer(x).square().mean()
+def make():
+    torch.manual_seed(0)
+    return Model(), (torch.ones(8, 4),)
+"""
+
+SCRIPT = """
+import os, sys
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
+sys.exit(int(os.environ["RANK"] == "1" and "fail" in sys.argv))
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Path:
+    path = tmp_path / "make.py"
+    path.write_text(MAKE)
+    return path
+
+
+def test_plan_show_diff(make: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    html = tmp_path / "a.html"
+    plan = ["plan", str(make), "--world-size", "2"]
+    assert main([*plan, "--strategy", "zero3", "--out", first, "--html", str(html)]) == 0
+    assert main([*plan, "--strategy", "ddp", "--out", second]) == 0
+    assert "<svg" in html.read_text()
+    assert autopar.Plan.load(first).stages == (("", 3),)
+    capsys.readouterr()
+    assert main(["show", first, "--explain"]) == 0
+    assert "sharded on dim 0" in capsys.readouterr().out
+    assert main(["diff", first, second]) == 1
+    assert "stages: (('', 3),) -> (('', 0),)" in capsys.readouterr().out
+    assert main(["diff", first, first]) == 0
+
+
+def test_the_graph_of_a_rank_has_provenance_and_source(
+    make: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "plan.json")
+    main(["plan", str(make), "--world-size", "2", "--strategy", "zero3", "--out", path])
+    capsys.readouterr()
+    assert main(["show", path, "--graph", str(make), "--rank", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "# captured from Model" in text
+    assert "# shard_parameters(axis='dp_shard', rank=1" in text
+    assert "return self.layer(x).square().mean()" in text
+    assert "all_to_all_single" in text
+    assert "backward:" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:50], "is not a plan"),
+        (lambda text: text.replace('"schema_version": 1', '"schema_version": 0'), "schema 0"),
+        (lambda text: json.dumps({**json.loads(text), "stranger": 1}), "stranger"),
+    ],
+)
+def test_bad_plans_are_refused(
+    make: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change, message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    main(["plan", str(make), "--world-size", "2", "--strategy", "ddp", "--out", str(path)])
+    path.write_text(change(path.read_text()))
+    assert main(["show", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_without_make_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "empty.py"
+    path.write_text("")
+    assert main(["plan", str(path), "--world-size", "2"]) == 2
+    assert "has no make()" in capsys.readouterr().err
+
+
+def test_nothing_fits(make: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(make), "--world-size", "2", "--memory", "100"]) == 2
+    assert "memory='100'" in capsys.readouterr().err
+    assert main(["plan", str(make), "--world-size", "2", "--memory", "0.1KiB"]) == 2
+    assert "nothing fits under 102 B per rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rest", "seen"), [(["--", "--steps", "3"], "['--steps', '3']"), (["--"], "[]"), ([], "[]")]
+)
+def test_run_launches_ranks(tmp_path: Path, rest: list[str], seen: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "autopar", "run", str(script), "--nproc", "2", *rest]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f"rank {rank} of 2 {seen}" in done.stdout for rank in (0, 1))
+
+
+def test_run_fails_if_a_rank_does(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "autopar", "run", str(script), "--nproc", "2", "--", "fail"]
+    assert subprocess.run(command, capture_output=True).returncode != 0

@@ -1,0 +1,85 @@
+"""The choice: what is fastest under a cap, deterministic, and never over it."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from tests.models import MODELS
+
+
+@cache
+def graph_model() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    case = MODELS["gpt"]
+    return case.make(), case.batch(8, 0)[0]
+
+
+@cache
+def planned(strategy: str, memory: int | None = None) -> autopar.Plan:
+    model, inputs = graph_model()
+    return autopar.plan(model, 4, example_inputs=inputs, strategy=strategy, memory=memory)
+
+
+def peak(plan: autopar.Plan) -> int:
+    assert plan.prediction is not None
+    return plan.prediction.peak_bytes
+
+
+def test_the_same_question_gives_the_same_bytes() -> None:
+    model, inputs = graph_model()
+    fixed = autopar.Strategy(zero=3, recompute="none", gather_bytes=4096, reduce_bytes=4096)
+    plans = [autopar.plan(model, 4, example_inputs=inputs, strategy=fixed) for _ in range(2)]
+    assert plans[0].to_json() == plans[1].to_json()
+    assert plans[0].digest() == plans[1].digest()
+
+
+def test_modelled_figures_say_so() -> None:
+    plan = planned("auto")
+    assert plan.prediction is not None
+    assert plan.prediction.provenance["modelled"] > 0
+    assert "modelled" in plan.cluster
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8])
+def test_a_cap_is_kept_by_mixing_stages_or_recomputing(share: float) -> None:
+    free = planned("auto")
+    cap = int(peak(free) * share)
+    plan = planned("auto", cap)
+    assert peak(plan) <= cap
+    assert plan.memory_cap == cap
+    assert plan.stages != free.stages or plan.recompute != free.recompute
+    assert any("more than the cap" in other.why for other in plan.runners_up)
+
+
+def test_what_lacks_is_what_helps() -> None:
+    with pytest.raises(autopar.OutOfMemoryError) as error:
+        planned("auto", 1000)
+    assert f"({error.value.shortfall} bytes)" in str(error.value)
+    assert peak(planned("auto", 1000 + error.value.shortfall)) <= 1000 + error.value.shortfall
+
+
+def test_higher_stages_need_less_and_the_choice_is_the_fastest() -> None:
+    peaks = [peak(planned(name)) for name in ("ddp", "zero1", "zero3")]
+    assert peaks[0] > peaks[1]
+    best = planned("auto")
+    assert best.prediction is not None
+    assert all(best.prediction.step_s <= other.step_s for other in best.runners_up)
+
+
+def test_fixed_fields_stay_fixed() -> None:
+    model, inputs = graph_model()
+    strategy = autopar.Strategy(zero={"blocks.0": 3}, recompute="full")
+    plan = autopar.plan(model, 2, example_inputs=inputs, strategy=strategy)
+    assert dict(plan.stages)["blocks.0"] == 3
+    assert {level for _, level in plan.recompute} == {"full"}
+
+
+def test_a_budget_of_kept_activations_is_written_into_the_plan() -> None:
+    model, inputs = graph_model()
+    strategy = autopar.Strategy(zero=0, activation_bytes=10_000)
+    plan = autopar.plan(model, 2, example_inputs=inputs, strategy=strategy)
+    free = autopar.plan(model, 2, example_inputs=inputs, strategy="ddp")
+    assert plan.activation_bytes == 10_000
+    assert peak(plan) < peak(free)
