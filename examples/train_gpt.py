@@ -1,7 +1,7 @@
 """Train a byte-level GPT on the source of Python's standard library.
 
-autopar run examples/train_gpt.py --nproc 2
-torchrun --nproc-per-node 2 examples/train_gpt.py --steps 1000 --strategy zero3
+autopar run examples/train_gpt.py --nproc 2 -- --steps 1000
+torchrun --nproc-per-node 2 examples/train_gpt.py --strategy zero3
 python examples/train_gpt.py
 
 Run it again and it resumes from its last checkpoint, also with other processes or another strategy.
@@ -57,6 +57,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
         self.head.weight = self.token.weight
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
