@@ -28,6 +28,7 @@ from autopar.passes.runner import run_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.plan import Plan
 
+c10d = torch.ops._c10d_functional
 Boxed = Callable[[list[Any]], list[Any]]
 
 
@@ -134,6 +135,8 @@ def generate(graph: TrainingGraph, groups: Mapping[str, str], compile_backend: s
         if "_c10d_functional" in str(node.target) and node.args[-1] in groups:
             node.args = (*node.args[:-1], groups[node.args[-1]])
     if compile_backend != "eager":
+        for node in module.graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
+            node.target = c10d.all_reduce.default  # compilers take no collective in place
         module.recompile()
         return _compiled(module, compile_backend)
     module.graph.set_codegen(BoxedCodeGen())
