@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import _torch
 from autopar._torch import pytree
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, StrategyError
 from autopar.graph import (
     Buffer,
     Gradient,
@@ -136,23 +137,28 @@ def capture(
 
     Raises:
         CaptureError: the model depends on values in Python, or cannot be traced.
+        StrategyError: `loss_fn` has parameters of its own.
     """
+    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+        raise StrategyError(
+            f"loss_fn={type(loss_fn).__name__}(...) has parameters, which would not be trained: "
+            "make it part of the model and let the model return the loss."
+        )
     with _torch.FakeTensorMode(allow_non_fake_inputs=True):
         program = _Program(model, call, parameters, device, all_tangents, loss_fn)
         inputs = [leaf.fake() for leaf in call.leaves if isinstance(leaf, TensorSpec)]
         if not differentiate:
             program.requires_grad_(False)
             inputs = [tensor.detach() for tensor in inputs]
-    random_state = random.getstate()
+    random_state = _random_state()
     with _explained(model), contextlib.ExitStack() as stack, fx_traceback.preserve_node_meta():
         stack.enter_context(torch.set_grad_enabled(differentiate))
         stack.enter_context(_without_autocast_cache())
         joint = _torch.aot_export_joint_with_descriptors(stack, program, tuple(inputs))
-    if random.getstate() != random_state:
-        random.setstate(random_state)
+    if _random_state() != random_state:
         raise CaptureError(
-            f"{type(model).__name__} draws numbers from Python's `random` while it runs; a graph "
-            "would repeat the first draw for ever. Draw with torch instead."
+            f"{type(model).__name__} draws numbers from Python's or numpy's `random` while it "
+            "runs; a graph would repeat the first draw for ever. Draw with torch instead."
         )
     graph = _to_training_graph(joint.graph_module, program, parameters)
     return Capture(
@@ -174,7 +180,8 @@ class _Program(nn.Module):
     ) -> None:
         super().__init__()
         self.model = (model,)  # in a tuple, so that its own parameters are not this module's
-        self.call, self.loss_fn, self.all_tangents = call, loss_fn, all_tangents
+        self.loss_fn = (loss_fn,)
+        self.call, self.all_tangents = call, all_tangents
         self.names = tuple(parameters)
         self.values = nn.ParameterList(
             nn.Parameter(TensorSpec(p.shape, p.dtype, device).fake(), requires_grad=p.requires_grad)
@@ -195,20 +202,20 @@ class _Program(nn.Module):
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.call.structure)
-        model = self.model[0]
+        (model,), (loss_fn,) = self.model, self.loss_fn
         known = dict(zip(self.names, self.values, strict=True))
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         state = {name: known[first] for name, first in _places(model).items()}
         with _Annotate(model) as annotate:
             target = None
-            if self.loss_fn is not None:
+            if loss_fn is not None:
                 *args, target = args
             result = torch.func.functional_call(
                 model, state, tuple(args), kwargs, tie_weights=False
             )
-            if self.loss_fn is not None:
+            if loss_fn is not None:
                 annotate.module = ""
-                result = self.loss_fn(result, target)
+                result = loss_fn(result, target)
         return self._tensors_of(result)
 
     def _tensors_of(self, result: Any) -> tuple[torch.Tensor, ...]:
@@ -278,6 +285,12 @@ class _Annotate(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _random_state() -> tuple[object, ...]:
+    """Where Python's and numpy's global generators stand."""
+    numbers: Any = np.random.get_state()
+    return random.getstate(), bytes(numbers[1]), numbers[2]
+
+
 def _is_library(code: CodeType) -> bool:
     return "/torch/" in code.co_filename or code.co_filename == __file__
 
@@ -343,6 +356,9 @@ def _to_training_graph(
     ]
     output.args = ([value for _, value in kept],)
     graph.eliminate_dead_code()
+    for role, value in kept:
+        if value.meta["val"] is not None and value.meta["val"].layout is not torch.strided:
+            raise CaptureError(f"{role} is a sparse tensor; use dense ones (sparse=False)")
     training = replace(training, outputs=tuple(role for role, _ in kept))
     _keep_old_values(training)
     return training
@@ -396,6 +412,11 @@ def _output_role(desc: Any, program: _Program) -> OutputRole:
 
 
 def _output_index(desc: Any, program: _Program) -> int:
+    if not isinstance(desc, _torch.PlainAOTOutput):
+        raise CaptureError(
+            f"the model changes in place what gradients flow into ({type(desc).__name__}): a "
+            "parameter, or an input that requires them. Change a copy, or do so outside of forward."
+        )
     tensors = [i for i, is_tensor in enumerate(program.tensor_leaves) if is_tensor]
     return tensors[desc.idx]
 
@@ -415,33 +436,15 @@ def _annotate_nodes(graph: fx.Graph, parameters: Mapping[str, ParameterInfo]) ->
         node.meta = {
             "val": node.meta.get("val"),
             "phase": "backward" if backward else "forward",
-            "block": _block_of(note.get("module", ""), blocks),
+            "block": block_of(note.get("module", ""), blocks),
             "source": note.get("source"),
             "seq_nr": number,
         }
 
 
-def _block_of(module: str, blocks: Sequence[str]) -> str:
+def block_of(module: str, blocks: Sequence[str]) -> str:
+    """The block that a module lies in, "" for none."""
     for block in blocks:
         if module == block or module.startswith(block + "."):
             return block
     return ""
-
-
-def find_blocks(model: nn.Module) -> dict[str, str]:
-    """The block of every parameter name: the repeated layer that holds it, "" for the rest.
-
-    The blocks are the elements of the outermost ModuleLists, ModuleDicts and Sequentials.
-    """
-    blocks = [""]
-    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        inside = any(block and name.startswith(block + ".") for block in blocks)
-        is_element = bool(name) and isinstance(model.get_submodule(parent), containers)
-        if is_element and not inside and not isinstance(module, containers):
-            blocks.append(name)
-    found = {}
-    for name, _ in model.named_parameters():
-        found[name] = _block_of(name.rpartition(".")[0], blocks[1:])
-    return found

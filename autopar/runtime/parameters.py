@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from autopar.capture import find_blocks
+from autopar.capture import block_of
 from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo
 from autopar.placement import Placement, Shard, chunk_rows
@@ -25,6 +25,25 @@ def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
         name: ParameterInfo(name, tuple(p.shape), p.dtype, p.requires_grad, blocks[name])
         for name, p in model.named_parameters()
     }
+
+
+def find_blocks(model: nn.Module) -> dict[str, str]:
+    """The block of every parameter name: the repeated layer that holds it, "" for the rest.
+
+    The blocks are the elements of the outermost ModuleLists, ModuleDicts and Sequentials.
+    """
+    blocks = [""]
+    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        inside = any(block and name.startswith(block + ".") for block in blocks)
+        is_element = bool(name) and isinstance(model.get_submodule(parent), containers)
+        if is_element and not inside and not isinstance(module, containers):
+            blocks.append(name)
+    found = {}
+    for name, _ in model.named_parameters():
+        found[name] = block_of(name.rpartition(".")[0], blocks[1:])
+    return found
 
 
 def device_of(model: nn.Module) -> torch.device:
