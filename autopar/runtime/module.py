@@ -167,12 +167,7 @@ class DistributedModule(nn.Module):
     ) -> Any:
         """Loads whole tensors or DTensors under the plain model's names."""
         own = dict(self.named_parameters(remove_duplicate=False))
-        values = {
-            name: self._as_laid_out(own[name], value)  # type: ignore[arg-type]
-            if isinstance(own.get(name), DTensor) and not isinstance(value, DTensor)
-            else value
-            for name, value in state_dict.items()
-        }
+        values = {name: self._as_own(own.get(name), value) for name, value in state_dict.items()}
         return super().load_state_dict(values, strict=strict, assign=assign)
 
     def __getattr__(self, name: str) -> Any:
@@ -402,7 +397,12 @@ class DistributedModule(nn.Module):
             return gradient
         return from_local(gradient, parameter.device_mesh, parameter.placements[0], parameter)
 
-    def _as_laid_out(self, parameter: DTensor, value: torch.Tensor) -> torch.Tensor:
+    def _as_own(self, parameter: torch.Tensor | None, value: Any) -> Any:
+        """A value of a state dict, whole or not, as its parameter lies."""
+        if not isinstance(parameter, DTensor):
+            return value.full_tensor() if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor) or value.shape != parameter.shape:
+            return value
         part = local(parameter.detach())
         shard = parameter.placements[0]
         if shard.is_shard():

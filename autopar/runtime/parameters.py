@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.capture import block_of
 from autopar.errors import StrategyError
@@ -115,6 +117,8 @@ def lay_out(
     """
     if not all(isinstance(p, DTensor) for p in model.parameters()):
         as_dtensors(model, mesh)
+    else:
+        lay_out_states(model.parameters())
     rank, ranks = mesh.get_local_rank(axis), mesh.size()
     for name, parameter in model.named_parameters():
         layout = layouts.get(name)
@@ -125,6 +129,32 @@ def lay_out(
             part = whole[begin : begin + sizes[rank]].clone()
             sharded = from_local(part, mesh, TorchShard(layout.dim), parameter)
             torch.utils.swap_tensors(parameter, _parameter(parameter, sharded))
+
+
+def lay_out_states(parameters: Iterable[nn.Parameter]) -> None:
+    """Lays optimizer state out as its parameter lies by then, before the next step.
+
+    A checkpoint may be loaded before the plan is made. The state that it brings is whole, and
+    would stay so: a step with it is right, but needs the memory and the traffic of whole states.
+    """
+    waiting = {id(p) for p in parameters if p.requires_grad}
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            if isinstance(parameter, DTensor) and id(parameter) in waiting:
+                waiting.discard(id(parameter))
+                state = optimizer.state.get(parameter, {})
+                state |= {k: _laid_out_as(parameter, v) for k, v in state.items()}
+        if not waiting:
+            hook.remove()
+
+    hook = register_optimizer_step_pre_hook(before_step)
+
+
+def _laid_out_as(parameter: DTensor, value: Any) -> Any:
+    if not isinstance(value, DTensor) or value.shape != parameter.shape:
+        return value
+    return value.redistribute(parameter.device_mesh, parameter.placements)
 
 
 def from_local(
