@@ -45,6 +45,9 @@ class OutOfMemoryError(AutoparError):
         super().__init__(message)
         self.shortfall = shortfall
 
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return type(self), (str(self), self.shortfall)  # it travels from rank 0 to the others
+
 
 class DisagreementError(AutoparError):
     """Ranks that must agree hold different models, plans or batches."""

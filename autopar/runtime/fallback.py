@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -44,7 +45,6 @@ class AliasedDDP(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.outer: list[tuple[nn.Parameter, nn.Parameter]] = []
         aliases: dict[int, nn.Parameter] = {}
         self.places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         for module in model.modules():
@@ -58,9 +58,9 @@ class AliasedDDP(nn.Module):
                 self.places.append((module, name, parameter, alias))
         with self._aliased():
             self.ddp = DistributedDataParallel(_Hidden(model), gradient_as_bucket_view=True)
-        for _, _, parameter, alias in self.places:
-            if alias.requires_grad:
-                alias.register_post_accumulate_grad_hook(_share_gradient(parameter))
+        outer = {id(alias): parameter for _, _, parameter, alias in self.places}
+        # DDP reads annotations, and a lambda has none to mistake
+        self.ddp.register_comm_hook(outer, lambda state, bucket: _reduce_and_share(state, bucket))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs DDP's forward on the aliases."""
@@ -104,12 +104,14 @@ class _Aliased:
             module._parameters[name] = parameter
 
 
-def _share_gradient(parameter: nn.Parameter) -> Any:
-    def hook(alias: torch.Tensor) -> None:
+def _reduce_and_share(outer: dict[int, nn.Parameter], bucket: Any) -> Any:
+    """DDP's own mean over ranks, whose results are the gradients of the DTensors too."""
+    for alias, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        parameter = outer[id(alias)]
         assert isinstance(parameter, DTensor)
-        assert alias.grad is not None
         parameter.grad = DTensor.from_local(
-            alias.grad, parameter.device_mesh, parameter.placements, run_check=False
+            gradient, parameter.device_mesh, parameter.placements, run_check=False
         )
-
-    return hook
+    group = dist.group.WORLD
+    assert group is not None
+    return allreduce_hook(group, bucket)

@@ -1,0 +1,201 @@
+"""Bad input: a clear error on every rank, and no rank that waits for ever."""
+
+import datetime
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import autopar
+from tests.models import MODELS
+from tests.training import fixed
+from tests.worlds import Raised, run, run_isolated
+
+
+class Model(nn.Module):
+    """One layer and a loss."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def all_raise(answers: list[Any], kind: type[Exception], *parts: str) -> None:
+    """Every rank raised an error of this kind that says all of `parts`."""
+    for answer in answers:
+        assert isinstance(answer, Raised), answer
+        assert answer[0] == kind.__name__, answer
+        for part in parts:
+            assert part in answer[1], answer[1]
+
+
+def call(rank: int, world_size: int, rows: list[int], seeds: list[int], **options: Any) -> None:
+    """One step on a batch of `rows[rank]` rows, drawn with `seeds[rank]`."""
+    model = autopar.compile(Model(), strategy=fixed(0), **options)
+    x = torch.randn(rows[rank], 4, generator=torch.Generator().manual_seed(seeds[rank]))
+    model(x).backward()
+
+
+def test_too_few_rows() -> None:
+    answers = run(call, 3, rows=[2, 2, 2], seeds=[0, 0, 0], expect_errors=True)
+    all_raise(answers, autopar.BatchError, "2 rows", "3 ranks", "drop_last=True")
+
+
+def test_different_batches_where_they_must_agree() -> None:
+    answers = run(call, 3, rows=[6, 6, 6], seeds=[0, 0, 1], expect_errors=True)
+    all_raise(answers, autopar.DisagreementError, "different batches", "batch='local'")
+
+
+def test_different_numbers_of_rows() -> None:
+    answers = run(call, 2, rows=[4, 5], seeds=[0, 1], batch="local", expect_errors=True)
+    all_raise(answers, autopar.BatchError, "different numbers of rows", "9 in all")
+
+
+def world(rank: int, world_size: int, asked: int) -> None:
+    autopar.compile(Model(), asked)
+
+
+def test_a_world_size_that_contradicts_torchrun() -> None:
+    for init in (True, False):
+        answers = run(world, 2, asked=4, init=init, expect_errors=True)
+        all_raise(answers, autopar.StrategyError, "world_size=4, but 2 ranks", "--nproc 4")
+
+
+def test_several_ranks_without_a_launcher() -> None:
+    with pytest.raises(autopar.StrategyError, match=r"outside of torchrun.*autopar run"):
+        autopar.compile(Model(), 4)
+
+
+def differ(rank: int, world_size: int) -> None:
+    autopar.compile(Model(4 + rank))
+
+
+def test_different_models() -> None:
+    answers = run(differ, 2, expect_errors=True)
+    all_raise(answers, autopar.DisagreementError, "[1] hold another model", "same model")
+
+
+def plan_differently(rank: int, world_size: int) -> None:
+    x = torch.randn(4, 4)
+    plan = autopar.plan(Model(), 2, example_inputs=(x,), strategy=fixed(3 * rank))
+    autopar.compile(Model(), plan=plan)
+
+
+def test_different_plans() -> None:
+    answers = run(plan_differently, 2, expect_errors=True)
+    all_raise(answers, autopar.DisagreementError, "[1] hold another plan")
+
+
+def test_a_plan_for_another_model_or_world() -> None:
+    x = torch.randn(4, 4)
+    other = autopar.plan(Model(8), 1, example_inputs=(x,), strategy=fixed(0))
+    with pytest.raises(autopar.PlanError, match=r"another model.*layer\.bias, layer\.weight"):
+        autopar.compile(Model(), plan=other)
+    larger = autopar.plan(Model(), 2, example_inputs=(x,), strategy=fixed(0))
+    with pytest.raises(autopar.PlanError, match="for 2 ranks, but 1"):
+        autopar.compile(Model(), plan=larger)
+
+
+def test_a_plan_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    autopar.plan(Model(), 1, example_inputs=(torch.randn(2, 4),), strategy=fixed(0)).save(path)
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(autopar.PlanError, match="is not a plan"):
+        autopar.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "zero4"}, "zero4.*auto, ddp, zero1"),
+        ({"batch": "mine"}, "'global' or 'local'"),
+        ({"precision": "int8"}, "choose bf16, fp16"),
+        ({"memory": "lots"}, "24GiB"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(autopar.StrategyError, match=message):
+        autopar.compile(Model(), **options)
+
+
+@pytest.mark.parametrize("options", [{"zero": 4}, {"recompute": "some"}, {"batch_statistics": 1}])
+def test_bad_strategies(options: dict[str, Any]) -> None:
+    with pytest.raises(autopar.StrategyError):
+        autopar.Strategy(**options)
+
+
+def squeeze(rank: int, world_size: int) -> None:
+    case = MODELS["gpt"]
+    inputs = case.batch(4, 0)[0]
+    autopar.compile(case.make(), memory="1KiB", example_inputs=inputs, strategy=fixed(3))
+
+
+def test_a_cap_that_nothing_fits_is_said_on_every_rank() -> None:
+    answers = run(squeeze, 2, expect_errors=True)
+    all_raise(
+        answers, autopar.OutOfMemoryError, "nothing fits under 1.0 KiB", "bytes", "would help"
+    )
+
+
+def die(rank: int, world_size: int) -> None:
+    """Rank 1 is killed before its third step."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    model = autopar.compile(Model(), strategy=fixed(3))
+    for step in range(5):
+        if (rank, step) == (1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(6, 4)).backward()
+
+
+def test_the_others_stop_when_one_dies() -> None:
+    begin = time.monotonic()
+    answers = run_isolated(die, 3, init=False, expect_errors=True)
+    assert answers[1] == ("Died", "exit code -9")
+    all_raise([answers[0], answers[2]], autopar.CommunicationError, "another rank died", "rank ")
+    assert time.monotonic() - begin < 60  # not a matter of speed: nothing waits for ever
+
+
+class Branching(nn.Module):
+    """Python that depends on the values of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x.sum()
+        return x.mean()
+
+
+def test_what_cannot_be_captured_names_the_line() -> None:
+    model = autopar.compile(Branching(), fallback=False)
+    with pytest.raises(autopar.CaptureError, match=r"test_errors.py:\d+: if x.sum\(\) > 0"):
+        model(torch.ones(2))
+
+
+class Lookup(nn.Module):
+    """An embedding of four rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).sum()
+
+
+def test_an_error_in_the_graph_names_the_users_line() -> None:
+    model = autopar.compile(Lookup(), strategy=fixed(0))
+    model(torch.tensor([1, 2])).backward()
+    with pytest.raises(IndexError) as error:
+        model(torch.tensor([1, 9]))
+    (note,) = error.value.__notes__
+    assert "aten.embedding" in note
+    assert "return self.table(x).sum()" in note
