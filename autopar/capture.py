@@ -146,7 +146,11 @@ def capture(
         )
     with _torch.FakeTensorMode(allow_non_fake_inputs=True):
         program = _Program(model, call, parameters, device, all_tangents, loss_fn)
-        inputs = [leaf.fake() for leaf in call.leaves if isinstance(leaf, TensorSpec)]
+        specs = [leaf for leaf in call.leaves if isinstance(leaf, TensorSpec)]
+        inputs = [
+            (replace(spec, device=device) if spec.device.type == "meta" else spec).fake()
+            for spec in specs
+        ]
         if not differentiate:
             program.requires_grad_(False)
             inputs = [tensor.detach() for tensor in inputs]

@@ -218,9 +218,10 @@ class Plan:
             names = {p.name: p.bytes for p in parameters}
             changed = [n for n in {**sizes, **names} if sizes.get(n) != names.get(n)]
             detail = ", ".join(sorted(changed)[:5]) or "order or dtype of parameters"
+            ours = type(model).__name__
+            kind = f"{self.model}, not {ours}" if ours != self.model else f"a {ours} of other sizes"
             raise PlanError(
-                f"the plan was made for another model ({self.model}, not "
-                f"{type(model).__name__}, or of other sizes); they differ in: {detail}. "
+                f"the plan was made for another model ({kind}); they differ in: {detail}. "
                 "Plan again with autopar.plan(model, ...)."
             )
 
