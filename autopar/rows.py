@@ -13,10 +13,17 @@ import torch
 
 from autopar.capture import Call, Capture
 from autopar.errors import CaptureError
-from autopar.graph import Input, TrainingGraph, elements, tensors
+from autopar.graph import Input, TrainingGraph, elements, tensors, user_line
 from autopar.placement import even_rows
 
-Dims = tuple[tuple[int, ...], ...]
+DIVIDE_BY_ROWS = (
+    "mse_loss_backward",
+    "smooth_l1_loss_backward",
+    "huber_loss_backward",
+    "binary_cross_entropy_backward",
+    "soft_margin_loss_backward",
+    "native_batch_norm_backward",
+)
 
 
 def mark_rows(
@@ -34,9 +41,11 @@ def mark_rows(
 
     Raises:
         CaptureError: so it does, and the ranks have different numbers of rows: they would not
-            run the same collectives. Every rank finds so alike.
+            run the same collectives. Every rank finds so alike. Or the model differentiates twice
+            through an operator that divides by the rows.
     """
     first = capture(call)
+    _check_differentiated_once(first.graph)
     sizes = {size for size in even_rows(total, ranks) if size}
     others = {size: _alike_at(first, capture, call, size) for size in (sizes | {total}) - {rows}}
     whole = others.get(total)
@@ -60,6 +69,22 @@ def mark_rows(
         f"the graph differs between {rows} and {rows + 1} rows, so reductions over the batch "
         "are recognised by their shape alone",
     )
+
+
+def _check_differentiated_once(graph: TrainingGraph) -> None:
+    """Gradients inside of the forward must not hide a division by a rank's own rows."""
+    for node in graph.calls():
+        if node.meta["phase"] == "forward" and _base_name(node) in DIVIDE_BY_ROWS:
+            line = user_line(node)
+            raise CaptureError(
+                f"{node.target} is differentiated twice{f', from {line}' if line else ''}, which "
+                "autopar cannot do over the global batch. Write this loss out with tensor "
+                "operations, or let autopar fall back (fallback=True)."
+            )
+
+
+def _base_name(node: torch.fx.Node) -> str:
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
 
 
 def _alike_at(

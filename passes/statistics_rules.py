@@ -40,7 +40,7 @@ def reduce_sum(work: Typing, node: fx.Node) -> bool:
 def reduce_mean(work: Typing, node: fx.Node) -> bool:
     """A mean over rows; its backward divides by the number of elements of the global batch."""
     work.type(node, V)
-    work.whole.add(node)
+    work.whole.add(node.meta["seq_nr"])
     users = list(node.users)
     work.fx.inserting_before(node.next)
     result = work.mean(node)
@@ -99,7 +99,7 @@ def reduce_spread(work: Typing, node: fx.Node) -> bool:
     dims = list(dims) if dims else list(range(fake.dim()))
     own = fake.numel() / max(1, tensors(node)[0].numel())
     work.type(node, V)
-    work.whole.add(node)
+    work.whole.add(node.meta["seq_nr"])
     users = list(node.users)
 
     def op(target: Any, *args: Any) -> fx.Node:

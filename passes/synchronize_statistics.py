@@ -86,7 +86,7 @@ class Typing:
         for node in self.graph.calls():
             self.owners.setdefault(node.meta["seq_nr"], node)
         self.local: set[fx.Node] = set()  # reductions that stay a rank's own
-        self.whole: set[fx.Node] = set()  # nodes that count the rows of the global batch
+        self.whole: set[int] = set()  # numbers of operators that count the global batch
         self.weighed_entries: set[fx.Node] = set()  # backwards that divide by a rank's own rows
 
     def run(self) -> None:
@@ -155,17 +155,20 @@ class Typing:
         """Numbers in the code that count rows count those of the global batch."""
         if not (whole := node.meta.get("whole")):
             return
+        one_dim = all(len(rows) < 2 for rows in node.meta["rows"])
         if node.meta["phase"] == "backward":
-            applies = self.owners.get(node.meta["seq_nr"]) in self.whole
+            counted = node.meta["seq_nr"] in self.whole and not self.is_of_local(node)
+            applies = counted and one_dim
         elif has_rows(node):
-            one_dim = all(len(rows) < 2 for rows in node.meta["rows"])
             applies = one_dim and tensors(node)[0].is_floating_point()
         else:
             applies = all(n.meta["placement"] == R for n in node.all_input_nodes)
             applies = applies or node.target in SHAPE_ONLY
         if not applies:
+            if node.meta["phase"] == "backward" and one_dim and not self.is_of_local(node):
+                self.notes.append(f"{node.target} counts a rank's own rows ({user_line(node)})")
             return
-        self.whole.add(node)
+        self.whole.add(node.meta["seq_nr"])
         if node.op == "get_attr":
             constants = {**self.graph.constants, str(node.target): whole[""]}
             self.graph = replace(self.graph, constants=constants)

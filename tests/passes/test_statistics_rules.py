@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.errors import CaptureError
 from autopar.graph import Gradient, Output, Parameter, TrainingGraph, Update
 from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
@@ -98,6 +99,34 @@ def masked_mean(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
     return (m.hidden(x).square().mean(1) * mask).sum() / mask.sum().clamp(min=1)
 
 
+class OwnMean(torch.autograd.Function):
+    """A mean whose backward is written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.pow(3).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 3 * x * x / x.numel() * gradient
+
+
+def slope_penalty(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
+    """A gradient by the input inside of the loss."""
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(m.hidden(x).square().mean(), x, create_graph=True)
+    return (slope.square().sum(1) + 1e-3).sqrt().mean()
+
+
+def gradient_penalty(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
+    """A gradient by a parameter inside of the loss."""
+    data = F.cross_entropy(m.logits(x), y, ignore_index=IGNORED)
+    (gradient,) = torch.autograd.grad(data, m.lin.weight, create_graph=True)
+    return data + gradient.square().sum()
+
+
 def moving_average(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
     z = m.hidden(x)
     with torch.no_grad():
@@ -181,6 +210,10 @@ EXACT_LOSSES: dict[str, Loss] = {
     "two_kinds": lambda m, x, y: entropy()(m, x, y) + elementwise(F.mse_loss)(m, x, y),
     "penalised": penalised,
     "metrics": with_metrics,
+    # gradients of the user's own
+    "own_mean": lambda m, x, y: OwnMean.apply(m.hidden(x)) + entropy()(m, x, y),
+    "slope_penalty": slope_penalty,
+    "gradient_penalty": gradient_penalty,
     # values that begin without the batch, and linear ones, whose gradients need no data
     "zeros": lambda m, x, y: m.lin(torch.zeros(len(x), 4, dtype=x.dtype)).mean() + m.lin(x).mean(),
     "expanded": lambda m, x, y: (m.free[:1].expand(len(x), -1) ** 2).mean() + m.lin(x).mean(),
@@ -199,6 +232,16 @@ def test_loss_is_that_of_the_global_batch(name: str) -> None:
     graphs = lowered(it)
     assert_parity(it, graphs)
     assert graphs[0].notes == ()
+
+
+def test_a_loss_that_divides_by_rows_is_not_differentiated_twice() -> None:
+    def loss(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
+        data = F.mse_loss(m.hidden(x)[:, :4], x)
+        (gradient,) = torch.autograd.grad(data, m.lin.weight, create_graph=True)
+        return gradient.square().sum()
+
+    with pytest.raises(CaptureError, match=r"mse_loss_backward\.default is differentiated twice"):
+        world(loss).graph(0)
 
 
 # -- batch norm --------------------------------------------------------------------------------
