@@ -232,25 +232,26 @@ class Typing:
 
     def returned(self) -> None:
         """Returned scalars become means over the global batch; float buffers agree."""
-        last = self.last_forward()
-        changed: dict[Any, fx.Node] = {}
+        own: dict[Output | Update, fx.Node] = {}
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
-            own = isinstance(role, (Output, Update)) and node is not None and not has_rows(node)
-            if not own or node is None or node.meta["placement"] == R:
+            if node is None or not isinstance(role, (Output, Update)):
+                continue
+            if has_rows(node) or node.meta["placement"] == R:
                 continue
             if tensors(node)[0].is_floating_point():
-                self.fx.inserting_before(last.next)
-                changed[role] = last = self.mean(node)
-                tangent = (
-                    self.graph.placeholder(Tangent(role.index))
-                    if isinstance(role, Output)
-                    else None
-                )
-                if tangent is not None:
-                    self.weigh_uses(tangent, P)
+                own[role] = node
             elif isinstance(role, Update):
                 self.notes.append(f"{role.of} is an integer that differs between ranks")
-        self.graph = self.graph.with_results(changed)
+        if not own:
+            return
+        self.fx.inserting_before(self.last_forward().next)
+        like = next(iter(own.values()))
+        means = self.all_reduce([self.weighed(node, node) for node in own.values()], like)
+        self.graph = self.graph.with_results(dict(zip(own, means, strict=True)))
+        for role in own:
+            tangent = isinstance(role, Output) and self.graph.placeholder(Tangent(role.index))
+            if tangent:
+                self.weigh_uses(tangent, P)
 
     def gradients(self) -> None:
         """Gradients of parameters are Partial, those of inputs that all ranks share are whole."""
