@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.errors import PassError
@@ -14,6 +15,7 @@ from autopar.graph import (
     Output,
     Parameter,
     TrainingGraph,
+    has_rows,
     render_node,
     tensors,
     user_line,
@@ -26,6 +28,7 @@ from autopar.passes.collectives import (
 )
 from autopar.placement import Partial, Placement, Replicate, Shard, Varying
 
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 TAKES: Mapping[Any, tuple[type, ...]] = {
     start_all_reduce: (Partial, Varying),
     start_reduce_scatter: (Partial,),
@@ -74,6 +77,14 @@ def collectives_are_fed(graph: TrainingGraph) -> None:
                 raise _error(graph, start, f"is given {operand}, which is {placement}")
 
 
+def lowered_are_waited(graph: TrainingGraph) -> None:
+    """Each functional collective is waited for once, and nothing else reads it."""
+    for node in graph.calls():
+        issued = str(node.target).startswith("_c10d_functional.") and node.target is not WAIT
+        if issued and [user.target for user in node.users] != [WAIT]:
+            raise _error(graph, node, f"has {len(node.users)} users instead of one wait")
+
+
 def gradients_fit(graph: TrainingGraph) -> None:
     """Once gradients are synchronised, each lies as its parameter does: a sum is never missing."""
     if not any("synchronize_gradients" in line for line in graph.history):
@@ -106,15 +117,21 @@ def returned_values_agree(graph: TrainingGraph) -> None:
     if not any("synchronize_statistics" in line for line in graph.history):
         return
     for role, node in zip(graph.outputs, graph.results, strict=True):
-        partial = node is not None and isinstance(node.meta.get("placement"), Partial)
-        if isinstance(role, Output) and node is not None and partial:
+        if not isinstance(role, Output) or node is None:
+            continue
+        placement = node.meta.get("placement")
+        if isinstance(placement, Partial):
             raise _error(graph, node, "is returned, but holds only this rank's part of a sum")
+        own = isinstance(placement, Varying) and not has_rows(node)
+        if own and tensors(node)[0].is_floating_point():
+            raise _error(graph, node, "is returned without rows, but differs between ranks")
 
 
 RULES: tuple[Callable[[TrainingGraph], None], ...] = (
     roles_match,
     well_formed,
     collectives_are_fed,
+    lowered_are_waited,
     gradients_fit,
     gradients_have_shapes,
     returned_values_agree,

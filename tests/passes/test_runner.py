@@ -16,6 +16,7 @@ from autopar.passes.base import PassResult, describe, pass_name
 from autopar.passes.build import call
 from autopar.passes.collectives import collective, start_all_reduce, starts, wait_of
 from autopar.passes.legality import check
+from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
@@ -148,6 +149,31 @@ def test_a_missing_wait() -> None:
         call(graph.graph, node(graph, "mean"), start_all_reduce, [node(graph, "mean")], AXIS)
 
     assert "has 0 waits instead of one" in fails(statistics(), forget)
+
+
+@pytest.mark.parametrize("waits", [0, 2])
+def test_a_lowered_collective_is_waited_for_once(waits: int) -> None:
+    graph = run_passes(statistics(), [LowerCollectives("nccl", 0)])
+
+    def change(graph: TrainingGraph) -> None:
+        issued = node(graph, "all_reduce__default")
+        (done,) = issued.users
+        if waits:
+            graph.graph.inserting_before(graph.backward_start)
+            call(graph.graph, issued, done.target, issued)  # type: ignore[arg-type]
+        else:
+            done.replace_all_uses_with(issued)
+            graph.graph.erase_node(done)
+
+    assert "users instead of one wait" in fails(graph, change)
+
+
+def test_a_returned_value_that_differs_between_ranks() -> None:
+    def return_own(graph: TrainingGraph) -> TrainingGraph:
+        return graph.with_results({Output(0): node(graph, "mean")})
+
+    message = fails(statistics(), return_own)
+    assert "mean is returned without rows, but differs between ranks" in message
 
 
 def test_a_returned_part_of_a_sum() -> None:
