@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import CodeType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
-from torch.overrides import TorchFunctionMode
 
 from autopar import _torch
 from autopar._torch import pytree
@@ -38,6 +35,7 @@ from autopar.graph import (
     TrainingGraph,
     Update,
 )
+from autopar.provenance import Annotate, annotate_nodes, is_library
 
 TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -210,7 +208,7 @@ class _Program(nn.Module):
         known = dict(zip(self.names, self.values, strict=True))
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         state = {name: known[first] for name, first in _places(model).items()}
-        with _Annotate(model) as annotate:
+        with Annotate(model) as annotate:
             target = None
             if loss_fn is not None:
                 *args, target = args
@@ -248,55 +246,10 @@ def _places(model: nn.Module) -> dict[str, str]:
     return {name: first[id(tensor)] for name, tensor in places.values()}
 
 
-class _Annotate(TorchFunctionMode):
-    """Writes the user's line and the module's name beside every operator traced."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.names = {id(module): name for name, module in model.named_modules()}
-        self.module = ""
-        self.stack: list[str] = []
-        self.hooks: list[Any] = []
-
-    def __enter__(self) -> _Annotate:
-        from torch.nn.modules import module as hooks
-
-        self.hooks = [
-            hooks.register_module_forward_pre_hook(self._enter_module),
-            hooks.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        super().__exit__(*error)
-
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self.stack.append(self.module)
-        self.module = self.names.get(id(module), self.module)
-
-    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
-        self.module = self.stack.pop()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and _is_library(frame.f_code):
-            frame = frame.f_back
-        note = {"source": (frame.f_code.co_filename, frame.f_lineno), "module": self.module}
-        fx_traceback.get_current_meta()["custom"] = note
-        return func(*args, **(kwargs or {}))
-
-
 def _random_state() -> tuple[object, ...]:
     """Where Python's and numpy's global generators stand."""
     numbers: Any = np.random.get_state()
     return random.getstate(), bytes(numbers[1]), numbers[2]
-
-
-def _is_library(code: CodeType) -> bool:
-    return "/torch/" in code.co_filename or code.co_filename == __file__
 
 
 @contextlib.contextmanager
@@ -317,7 +270,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        users = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
+        users = [f for f in frames if not is_library(f.filename)]
         where = f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
         why = str(error).strip().splitlines()
         reason = why[0] if why else type(error).__name__
@@ -341,7 +294,7 @@ def _to_training_graph(
     inputs = [n.meta["desc"] for n in graph.find_nodes(op="placeholder")]
     outputs = list(old_output.meta["desc"])
     output.args = (list(output.args[0]),)
-    _annotate_nodes(graph, parameters)
+    annotate_nodes(graph, parameters)
     for node in [n for n in graph.nodes if n.target in TRANSPARENT]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
@@ -423,32 +376,3 @@ def _output_index(desc: Any, program: _Program) -> int:
         )
     tensors = [i for i, is_tensor in enumerate(program.tensor_leaves) if is_tensor]
     return tensors[desc.idx]
-
-
-def _annotate_nodes(graph: fx.Graph, parameters: Mapping[str, ParameterInfo]) -> None:
-    """Sets phase, block and source of every node; a backward node takes its forward's."""
-    blocks = tuple(dict.fromkeys(info.block for info in parameters.values() if info.block))
-    notes: dict[int, dict[str, Any]] = {}
-    for node in graph.nodes:
-        backward = node.meta.get("partitioner_tag") == "is_backward"
-        number = node.meta.get("seq_nr")
-        note = node.meta.get("custom") or {}
-        if backward:
-            note = notes.get(number, note)
-        elif node.op == "call_function":
-            notes.setdefault(number, note)
-        node.meta = {
-            "val": node.meta.get("val"),
-            "phase": "backward" if backward else "forward",
-            "block": block_of(note.get("module", ""), blocks),
-            "source": note.get("source"),
-            "seq_nr": number,
-        }
-
-
-def block_of(module: str, blocks: Sequence[str]) -> str:
-    """The block that a module lies in, "" for none."""
-    for block in blocks:
-        if module == block or module.startswith(block + "."):
-            return block
-    return ""

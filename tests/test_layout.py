@@ -19,13 +19,14 @@ GROUND = frozenset({"autopar._torch", "autopar.errors", "autopar.graph", "autopa
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
 PLAN = PASSES | {"autopar.plan", "autopar.plan_text"}
-PLAN_AND_CAPTURE = PLAN | {"autopar.capture", "autopar.rows"}
+PLAN_AND_CAPTURE = PLAN | {"autopar.capture", "autopar.provenance", "autopar.rows"}
 
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "autopar.cost_model": COST_MODEL,
     "autopar.passes": PASSES,
-    "autopar.capture": GROUND | {"autopar.capture"},
+    "autopar.provenance": GROUND,
+    "autopar.capture": GROUND | {"autopar.capture", "autopar.provenance"},
     "autopar.rows": GROUND | {"autopar.capture", "autopar.rows"},
     "autopar.plan": PLAN | {"autopar.plan_text"},
     "autopar.plan_text": PLAN | {"autopar.plan_text"},

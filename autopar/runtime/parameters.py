@@ -14,10 +14,10 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autopar.capture import block_of
 from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo
 from autopar.placement import Placement, Shard, chunk_rows
+from autopar.provenance import block_of
 
 
 def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
