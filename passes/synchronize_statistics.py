@@ -245,9 +245,9 @@ class Typing:
         if not own:
             return
         self.fx.inserting_before(self.last_forward().next)
-        like = next(iter(own.values()))
-        means = self.all_reduce([self.weighed(node, node) for node in own.values()], like)
-        self.graph = self.graph.with_results(dict(zip(own, means, strict=True)))
+        self.graph = self.graph.with_results(
+            dict(zip(own, self.means(list(own.values())), strict=True))
+        )
         for role in own:
             tangent = isinstance(role, Output) and self.graph.placeholder(Tangent(role.index))
             if tangent:
@@ -335,6 +335,27 @@ class Typing:
             self.type(back, R)
             result.append(back)
         return result
+
+    def means(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        """The ranks' means of many values: those of one dtype are joined, weighted and sent."""
+        if len(nodes) == 1:
+            return [self.mean(nodes[0])]
+        fakes = {node: tensors(node)[0] for node in nodes}
+        found: dict[fx.Node, fx.Node] = {}
+        for dtype in dict.fromkeys(fake.dtype for fake in fakes.values()):
+            alike = [node for node in fakes if fakes[node].dtype == dtype]
+            like = alike[0]
+            flat = [self.call(like, aten.reshape.default, node, [-1]) for node in alike]
+            mean = self.mean(self.call(like, aten.cat.default, flat))
+            sizes = [fakes[node].numel() for node in alike]
+            pieces = self.call(like, aten.split_with_sizes.default, mean, sizes)
+            self.type(pieces, R)
+            for index, node in enumerate(alike):
+                piece = self.call(like, operator.getitem, pieces, index)
+                self.type(piece, R)
+                found[node] = self.call(like, aten.view.default, piece, list(fakes[node].shape))
+                self.type(found[node], R)
+        return [found[node] for node in nodes]
 
     def mean(self, node: fx.Node) -> fx.Node:
         """The mean of the ranks' values, weighted by their rows."""
