@@ -140,15 +140,15 @@ def lay_out_states(parameters: Iterable[nn.Parameter]) -> None:
     waiting = {id(p) for p in parameters if p.requires_grad}
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not waiting:
+            return  # the hook stays: one that removes itself disturbs those that come after it
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             if isinstance(parameter, DTensor) and id(parameter) in waiting:
                 waiting.discard(id(parameter))
                 state = optimizer.state.get(parameter, {})
                 state |= {k: _laid_out_as(parameter, v) for k, v in state.items()}
-        if not waiting:
-            hook.remove()
 
-    hook = register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_pre_hook(before_step)
 
 
 def _laid_out_as(parameter: DTensor, value: Any) -> Any:
