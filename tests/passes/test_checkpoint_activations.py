@@ -6,7 +6,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
-from autopar.graph import TrainingGraph
+from autopar.graph import Buffer, TrainingGraph
 from autopar.passes.build import is_random
 from autopar.passes.checkpoint_activations import CheckpointActivations, Level, kept_bytes
 from autopar.passes.runner import run_passes
@@ -99,6 +99,15 @@ class Counted(TwoLayers):
         z = self.blocks[0](x) + self.blocks[0].scale  # type: ignore[operator]
         self.blocks[0].scale.mul_(2)  # type: ignore[operator,union-attr]
         return self.blocks[1](torch.tanh(z)).square().mean()
+
+
+@pytest.mark.parametrize("level", ["selective", "full"])
+def test_a_buffer_that_changes_is_read_by_the_forward_only(level: Level) -> None:
+    """When the backward runs, the buffer has its new value."""
+    it = World(Counted().double(), two_layers().batch, 2)
+    scale = checkpointed(it.graph(0), level).placeholder(Buffer("blocks.0.scale"))
+    assert scale is not None
+    assert {user.meta["phase"] for user in scale.users} == {"forward"}
 
 
 class Checkpointed(nn.Module):
