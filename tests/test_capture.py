@@ -158,17 +158,12 @@ def test_buffers_and_inputs_that_are_updated() -> None:
 
 
 def test_the_backward_reads_what_the_forward_read() -> None:
-    """The old value of a buffer that is updated before the backward runs."""
-
-    def forward(m: Model, x: Tensor) -> Tensor:
-        y = (m.lin(x) * m.scale.clone()).mean()
-        m.scale.mul_(3)
-        return y
-
-    graph = captured(forward).graph
-    scale = graph.placeholder(Buffer("scale"))
-    assert scale is not None
-    assert {user.meta["phase"] for user in scale.users} == {"forward"}
+    """Batch norm's backward is given running statistics, which have changed by then."""
+    graph = captured(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))).graph
+    mean = graph.placeholder(Buffer("1.running_mean"))
+    assert mean is not None
+    assert Update(Buffer("1.running_mean")) in graph.outputs
+    assert {user.meta["phase"] for user in mean.users} == {"forward"}
 
 
 def test_an_input_that_requires_grad_has_a_gradient() -> None:
@@ -235,12 +230,14 @@ def test_autocast_inside() -> None:
     assert gradient.meta["val"].dtype == torch.float32
 
 
-def test_autocast_outside_casts_weights_anew_in_every_capture() -> None:
-    """Autocast would keep the cast of a weight, a fake one, for the next capture."""
-    model = Model(loss)
+def test_autocast_outside_casts_a_weight_at_every_use() -> None:
+    """The cast that autocast would keep is a fake one, and would outlive the capture."""
     with torch.autocast("cpu", torch.bfloat16):
-        first, second = captured(model), captured(model)
-    assert str(first.graph) == str(second.graph)
+        graph = captured(lambda m, x: m.lin(m.lin(x)).mean()).graph
+    weight = graph.placeholder(W)
+    assert weight is not None
+    casts = [user for user in weight.users if user.meta["phase"] == "forward"]
+    assert [node.meta["val"].dtype for node in casts] == [torch.bfloat16] * 2
 
 
 class Tripled(torch.autograd.Function):
