@@ -29,7 +29,14 @@ from autopar.runtime.batch import share_of
 from autopar.runtime.fallback import fall_back
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
 from autopar.runtime.module import DistributedModule, Options
-from autopar.runtime.parameters import describe_parameters, device_of, materialize, total_bytes
+from autopar.runtime.parameters import (
+    describe_buffers,
+    describe_parameters,
+    device_of,
+    make_contiguous,
+    materialize,
+    total_bytes,
+)
 from autopar.runtime.program import with_axes
 
 Batch = Literal["global", "local"]
@@ -88,11 +95,17 @@ def compile(
         CaptureError: the model cannot be captured and `fallback` is off.
     """
     ranks = ensure_process_group(world_size, timeout_s)
+    if hasattr(model, "_orig_mod"):
+        raise StrategyError(
+            "this model is compiled already. Give autopar.compile the plain one; it compiles "
+            "what it makes with backend='inductor'."
+        )
     device = device_of(model)
     materialize(model, device)
+    make_contiguous(model)
     parameters = describe_parameters(model)
-    ours = fingerprint(parameters.values())
-    same_everywhere(ours, "model", "Build the same model on every rank.")
+    ours = (fingerprint(parameters.values()), describe_buffers(model))
+    same_everywhere({"model": ours}, "Build the same model on every rank.")
     options = Options(_batch(batch), loss_fn, _precision(precision), backend, ranks)
     question = Question(
         model=type(model).__name__,
@@ -109,18 +122,30 @@ def compile(
         live=True,
         level="none" if backend == "eager" else "selective",  # a compiler fuses it
     )
+    alike = {
+        "strategy": question.strategy,
+        "batch mode": batch,
+        "precision": question.precision,
+        "backend": backend,
+        "memory cap": question.memory,
+        "optimizer": question.base().optimizer,
+        "idea of what is given (example_inputs, loss_fn, cluster, plan)": [
+            given is not None for given in (example_inputs, loss_fn, cluster, plan)
+        ],
+    }
+    same_everywhere(alike, "Call autopar.compile alike on every rank.")
     if plan is not None:
-        plan.check(model, parameters.values(), ranks)
+        together(lambda: plan.check(model, parameters.values(), ranks))
 
     def make_plan(captured: Callable[[], Capture]) -> Plan:
         chosen = plan or _choose(question, captured)
-        same_everywhere(chosen.digest(), "plan", "Give every rank the same plan.")
+        same_everywhere({"plan": chosen.digest()}, "Give every rank the same plan.")
         return chosen
 
-    def make_fallback(reason: CaptureError) -> nn.Module:
+    def make_fallback(inner: nn.Module, reason: CaptureError) -> nn.Module:
         if not fallback:
             raise reason
-        return _fall_back(model, question, reason)
+        return _fall_back(inner, question, reason)
 
     module = DistributedModule(model, parameters, device, options, make_plan, make_fallback)
     late = plan is None and example_inputs is None and question.strategy.zero != 0
