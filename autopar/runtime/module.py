@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +29,7 @@ from autopar.runtime.random import RandomStream
 from autopar.runtime.step import Differentiable, Running, Step, run_forward
 
 MakePlan = Callable[[Callable[[], Capture]], Plan]
-MakeFallback = Callable[[CaptureError], nn.Module]
+MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,9 @@ class DistributedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on this rank's rows; scalars come back as means over the global batch."""
+        if torch.is_inference_mode_enabled():  # DTensors know no inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         share = self._share(leaves, structure)
         if self.plan is None and not self._fallback:
@@ -177,6 +181,15 @@ class DistributedModule(nn.Module):
             if name == "_wrapped":
                 raise
             return getattr(self._wrapped[0], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
+        """A copy with its own parameters under the same plan, such as an average of weights."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            if name not in ("_inside", "_held"):
+                made.__dict__[name] = value if name in SHARED else copy.deepcopy(value, memo)
+        made._held = {}
+        return made
 
     # From a call to a program.
 
@@ -218,7 +231,7 @@ class DistributedModule(nn.Module):
         try:
             self.adopt(self._make_plan(lambda: self._capture(share, for_planning=True)))
         except CaptureError as error:
-            self._fallback = (self._make_fallback(error),)
+            self._fallback = (self._make_fallback(self._wrapped[0], error),)
 
     def _run_fallback(self, share: Share) -> Any:
         """Runs torch's own data parallelism on this rank's rows."""
@@ -410,6 +423,12 @@ class DistributedModule(nn.Module):
             begin = min(step * parameter.device_mesh.get_local_rank(), parameter.shape[0])
             value = value[begin : begin + part.shape[0]]
         return from_local(value.to(part), parameter.device_mesh, shard, parameter)
+
+
+SHARED = {"plan", "mesh", "_infos", "_device", "_options", "_programs", "_captures"} | {
+    "_make_plan",
+    "_make_fallback",
+}
 
 
 def _hashable(value: Any) -> bool:

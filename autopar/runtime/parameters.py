@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -12,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo
 from autopar.placement import Placement, Shard, chunk_rows
 from autopar.provenance import block_of
+from autopar.runtime.optimizers import expect_states, refuse_optimizers_of
 
 
 def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
@@ -27,6 +26,11 @@ def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
         name: ParameterInfo(name, tuple(p.shape), p.dtype, p.requires_grad, blocks[name])
         for name, p in model.named_parameters()
     }
+
+
+def describe_buffers(model: nn.Module) -> str:
+    """Name, shape and dtype of every buffer, as text to compare."""
+    return str([(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()])
 
 
 def find_blocks(model: nn.Module) -> dict[str, str]:
@@ -79,6 +83,13 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         reset()
 
 
+def make_contiguous(model: nn.Module) -> None:
+    """Gives every parameter and buffer the plain layout that captures and shards assume."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+
+
 def broadcast_state(model: nn.Module) -> None:
     """Gives every rank the parameters and buffers of rank 0, as DDP does."""
     with torch.no_grad():
@@ -101,6 +112,7 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
         id(p): _parameter(p, DTensor.from_local(p.detach(), mesh, [TorchReplicate()]))
         for p in model.parameters()
     }
+    refuse_optimizers_of(model.parameters())
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -118,7 +130,7 @@ def lay_out(
     if not all(isinstance(p, DTensor) for p in model.parameters()):
         as_dtensors(model, mesh)
     else:
-        lay_out_states(model.parameters())
+        expect_states(model.parameters())
     rank, ranks = mesh.get_local_rank(axis), mesh.size()
     for name, parameter in model.named_parameters():
         layout = layouts.get(name)
@@ -128,33 +140,19 @@ def lay_out(
             begin = sum(sizes[:rank])
             part = whole[begin : begin + sizes[rank]].clone()
             sharded = from_local(part, mesh, TorchShard(layout.dim), parameter)
-            torch.utils.swap_tensors(parameter, _parameter(parameter, sharded))
+            _swap(parameter, _parameter(parameter, sharded))
 
 
-def lay_out_states(parameters: Iterable[nn.Parameter]) -> None:
-    """Lays optimizer state out as its parameter lies by then, before the next step.
-
-    A checkpoint may be loaded before the plan is made. The state that it brings is whole, and
-    would stay so: a step with it is right, but needs the memory and the traffic of whole states.
-    """
-    waiting = {id(p) for p in parameters if p.requires_grad}
-
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not waiting:
-            return  # the hook stays: one that removes itself disturbs those that come after it
-        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-            if isinstance(parameter, DTensor) and id(parameter) in waiting:
-                waiting.discard(id(parameter))
-                state = optimizer.state.get(parameter, {})
-                state |= {k: _laid_out_as(parameter, v) for k, v in state.items()}
-
-    register_optimizer_step_pre_hook(before_step)
+def _swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Swaps tensors in place; the user's hooks stay."""
+    hooks = {name: getattr(parameter, name, None) for name in HOOKS}
+    torch.utils.swap_tensors(parameter, other)
+    for name, table in hooks.items():
+        if table:
+            setattr(parameter, name, table)  # tells autograd of them
 
 
-def _laid_out_as(parameter: DTensor, value: Any) -> Any:
-    if not isinstance(value, DTensor) or value.shape != parameter.shape:
-        return value
-    return value.redistribute(parameter.device_mesh, parameter.placements)
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def from_local(

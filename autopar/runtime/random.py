@@ -12,7 +12,7 @@ class RandomStream:
     """Draws for this rank's rows, independent of other ranks' and reproducible from a seed.
 
     With one rank it is torch's default generator, so that results are those of the plain model.
-    With more, it is seeded by `torch.initial_seed()` of rank 0's seed and the rank.
+    With more, it is seeded by this process's `torch.initial_seed()` and the rank, at its first use.
     """
 
     def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
