@@ -10,6 +10,7 @@ import torch
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.optimizer import optimizer_state_ratio
+from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo, TrainingGraph
 from autopar.passes.checkpoint_activations import Level
 from autopar.plan import Plan, Strategy, fingerprint
@@ -51,6 +52,15 @@ class Question:
     comm_backend: str
     live: bool
     level: Level = "none"
+
+    def __post_init__(self) -> None:
+        zero = self.strategy.zero
+        strange = sorted(set(zero) - set(self.blocks)) if isinstance(zero, Mapping) else []
+        if strange:
+            raise StrategyError(
+                f"zero names blocks that {self.model} does not have: {strange}. It has "
+                f"{list(self.blocks)}, where '' is all outside of blocks."
+            )
 
     @property
     def blocks(self) -> tuple[str, ...]:
