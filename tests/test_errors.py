@@ -85,6 +85,27 @@ def test_different_models() -> None:
     all_raise(answers, autopar.DisagreementError, "[1] hold another model", "same model")
 
 
+def differ_in_options(rank: int, world_size: int) -> None:
+    """Every rank is told, and all can go on."""
+    for options, what in (
+        ({"strategy": ["ddp", "zero3"][rank]}, "strategy"),
+        ({"batch": ["global", "local"][rank]}, "batch mode"),
+        ({"precision": [None, "bf16"][rank]}, "precision"),
+        ({"backend": ["eager", "inductor"][rank]}, "backend"),
+        ({"example_inputs": [None, (torch.ones(4, 4),)][rank]}, "example_inputs"),
+    ):
+        with pytest.raises(autopar.DisagreementError, match=rf"\[1\] hold another .*{what}"):
+            autopar.compile(Model(), **options)
+    model = Model()
+    model.register_buffer("sizes", torch.zeros(3 + rank))
+    with pytest.raises(autopar.DisagreementError, match="another model"):
+        autopar.compile(model)
+
+
+def test_different_options() -> None:
+    run(differ_in_options, 2)
+
+
 def plan_differently(rank: int, world_size: int) -> None:
     x = torch.randn(4, 4)
     plan = autopar.plan(Model(), 2, example_inputs=(x,), strategy=fixed(3 * rank))
@@ -94,6 +115,18 @@ def plan_differently(rank: int, world_size: int) -> None:
 def test_different_plans() -> None:
     answers = run(plan_differently, 2, expect_errors=True)
     all_raise(answers, autopar.DisagreementError, "[1] hold another plan")
+
+
+def follow_own_plan(rank: int, world_size: int) -> None:
+    """One rank's plan is for another model: it says so, and the others do not wait for it."""
+    x = torch.randn(4, 4)
+    plan = autopar.plan(Model(4 + rank), 2, example_inputs=(x,), strategy=fixed(3))
+    autopar.compile(Model(), plan=plan)
+
+
+def test_a_plan_for_another_model_on_one_rank() -> None:
+    answers = run(follow_own_plan, 2, expect_errors=True)
+    all_raise(answers, autopar.DisagreementError, "rank 1 failed", "another model")
 
 
 def test_a_plan_for_another_model_or_world() -> None:
@@ -134,6 +167,16 @@ def test_bad_strategies(options: dict[str, Any]) -> None:
         autopar.Strategy(**options)
 
 
+def test_blocks_that_are_not_there() -> None:
+    with pytest.raises(autopar.StrategyError, match=r"\['layers.0'\]. It has \['', 'blocks.0', "):
+        autopar.compile(MODELS["gpt"].make(), strategy=autopar.Strategy(zero={"layers.0": 3}))
+
+
+def test_a_model_that_is_compiled_already() -> None:
+    with pytest.raises(autopar.StrategyError, match="backend='inductor'"):
+        autopar.compile(torch.compile(Model()))
+
+
 def squeeze(rank: int, world_size: int) -> None:
     case = MODELS["gpt"]
     inputs = case.batch(4, 0)[0]
@@ -163,6 +206,35 @@ def test_the_others_stop_when_one_dies() -> None:
     assert answers[1] == ("Died", "exit code -9")
     all_raise([answers[0], answers[2]], autopar.CommunicationError, "another rank died", "rank ")
     assert time.monotonic() - begin < 60  # not a matter of speed: nothing waits for ever
+
+
+def object_alone(rank: int, world_size: int) -> None:
+    model = autopar.compile(Model(), strategy=fixed(3))
+    for step in range(5):
+        if (rank, step) == (1, 2):
+            raise ValueError("the user's own mistake")
+        model(torch.ones(6, 4)).backward()
+
+
+def test_the_others_stop_when_one_raises() -> None:
+    begin = time.monotonic()
+    answers = run(object_alone, 3, expect_errors=True)
+    assert answers[1] == ("ValueError", "the user's own mistake")
+    all_raise([answers[0], answers[2]], autopar.CommunicationError, "first error among all ranks")
+    assert time.monotonic() - begin < 30
+
+
+def make_optimizer_too_early(rank: int, world_size: int) -> None:
+    plain = Model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = autopar.compile(plain, strategy=fixed(3))
+    model(torch.ones(6, 4)).backward()
+    optimizer.step()
+
+
+def test_an_optimizer_made_before_compile_is_refused() -> None:
+    answers = run(make_optimizer_too_early, 2, expect_errors=True)
+    all_raise(answers, autopar.StrategyError, "before autopar.compile", "Make it afterwards")
 
 
 class Branching(nn.Module):

@@ -103,6 +103,23 @@ def test_evaluation_between_steps() -> None:
     run(evaluate_between, 2)
 
 
+def infer(rank: int, world_size: int) -> None:
+    """Under inference_mode, before the first step and after it."""
+    pair = Pair(make_regressor, loss_fn=F.mse_loss)
+    for seed in range(2):
+        with torch.inference_mode():
+            want, have = (regress(model, *regression(5, seed)) for model in pair.models)
+            close(have, want)
+        for model in pair.models:
+            regress(model, *regression(5, seed)).backward()
+        pair.check_gradients()
+        pair.step()
+
+
+def test_inference_mode() -> None:
+    run(infer, 2)
+
+
 class Tagger(nn.Module):
     """Takes and returns containers; without targets there is no loss."""
 
@@ -198,6 +215,25 @@ def freeze_later(rank: int, world_size: int) -> None:
 
 def test_parameters_may_be_frozen_between_steps() -> None:
     run(freeze_later, 2)
+
+
+def hook(rank: int, world_size: int) -> None:
+    """Hooks that were set before the plan was made go on working."""
+    pair = Pair(make_regressor, loss_fn=F.mse_loss)
+    seen: list[Any] = []
+    for model in pair.models:
+        model.layers[0].weight.register_hook(lambda gradient: gradient * 2)
+        handle = model.layers[2].weight.register_hook(lambda gradient: gradient * 3)
+        model.layers[2].bias.register_post_accumulate_grad_hook(seen.append)
+        for _ in range(2):
+            regress(model, *regression(5, 0)).backward()
+            handle.remove()
+    pair.check_gradients()
+    assert len(seen) == 4
+
+
+def test_hooks_of_parameters_stay() -> None:
+    run(hook, 2)
 
 
 def accumulate(rank: int, world_size: int) -> None:
@@ -404,6 +440,48 @@ def look(rank: int, world_size: int) -> None:
 
 def test_it_looks_like_the_model() -> None:
     run(look, 2)
+
+
+def average(rank: int, world_size: int) -> None:
+    """A copy has parameters of its own; torch's averages of weights are made by copying."""
+    pair = Pair(make_regressor, loss_fn=F.mse_loss)
+    averages = []
+    for model in pair.models:
+        regress(model, *regression(5, 0)).backward()
+    pair.step()
+    for model in pair.models:
+        averages.append(torch.optim.swa_utils.AveragedModel(model))
+        averages[-1].update_parameters(model)
+    for model in pair.models:
+        regress(model, *regression(5, 1)).backward()
+    pair.step()
+    for model, averaged in zip(pair.models, averages, strict=True):
+        averaged.update_parameters(model)
+    close(whole_state(averages[1].module), whole_state(averages[0].module))
+    x, y = regression(5, 2)
+    close(averages[1](x, y), F.mse_loss(averages[0](x), y))
+    pair.check_state()
+
+
+def test_weights_can_be_averaged() -> None:
+    run(average, 2)
+
+
+def use_channels_last(rank: int, world_size: int) -> None:
+    for zero in (0, 3):
+        pair = Pair(lambda: MODELS["conv"].make().to(memory_format=torch.channels_last), zero=zero)
+        for seed in range(2):
+            images, labels = batch_of("conv", 6, seed)[0]
+            images = images.to(memory_format=torch.channels_last)
+            for model in pair.models:
+                model(images, labels).backward()
+            pair.check_gradients()
+            pair.step()
+        pair.check_state()
+
+
+def test_channels_last() -> None:
+    run(use_channels_last, 2)
 
 
 def build_on_meta(rank: int, world_size: int) -> tuple[float, dict[str, Tensor]]:

@@ -139,13 +139,10 @@ def check_layout(model: nn.Module, optimizer: Any) -> None:
 def test_checkpoints_move_between_worlds(name: str, tmp_path: Path) -> None:
     run(save, 4, name=name, folder=str(tmp_path))
     want = plain(name, f64, 12, 6)
-    mixed = {"": 0, "layers.0": 3, "layers.1": 1}
-    for world_size, zero in ((1, 0), (2, 0), (2, 1), (3, 2), (3, mixed)):
-        for early in (False, True):
-            answers = run(
-                resume, world_size, name=name, folder=str(tmp_path), zero=zero, early=early
-            )
-            for losses, state in answers:
-                got = Reference([*want.losses[:3], *losses], state)
-                what = f"{world_size} ranks, zero {zero}, early {early}"
-                assert_same_training(got, want, EXACT[f64], what)
+    mixed = {"": 0, "layers.0": 3, "layers.1": 1} if name == "encoder" else 3
+    for world_size, zero, early in ((1, 0, True), (2, 0, False), (2, 1, True), (3, mixed, False)):
+        answers = run(resume, world_size, name=name, folder=str(tmp_path), zero=zero, early=early)
+        for losses, state in answers:
+            got = Reference([*want.losses[:3], *losses], state)
+            what = f"{world_size} ranks, zero {zero}, early {early}"
+            assert_same_training(got, want, EXACT[f64], what)
