@@ -158,12 +158,18 @@ def test_buffers_and_inputs_that_are_updated() -> None:
 
 
 def test_the_backward_reads_what_the_forward_read() -> None:
-    """Batch norm's backward is given running statistics, which have changed by then."""
-    graph = captured(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))).graph
-    mean = graph.placeholder(Buffer("1.running_mean"))
-    assert mean is not None
-    assert Update(Buffer("1.running_mean")) in graph.outputs
-    assert {user.meta["phase"] for user in mean.users} == {"forward"}
+    """A buffer that is updated behind autograd's back has its new value by then."""
+
+    def forward(m: Model, x: Tensor) -> Tensor:
+        y = (m.lin(x) * m.scale).mean()
+        m.scale.data.mul_(3)  # type: ignore[operator,union-attr]
+        return y
+
+    graph = captured(forward).graph
+    scale = graph.placeholder(Buffer("scale"))
+    assert scale is not None
+    assert Update(Buffer("scale")) in graph.outputs
+    assert {user.meta["phase"] for user in scale.users} == {"forward"}
 
 
 def test_an_input_that_requires_grad_has_a_gradient() -> None:

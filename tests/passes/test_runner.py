@@ -105,7 +105,6 @@ def test_a_failing_pass_leaves_a_reproducer() -> None:
     assert "passes before it: synchronize_statistics;" in str(error.value)
     (path,) = re.findall(r"pipeline are in (\S+)", str(error.value))
     lines = Path(path).read_text().splitlines()
-    Path(path).unlink()
     assert lines[0].startswith("#    synchronize_statistics(axis='dp'")
     assert lines[1].startswith("# -> change(does=")
     assert "# captured from TwoLayers" in lines
