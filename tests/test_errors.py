@@ -177,6 +177,18 @@ def test_a_model_that_is_compiled_already() -> None:
         autopar.compile(torch.compile(Model()))
 
 
+def compile_twice(rank: int, world_size: int) -> None:
+    model = Model()
+    made = autopar.compile(model, strategy=fixed(3))
+    for again in (model, made, nn.parallel.DistributedDataParallel(Model())):
+        with pytest.raises(autopar.StrategyError, match="distributed already"):
+            autopar.compile(again, strategy=fixed(3))
+
+
+def test_a_model_that_is_distributed_already() -> None:
+    run(compile_twice, 2)
+
+
 def squeeze(rank: int, world_size: int) -> None:
     case = MODELS["gpt"]
     inputs = case.batch(4, 0)[0]
