@@ -30,6 +30,7 @@ from autopar.runtime.fallback import fall_back
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
 from autopar.runtime.module import DistributedModule, Options
 from autopar.runtime.parameters import (
+    check_plain,
     describe_buffers,
     describe_parameters,
     device_of,
@@ -95,11 +96,7 @@ def compile(
         CaptureError: the model cannot be captured and `fallback` is off.
     """
     ranks = ensure_process_group(world_size, timeout_s)
-    if hasattr(model, "_orig_mod"):
-        raise StrategyError(
-            "this model is compiled already. Give autopar.compile the plain one; it compiles "
-            "what it makes with backend='inductor'."
-        )
+    check_plain(model)
     device = device_of(model)
     materialize(model, device)
     make_contiguous(model)

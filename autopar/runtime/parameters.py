@@ -11,12 +11,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo
 from autopar.placement import Placement, Shard, chunk_rows
 from autopar.provenance import block_of
 from autopar.runtime.optimizers import expect_states, refuse_optimizers_of
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raises StrategyError if the model is compiled or distributed already."""
+    if hasattr(model, "_orig_mod"):
+        raise StrategyError(
+            "this model is compiled already. Give autopar.compile the plain one; it compiles "
+            "what it makes with backend='inductor'."
+        )
+    distributed = isinstance(model, DistributedDataParallel)
+    if distributed or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise StrategyError(
+            "this model is distributed already (by autopar.compile, DDP or fully_shard). Give "
+            "autopar.compile the plain one."
+        )
 
 
 def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
