@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -12,12 +15,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from autopar._torch import pytree
 from autopar.errors import StrategyError
+from autopar.runtime.batch import Share, check_verdict, evidence
+from autopar.runtime.groups import failing_together
 from autopar.runtime.parameters import find_block_modules, local
 
 
 def fall_back(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
     """The model under DDP, or under fully_shard block by block.
+
+    What cannot be captured often branches, so that parameters go unused: DDP looks for them.
 
     Raises:
         StrategyError: the parameters are DTensors already and would have to be sharded: an
@@ -25,7 +33,7 @@ def fall_back(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
     """
     lazy = any(isinstance(p, DTensor) for p in model.parameters())
     if not shard:
-        return AliasedDDP(model) if lazy else DistributedDataParallel(model)
+        return AliasedDDP(model) if lazy else as_ddp(model)
     if lazy:
         raise StrategyError(
             "this model cannot be captured and must be sharded to fit. Give autopar.compile "
@@ -34,6 +42,50 @@ def fall_back(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
     for block in find_block_modules(model):
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+
+
+def as_ddp(model: nn.Module) -> DistributedDataParallel:
+    """DDP that lets parameters go unused."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
+
+
+def as_global(
+    result: Any, leaves: Sequence[Any], share: Share, *, mode: str, ranks: int, device: torch.device
+) -> Any:
+    """A result with scalars that are means over the global batch, as captured calls return them.
+
+    Gradients of a mean loss come out as on one device, even with unlike numbers of rows. The
+    ranks also find out whether they were given what they must be.
+    """
+    values, structure = pytree.tree_flatten(result)
+    scalars = {
+        i: x
+        for i, x in enumerate(values)
+        if isinstance(x, torch.Tensor) and x.dim() == 0 and x.is_floating_point()
+    }
+    proof = evidence(leaves, share.rows, mode, device)
+    own = [x.detach().double() * (share.rows / share.total) for x in scalars.values()]
+    vector = torch.cat([proof, torch.stack(own)]) if own else proof
+    with torch.no_grad(), failing_together("forward"):
+        dist.all_reduce(vector)
+    check_verdict(vector[: len(proof)], ranks, mode)
+    weight = share.rows * ranks / share.total
+    for (index, scalar), mean in zip(scalars.items(), vector[len(proof) :], strict=True):
+        values[index] = _Mean.apply(scalar, mean.to(scalar.dtype), weight)
+    return pytree.tree_unflatten(values, structure)
+
+
+class _Mean(torch.autograd.Function):
+    """The mean of the ranks' scalars, through which gradients go to this rank's by its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, mean: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradients[0] * ctx.weight, None, None
 
 
 class AliasedDDP(nn.Module):
@@ -56,26 +108,62 @@ class AliasedDDP(nn.Module):
                     nn.Parameter(local(parameter.detach()), requires_grad=parameter.requires_grad),
                 )
                 self.places.append((module, name, parameter, alias))
+        self.outer = {id(alias): parameter for _, _, parameter, alias in self.places}
+        self.used: set[int] = set()
+        self.holding = self.inside_no_sync = False
+        for alias in aliases.values():
+            if alias.requires_grad:
+                alias.register_post_accumulate_grad_hook(lambda tensor: self.used.add(id(tensor)))
         with self._aliased():
-            self.ddp = DistributedDataParallel(_Hidden(model), gradient_as_bucket_view=True)
-        outer = {id(alias): parameter for _, _, parameter, alias in self.places}
+            self.ddp = as_ddp(_Hidden(model))
         # DDP reads annotations, and a lambda has none to mistake
-        self.ddp.register_comm_hook(outer, lambda state, bucket: _reduce_and_share(state, bucket))
+        self.ddp.register_comm_hook(None, lambda _, bucket: self._reduce_and_share(bucket))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs DDP's forward on the aliases."""
         for _, _, parameter, alias in self.places:
-            if parameter.grad is None:
+            if parameter.grad is None and not self.holding:
                 alias.grad = None
+        self.holding = self.holding or self.inside_no_sync
         with self._aliased():
             return self.ddp(*args, **kwargs)
 
-    def no_sync(self) -> Any:
-        """DDP's no_sync."""
-        return self.ddp.no_sync()
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """DDP's no_sync; gradients stay with the aliases meanwhile."""
+        self.inside_no_sync = True
+        try:
+            with self.ddp.no_sync():
+                yield
+        finally:
+            self.inside_no_sync = False
 
     def _aliased(self) -> _Aliased:
         return _Aliased(self.places)
+
+    def _reduce_and_share(self, bucket: Any) -> Any:
+        """DDP's own mean over ranks, whose results are the gradients of the DTensors too.
+
+        A parameter that no rank has used keeps what gradient it has.
+        """
+        self.holding = False
+        aliases = bucket.parameters()
+        used = torch.tensor([id(alias) in self.used for alias in aliases], dtype=torch.uint8)
+        used = used.to(bucket.buffer().device)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        for alias, gradient, is_used in zip(
+            aliases, bucket.gradients(), used.tolist(), strict=True
+        ):
+            self.used.discard(id(alias))
+            parameter = self.outer[id(alias)]
+            assert isinstance(parameter, DTensor)
+            if is_used:
+                parameter.grad = DTensor.from_local(
+                    gradient, parameter.device_mesh, parameter.placements, run_check=False
+                )
+        group = dist.group.WORLD
+        assert group is not None
+        return allreduce_hook(group, bucket)
 
 
 class _Hidden(nn.Module):
@@ -102,16 +190,3 @@ class _Aliased:
     def __exit__(self, *error: object) -> None:
         for module, name, parameter, _ in self.places:
             module._parameters[name] = parameter
-
-
-def _reduce_and_share(outer: dict[int, nn.Parameter], bucket: Any) -> Any:
-    """DDP's own mean over ranks, whose results are the gradients of the DTensors too."""
-    for alias, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        parameter = outer[id(alias)]
-        assert isinstance(parameter, DTensor)
-        parameter.grad = DTensor.from_local(
-            gradient, parameter.device_mesh, parameter.placements, run_check=False
-        )
-    group = dist.group.WORLD
-    assert group is not None
-    return allreduce_hook(group, bucket)

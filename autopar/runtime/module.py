@@ -22,8 +22,16 @@ from autopar.placement import Replicate, Shard
 from autopar.plan import Plan
 from autopar.rows import mark_rows
 from autopar.runtime.batch import Share, check_verdict, evidence, share_of
+from autopar.runtime.fallback import as_global
 from autopar.runtime.groups import backend_of, group_names, make_mesh, rank
-from autopar.runtime.parameters import as_dtensors, broadcast_state, from_local, lay_out, local
+from autopar.runtime.parameters import (
+    as_dtensors,
+    broadcast_state,
+    from_local,
+    laid_out_as,
+    lay_out,
+    local,
+)
 from autopar.runtime.program import Half, Program, build
 from autopar.runtime.random import RandomStream
 from autopar.runtime.step import Differentiable, Running, Step, run_forward
@@ -157,7 +165,7 @@ class DistributedModule(nn.Module):
         if self.plan is None and not self._fallback:
             self._plan_on(share)
         if self._fallback:
-            return self._run_fallback(share)
+            return self._run_fallback(leaves, share)
         return self._run(leaves, share)
 
     def train(self, mode: bool = True) -> DistributedModule:
@@ -171,7 +179,7 @@ class DistributedModule(nn.Module):
     ) -> Any:
         """Loads whole tensors or DTensors under the plain model's names."""
         own = dict(self.named_parameters(remove_duplicate=False))
-        values = {name: self._as_own(own.get(name), value) for name, value in state_dict.items()}
+        values = {name: laid_out_as(own.get(name), value) for name, value in state_dict.items()}
         return super().load_state_dict(values, strict=strict, assign=assign)
 
     def __getattr__(self, name: str) -> Any:
@@ -233,16 +241,21 @@ class DistributedModule(nn.Module):
         except CaptureError as error:
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
 
-    def _run_fallback(self, share: Share) -> Any:
+    def _run_fallback(self, leaves: list[Any], share: Share) -> Any:
         """Runs torch's own data parallelism on this rank's rows."""
-        tensors = iter(share.tensors)
-        leaves = [next(tensors) if isinstance(x, TensorSpec) else x for x in share.call.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, share.call.structure)
-        loss_fn = self._options.loss_fn
+        options, inner, tensors = self._options, self._fallback[0], iter(share.tensors)
+        own = [next(tensors) if isinstance(x, TensorSpec) else x for x in share.call.leaves]
+        args, kwargs = pytree.tree_unflatten(own, share.call.structure)
         with self._autocast():
-            if loss_fn is None:
-                return self._fallback[0](*args, **kwargs)
-            return loss_fn(self._fallback[0](*args[:-1], **kwargs), args[-1])
+            if options.loss_fn is None:
+                result = inner(*args, **kwargs)
+            else:
+                result = options.loss_fn(inner(*args[:-1], **kwargs), args[-1])
+        if options.ranks == 1:
+            return result
+        return as_global(
+            result, leaves, share, mode=options.batch, ranks=options.ranks, device=self._device
+        )
 
     @cached_property
     def _inside(self) -> _Inside:
@@ -409,20 +422,6 @@ class DistributedModule(nn.Module):
         if not isinstance(parameter, DTensor):
             return gradient
         return from_local(gradient, parameter.device_mesh, parameter.placements[0], parameter)
-
-    def _as_own(self, parameter: torch.Tensor | None, value: Any) -> Any:
-        """A value of a state dict, whole or not, as its parameter lies."""
-        if not isinstance(parameter, DTensor):
-            return value.full_tensor() if isinstance(value, DTensor) else value
-        if isinstance(value, DTensor) or value.shape != parameter.shape:
-            return value
-        part = local(parameter.detach())
-        shard = parameter.placements[0]
-        if shard.is_shard():
-            step = -(-parameter.shape[0] // parameter.device_mesh.size())
-            begin = min(step * parameter.device_mesh.get_local_rank(), parameter.shape[0])
-            value = value[begin : begin + part.shape[0]]
-        return from_local(value.to(part), parameter.device_mesh, shard, parameter)
 
 
 SHARED = {"plan", "mesh", "_infos", "_device", "_options", "_programs", "_captures"} | {

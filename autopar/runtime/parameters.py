@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -169,6 +170,20 @@ def _swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
 
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def laid_out_as(parameter: torch.Tensor | None, value: Any) -> Any:
+    """A value of a state dict, whole or not, as its parameter lies."""
+    if not isinstance(parameter, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor) or value.shape != parameter.shape:
+        return value
+    part, mesh = local(parameter.detach()), parameter.device_mesh
+    shard = parameter.placements[0]
+    if shard.is_shard():
+        begin = sum(chunk_rows(parameter.shape[0], mesh.size())[: mesh.get_local_rank()])
+        value = value[begin : begin + part.shape[0]]
+    return from_local(value.to(part), mesh, shard, parameter)
 
 
 def from_local(
