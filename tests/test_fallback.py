@@ -1,5 +1,6 @@
 """What cannot be captured trains under torch's own data parallelism."""
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from tests.training import fixed, whole_state
+from tests.training import Pair, close, fixed, whole_state
 from tests.worlds import run
 
 
@@ -26,6 +27,20 @@ class Branching(nn.Module):
             if x.abs().max() > 1e3:
                 x = x / 2
         return x.square().mean()
+
+
+class Choosing(nn.Module):
+    """A model that chooses a block by its input, and never uses the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.blocks[int(x[0, 0].item() > 0)](y).square().mean()
 
 
 def rows(step: int) -> Tensor:
@@ -76,6 +91,48 @@ def test_trains_as_the_plain_model(early: bool, options: dict[str, Any], engine:
         assert list(state) == list(want)
         for name in want:
             torch.testing.assert_close(state[name], want[name], rtol=1e-9, atol=1e-12)
+
+
+def accumulate(rank: int, world_size: int, early: bool) -> None:
+    """Ranks with unlike rows and branches, gradients held back, parameters that go unused."""
+    given = {"example_inputs": (rows(0),)} if early else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pair = Pair(Choosing, strategy="auto", fallback=True, **given)
+    reduced = []
+    for _ in range(2):
+        for step in range(3):
+            x = rows(step)[:5]
+            own = [pair.plain(part) * len(part) for part in x.tensor_split(world_size)]
+            (sum(own) / 5).backward()
+            with contextlib.nullcontext() if step == 2 else pair.parallel.no_sync():
+                loss = pair.parallel(x)
+                loss.backward()
+            close(loss, sum(own) / 5)
+        pair.check_gradients()
+        nn.utils.clip_grad_norm_(pair.parallel.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0)
+        reduced.append(pair.parallel.blocks[2].weight.grad)
+        pair.step()
+        with torch.inference_mode():
+            close(pair.parallel.eval()(rows(9)[:1].repeat(2, 1)), pair.plain(rows(9)[:1]))
+        pair.parallel.train()
+    assert reduced == [None, None]
+    pair.check_state()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_branches_accumulation_and_uneven_rows(early: bool) -> None:
+    run(accumulate, 2, early=early)
+
+
+def give_differently(rank: int, world_size: int) -> None:
+    autopar.compile(Branching().double(), strategy="ddp")(rows(rank))
+
+
+def test_different_batches_are_found() -> None:
+    for answer in run(give_differently, 2, expect_errors=True):
+        assert answer[0] == "DisagreementError"
 
 
 def test_alone_it_runs_as_it_is() -> None:
