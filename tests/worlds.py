@@ -63,6 +63,10 @@ class RankError(AssertionError):
         super().__init__("".join(f"\n--- rank {r} ---\n{errors[r]}" for r in sorted(errors)))
 
 
+RUNS_OF_A_POOL = 40
+"""After so many runs workers are replaced: sockets and threads of past groups pile up in them."""
+
+
 def run(
     fn: RankFunction,
     world_size: int,
@@ -80,15 +84,27 @@ def run(
     `init=False` leaves `init_process_group` to `fn`; the environment is torchrun's in any case,
     with `env` and the parent's AUTOPAR_* variables on top.
     """
+    call = _Call(fn, kwargs, init, env or {})
+    outcomes = _perform_in_pool(world_size, call, timeout)
+    if any(o.error and o.error.type == "DistStoreError" for o in outcomes.values()):
+        _POOL.close()  # gloo could not connect old workers (seen after hundreds of runs): new ones
+        outcomes = _perform_in_pool(world_size, call, timeout)
+    return _answers(outcomes, expect_errors)
+
+
+def _perform_in_pool(world_size: int, call: "_Call", timeout: float) -> "dict[int, _Outcome]":
+    _POOL.runs += 1
+    if _POOL.runs % RUNS_OF_A_POOL == 0:
+        _POOL.close()
     workers = _POOL.take(world_size)
     try:
-        outcomes = _perform(workers, _Call(fn, kwargs, init, env or {}), timeout, grace=GRACE)
+        outcomes = _perform(workers, call, timeout, grace=GRACE)
         if any(outcome.lost for outcome in outcomes.values()):
             _raise_failures(outcomes)
     except BaseException:  # what is still in the pipes must not answer the next run
         _POOL.close()
         raise
-    return _answers(outcomes, expect_errors)
+    return outcomes
 
 
 def run_isolated(
@@ -168,6 +184,7 @@ class _Worker:
 class _Pool:
     workers: list[_Worker] = field(default_factory=list)
     folder: str = ""
+    runs: int = 0
 
     def take(self, world_size: int) -> list[_Worker]:
         """The first `world_size` workers, started where there are fewer or one has ended."""
