@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.cost_model.collectives import Link, check_collective, ring
-from autopar.cost_model.cost import KINDS, ClusterError, Cost
-from autopar.cost_model.curves import Curve
+import networkx as nx
 
-SCHEMA_VERSION = 1
+from autopar.cost_model.collectives import Link, check_collective
+from autopar.cost_model.cost import ClusterError, Cost, check_provenance
+from autopar.cost_model.devices import Device
+from autopar.cost_model.extrapolate import rescaled
+from autopar.cost_model.measured import CurveKey, Measured, read_row, row_of
+from autopar.cost_model.shape import GroupShape
+
+SCHEMA_VERSION = 2
 
 # Round figures of a machine of each kind, used where nothing was measured: gloo over loopback on
 # a shared host, NCCL over NVLink (launch 18-25 us on A100 x 8, busbw 230 GB/s: superbenchmark).
@@ -30,14 +34,17 @@ class Cluster:
         device: "cpu", or the name of the GPU.
         world_size: number of ranks.
         ranks_per_node: number of ranks on each node.
-        curves: the measured curve of (collective, ranks). Groups of fewer ranks than the world
-            are of consecutive ranks and were measured side by side, as the axes of a mesh run.
+        curves: times of collectives over groups, with the origin of each.
         backend: "gloo", "nccl", ...
         versions: of torch and the backend.
-        provenance: where the curves come from, "measured DATE on HOST" or "modelled by ...".
+        provenance: where the whole comes from, "measured DATE on HOST" or "modelled by ...".
         overlap: fraction of communication that can hide behind compute: 1 if they share nothing,
             0 if they use the same cores.
         overlap_provenance: where that figure comes from.
+        uniform: whether groups of one shape do equally well wherever they lie, as behind a
+            switch. Only then may times of other shapes be derived from those measured.
+        topology: devices, switches, NICs and links (see `topology`); None if not known.
+        figures: peaks of a device; None if not known.
         link: for collectives without a curve; None means they cannot be priced.
         device_memory_bytes: memory that one rank may fill, if known.
         host_memory_bytes: memory of one node, if known.
@@ -48,12 +55,15 @@ class Cluster:
     device: str
     world_size: int
     ranks_per_node: int
-    curves: Mapping[tuple[str, int], Curve]
+    curves: Mapping[CurveKey, Measured]
     backend: str
     versions: Mapping[str, str]
     provenance: str
     overlap: float
     overlap_provenance: str
+    uniform: bool = False
+    topology: nx.Graph | None = field(default=None, compare=False)
+    figures: Device | None = None
     link: Link | None = None
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
@@ -67,10 +77,7 @@ class Cluster:
         if not 0 <= self.overlap <= 1:
             raise ClusterError(f"cluster {self.name!r}: overlap {self.overlap} is not in 0..1")
         for text in (self.provenance, self.overlap_provenance):
-            if not text.startswith(KINDS):
-                raise ClusterError(f"provenance {text!r} starts with none of {KINDS}")
-        for collective, _ in self.curves:
-            check_collective(collective)
+            check_provenance(text)
 
     @classmethod
     def default(cls, world_size: int, device: str = "cpu") -> Cluster:
@@ -95,56 +102,46 @@ class Cluster:
             link=_LINKS["cpu" if cpu else "cuda"],
         )
 
-    def seconds(self, collective: str, nbytes: float, ranks: int) -> Cost:
+    def seconds(
+        self, collective: str, nbytes: float, shape: GroupShape, dtype: str = "float32"
+    ) -> Cost:
         """The time of one collective.
 
         Args:
             collective: one of `collectives.COLLECTIVES`.
             nbytes: message size in bytes, as `collectives` defines it for each.
-            ranks: number of ranks that take part.
+            shape: the groups that run it.
+            dtype: of the tensors.
+
+        Raises:
+            ClusterError: it was not measured and may not be derived; says what to measure.
         """
         check_collective(collective)
-        if ranks < 1 or not nbytes >= 0:
-            raise ClusterError(f"{collective} of {nbytes} bytes over {ranks} ranks")
-        if ranks == 1:
+        if not nbytes >= 0:
+            raise ClusterError(f"{collective} of {nbytes} bytes over {shape}")
+        if shape.ranks == 1:
             return Cost(0.0, "modelled by nothing to send")
-        curve = self.curves.get((collective, ranks))
-        if curve is not None:
-            return Cost(curve(nbytes), self.provenance)
-        known = [n for name, n in self.curves if name == collective]
-        if known:
-            return self._rescaled(collective, nbytes, ranks, known)
+        key = CurveKey(collective, shape, dtype)
+        entry = self.curves.get(key)
+        if entry is not None:
+            return Cost(entry.curve(nbytes), entry.provenance, entry.curve.error(nbytes))
+        derived = rescaled(self.curves, key, nbytes, self.backend) if self.uniform else None
+        if derived is not None:
+            return derived
         if self.link is not None:
-            seconds = self.link.seconds(collective, nbytes, ranks, self.backend)
+            seconds = self.link.seconds(collective, nbytes, shape.ranks, self.backend)
             return Cost(seconds, self.provenance)
-        raise ClusterError(
-            f"cluster {self.name!r} has no curve of {collective}: run autopar.measure with it "
-            f"among the collectives"
-        )
-
-    def _rescaled(self, collective: str, nbytes: float, ranks: int, known: list[int]) -> Cost:
-        """The nearest measured group's curve, its latency scaled by steps, the rest by bytes sent.
-
-        True where the fabric is uniform: 3.6 % off from 4 to 8 A100 behind NVSwitch.
-        """
-        near = min(known, key=lambda n: (abs(math.log(n / ranks)), -n))
-        curve = self.curves[collective, near]
-        steps, share = ring(collective, ranks, self.backend)
-        near_steps, near_share = ring(collective, near, self.backend)
-        whole = curve(nbytes)
-        latency = min(whole, curve.pieces[0].latency_s)
-        seconds = latency * steps / near_steps + (whole - latency) * share / near_share
-        return Cost(seconds, f"modelled by ring scaling from {near} ranks, {self.provenance}")
+        raise ClusterError(f"cluster {self.name!r} has no curve of {key}: measure it")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["versions"] = dict(self.versions)
         data["link"] = dataclasses.asdict(self.link) if self.link else None
-        data["curves"] = [
-            {"collective": collective, "ranks": ranks, **curve.to_dict()}
-            for (collective, ranks), curve in sorted(self.curves.items())
-        ]
+        data["figures"] = self.figures.to_dict() if self.figures else None
+        if self.topology is not None:
+            data["topology"] = nx.node_link_data(self.topology, edges="edges")
+        data["curves"] = [row_of(key, entry) for key, entry in sorted(self.curves.items())]
         return data
 
     @classmethod
@@ -161,11 +158,17 @@ class Cluster:
         odd = sorted(names.symmetric_difference(data))
         if odd:
             raise ClusterError(f"this is no cluster: unknown or missing {', '.join(odd)}")
+        made = dict(data)
         try:
-            curves = {(row["collective"], row["ranks"]): _curve(row) for row in data["curves"]}
-            link = None if data["link"] is None else Link(**data["link"])
-            return cls(**{**data, "curves": curves, "link": link})
-        except (KeyError, TypeError) as error:
+            made["curves"] = dict(map(read_row, data["curves"]))
+            if data["link"] is not None:
+                made["link"] = Link(**data["link"])
+            if data["figures"] is not None:
+                made["figures"] = Device.from_dict(data["figures"])
+            if data["topology"] is not None:
+                made["topology"] = nx.node_link_graph(data["topology"], edges="edges")
+            return cls(**made)
+        except (KeyError, TypeError, nx.NetworkXError) as error:
             raise ClusterError(f"this cluster is damaged: {error}") from error
 
     def save(self, path: str | Path) -> None:
@@ -183,7 +186,3 @@ class Cluster:
             return cls.from_dict(data)
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from error
-
-
-def _curve(row: Mapping[str, Any]) -> Curve:
-    return Curve.from_dict({k: v for k, v in row.items() if k not in ("collective", "ranks")})

@@ -10,6 +10,7 @@ starts with.
 | reduce_scatter | the input, before it is scattered |
 | all_to_all | the input (as large as the output) |
 | broadcast | the tensor |
+| send | the message that one rank sends another (point to point) |
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import torch
 from torch import fx
 
 from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.shape import GroupShape
 from autopar.graph import tensor_bytes, tensors
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
 _OPERATORS = {
     "all_reduce": "all_reduce",
@@ -65,17 +67,25 @@ class Transfer:
         collective: one of COLLECTIVES.
         axis: the mesh axis whose ranks take part.
         nbytes: the message size, in bytes, as the table above means it.
-        ranks: how many ranks take part.
+        shape: the groups along that axis.
+        dtype: of what is sent, such as "float32".
     """
 
     collective: str
     axis: str
     nbytes: int
-    ranks: int
+    shape: GroupShape
+    dtype: str
 
     @classmethod
-    def of(cls, node: fx.Node, axes: Mapping[str, int]) -> Transfer:
-        """The transfer that `node`, a collective, issues."""
+    def of(cls, node: fx.Node, axes: Mapping[str, int], ranks_per_node: int) -> Transfer:
+        """The transfer that `node`, a collective, issues.
+
+        Args:
+            node: of a lowered graph.
+            axes: size of each mesh axis, outermost first.
+            ranks_per_node: ranks on each node of the cluster.
+        """
         collective = collective_of(node)
         axis = _group(node)
         if collective is None or axis not in axes:
@@ -86,7 +96,9 @@ class Transfer:
         nbytes = sum(map(tensor_bytes, whole))
         if collective == "all_to_all" and 0 in node.args[1]:  # type: ignore[operator]
             nbytes = nbytes * axes[axis] // (axes[axis] - 1)  # a rank's own part stays where it is
-        return cls(collective, axis, nbytes, axes[axis])
+        shape = GroupShape.of_axis(axes, axis, ranks_per_node)
+        dtype = str(whole[0].dtype).removeprefix("torch.") if whole else "float32"
+        return cls(collective, axis, nbytes, shape, dtype)
 
 
 def _group(node: fx.Node) -> Any:
@@ -130,6 +142,8 @@ def ring(collective: str, ranks: int, backend: str) -> tuple[int, float]:
     n = ranks
     if n == 1:
         return 0, 0.0
+    if collective == "send":
+        return 1, 1.0
     if collective == "all_reduce" or (collective == "reduce_scatter" and backend == "gloo"):
         return 2 * (n - 1), 2 * (n - 1) / n
     if collective == "broadcast":

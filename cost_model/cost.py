@@ -20,16 +20,23 @@ class Cost:
     Attributes:
         seconds: the time, in seconds.
         provenance: "measured WHEN on WHAT", "imported from SOURCE" or "modelled by FORMULA".
+        error: relative half-width of the error bar: 0.1 means that seconds may be 10 % off.
     """
 
     seconds: float
     provenance: str
+    error: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.provenance.startswith(KINDS):
-            raise ClusterError(f"provenance {self.provenance!r} starts with none of {KINDS}")
+        check_provenance(self.provenance)
 
     @property
     def kind(self) -> str:
         """The first word of the provenance: measured, imported or modelled."""
         return self.provenance.split(" ", 1)[0]
+
+
+def check_provenance(text: str) -> None:
+    """Raise unless a provenance starts with one of KINDS."""
+    if not isinstance(text, str) or not text.startswith(KINDS):
+        raise ClusterError(f"provenance {text!r} starts with none of {KINDS}")

@@ -80,6 +80,13 @@ class Curve:
         x0, x1, y0, y1 = xs[right - 1], xs[right], ys[right - 1], ys[right]
         return math.exp(y0 + (y1 - y0) * (math.log(nbytes) - x0) / (x1 - x0))
 
+    def error(self, nbytes: float) -> float:
+        """Relative half-width of the error bar at `nbytes`: half the spread of the nearest size."""
+        if not self.spread:
+            return 0.0
+        near = min(range(len(self.bytes)), key=lambda i: abs(self.bytes[i] - nbytes))
+        return self.spread[near] / 2 / self.seconds[near]
+
     def _join(self, piece: Piece, end: int, nbytes: float) -> float:
         """`piece` at `nbytes`, scaled to meet the measured point at this end of the range."""
         return self.seconds[end] * piece(nbytes) / piece(self.bytes[end])

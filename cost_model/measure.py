@@ -23,12 +23,16 @@ from autopar.cost_model.collectives import COLLECTIVES, check_collective
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.host import Host, device_name
+from autopar.cost_model.measured import CurveKey, Measured
 from autopar.cost_model.overlap import measure_overlap
+from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.store import cache_directory, digest, read_json, write_json
 
 KIB, MIB = 2**10, 2**20
 SIZES = (*(KIB * 4**power for power in range(8)), 32 * MIB)
 """1 KiB to 16 MiB in powers of 4, and 32 MiB."""
+TIMED = tuple(name for name in COLLECTIVES if name != "send")
+"""What is timed unless asked otherwise."""
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
 _REPEAT_S = 2e-3  # short collectives are timed several in a row, until this many seconds
@@ -54,7 +58,7 @@ class Timing:
 def measure(
     group: dist.ProcessGroup | None = None,
     *,
-    collectives: Sequence[str] = COLLECTIVES,
+    collectives: Sequence[str] = TIMED,
     sizes: Sequence[int] = SIZES,
     budget_s: float = 4.0,
     cache: bool = True,
@@ -135,22 +139,36 @@ def _measure(
     overlap = measure_overlap(bench) if cpu else 1.0
     host, device = facts["hosts"][0]
     today = f"measured {date.today()} on {host['name']}"
+    versions = _versions(bench.backend)
+    version = ", ".join([bench.backend, *(f"{name} {v}" for name, v in versions.items())])
+    curves = {
+        CurveKey(collective, _shape(ranks, facts["ranks_per_node"], bench.world_size)): Measured(
+            Curve.fit(by_size), today, version
+        )
+        for (collective, ranks), by_size in samples.items()
+    }
     return bench.agree(
         lambda: Cluster(
             name=f"{bench.world_size} x {device} ({bench.backend})",
             device="cpu" if cpu else device,
             world_size=bench.world_size,
             ranks_per_node=facts["ranks_per_node"],
-            curves={key: Curve.fit(by_size) for key, by_size in samples.items()},
+            curves=curves,
             backend=bench.backend,
-            versions=_versions(bench.backend),
+            versions=versions,
             provenance=today,
             overlap=overlap,
             overlap_provenance=today if cpu else "modelled by separate engines",
+            uniform=cpu,
             device_memory_bytes=_device_memory(bench.device, host, facts["ranks_per_node"]),
             host_memory_bytes=host["memory_bytes"] or None,
         )
     )
+
+
+def _shape(ranks: int, ranks_per_node: int, world_size: int) -> GroupShape:
+    """The shape of groups of consecutive ranks that fill the world."""
+    return GroupShape.of_axis({"": world_size // ranks, "x": ranks}, "x", ranks_per_node)
 
 
 def _first_round(

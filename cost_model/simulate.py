@@ -98,8 +98,10 @@ def simulate(
         compute_s += cost.seconds
         clock.compute(node.name, cost.seconds)
         if collective_of(node) is not None:
-            transfer = Transfer.of(node, graph.axes)
-            price = cluster.seconds(transfer.collective, transfer.nbytes, transfer.ranks)
+            transfer = Transfer.of(node, graph.axes, cluster.ranks_per_node)
+            price = cluster.seconds(
+                transfer.collective, transfer.nbytes, transfer.shape, transfer.dtype
+            )
             sources[price.kind] += 1
             communication_s += price.seconds
             issued[node] = clock.issue(node.name, transfer, price.seconds)

@@ -1,11 +1,23 @@
 import pickle
 
+import networkx as nx
 import pytest
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import COLLECTIVES, ring
 from autopar.cost_model.cost import ClusterError, Cost
 from autopar.cost_model.curves import Curve
+from autopar.cost_model.devices import Device
+from autopar.cost_model.measured import CurveKey, Measured
+from autopar.cost_model.shape import GroupShape
+
+TODAY = "measured 2026-11-21 on here"
+PAIR, FOUR = GroupShape(2, 2), GroupShape(4, 4)
+
+
+def measured(curve):
+    return Measured(curve, TODAY, "gloo, torch 2.13.0")
+
 
 MEASURED = Cluster(
     name="four ranks",
@@ -13,38 +25,43 @@ MEASURED = Cluster(
     world_size=4,
     ranks_per_node=4,
     curves={
-        ("all_reduce", 2): Curve((1000, 1_000_000), (1e-3, 1e-2), (1e-4, 1e-4)),
-        ("all_reduce", 4): Curve((1000, 1_000_000), (2e-3, 3e-2)),
+        CurveKey("all_reduce", PAIR): measured(
+            Curve((1000, 1_000_000), (1e-3, 1e-2), (1e-4, 1e-4))
+        ),
+        CurveKey("all_reduce", FOUR): measured(Curve((1000, 1_000_000), (2e-3, 3e-2))),
     },
     backend="gloo",
     versions={"torch": "2.13.0"},
-    provenance="measured 2026-11-21 on here",
+    provenance=TODAY,
     overlap=0.5,
-    overlap_provenance="measured 2026-11-21 on here",
+    overlap_provenance=TODAY,
+    uniform=True,
+    topology=nx.Graph([("node0", "fabric", {"bytes_per_s": 1e9})]),
+    figures=Device("a CPU", 2**34, 2e10, {"float32": 1e11}, TODAY),
 )
 
 
 def test_measured_curves_answer_as_measured():
-    cost = MEASURED.seconds("all_reduce", 1000, 4)
-    assert cost == Cost(pytest.approx(2e-3), "measured 2026-11-21 on here")
+    cost = MEASURED.seconds("all_reduce", 1000, FOUR)
+    assert cost == Cost(pytest.approx(2e-3), TODAY)
 
 
 def test_other_group_sizes_are_modelled_from_the_nearest_curve():
-    cost = MEASURED.seconds("all_reduce", 1_000_000, 3)
+    cost = MEASURED.seconds("all_reduce", 1_000_000, GroupShape(3, 3))
     assert cost.kind == "modelled"
     assert "from 4 ranks" in cost.provenance
     assert 1e-2 < cost.seconds < 3e-2
-    assert MEASURED.seconds("all_reduce", 1_000_000, 8).seconds > 3e-2
+    assert MEASURED.seconds("all_reduce", 1_000_000, GroupShape(8, 8)).seconds > 3e-2
 
 
 def test_what_was_not_measured_is_refused_unless_there_is_a_link():
     with pytest.raises(ClusterError, match="no curve of all_gather"):
-        MEASURED.seconds("all_gather", 1000, 4)
+        MEASURED.seconds("all_gather", 1000, FOUR)
     with pytest.raises(ClusterError, match="'gather' is no collective"):
-        MEASURED.seconds("gather", 1000, 4)
+        MEASURED.seconds("gather", 1000, FOUR)
     default = Cluster.default(4, "cpu")
-    assert {default.seconds(name, 1000, 4).kind for name in COLLECTIVES} == {"modelled"}
-    assert default.seconds("all_gather", 1000, 1).seconds == 0
+    assert {default.seconds(name, 1000, FOUR).kind for name in COLLECTIVES} == {"modelled"}
+    assert default.seconds("all_gather", 1000, GroupShape(1, 1)).seconds == 0
 
 
 def test_gloo_scatters_at_the_price_of_reducing():
@@ -55,7 +72,10 @@ def test_gloo_scatters_at_the_price_of_reducing():
 @pytest.mark.parametrize("cluster", [MEASURED, Cluster.default(8, "H100")])
 def test_round_trips(cluster, tmp_path):
     cluster.save(tmp_path / "cluster.json")
-    assert Cluster.load(tmp_path / "cluster.json") == cluster
+    loaded = Cluster.load(tmp_path / "cluster.json")
+    assert loaded == cluster
+    if cluster.topology:
+        assert nx.utils.graphs_equal(loaded.topology, cluster.topology)
     assert pickle.loads(pickle.dumps(cluster)) == cluster
 
 
@@ -64,7 +84,7 @@ def test_round_trips(cluster, tmp_path):
     [
         ({"schema_version": 99}, "schema 99"),
         ({"surprise": 1}, "unknown or missing surprise"),
-        ({"curves": [{"collective": "all_reduce"}]}, "damaged"),
+        ({"curves": [{"collective": "all_reduce"}]}, "a curve lacks 'ranks'"),
         ({"overlap": 2.0}, r"overlap 2.0 is not in 0\.\.1"),
         ({"ranks_per_node": 9}, "4 ranks, 9 a node"),
         ({"provenance": "somebody said so"}, "starts with none of"),

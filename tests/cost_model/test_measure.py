@@ -4,9 +4,10 @@ import shutil
 import pytest
 import torch.distributed as dist
 
-from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError
-from autopar.cost_model.measure import measure
+from autopar.cost_model.measure import TIMED, measure
+from autopar.cost_model.measured import CurveKey
+from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.store import cache_directory
 from tests.worlds import run
 
@@ -29,12 +30,13 @@ def test_all_ranks_get_the_same_cluster_and_keep_it(tmp_path):
     assert first == second
     assert kept
     assert len(files) == 1
-    assert set(first.curves) == {(name, 2) for name in COLLECTIVES}
-    assert first.curves["all_reduce", 2].bytes == SIZES
+    pair = GroupShape(2, 2)
+    assert set(first.curves) == {CurveKey(name, pair) for name in TIMED}
+    assert first.curves[CurveKey("all_reduce", pair)].curve.bytes == SIZES
     assert first.world_size == first.ranks_per_node == world == 2
     assert 0 <= first.overlap <= 1
     assert first.provenance.startswith("measured 20")
-    assert first.seconds("all_gather", 4096, 2).kind == "measured"
+    assert first.seconds("all_gather", 4096, pair).kind == "measured"
 
 
 def _measure_parts(rank: int, world_size: int) -> list:
@@ -43,19 +45,19 @@ def _measure_parts(rank: int, world_size: int) -> list:
     part = None
     if half is not None:
         part = measure(half, sizes=(1000,), budget_s=0.1, collectives=("broadcast",))
-    return [sorted(c.curves) for c in (whole, part) if c]
+    return [sorted((k.collective, k.shape) for k in c.curves) for c in (whole, part) if c]
 
 
 def test_every_divisor_of_the_world_is_measured_and_a_group_by_itself(tmp_path):
     answers = run(_measure_parts, 4, env={"AUTOPAR_CACHE": str(tmp_path)})
-    whole = [("all_reduce", 2), ("all_reduce", 4)]
-    assert answers == [[whole, [("broadcast", 2)]]] * 2 + [[whole]] * 2
+    whole = [("all_reduce", GroupShape(2, 2, groups=2)), ("all_reduce", GroupShape(4, 4))]
+    assert answers == [[whole, [("broadcast", GroupShape(2, 2))]]] * 2 + [[whole]] * 2
 
 
 def test_without_a_group_there_is_nothing_to_send():
     cluster = measure()
     assert (cluster.world_size, dict(cluster.curves)) == (1, {})
-    assert cluster.seconds("all_reduce", 1e9, 1).seconds == 0
+    assert cluster.seconds("all_reduce", 1e9, GroupShape(1, 1)).seconds == 0
 
 
 def test_a_fake_group_is_modelled():

@@ -3,7 +3,9 @@ import pytest
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves import Curve
+from autopar.cost_model.measured import CurveKey, Measured
 from autopar.cost_model.operators import OperatorTimes, Setting, Timing
+from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.signature import signature
 from autopar.cost_model.simulate import simulate
 from autopar.graph import Gradient, Input, Output, Parameter
@@ -13,12 +15,13 @@ BYTES = 400
 
 
 def cluster(overlap, seconds=2.0):
+    entry = Measured(Curve((BYTES,), (seconds,)), "measured now", "gloo")
     return Cluster(
         name="test",
         device="cpu",
-        world_size=2,
-        ranks_per_node=2,
-        curves={("all_reduce", 2): Curve((BYTES,), (seconds,))},
+        world_size=4,
+        ranks_per_node=4,
+        curves={CurveKey("all_reduce", GroupShape(2, 2, groups)): entry for groups in (1, 2)},
         backend="gloo",
         versions={},
         provenance="measured now",

@@ -1,0 +1,82 @@
+"""`Measured`: a curve with its origin, and `CurveKey`: what it is the curve of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.cost_model.collectives import check_collective
+from autopar.cost_model.cost import ClusterError, check_provenance
+from autopar.cost_model.curves import Curve
+from autopar.cost_model.shape import GroupShape
+
+
+@dataclass(frozen=True, order=True)
+class CurveKey:
+    """What a curve was measured for.
+
+    Attributes:
+        collective: one of `collectives.COLLECTIVES`.
+        shape: the groups that ran it.
+        dtype: of the tensors, such as "float32".
+    """
+
+    collective: str
+    shape: GroupShape
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_collective(self.collective)
+
+    def __str__(self) -> str:
+        return f"{self.collective} of {self.dtype} over {self.shape}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A curve and where it comes from.
+
+    Attributes:
+        curve: seconds over bytes.
+        provenance: "measured WHEN on WHAT", "imported from SOURCE" or "modelled by FORMULA".
+        version: of the backend, such as "gloo, torch 2.13.0" or "nccl 2.18.1".
+    """
+
+    curve: Curve
+    provenance: str
+    version: str
+
+    def __post_init__(self) -> None:
+        check_provenance(self.provenance)
+
+
+def row_of(key: CurveKey, entry: Measured) -> dict[str, Any]:
+    """One curve as a JSON-ready row."""
+    return {
+        "collective": key.collective,
+        "ranks": key.shape.ranks,
+        "ranks_per_node": key.shape.ranks_per_node,
+        "groups": key.shape.groups,
+        "dtype": key.dtype,
+        "provenance": entry.provenance,
+        "version": entry.version,
+        **entry.curve.to_dict(),
+    }
+
+
+def read_row(row: Mapping[str, Any]) -> tuple[CurveKey, Measured]:
+    """What `row_of` wrote."""
+    if not isinstance(row, Mapping):
+        raise ClusterError(f"a curve is {row!r:.60}, not an object")
+    rest = dict(row)
+    try:
+        shape = GroupShape(rest.pop("ranks"), rest.pop("ranks_per_node"), rest.pop("groups"))
+        key = CurveKey(rest.pop("collective"), shape, rest.pop("dtype"))
+        provenance, version = rest.pop("provenance"), rest.pop("version")
+    except KeyError as error:
+        raise ClusterError(f"a curve lacks {error}") from error
+    try:
+        return key, Measured(Curve.from_dict(rest), provenance, version)
+    except ClusterError as error:
+        raise ClusterError(f"{key}: {error}") from error
