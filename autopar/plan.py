@@ -181,7 +181,13 @@ class Plan:
         return self.world_size > 1 and any(stage for _, stage in self.stages)
 
     def passes(
-        self, rank: int, backend: str, *, hold: bool = False, held: tuple[str, ...] = ()
+        self,
+        rank: int,
+        backend: str,
+        *,
+        hold: bool = False,
+        held: tuple[str, ...] = (),
+        compiled: bool = False,
     ) -> tuple[Pass, ...]:
         """The passes that turn a captured graph into the program of a rank.
 
@@ -190,13 +196,15 @@ class Plan:
             backend: the torch.distributed backend that collectives are lowered for.
             hold: under `no_sync`: keep gradients instead of reducing them.
             held: parameters with gradients kept from earlier calls.
+            compiled: whether a compiler follows that fuses operators by itself.
         """
+        fuse = () if compiled else (FuseCrossEntropy(),)
         checkpoint = CheckpointActivations(self.recompute, self.activation_bytes)
         if self.world_size == 1:
-            return (FuseCrossEntropy(), checkpoint)
+            return (*fuse, checkpoint)
         return (
             SynchronizeStatistics(self.axis, self.batch_statistics),  # type: ignore[arg-type]
-            FuseCrossEntropy(),
+            *fuse,
             checkpoint,
             ShardParameters(self.axis, rank, self.stages),
             SynchronizeGradients(self.axis, rank, hold, held),

@@ -7,12 +7,13 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from autopar._torch import BoxedCodeGen
+from autopar._torch import BoxedCodeGen, inductor_compile
 from autopar.capture import Capture
 from autopar.graph import (
     InputRole,
@@ -112,9 +113,9 @@ def build(
         hold: keep gradients local (`no_sync`).
         held: parameters with gradients held from earlier calls.
     """
-    graph = run_passes(
-        with_axes(capture.graph, plan), plan.passes(rank, comm_backend, hold=hold, held=held)
-    )
+    compiled = compile_backend != "eager"
+    passes = plan.passes(rank, comm_backend, hold=hold, held=held, compiled=compiled)
+    graph = run_passes(with_axes(capture.graph, plan), passes)
     split = split_forward_backward(graph)
     forward = Half(split.forward, generate(split.forward, groups, compile_backend))
     backward = None
@@ -164,7 +165,10 @@ def _located(module: fx.GraphModule) -> Boxed:
     return located
 
 
-def _compiled(module: nn.Module, backend: str) -> Boxed:
+def _compiled(module: fx.GraphModule, backend: str) -> Boxed:
+    """The module through a backend of torch.compile."""
+    if backend == "inductor":
+        return _inductor(_boxed(module))
     compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
 
     def run(arguments: list[Any]) -> list[Any]:
@@ -172,5 +176,34 @@ def _compiled(module: nn.Module, backend: str) -> Boxed:
         arguments.clear()
         with torch.no_grad():
             return list(compiled(*values))
+
+    return run
+
+
+def _boxed(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with all arguments in one list, marked as the graph's to empty."""
+    graph = fx.Graph()
+    arguments = graph.placeholder("arguments")
+    arguments.meta["steal_arg"] = True
+    given = module.graph.find_nodes(op="placeholder")
+    items = {n: graph.call_function(getitem, (arguments, i)) for i, n in enumerate(given)}
+    graph.output(graph.graph_copy(module.graph, items))
+    return fx.GraphModule(module, graph)
+
+
+def _inductor(module: fx.GraphModule) -> Boxed:
+    """Compiled at the first call, for the strides met: inductor's kernels are for those alone.
+
+    Through torch.compile its caller would hold every argument until the end of the call, and with
+    them what the forward saved: 1.3 times the peak memory of a GPT's step.
+    """
+    compiled: dict[Any, Callable[[list[Any]], Any]] = {}
+
+    def run(arguments: list[Any]) -> list[Any]:
+        strides = tuple(value.stride() for value in arguments)
+        with torch.no_grad():
+            if strides not in compiled:
+                compiled[strides] = inductor_compile(module, [arguments])
+            return list(compiled[strides](arguments))
 
     return run
