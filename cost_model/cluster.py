@@ -17,6 +17,7 @@ from autopar.cost_model.devices import Device
 from autopar.cost_model.extrapolate import rescaled
 from autopar.cost_model.measured import CurveKey, Measured, read_row, row_of
 from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.slowdown import SHARED_CORES, SHARED_GPU, Slowdown
 
 SCHEMA_VERSION = 2
 
@@ -38,9 +39,7 @@ class Cluster:
         backend: "gloo", "nccl", ...
         versions: of torch and the backend.
         provenance: where the whole comes from, "measured DATE on HOST" or "modelled by ...".
-        overlap: fraction of communication that can hide behind compute: 1 if they share nothing,
-            0 if they use the same cores.
-        overlap_provenance: where that figure comes from.
+        slowdown: of compute and collectives by each other.
         uniform: whether groups of one shape do equally well wherever they lie, as behind a
             switch. Only then may times of other shapes be derived from those measured.
         topology: devices, switches, NICs and links (see `topology`); None if not known.
@@ -59,8 +58,7 @@ class Cluster:
     backend: str
     versions: Mapping[str, str]
     provenance: str
-    overlap: float
-    overlap_provenance: str
+    slowdown: Slowdown
     uniform: bool = False
     topology: nx.Graph | None = field(default=None, compare=False)
     figures: Device | None = None
@@ -74,10 +72,7 @@ class Cluster:
             raise ClusterError(
                 f"cluster {self.name!r}: {self.world_size} ranks, {self.ranks_per_node} a node"
             )
-        if not 0 <= self.overlap <= 1:
-            raise ClusterError(f"cluster {self.name!r}: overlap {self.overlap} is not in 0..1")
-        for text in (self.provenance, self.overlap_provenance):
-            check_provenance(text)
+        check_provenance(self.provenance)
 
     @classmethod
     def default(cls, world_size: int, device: str = "cpu") -> Cluster:
@@ -97,8 +92,7 @@ class Cluster:
             backend="gloo" if cpu else "nccl",
             versions={},
             provenance="modelled by a ring over round figures (Cluster.default)",
-            overlap=0.0 if cpu else 1.0,
-            overlap_provenance="modelled by " + ("shared cores" if cpu else "separate engines"),
+            slowdown=SHARED_CORES if cpu else SHARED_GPU,
             link=_LINKS["cpu" if cpu else "cuda"],
         )
 
@@ -137,6 +131,7 @@ class Cluster:
         """JSON-ready form."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["versions"] = dict(self.versions)
+        data["slowdown"] = dataclasses.asdict(self.slowdown)
         data["link"] = dataclasses.asdict(self.link) if self.link else None
         data["figures"] = self.figures.to_dict() if self.figures else None
         if self.topology is not None:
@@ -161,6 +156,7 @@ class Cluster:
         made = dict(data)
         try:
             made["curves"] = dict(map(read_row, data["curves"]))
+            made["slowdown"] = Slowdown.from_dict(data["slowdown"])
             if data["link"] is not None:
                 made["link"] = Link(**data["link"])
             if data["figures"] is not None:

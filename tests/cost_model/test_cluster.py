@@ -10,6 +10,7 @@ from autopar.cost_model.curves import Curve
 from autopar.cost_model.devices import Device
 from autopar.cost_model.measured import CurveKey, Measured
 from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.slowdown import Slowdown
 
 TODAY = "measured 2026-11-21 on here"
 PAIR, FOUR = GroupShape(2, 2), GroupShape(4, 4)
@@ -33,8 +34,7 @@ MEASURED = Cluster(
     backend="gloo",
     versions={"torch": "2.13.0"},
     provenance=TODAY,
-    overlap=0.5,
-    overlap_provenance=TODAY,
+    slowdown=Slowdown((1000, 8000), (1.2, 1.5), (1.0, 2.0), 1e-5, 1e-6, TODAY),
     uniform=True,
     topology=nx.Graph([("node0", "fabric", {"bytes_per_s": 1e9})]),
     figures=Device("a CPU", 2**34, 2e10, {"float32": 1e11}, TODAY),
@@ -85,7 +85,7 @@ def test_round_trips(cluster, tmp_path):
         ({"schema_version": 99}, "schema 99"),
         ({"surprise": 1}, "unknown or missing surprise"),
         ({"curves": [{"collective": "all_reduce"}]}, "a curve lacks 'ranks'"),
-        ({"overlap": 2.0}, r"overlap 2.0 is not in 0\.\.1"),
+        ({"slowdown": {"bytes": [1]}}, "this cluster is damaged"),
         ({"ranks_per_node": 9}, "4 ranks, 9 a node"),
         ({"provenance": "somebody said so"}, "starts with none of"),
     ],

@@ -1,0 +1,117 @@
+"""`measure_slowdown`: compute alone, collectives alone, and both at once, on the live ranks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.cost_model.bench import Bench
+from autopar.cost_model.slowdown import Slowdown
+
+_SIZES = (64 * 2**10, 2**20, 8 * 2**20)
+_TRIALS = 3
+_TRIAL_S = 0.06  # of communication that is kept under way
+_LONGEST_S = 0.4  # of one collective: sizes that take longer are left out
+_SIDE = 160  # of the matrices that are multiplied meanwhile
+_STREAMED = 1 << 18  # elements that are read, and written to fresh memory, meanwhile
+_CALLS = 20
+
+
+def measure_slowdown(bench: Bench, provenance: str) -> Slowdown:
+    """Runs compute alone, all-reduces alone and both at once, at several sizes.
+
+    All ranks of the bench call it. The compute multiplies matrices and streams through memory in
+    about equal parts, on the calling thread, as operators do.
+    """
+    rows: list[tuple[int, float, float]] = []
+    for size in _SIZES:
+        row = _factors(bench, size)
+        if row is None:
+            break
+        rows.append((size, *row))
+    issue_s, wait_s = _means(bench.gather(_call_costs(bench)))
+    sizes, compute, communication = zip(*rows, strict=True)
+    return Slowdown(sizes, compute, communication, issue_s, wait_s, provenance)
+
+
+def _factors(bench: Bench, nbytes: int) -> tuple[float, float] | None:
+    """The slowdown of compute and of all-reduces of this size; None if one takes too long."""
+    buffer = torch.zeros(nbytes // 4)
+    chunk = _chunk()
+
+    def issue(count: int) -> list[Any]:
+        made = [dist.all_reduce(buffer, group=bench.group, async_op=True) for _ in range(count)]
+        return [work for work in made if work is not None]
+
+    def communicate(count: int) -> float:
+        bench.line_up()
+        start = time.perf_counter()
+        for work in issue(count):
+            work.wait()
+        return time.perf_counter() - start
+
+    def compute(seconds: float) -> float:
+        bench.line_up()
+        start, done = time.perf_counter(), 0
+        while time.perf_counter() < start + seconds:
+            chunk()
+            done += 1
+        return (time.perf_counter() - start) / done
+
+    def both(count: int) -> tuple[float, int]:
+        bench.line_up()
+        start, done = time.perf_counter(), 0
+        works = issue(count)
+        while not all(work.is_completed() for work in works):
+            chunk()
+            done += 1
+        return time.perf_counter() - start, max(1, done)
+
+    first = max(bench.gather(min(communicate(1), communicate(1))))
+    if first > _LONGEST_S and nbytes != _SIZES[0]:
+        return None
+    count = max(1, min(_CALLS, round(_TRIAL_S / first)))
+    trials = []
+    for _ in range(_TRIALS):
+        quiet, busy = communicate(count), compute(_TRIAL_S / 2)
+        together, done = both(count)
+        trials.append((together / (done * busy), together / quiet))
+    factors = _means(bench.gather(tuple(map(statistics.median, zip(*trials, strict=True)))))
+    return max(1.0, factors[0]), max(1.0, factors[1])
+
+
+def _chunk() -> Callable[[], None]:
+    """A fraction of a millisecond of compute."""
+    matrix, stream = torch.rand(_SIDE, _SIDE), torch.rand(_STREAMED)
+
+    def run() -> None:
+        torch.mm(matrix, matrix)
+        torch.add(stream, stream)
+
+    return run
+
+
+def _call_costs(bench: Bench) -> tuple[float, float]:
+    """Seconds of the thread that issues a collective, and that waits for one which has ended."""
+    issue = bench.issuer("all_to_all", bench.group, 1024)
+    issued, waited = [], []
+    for _ in range(_CALLS):
+        bench.line_up()
+        start = time.perf_counter()
+        pending = issue()
+        issued.append(time.perf_counter() - start)
+        bench.line_up()  # by then the first has ended, too
+        start = time.perf_counter()
+        torch.ops._c10d_functional.wait_tensor(pending)
+        waited.append(time.perf_counter() - start)
+    return statistics.median(issued), statistics.median(waited)
+
+
+def _means(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The mean of each column."""
+    return tuple(statistics.mean(column) for column in zip(*rows, strict=True))
