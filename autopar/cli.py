@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | show | diff | run`."""
+"""The command line: `autopar plan | show | diff | run | measure`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.api import plan as make_plan
 from autopar.api import program_text
+from autopar.commands import measure
 from autopar.cost_model.cluster import Cluster
 from autopar.errors import AutoparError, StrategyError
 from autopar.plan import Plan
@@ -65,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("script")
     run.add_argument("--nproc", type=int, default=os.cpu_count() or 1, help="number of processes")
     run.set_defaults(command=run_script)
+
+    measure.add_to(commands)
     return top
 
 

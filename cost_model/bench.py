@@ -15,13 +15,18 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-T = TypeVar("T")
+from autopar._torch import group_timeout
+from autopar.cost_model.layout import Groups
+from autopar.errors import CommunicationError
 
-_ITEM = 4  # float32
+T = TypeVar("T")
 
 
 class Bench:
     """A process group and its parts, inside a `with`.
+
+    A collective that fails inside (a rank has died, or has not come within the group's timeout)
+    leaves as a CommunicationError that says what was being done.
 
     Attributes:
         group: all ranks that take part.
@@ -29,6 +34,7 @@ class Bench:
         world_size: their number.
         backend: "gloo", "nccl", ...
         device: where the tensors are.
+        doing: what goes on now, for errors.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -39,8 +45,11 @@ class Bench:
         self.device = torch.device("cpu")
         if self.backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._zeros = torch.zeros(0, device=self.device)
-        self._parts: dict[int, dist.ProcessGroup] = {self.world_size: group}
+        self.doing = "agreeing on what to measure"
+        self._zeros: dict[torch.dtype, torch.Tensor] = {}
+        self._parts: dict[tuple[int, ...], dist.ProcessGroup] = {
+            tuple(range(self.world_size)): group
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -54,6 +63,12 @@ class Bench:
         for part in self._parts.values():
             if part is not self.group:
                 dist.destroy_process_group(part)
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise CommunicationError(
+                f"rank {self.rank}: a collective failed while {self.doing}: another rank died, "
+                f"raised an error or did not come in time. Look for the first error among all "
+                f"ranks' output. ({str(error).strip().splitlines()[0]})"
+            ) from error
 
     def agree(self, decide: Callable[[], T]) -> T:
         """What `decide` says on rank 0, on every rank."""
@@ -67,46 +82,105 @@ class Bench:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def part(self, ranks: int) -> dist.ProcessGroup:
-        """This process's group of `ranks` consecutive ranks; all ranks ask for it together."""
+    def time(
+        self,
+        collective: str,
+        groups: Groups,
+        nbytes: int,
+        repeats: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> float | None:
+        """Seconds of one collective among `groups` at once, from a common start; every rank calls.
+
+        Args:
+            collective: one of COLLECTIVES.
+            groups: ranks of each group that takes part.
+            nbytes: about the message size; see `message_bytes`.
+            repeats: how often in a row.
+            dtype: of what is sent.
+
+        Returns:
+            The mean over the repeats, None on a rank that is in no group.
+        """
+        self.doing = f"timing {collective} of {nbytes} bytes over {len(groups[0])} ranks"
+        part = self.part(groups)
+        run = self._runner(collective, part, nbytes, dtype) if part is not None else None
+        self.line_up()
+        if run is None:
+            return None
+        start = time.perf_counter()
+        for turn in range(repeats):
+            run(turn)
+        self.finish()
+        return (time.perf_counter() - start) / repeats
+
+    def part(self, groups: Groups) -> dist.ProcessGroup | None:
+        """The group that this rank is in, made by its ranks when they first ask for it."""
+        ranks = next((ranks for ranks in groups if self.rank in ranks), None)
+        if ranks is None:
+            return None
         if ranks not in self._parts:
-            members = dist.get_process_group_ranks(self.group)
-            first = self.rank - self.rank % ranks
-            made = dist.new_group(members[first : first + ranks], use_local_synchronization=True)
+            names = dist.get_process_group_ranks(self.group)
+            made = dist.new_group(
+                [names[rank] for rank in ranks],
+                timeout=group_timeout(self.group),
+                use_local_synchronization=True,
+            )
             assert isinstance(made, dist.ProcessGroup)
             self._parts[ranks] = made
         return self._parts[ranks]
 
-    def message_bytes(self, ranks: int, nbytes: int) -> int:
-        """The message size that is sent for about `nbytes`: a multiple of ranks and items."""
-        return math.ceil(nbytes / (_ITEM * ranks)) * _ITEM * ranks
+    def _runner(
+        self, collective: str, group: dist.ProcessGroup, nbytes: int, dtype: torch.dtype
+    ) -> Callable[[int], None]:
+        """Runs the collective once, as the so-manieth in a row.
 
-    def time(self, collective: str, ranks: int, nbytes: int, repeats: int = 1) -> float:
-        """Seconds of one collective among `ranks`, all groups of that size at once."""
-        issue = self.issuer(collective, ranks, nbytes)
-        self.line_up()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            torch.ops._c10d_functional.wait_tensor(issue())
-        self.finish()
-        return (time.perf_counter() - start) / repeats
+        Of broadcasts and messages the next is sent by another rank, which must have received the
+        one before: so their times are those until arrival, not until the sender is free.
+        """
+        ranks, rank, name = group.size(), group.rank(), group.group_name
+        if collective == "send":
+            message = self._zeros_of(message_bytes(ranks, nbytes), dtype)
 
-    def issuer(self, collective: str, ranks: int, nbytes: int) -> Callable[[], torch.Tensor]:
+            def pass_on(turn: int) -> None:
+                if turn % ranks == rank:
+                    dist.send(message, group=group, group_dst=(rank + 1) % ranks)
+                elif (turn + 1) % ranks == rank:
+                    dist.recv(message, group=group, group_src=(rank - 1) % ranks)
+
+            return pass_on
+        if collective == "broadcast":
+            message = self._zeros_of(message_bytes(ranks, nbytes), dtype)
+            broadcast = torch.ops._c10d_functional.broadcast_
+            return lambda turn: _wait(broadcast(message, turn % ranks, name))
+        issue = self.issuer(collective, group, nbytes, dtype)
+        return lambda turn: _wait(issue())
+
+    def issuer(
+        self,
+        collective: str,
+        group: dist.ProcessGroup,
+        nbytes: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> Callable[[], torch.Tensor]:
         """A function that issues the collective once and returns what to wait for."""
-        numel = self.message_bytes(ranks, nbytes) // _ITEM
-        name = self.part(ranks).group_name
+        ranks, name = group.size(), group.group_name
+        whole = self._zeros_of(message_bytes(ranks, nbytes), dtype)
+        chunk = whole[: whole.numel() // ranks]
+        even = [chunk.numel()] * ranks
         ops = torch.ops._c10d_functional
-        if self._zeros.numel() < numel:
-            self._zeros = torch.zeros(numel, device=self.device)
-        whole, chunk = self._zeros[:numel], self._zeros[: numel // ranks]
-        even = [numel // ranks] * ranks
         return {
             "all_reduce": lambda: ops.all_reduce_(whole, "sum", name),
             "all_gather": lambda: ops.all_gather_into_tensor(chunk, ranks, name),
             "reduce_scatter": lambda: ops.reduce_scatter_tensor(whole, "sum", ranks, name),
             "all_to_all": lambda: ops.all_to_all_single(whole, even, even, name),
-            "broadcast": lambda: ops.broadcast_(whole, 0, name),
         }[collective]
+
+    def _zeros_of(self, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        numel = nbytes // dtype.itemsize
+        if dtype not in self._zeros or self._zeros[dtype].numel() < numel:
+            self._zeros[dtype] = torch.zeros(numel, dtype=dtype, device=self.device)
+        return self._zeros[dtype][:numel]
 
     def line_up(self) -> None:
         """Wait for all ranks."""
@@ -117,6 +191,16 @@ class Bench:
         """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def message_bytes(ranks: int, nbytes: int) -> int:
+    """The message size that is sent for about `nbytes`: as many whole items for each rank."""
+    item = 8  # bytes of the largest dtype that is sent
+    return math.ceil(nbytes / (item * ranks)) * item * ranks
+
+
+def _wait(pending: torch.Tensor) -> None:
+    torch.ops._c10d_functional.wait_tensor(pending)
 
 
 def _backend(group: dist.ProcessGroup) -> str:

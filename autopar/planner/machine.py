@@ -10,25 +10,34 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.liveness import Overhead
+from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.measure import measure
 from autopar.cost_model.operators import OperatorTimes
+from autopar.cost_model.optimizer import OptimizerMemory
+from autopar.cost_model.scratch import Scratch
 from autopar.cost_model.update import Optimizer, UpdateCost, measure_update
 from autopar.graph import TrainingGraph
+
+_QUICK_S = 4.0  # for collectives, when compiling; `autopar measure` takes its time
+_COLLECTIVES = tuple(name for name in COLLECTIVES if name != "send")  # of compiled steps
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Times of collectives and operators.
+    """Times of collectives and operators, and bytes that no graph shows.
 
     Attributes:
         cluster: times of collectives.
         operators: times of operators.
         update: time of the optimizer's step.
+        overhead: bytes that are allocated beside the tensors of a graph.
     """
 
     cluster: Cluster
     operators: OperatorTimes
     update: UpdateCost
+    overhead: Overhead
 
 
 def measure_machine(
@@ -48,13 +57,31 @@ def measure_machine(
         optimizer: class or factory of the optimizer.
         live: whether the ranks of the plan are running here.
     """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     if cluster is None:
-        cluster = measure()
+        cluster = measure(collectives=_COLLECTIVES, mesh={"dp": world_size}, budget_s=_QUICK_S)
     sharing = cluster.ranks_per_node if device.type == "cpu" and live else 1
     name = device if live or cluster.device == "cpu" else cluster.device
     operators = OperatorTimes.load(name, sharing=sharing).measure(graphs)
     operators.save()
     mesh = None
-    if live and dist.is_initialized() and dist.get_world_size() > 1:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    return Machine(cluster, operators, measure_update(optimizer, device, mesh))
+    if live and world_size > 1:
+        mesh = init_device_mesh(device.type, (world_size,))
+    update = measure_update(optimizer, device, mesh)
+    return Machine(cluster, operators, update, measure_overhead(graphs, cluster, optimizer))
+
+
+def measure_overhead(
+    graphs: Sequence[TrainingGraph], cluster: Cluster, optimizer: Optimizer
+) -> Overhead:
+    """What kernels and the optimizer allocate, as far as the cluster's device is in this machine.
+
+    Args:
+        graphs: lowered graphs, whose operators are run.
+        cluster: names the device.
+        optimizer: class or factory of the optimizer.
+    """
+    scratch = Scratch.load(cluster.device).measure(graphs)
+    scratch.save()
+    kind = "cpu" if cluster.device == "cpu" else "cuda"
+    return Overhead(OptimizerMemory.measure(optimizer, kind), scratch, cluster.device)

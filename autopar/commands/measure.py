@@ -1,0 +1,168 @@
+"""`autopar measure`: times the collectives of this machine, or of the ranks torchrun started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.curves import Curve
+from autopar.cost_model.measure import DTYPES, SIZES, measure
+from autopar.cost_model.sampling import Tell
+from autopar.errors import StrategyError
+from autopar.runtime.groups import ensure_process_group, rank
+
+TIMEOUT_S = 120.0
+"""How long a rank waits for the others."""
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "measure",
+        help="time the collectives of the ranks, and keep them for later plans",
+        description="Under torchrun: of the ranks that it started, on whichever nodes. Otherwise: "
+        "of --nproc processes of this machine.",
+    )
+    parser.add_argument("--nproc", type=int, help="processes to launch on this machine")
+    parser.add_argument("--output", metavar="FILE", help="also write the cluster as JSON")
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds to spend, about")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--sizes", type=sizes_of, default=SIZES, help="such as 64KiB,1MiB,16MiB")
+    parser.add_argument(
+        "--no-cache", action="store_true", help="neither read nor write the kept measurement"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="measure again even if the kept one still holds"
+    )
+    parser.set_defaults(command=run)
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """The bytes of each size in a text such as "64KiB,1MiB"."""
+    return tuple(_size(part.strip()) for part in text.split(","))
+
+
+def _size(text: str) -> int:
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    unit = _UNITS.get(text[len(digits) :].strip().lower())
+    if unit is None or not digits.strip().isdigit() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64KiB")
+    return int(digits) * unit
+
+
+def run(options: argparse.Namespace) -> int:
+    """`autopar measure`."""
+    if "RANK" not in os.environ:
+        return _launch(options)
+    if options.nproc is not None:
+        raise StrategyError("--nproc under torchrun: it has launched the processes already")
+    ensure_process_group(None, TIMEOUT_S)
+    try:
+        _measure(options)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _launch(options: argparse.Namespace) -> int:
+    """This command again, as so many ranks of this machine."""
+    nproc = (os.cpu_count() or 1) if options.nproc is None else options.nproc
+    if nproc < 1:
+        raise StrategyError(f"--nproc {nproc}: at least one process")
+    if nproc == 1:
+        _measure(options)
+        return 0
+    again = ["--budget", str(options.budget), "--dtype", options.dtype]
+    again += ["--sizes", ",".join(map(str, options.sizes))]
+    again += ["--output", options.output] if options.output else []
+    again += ["--no-cache"] * options.no_cache + ["--force"] * options.force
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(nproc), "-m", "autopar", "measure", *again]
+    threads = max(1, (os.cpu_count() or 1) // nproc)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def _measure(options: argparse.Namespace) -> None:
+    console = Console()
+    with _progress(console) as tell:
+        cluster = measure(
+            sizes=options.sizes,
+            dtype=options.dtype,
+            budget_s=options.budget,
+            cache=not options.no_cache,
+            fresh=options.force,
+            tell=tell,
+        )
+    if rank() != 0:
+        return
+    if options.output:
+        cluster.save(options.output)
+    console.print(table(cluster))
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Tell | None]:
+    """A bar on rank 0; nothing on the others."""
+    if rank() != 0:
+        yield None
+        return
+    columns = TextColumn("measuring"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def table(cluster: Cluster) -> Table:
+    """Each curve in a row: its times, the bandwidth at its largest size, its error bar."""
+    title = f"{cluster.name}, {cluster.provenance}"
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = _spread_out([n for entry in cluster.curves.values() for n in entry.curve.bytes])
+    drawn.add_column("collective", no_wrap=True)
+    drawn.add_column("group", no_wrap=True)
+    for nbytes in shown:
+        drawn.add_column(f"{in_units(nbytes)}, ms", justify="right", no_wrap=True)
+    drawn.add_column("GB/s", justify="right", no_wrap=True)
+    drawn.add_column("±", justify="right", no_wrap=True)
+    for key, entry in sorted(cluster.curves.items()):
+        drawn.add_row(key.collective, str(key.shape), *_cells(entry.curve, shown))
+    if not cluster.curves:
+        drawn.caption = "one process: nothing to send"
+    return drawn
+
+
+def _spread_out(sizes: Sequence[int]) -> list[int]:
+    """Up to four sizes from the smallest to the largest."""
+    distinct = sorted(set(sizes))
+    steps = min(4, len(distinct))
+    return sorted({distinct[round(i * (len(distinct) - 1) / max(1, steps - 1))] for i in range(steps)})
+
+
+def _cells(curve: Curve, shown: Sequence[int]) -> list[str]:
+    measured = [f"{curve(n) * 1e3:.3g}" if n <= curve.bytes[-1] else "" for n in shown]
+    errors = sorted(curve.error(n) for n in curve.bytes)
+    rate = curve.bytes[-1] / curve.seconds[-1] / 1e9
+    return [*measured, f"{rate:.3g}", f"{errors[len(errors) // 2]:.0%}"]
+
+
+def in_units(nbytes: int) -> str:
+    """4096 -> "4 KiB"."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,87 @@
+"""`python -m benchmarks.cluster --nodes 2 --ranks-per-node 2 --rate 1gbit -- COMMAND ...`
+
+Runs the command as every rank of an emulated cluster, with torchrun's environment variables, and
+prints the bytes that each node's link carried. Exits with 1 if a rank failed, with 77 where nodes
+cannot be emulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cluster.network import Network, Traffic, Unavailable, bits_per_second
+from benchmarks.cluster.ranks import RanksFailed, launch
+
+SKIPPED = 77
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    cut = given.index("--") if "--" in given else len(given)
+    top = _parser()
+    options, command = top.parse_args(given[:cut]), given[cut + 1 :]
+    if not command:
+        top.error("give the command after --")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is torn down
+    try:
+        with Network(options.nodes, options.rate) as network:
+            return _run(network, command, options.ranks_per_node, options.timeout)
+    except Unavailable as reason:
+        print(f"skipped, nodes cannot be emulated here: {reason}", file=sys.stderr)
+        return SKIPPED
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m benchmarks.cluster", usage="%(prog)s [options] -- COMMAND ..."
+    )
+    top.add_argument("--nodes", type=int, default=2)
+    top.add_argument("--ranks-per-node", type=int, default=1)
+    top.add_argument("--rate", type=_rate, help="of each link, such as 1gbit; unshaped if left out")
+    top.add_argument("--timeout", type=float, help="seconds that the command may take")
+    return top
+
+
+def _rate(text: str) -> str:
+    try:
+        bits_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _run(network: Network, command: Sequence[str], ranks: int, timeout_s: float | None) -> int:
+    start, status = time.monotonic(), 0
+    try:
+        launch(network, command, ranks, timeout_s=timeout_s)
+    except RanksFailed as error:
+        print(error, file=sys.stderr)
+        status = 1
+    seconds = time.monotonic() - start
+    Console(stderr=True).print(_table(network, network.traffic(), seconds))
+    return status
+
+
+def _table(network: Network, traffic: Sequence[Traffic], seconds: float) -> Table:
+    title = f"links of {network.rate or 'no set rate'}, {seconds:.1f} s"
+    table = Table(title=title, title_justify="left")
+    table.add_column("node")
+    table.add_column("sent, bytes", justify="right")
+    table.add_column("received, bytes", justify="right")
+    for node, count in enumerate(traffic):
+        table.add_row(f"node{node}", f"{count.sent:,}", f"{count.received:,}")
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,183 @@
+"""`Network`: namespaces that are nodes, a switch between them, and a count of what they send."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+TOOLS = ("ip", "tc", "unshare", "setpriv", "sh")
+"""What must be installed: iproute2 and util-linux."""
+
+_PREFIX = "autopar"
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_QUEUE = "4mb"
+_BURST_BYTES = 128 * 1024
+_SETTINGS = {  # of every node; IPv6 may be missing from the kernel, the rest may not
+    "net/ipv4/tcp_congestion_control": "cubic",
+    "net/ipv4/tcp_slow_start_after_idle": "0",
+    "net/ipv4/tcp_rmem": "4096 131072 33554432",
+    "net/ipv4/tcp_wmem": "4096 131072 33554432",
+}
+
+
+class Unavailable(RuntimeError):
+    """Nodes cannot be emulated here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a node has sent and received over its link, headers included."""
+
+    sent: int
+    received: int
+
+    def __sub__(self, before: Traffic) -> Traffic:
+        return Traffic(self.sent - before.sent, self.received - before.received)
+
+
+class Network:
+    """Nodes joined by a switch. They exist inside the `with`, and are always removed after it.
+
+    Attributes:
+        nodes: their number.
+        rate: of each link in each direction, such as "1gbit"; None leaves the links unshaped.
+
+    Raises:
+        Unavailable: on entering, where namespaces cannot be made.
+    """
+
+    def __init__(self, nodes: int, rate: str | None = None) -> None:
+        if not 1 <= nodes <= 250:
+            raise ValueError(f"a network has 1 to 250 nodes, not {nodes}")
+        self.nodes = nodes
+        self.rate = rate
+        self._bits_per_s = None if rate is None else bits_per_second(rate)
+        self._name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
+
+    def namespace(self, node: int) -> str:
+        """The name of a node's namespace, as `ip netns` has it."""
+        return f"{self._name}-{node}"
+
+    def address(self, node: int) -> str:
+        """The IPv4 address of a node on its `eth0`."""
+        return f"10.77.0.{node + 1}"
+
+    def host_name(self, node: int) -> str:
+        """What a process on the node takes for its machine's name; it tells the rate."""
+        return f"node{node}-{self.rate or 'unshaped'}"
+
+    def traffic(self) -> list[Traffic]:
+        """What each node has sent and received since it was made."""
+        return [self._count(node) for node in range(self.nodes)]
+
+    def _count(self, node: int) -> Traffic:
+        text = _run("ip", "-n", self.namespace(node), "-s", "-j", "link", "show", "dev", "eth0")
+        counters = json.loads(text)[0]["stats64"]
+        return Traffic(counters["tx"]["bytes"], counters["rx"]["bytes"])
+
+    def __enter__(self) -> Self:
+        _check_tools()
+        sweep()
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def _make(self) -> None:
+        switch = f"{self._name}-switch"
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for node in range(self.nodes):
+            self._make_node(node, switch)
+
+    def _make_node(self, node: int, switch: str) -> None:
+        name, port = self.namespace(node), f"port{node}"
+        _run("ip", "netns", "add", name)
+        link = ("link", "add", "eth0", "netns", name, "type", "veth")
+        _run("ip", *link, "peer", "name", port, "netns", switch)
+        _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+        for path, value in _SETTINGS.items():
+            _run("ip", "netns", "exec", name, "sh", "-c", f'echo "{value}" > /proc/sys/{path}')
+        _run("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "-n", name, "link", "set", "eth0", "up")
+        if self._bits_per_s is not None:
+            burst = max(_BURST_BYTES, int(self._bits_per_s / 8 * 1e-3))  # a millisecond's worth
+            shape = ("tbf", "rate", f"{self._bits_per_s:.0f}bit", "burst", f"{burst}b")
+            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *shape, "limit", _QUEUE)
+
+    def _remove(self) -> None:
+        for name in _namespaces():
+            if name.startswith(f"{self._name}-"):
+                _delete(name)
+
+
+def bits_per_second(rate: str) -> float:
+    """What a rate such as "100mbit" or "2.5gbit" means."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
+    if not match or float(match[1]) == 0:
+        raise ValueError(f"rate {rate!r} is not one such as 100mbit or 1gbit")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def sweep() -> None:
+    """Remove the namespaces of processes that are no more, with all that runs in them."""
+    for name in _namespaces():
+        match = re.match(rf"{_PREFIX}-(\d+)-", name)
+        if match and not Path("/proc", match[1]).exists():
+            _delete(name)
+
+
+def _namespaces() -> Iterator[str]:
+    folder = Path("/run/netns")
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return (name for name in names if name.startswith(f"{_PREFIX}-"))
+
+
+def _delete(name: str) -> None:
+    """Remove a namespace and end the processes in it; others may be removing it as well."""
+    with contextlib.suppress(Unavailable):
+        for pid in _run("ip", "netns", "pids", name).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        _run("ip", "netns", "del", name)
+
+
+def _check_tools() -> None:
+    if not sys.platform.startswith("linux"):
+        raise Unavailable("network namespaces are Linux's")
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise Unavailable(f"{', '.join(missing)} not installed (iproute2, util-linux)")
+    if os.geteuid() != 0:
+        raise Unavailable("network namespaces need root")
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unavailable(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout

@@ -1,0 +1,155 @@
+"""`launch`: a command on every node of a network, one process a rank, watched until all end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.cluster.network import Network
+
+MASTER_PORT = 29500
+"""Free on every node: its namespace is its own."""
+
+GRACE_S = 15.0
+"""How long the other ranks may take to end by themselves once one has failed."""
+
+_NAMED = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+
+
+class RanksFailed(RuntimeError):
+    """Some ranks did not end well; the message says which, how, and shows the end of their log."""
+
+
+def launch(
+    network: Network,
+    command: Sequence[str],
+    ranks_per_node: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    logs: Path | None = None,
+    timeout_s: float | None = None,
+    grace_s: float = GRACE_S,
+) -> None:
+    """Run `command` as every rank and wait for all. None of them outlives the call.
+
+    Each is given torchrun's variables, its node's host name and GLOO_SOCKET_IFNAME. A command
+    that is itself torchrun is given one rank a node: `--node-rank $GROUP_RANK --master-addr
+    $MASTER_ADDR` then make up its arguments.
+
+    Args:
+        network: that has been entered.
+        command: program and arguments.
+        ranks_per_node: processes on each node.
+        environment: variables on top of this process's and torchrun's.
+        logs: a folder for one file a rank, "rank0.log" and so on; None shows the output here.
+        timeout_s: seconds that the whole run may take.
+        grace_s: seconds that the others have once a rank has failed.
+
+    Raises:
+        RanksFailed: a rank ended with another status than 0, or the time was up.
+    """
+    world = network.nodes * ranks_per_node
+    if ranks_per_node < 1:
+        raise ValueError(f"{ranks_per_node} ranks a node: at least one")
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world):
+            variables = _environment(network, rank, ranks_per_node) | dict(environment or {})
+            processes.append(_start(network, rank // ranks_per_node, command, variables, logs))
+        failure = _watch(processes, timeout_s, grace_s)
+    finally:
+        for process in processes:
+            _end(process)
+    if failure is not None:
+        rank, reason = failure
+        raise RanksFailed(f"rank {rank} {reason}{_tail(logs, rank)}")
+
+
+def _environment(network: Network, rank: int, ranks_per_node: int) -> dict[str, str]:
+    node, local = divmod(rank, ranks_per_node)
+    world = network.nodes * ranks_per_node
+    threads = max(1, (os.cpu_count() or 1) // world)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "GROUP_RANK": str(node),
+        "ROLE_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "GROUP_WORLD_SIZE": str(network.nodes),
+        "ROLE_WORLD_SIZE": str(world),
+        "MASTER_ADDR": network.address(0),
+        "MASTER_PORT": str(MASTER_PORT),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": network.namespace(0),
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+
+
+def _start(
+    network: Network,
+    node: int,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    logs: Path | None,
+) -> subprocess.Popen[bytes]:
+    inside = ["ip", "netns", "exec", network.namespace(node), "unshare", "--uts", "--"]
+    inside += ["setpriv", "--pdeathsig", "KILL", "--"]  # ends with this process, however it ends
+    inside += ["sh", "-c", _NAMED, network.host_name(node)]
+    if logs is None:
+        return subprocess.Popen([*inside, *command], env=variables, start_new_session=True)
+    with (logs / f"rank{variables['RANK']}.log").open("wb") as log:
+        return subprocess.Popen(
+            [*inside, *command],
+            env=variables,
+            start_new_session=True,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _watch(
+    processes: Sequence[subprocess.Popen[bytes]], timeout_s: float | None, grace_s: float
+) -> tuple[int, str] | None:
+    """Wait for all; the first rank that failed and how, or None."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    failure: tuple[int, str] | None = None
+    while True:
+        codes = [process.poll() for process in processes]
+        if failure is None:
+            failure = next(((r, _how(code)) for r, code in enumerate(codes) if code), None)
+            if failure is not None:
+                grace = time.monotonic() + grace_s
+                deadline = grace if deadline is None else min(deadline, grace)
+        if None not in codes:
+            return failure
+        if deadline is not None and time.monotonic() > deadline:
+            return failure or (codes.index(None), f"was still busy after {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+def _how(code: int) -> str:
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a rank and whatever it has started; a rank leads a process group of its own."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _tail(logs: Path | None, rank: int) -> str:
+    if logs is None:
+        return ""
+    lines = (logs / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
+    return ":\n" + "\n".join(lines[-15:])

@@ -1,0 +1,150 @@
+"""Times of many collectives, taken in rounds within a budget of seconds.
+
+The machine is noisier over seconds than over milliseconds, so all cases are timed in turn, in
+another order each round, from the first second to the last. One trial repeats a short collective
+until it has taken `TRIAL_S`: about as long as a step communicates, so that its mean has the jitter
+that a step sees. The median over the trials then leaves out what disturbs a few of them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from autopar.cost_model.bench import Bench, message_bytes
+from autopar.cost_model.layout import Groups
+from autopar.cost_model.measured import CurveKey
+
+TRIAL_S = 0.02
+"""Seconds that one trial of a short collective lasts."""
+
+LEAST_TRIALS = 3
+_MOST_REPEATS = 50
+
+Layouts = Mapping[CurveKey, Sequence[Groups]]
+"""For each curve the ways to lay its groups over the ranks; trials take them in turn."""
+
+Tell = Callable[[float], None]
+"""Is told how much of the work is done, 0 to 1, on rank 0."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time: a collective over groups of one shape, of about `nbytes` bytes."""
+
+    key: CurveKey
+    nbytes: int
+
+
+@dataclass
+class _Log:
+    """What was timed, in the same order on every rank; None where this rank took no part."""
+
+    cases: list[Case] = field(default_factory=list)
+    seconds: list[float | None] = field(default_factory=list)
+
+
+def sample(
+    bench: Bench, layouts: Layouts, sizes: Sequence[int], budget_s: float, tell: Tell
+) -> dict[CurveKey, dict[int, list[float]]]:
+    """Seconds of each trial by curve and message size in bytes. Every rank calls it.
+
+    Sizes that would take more than a curve's share of the budget are left out.
+
+    Args:
+        bench: the process group.
+        layouts: what to time.
+        sizes: about the message sizes, ascending.
+        budget_s: about how many seconds to spend.
+        tell: is told of progress, on rank 0.
+    """
+    start = time.perf_counter()
+    log = _Log()
+    first = _grow(bench, layouts, sizes, budget_s)
+    _take_rounds(bench, layouts, first, start, budget_s, log, tell)
+    return _by_curve(bench, log)
+
+
+def _time(bench: Bench, layouts: Layouts, case: Case, turn: int, repeats: int) -> float | None:
+    ways = layouts[case.key]
+    dtype = getattr(torch, case.key.dtype)
+    groups = ways[turn % len(ways)]
+    return bench.time(case.key.collective, groups, case.nbytes, repeats, dtype)
+
+
+def _grow(
+    bench: Bench, layouts: Layouts, sizes: Sequence[int], budget_s: float
+) -> dict[Case, float]:
+    """Every case once, by size, for about how long it takes; too slow curves stop growing."""
+    share = budget_s / len(layouts)
+    for key, ways in layouts.items():
+        for turn in range(len(ways)):
+            _time(bench, layouts, Case(key, sizes[0]), turn, 1)  # connects the ranks
+    took: dict[Case, float] = {}
+    going = list(layouts)
+    for size, larger in zip(sizes, [*sizes[1:], 0], strict=True):
+        cases = [Case(key, size) for key in going]
+        seconds = [_time(bench, layouts, case, 0, 2) for case in cases]
+        took |= {case: s for case, s in zip(cases, seconds, strict=True) if s is not None}
+        going = bench.agree(partial(_bearable, took, cases, larger, share))
+    return bench.agree(lambda: took)
+
+
+def _bearable(
+    took: Mapping[Case, float], cases: Sequence[Case], larger: int, share: float
+) -> list[CurveKey]:
+    """The curves whose next size is expected to fit in their share; `larger` = 0 ends all."""
+    limit = share / 8  # growing takes a third of the share then, three trials of each size a half
+    return [c.key for c in cases if larger and took[c] * larger / c.nbytes < limit]
+
+
+def _take_rounds(
+    bench: Bench,
+    layouts: Layouts,
+    first: Mapping[Case, float],
+    start: float,
+    budget_s: float,
+    log: _Log,
+    tell: Tell,
+) -> None:
+    """All cases in turn, each at the pace at which it uses an equal share of the time left."""
+    repeats = {case: max(1, min(_MOST_REPEATS, int(TRIAL_S / s))) for case, s in first.items()}
+    begun = time.perf_counter()
+    share = max(0.0, start + budget_s - begun) / len(first)
+    used = dict.fromkeys(first, 0.0)
+    order = random.Random(0)
+
+    def choose(turn: int) -> list[Case]:
+        done = (time.perf_counter() - start) / budget_s
+        tell(min(done, 1.0))
+        if turn >= LEAST_TRIALS and done >= 1:
+            return []
+        pace = share * (time.perf_counter() - begun) / max(start + budget_s - begun, 1e-9)
+        due = [case for case in used if turn < LEAST_TRIALS or used[case] <= pace]
+        return order.sample(due, len(due)) or [min(used, key=lambda case: used[case])]
+
+    turn = 0
+    while cases := bench.agree(partial(choose, turn)):
+        for case in cases:
+            before = time.perf_counter()
+            log.seconds.append(_time(bench, layouts, case, turn, repeats[case]))
+            log.cases.append(case)
+            used[case] += time.perf_counter() - before
+        turn += 1
+
+
+def _by_curve(bench: Bench, log: _Log) -> dict[CurveKey, dict[int, list[float]]]:
+    """The mean over the ranks that took part, of each trial."""
+    table: dict[CurveKey, dict[int, list[float]]] = {}
+    columns = bench.gather(log.seconds)
+    for case, row in zip(log.cases, zip(*columns, strict=True), strict=True):
+        took_part = [seconds for seconds in row if seconds is not None]
+        nbytes = message_bytes(case.key.shape.ranks, case.nbytes)
+        trials = table.setdefault(case.key, {}).setdefault(nbytes, [])
+        trials.append(sum(took_part) / len(took_part))
+    return table
