@@ -1,0 +1,96 @@
+"""`Levels`: what a group of ranks gets of a cluster's links, inside a machine and between machines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import networkx as nx
+
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.routes import Link, Routes, rings
+from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.topology import by_node, devices_of
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The two levels that the formulas of collectives speak of.
+
+    Attributes:
+        latency_s: seconds of an empty message between two ranks of one machine.
+        bytes_per_s: bytes per second that one rank sends inside its machine.
+        node_latency_s: seconds of an empty message between two machines.
+        node_bytes_per_s: bytes per second that the ranks of one machine together send to others,
+            over all the NICs that they reach, less what other groups take.
+        bottleneck: the link that limits a ring over the group, such as "node0/nic0 - fabric".
+        provenance: where the figure of that link comes from.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    node_latency_s: float
+    node_bytes_per_s: float
+    bottleneck: str
+    provenance: str
+
+
+def members(graph: nx.Graph, shape: GroupShape) -> list[list[str]]:
+    """The devices of each group of a shape: consecutive ones of a machine, over machines in turn.
+
+    Raises:
+        ClusterError: the cluster has no room for such groups.
+    """
+    machines = list(by_node(devices_of(graph)).values())
+    rows = min(map(len, machines)) // shape.ranks_per_node
+    room = rows * (len(machines) // shape.nodes)
+    if shape.groups > room:
+        raise ClusterError(
+            f"{shape}: this cluster of {len(machines)} machines with {min(map(len, machines))} "
+            f"devices has room for {room} such groups"
+        )
+    groups = []
+    for g in range(shape.groups):
+        block, row = divmod(g, rows)
+        own = machines[block * shape.nodes : (block + 1) * shape.nodes]
+        first = row * shape.ranks_per_node
+        groups.append([d for m in own for d in m[first : first + shape.ranks_per_node]])
+    return groups
+
+
+def levels(graph: nx.Graph, shape: GroupShape) -> Levels:
+    """What every group of a shape gets while all of them run rings at once.
+
+    Each group runs as many rings as its links carry, sharing its data out by their rates; links
+    that several groups use are shared evenly.
+    """
+    if shape.ranks < 2:
+        raise ClusterError(f"{shape}: nothing to send")
+    routes, loads, hops = Routes(graph), Counter[Link](), list[Link]()
+    for group in members(graph, shape):
+        found = rings(graph, group)
+        total = sum(ring.bytes_per_s for ring in found)
+        for ring in found:
+            loads.update(routes.loads(ring.hops, ring.bytes_per_s / total))
+        hops += [hop for ring in found for hop in ring.hops]
+    outside = {link: load for link, load in loads.items() if _leaves(graph, link)}
+    inside = {link: load for link, load in loads.items() if link not in outside}
+    near = [hop for hop in hops if not any(_leaves(graph, link) for link in routes.path(*hop))]
+    far = [hop for hop in hops if hop not in set(near)]
+    far_rate = routes.rate(outside)[0] if outside else routes.rate(inside)[0]
+    near_rate = routes.rate(inside)[0] if inside else far_rate
+    far_latency = max(routes.latency(*hop) for hop in far or near)
+    link = routes.rate(loads)[1]
+    return Levels(
+        latency_s=max(routes.latency(*hop) for hop in near) if near else far_latency,
+        bytes_per_s=near_rate,
+        node_latency_s=far_latency,
+        node_bytes_per_s=far_rate,
+        bottleneck=f"{link[0]} - {link[1]}",
+        provenance=graph.edges[link]["provenance"],
+    )
+
+
+def _leaves(graph: nx.Graph, link: Link) -> bool:
+    """Whether a link is part of the way out of a machine: one end is a NIC."""
+    return any(graph.nodes[end]["kind"] in ("nic", "fabric") for end in link)
