@@ -1,18 +1,17 @@
-"""The command line: `autopar plan | show | diff | run | measure`."""
+"""The command line: `autopar plan | show | diff | run | profile | measure`."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from autopar.api import plan as make_plan
 from autopar.api import program_text
-from autopar.commands import measure
+from autopar.commands import collectives, measure, profile
+from autopar.commands.launch import add_script, launch
 from autopar.cost_model.cluster import Cluster
 from autopar.errors import AutoparError, StrategyError
 from autopar.plan import Plan
@@ -41,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--world-size", type=int, required=True)
     plan.add_argument("--strategy", default="auto")
     plan.add_argument("--memory", help="cap per rank, such as 24GiB")
-    plan.add_argument("--cluster", help="JSON file of a measured cluster")
+    plan.add_argument("--cluster", help="JSON file of a cluster, or one that ships")
     plan.add_argument("--out", help="write the plan as JSON")
     plan.add_argument("--html", help="write the report")
     plan.set_defaults(command=run_plan)
@@ -51,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--explain", action="store_true", help="why this plan")
     show.add_argument("--graph", metavar="SCRIPT", help="the program of one rank, for make() there")
     show.add_argument("--rank", type=int, default=0)
+    show.add_argument("--timeline", metavar="FILE", help="write the predicted step as a trace")
     show.set_defaults(command=run_show)
 
     diff = commands.add_parser("diff", help="what differs between two plans")
@@ -63,11 +63,13 @@ def parser() -> argparse.ArgumentParser:
         help="launch a script on several processes of this machine",
         usage="autopar run SCRIPT [--nproc N] [-- ARGUMENTS OF THE SCRIPT]",
     )
-    run.add_argument("script")
-    run.add_argument("--nproc", type=int, default=os.cpu_count() or 1, help="number of processes")
+    add_script(run)
     run.set_defaults(command=run_script)
 
+    profile.add_to(commands)
     measure.add_to(commands)
+    collectives.add_to(commands)
+    import_nccl_tests.add_to(commands)
     return top
 
 
@@ -95,6 +97,8 @@ def run_show(options: argparse.Namespace) -> None:
     if options.graph:
         print(program_text(*load(options.graph), plan=plan, rank=options.rank))
         return
+    if options.timeline:
+        plan.timeline(options.timeline)
     print(plan)
     if options.explain:
         print(plan.explain())
@@ -109,13 +113,7 @@ def run_diff(options: argparse.Namespace) -> int:
 
 def run_script(options: argparse.Namespace) -> int:
     """`autopar run`: torchrun on this machine, with cores shared out."""
-    if options.nproc < 1:
-        raise StrategyError(f"--nproc {options.nproc}: at least one process")
-    threads = max(1, (os.cpu_count() or 1) // options.nproc)
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(options.nproc), options.script, *options.rest]
-    return subprocess.run(command, env=environment, check=False).returncode
+    return launch(options.script, options.nproc, options.rest)
 
 
 def load(script: str) -> tuple[Any, Any]:

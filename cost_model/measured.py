@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost_model.collectives import check_collective
-from autopar.cost_model.cost import ClusterError, check_provenance
+from autopar.cost_model.cost import ClusterError, Cost, check_provenance
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.shape import GroupShape
 
@@ -49,6 +49,14 @@ class Measured:
 
     def __post_init__(self) -> None:
         check_provenance(self.provenance)
+
+    def cost(self, nbytes: float) -> Cost:
+        """The time of a message; beyond the sizes measured, it is modelled."""
+        origin = self.provenance
+        if not self.curve.bytes[0] <= nbytes <= self.curve.bytes[-1]:
+            span = f"{self.curve.bytes[0]} to {self.curve.bytes[-1]} bytes"
+            origin = f"modelled beyond {span}, {origin}"
+        return Cost(self.curve(nbytes), origin, self.curve.error(nbytes))
 
 
 def row_of(key: CurveKey, entry: Measured) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""`autopar import-nccl-tests`: a cluster from what nccl-tests printed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.imports import import_nccl_tests
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "import-nccl-tests",
+        help="make a cluster from outputs of nccl-tests",
+        description="Reads text (with any launcher's prefixes), JSON of -J, or CSV: one file for "
+        "each run of one test program, of groups of one size. What the files do not say must be "
+        "given; times are taken, bandwidths only checked.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the cluster as JSON")
+    parser.add_argument("--name", help="of the cluster")
+    parser.add_argument("--device", help="name of the GPUs, where the files do not state it")
+    parser.add_argument("--ranks", type=int, help="where the files do not list them")
+    parser.add_argument("--ranks-per-node", type=int, help="where the files do not list the hosts")
+    parser.add_argument("--collective", help="where the files do not name it, such as all_reduce")
+    parser.add_argument("--least-bytes", type=bytes_of, help="leave smaller sizes out, such as 8M")
+    parser.add_argument(
+        "--uniform",
+        action="store_true",
+        help="groups of one shape do equally well wherever they lie (behind switches): allow times "
+        "of other shapes to be derived",
+    )
+    parser.set_defaults(command=run)
+
+
+def bytes_of(text: str) -> int:
+    """The bytes in a text such as "8M", as nccl-tests takes them."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8M")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def run(options: argparse.Namespace) -> None:
+    """Imports, writes and shows."""
+    cluster = import_nccl_tests(
+        options.files,
+        name=options.name,
+        device=options.device,
+        ranks=options.ranks,
+        ranks_per_node=options.ranks_per_node,
+        collective=options.collective,
+        least_bytes=options.least_bytes,
+        uniform=options.uniform,
+    )
+    cluster.save(options.output)
+    Console().print(table(cluster))
+
+
+def table(cluster: Cluster) -> Table:
+    """The curves of a cluster, one in a row."""
+    drawn = Table(title=str(cluster.name), title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("collective", "groups", "sizes", "least", "largest", "GB/s there", "origin"):
+        drawn.add_column(heading, overflow="fold")
+    for key, entry in sorted(cluster.curves.items()):
+        curve = entry.curve
+        drawn.add_row(
+            key.collective,
+            str(key.shape),
+            f"{len(curve.bytes)}, {curve.bytes[0]} to {curve.bytes[-1]} bytes",
+            f"{curve.seconds[0] * 1e6:.1f} us",
+            f"{curve.seconds[-1] * 1e3:.2f} ms",
+            f"{curve.bytes[-1] / curve.seconds[-1] / 1e9:.1f}",
+            entry.provenance,
+        )
+    return drawn

@@ -1,0 +1,165 @@
+"""Part curves: tables of nccl-tests, sizes held out, and groups of twice the ranks or nodes.
+
+Held out: each table is cut in two, every other size, and either half is predicted from the other,
+so that each size is predicted once, those at the ends by extrapolation. A table's error is the mean
+over its sizes of |predicted / measured - 1|; `median_error` is the median of the tables. Sizes that
+a table's own header declares unusable are left out; nothing else is.
+
+Other groups: of tables that differ in ranks or nodes only, those of the smaller groups make a
+cluster, which predicts the next larger one of twice the nodes, or on one node twice the ranks.
+Gloo groups measured here are predicted likewise (`benchmarks.prediction.gloo`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.curves import Curve
+from autopar.cost_model.imports import cluster_of
+from autopar.cost_model.nccl_tests import Table, read_tables
+from benchmarks.prediction.report import summary
+
+Case = dict[str, Any]
+_SUFFIXES = (".csv", ".txt", ".log", ".out", ".json")
+_SHAPE = re.compile(r"\d+x\d+")
+_DEVICE = re.compile(r"[abhv]\d00|rtx ?\d+", re.IGNORECASE)
+_ON_SWITCHES = ("A100", "H100", "H200", "B200", "B300")
+"""Behind NVSwitches all subsets of a node are alike; on a mesh of NVLinks, or on PCIe, not."""
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """The part's result; the predictions for other groups are under `other_groups`."""
+    tables = load(options.tables)
+    cases = [case for name, table in tables.items() for case in held_out(name, table)]
+    by_table: dict[str, list[Case]] = {}
+    for case in cases:
+        by_table.setdefault(case["group"], []).append(case)
+    errors = {name: mean(case["error"] for case in own) for name, own in by_table.items()}
+    return {
+        "median_error": median(errors.values()),
+        "worst_error": max(errors.values()),
+        "median_of_sizes": median(case["error"] for case in cases),
+        "within_error_bar": mean(case["error"] <= case["error_bar"] for case in cases),
+        "tables": errors,
+        "cases": cases,
+        "other_groups": other_groups(tables),
+        "gloo_groups": gloo_groups(options),
+    }
+
+
+def load(folder: Path) -> dict[str, Table]:
+    """The tables in a folder by the names of their files."""
+    if not folder.is_dir():
+        raise ClusterError(f"{folder} is no folder: give the tables with --tables DIR")
+    paths = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
+    tables = {}
+    for path in paths:
+        for index, table in enumerate(read_tables(path)):
+            tables[f"{path.stem}{f'#{index + 1}' if index else ''}"] = table
+    if not tables:
+        raise ClusterError(f"{folder} holds no tables ({', '.join(_SUFFIXES)})")
+    return tables
+
+
+def held_out(name: str, table: Table) -> Iterator[Case]:
+    """Every usable size of a table, predicted from every other one."""
+    sizes = [table.bytes[i] for i in table.usable]
+    seconds = [table.seconds[i] for i in table.usable]
+    spread = [abs(table.seconds[i] - table.in_place_s[i]) for i in table.usable]
+    for first in (0, 1):
+        known = slice(first, None, 2)
+        curve = Curve.smooth(sizes[known], seconds[known], spread[known])
+        for size, measured in list(zip(sizes, seconds, strict=True))[1 - first :: 2]:
+            yield _case(name, size, curve(size), measured, curve.error(size))
+
+
+def _case(group: str, size: int, predicted: float, measured: float, bar: float) -> Case:
+    return {
+        "group": group,
+        "bytes": size,
+        "predicted": predicted,
+        "measured": measured,
+        "error": abs(predicted / measured - 1),
+        "error_bar": bar,
+    }
+
+
+def other_groups(tables: dict[str, Table]) -> dict[str, Any]:
+    """Predictions for tables of twice the nodes or ranks of other tables."""
+    cases: list[Case] = []
+    refused: list[str] = []
+    for name, target, smaller in doublings(tables):
+        try:
+            device = _device(name, target)
+            cluster = cluster_of(smaller, device=device, uniform=device in _ON_SWITCHES)
+            cases += doubled(name, target, cluster)
+        except ClusterError as error:
+            refused.append(f"{name}: {error}")
+    return {**summary(cases), "refused": refused}
+
+
+def gloo_groups(options: argparse.Namespace) -> dict[str, Any] | None:
+    """The same of gloo groups that are measured here; None if nothing can measure them."""
+    name = "benchmarks.prediction.gloo"
+    try:
+        outcome: dict[str, Any] = importlib.import_module(name).run(options)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return None
+    return outcome
+
+
+def doublings(tables: dict[str, Table]) -> Iterator[tuple[str, Table, Sequence[Table]]]:
+    """Each table for which there is one of half the nodes, or half the ranks of its one node.
+
+    With it come all tables of the same machines and collective that are no larger than that half.
+    """
+    for name, target in tables.items():
+        half = target.ranks // 2
+        family = [
+            table
+            for other, table in tables.items()
+            if _alike(name, target, other, table) and table.ranks <= half
+        ]
+        nearest = [table for table in family if table.ranks == half and half >= 4]
+        if any(_nodes(t) == 1 == _nodes(target) or _nodes(t) >= 2 for t in nearest):
+            yield name, target, family
+
+
+def _nodes(table: Table) -> int:
+    return table.ranks // table.ranks_per_node
+
+
+def _alike(name: str, table: Table, other: str, candidate: Table) -> bool:
+    """Whether two tables are of one kind of machine: by their names, or their headers."""
+    if (table.collective, table.dtype) != (candidate.collective, candidate.dtype):
+        return False
+    same_name = _SHAPE.sub("", name) == _SHAPE.sub("", other)
+    return same_name or (table.hardware != "" and _kind(table) == _kind(candidate))
+
+
+def _kind(table: Table) -> str:
+    return re.sub(r"^\d+x\s*|\(.*?\)|\s+", "", table.hardware).lower()
+
+
+def _device(name: str, table: Table) -> str:
+    """The GPU that a table's header or name speaks of."""
+    match = _DEVICE.search(f"{table.hardware} {name}")
+    return match[0].upper() if match else "unknown GPU"
+
+
+def doubled(name: str, target: Table, cluster: Cluster) -> Iterator[Case]:
+    """Every usable size of a table, predicted from a cluster that holds smaller groups."""
+    key = target.key
+    for i in target.usable:
+        cost = cluster.seconds(key.collective, target.bytes[i], key.shape, key.dtype)
+        yield _case(name, target.bytes[i], cost.seconds, target.seconds[i], cost.error)

@@ -1,0 +1,1 @@
+"""Clusters that ship, as JSON: `Cluster.named`. Made by `python -m benchmarks.tables`."""
