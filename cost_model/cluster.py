@@ -16,21 +16,14 @@ import networkx as nx
 from autopar.cost_model.collectives import Link, check_collective
 from autopar.cost_model.cost import ClusterError, Cost, check_provenance
 from autopar.cost_model.devices import Device
-from autopar.cost_model.extrapolate import Fabric, derive
+from autopar.cost_model.extrapolate import Fabric
 from autopar.cost_model.measured import CurveKey, Measured, read_row, row_of
-from autopar.cost_model.nccl import COLLECTIVES as NCCL_COLLECTIVES
-from autopar.cost_model.nccl import Tuning
-from autopar.cost_model.nccl_graphs import communicator_on
+from autopar.cost_model.pricing import Prices
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.slowdown import SHARED_CORES, SHARED_GPU, Slowdown
-from autopar.cost_model.topology import node_of, repeated
+from autopar.cost_model.topology import repeated
 
 SCHEMA_VERSION = 2
-NVLS = ("H100", "H200", "H800", "B200", "B300")
-"""Devices whose all-reduces NCCL runs in the switch, and over trees between nodes."""
-SUMS_ERROR, LINK_ERROR, PRIOR_ERROR = 0.1, 1.0, 0.4
-"""Added to error bars: sums of another dtype; round figures; NCCL's model, which errs by 13 to 65 %
-(cost_models.md 0.2)."""
 
 _TABLES = resources.files("autopar.cost_model.tables")
 
@@ -128,80 +121,16 @@ class Cluster:
             raise ClusterError(f"{collective} of {nbytes} bytes over {shape}")
         if shape.ranks == 1:
             return Cost(0.0, "modelled by nothing to send")
-        key = CurveKey(collective, shape, dtype)
-        cost = self._measured(key, nbytes)
-        if cost is None and self.uniform:
-            cost = derive(self.curves, key, nbytes, self.fabric)
-        if cost is None and self.topology is not None:
-            cost = self._prior(key, nbytes)
-        if cost is None and self.link is not None:
-            seconds = self.link.seconds(collective, nbytes, shape.ranks, self.backend)
-            cost = Cost(seconds, self.provenance, LINK_ERROR)
-        if cost is None:
-            raise ClusterError(self._missing(key))
-        return cost
+        return self._prices.cost(CurveKey(collective, shape, dtype), nbytes)
 
-    def _measured(self, key: CurveKey, nbytes: float) -> Cost | None:
-        """From a curve of these groups, if need be of another dtype: bytes are bytes."""
-        entry = self.curves.get(key)
-        if entry is not None:
-            return entry.cost(nbytes)
-        for other, entry in sorted(self.curves.items()):
-            if (other.collective, other.shape) == (key.collective, key.shape):
-                cost = entry.cost(nbytes)
-                if key.collective not in ("all_reduce", "reduce_scatter"):
-                    return cost
-                origin = f"modelled as of {other.dtype}, {cost.provenance}"
-                return Cost(cost.seconds, origin, cost.error + SUMS_ERROR)
-        return None
-
-    @cached_property
+    @property
     def fabric(self) -> Fabric:
         """What its groups have in common."""
-        nics = self.ranks_per_node
-        if self.topology is not None:
-            kinds = self.topology.nodes(data="kind")
-            nics = sum(kind == "nic" and node_of(name) == "node0" for name, kind in kinds) or nics
-        trees = self.backend == "nccl" and any(name in self.device for name in NVLS)
-        return Fabric(self.backend, self.ranks_per_node, nics, trees)
-
-    def _prior(self, key: CurveKey, nbytes: float) -> Cost | None:
-        """What NCCL believes, where it is NCCL's to run and its graphs are known."""
-        if self.backend != "nccl" or key.collective not in NCCL_COLLECTIVES:
-            return None
-        if key.shape not in self._tunings:
-            try:
-                found = communicator_on(self.topology, key.shape, self.device)
-                self._tunings[key.shape] = Tuning.of(found)
-            except ClusterError:
-                self._tunings[key.shape] = None
-        tuning = self._tunings[key.shape]
-        if tuning is None:
-            return None
-        choice = tuning.pick(key.collective, int(nbytes))
-        return Cost(choice.cost.seconds, choice.cost.provenance, PRIOR_ERROR)
+        return self._prices.fabric
 
     @cached_property
-    def _tunings(self) -> dict[GroupShape, Tuning | None]:
-        return {}
-
-    def _missing(self, key: CurveKey) -> str:
-        known = sorted({str(k.shape) for k in self.curves if k.collective == key.collective})
-        if not known:
-            return (
-                f"cluster {self.name!r} has no curve of {key.collective}: measure it (autopar "
-                f"measure) or import a table of it (autopar import-nccl-tests)"
-            )
-        return (
-            f"cluster {self.name!r} has no curve of {key}, only over {'; '.join(known)}. "
-            + (
-                "What lies between nodes cannot be told from inside one, or the reverse"
-                if self.uniform
-                else "Its fabric is not uniform, so groups of other shapes may do otherwise"
-            )
-            + f": measure {key.collective} over {key.shape} (autopar measure, or nccl-tests and "
-            f"autopar import-nccl-tests)"
-        )
+    def _prices(self) -> Prices:
+        return Prices(self)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
