@@ -71,10 +71,18 @@ class Bench:
             ) from error
 
     def agree(self, decide: Callable[[], T]) -> T:
-        """What `decide` says on rank 0, on every rank."""
-        box = [decide() if self.rank == 0 else None]
+        """What `decide` says on rank 0, on every rank; its error, likewise."""
+        box: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                box = [(decide(), None)]
+            except Exception as error:
+                box = [(None, error)]
         dist.broadcast_object_list(box, group=self.group, group_src=0, device=self.device)
-        return box[0]  # type: ignore[return-value]
+        value, error = box[0]
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, on every rank."""

@@ -43,6 +43,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--sizes", type=sizes_of, default=SIZES, help="such as 64KiB,1MiB,16MiB")
     parser.add_argument(
+        "--mesh", type=mesh_of, help="only groups along the axes of this mesh, such as dp=2,tp=4"
+    )
+    parser.add_argument(
         "--no-cache", action="store_true", help="neither read nor write the kept measurement"
     )
     parser.add_argument(
@@ -62,6 +65,16 @@ def _size(text: str) -> int:
     if unit is None or not digits.strip().isdigit() or int(digits) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64KiB")
     return int(digits) * unit
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """The axes in a text such as "dp=2,tp=4"."""
+    axes = [part.strip().partition("=") for part in text.split(",")]
+    if not all(name and size.isdigit() and int(size) for name, _, size in axes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh such as dp=2,tp=4")
+    if len({name for name, _, _ in axes}) != len(axes):
+        raise argparse.ArgumentTypeError(f"{text!r} names an axis twice")
+    return {name: int(size) for name, _, size in axes}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -90,6 +103,8 @@ def _launch(options: argparse.Namespace) -> int:
     again = ["--budget", str(options.budget), "--dtype", options.dtype]
     again += ["--sizes", ",".join(map(str, options.sizes))]
     again += ["--output", options.output] if options.output else []
+    mesh = ",".join(f"{name}={size}" for name, size in (options.mesh or {}).items())
+    again += ["--mesh", mesh] if mesh else []
     again += ["--no-cache"] * options.no_cache + ["--force"] * options.force
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(nproc), "-m", "autopar", "measure", *again]
@@ -103,6 +118,7 @@ def _measure(options: argparse.Namespace) -> None:
     with _progress(console) as tell:
         cluster = measure(
             sizes=options.sizes,
+            mesh=options.mesh,
             dtype=options.dtype,
             budget_s=options.budget,
             cache=not options.no_cache,
