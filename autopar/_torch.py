@@ -3,8 +3,12 @@
 Supported: torch 2.11 to 2.13. A release that moves one of these breaks here and only here.
 """
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
+from torch import fx
+from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch._dynamo.backends.common import aot_autograd as aot_backend
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -18,7 +22,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
-from torch._inductor import compile as inductor_compile
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -30,6 +34,41 @@ from torch.distributed import ProcessGroup
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
 from torch.utils import _pytree as pytree
+
+
+def inductor_compile(
+    module: fx.GraphModule, arguments: list[Any], donated: Sequence[int]
+) -> Callable[[list[Any]], Any]:
+    """A module of one argument, a list marked `steal_arg`, compiled by inductor; it empties it.
+
+    Args:
+        module: what to compile.
+        arguments: tensors like those that it will be called with.
+        donated: places of those whose storage nothing else looks at: kernels may write there.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        context = TracingContext.try_get()
+        if donated and context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = list(donated)
+            options |= {"is_backward": True, "is_inference": False}  # only there it looks at them
+        return compile_fx_inner(graph, inputs, **options)
+
+    # The passes have put operators in order; inductor's own puts all that could run at the start
+    # of a backward there, where it fills memory and is cold again before it is read.
+    in_order = config.patch(reorder_for_peak_memory=False)
+    with tracing(TracingContext(FakeTensorMode())), in_order:
+        return compile_fx(module, arguments, inner_compile=inner)  # type: ignore[no-any-return]
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions that inductor applies; importing them takes a second."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()  # type: ignore[no-any-return]
+
 
 __all__ = [
     "BoxedCodeGen",
@@ -51,6 +90,8 @@ __all__ = [
     "format_argument",
     "group_timeout",
     "inductor_compile",
+    "inductor_decompositions",
+    "keeps_graph",
     "make_boxed_func",
     "pytree",
 ]

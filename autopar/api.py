@@ -117,7 +117,6 @@ def compile(
         device=device,
         comm_backend=backend_of(device),
         live=True,
-        level="none" if backend == "eager" else "selective",  # a compiler fuses it
     )
     alike = {
         "strategy": question.strategy,

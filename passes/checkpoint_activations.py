@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
+import torch
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
@@ -38,6 +39,18 @@ EXPENSIVE = frozenset(
 )
 """What level "selective" does not compute again."""
 
+FUSED = frozenset(
+    {
+        aten.clone.default,
+        aten._to_copy.default,
+        aten.full.default,
+        aten.scalar_tensor.default,
+        torch.ops.prims.convert_element_type.default,
+        torch.ops.prims.iota.default,
+    }
+)
+"""What a compiler writes into the loops of its users, beside pointwise operators."""
+
 
 @dataclass(frozen=True)
 class CheckpointActivations:
@@ -57,6 +70,7 @@ class CheckpointActivations:
 
     level: Level | tuple[tuple[str, Level], ...] = "none"
     budget: int | None = None
+    fuses: bool = False
     tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
@@ -66,17 +80,17 @@ class CheckpointActivations:
         blocks = ["", *dict.fromkeys(p.block for p in graph.parameters.values() if p.block)]
         given = dict.fromkeys(blocks, self.level) if isinstance(self.level, str) else {}
         levels: dict[str, Level] = {**dict.fromkeys(blocks, "none"), **(given or dict(self.level))}  # type: ignore[arg-type]
-        if self.budget is None and set(levels.values()) == {"none"}:
+        if self.budget is None and set(levels.values()) == {"none"} and not self.fuses:
             return PassResult(graph, "everything is kept")
-        kept = Cut(graph, levels).kept()
+        kept = Cut(graph, levels, self.fuses).kept()
         for level in LEVELS[1:]:
             for block in [*blocks[1:], ""]:
                 if self.budget is None or _bytes(kept) <= self.budget:
                     break
                 if LEVELS.index(level) > LEVELS.index(levels[block]):
                     levels[block] = level
-                    kept = Cut(graph, levels).kept()
-        if set(levels.values()) == {"none"}:
+                    kept = Cut(graph, levels, self.fuses).kept()
+        if set(levels.values()) == {"none"} and not self.fuses:
             return PassResult(graph, "everything is kept, within the budget")
         changed = graph.copy()
         if not recompute(changed, {node.name for node in kept}):
@@ -87,12 +101,15 @@ class CheckpointActivations:
 class Cut:
     """The minimum cut, by bytes, between the forward and what the backward needs of it."""
 
-    def __init__(self, graph: TrainingGraph, levels: Mapping[str, Level]) -> None:
+    def __init__(
+        self, graph: TrainingGraph, levels: Mapping[str, Level], fuses: bool = False
+    ) -> None:
         start = graph.backward_start
         nodes = list(graph.graph.nodes)
         self.nodes = [n for n in nodes[: nodes.index(start)] if n.op != "output"]
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.levels = levels
+        self.fuses = fuses
         changed = {role.of for role in graph.outputs if isinstance(role, Update)}
         roles = zip(graph.placeholders, graph.inputs, strict=True)
         self.changed = {node for node, role in roles if role in changed}
@@ -101,7 +118,7 @@ class Cut:
         """The values to keep, in order."""
         count = len(self.nodes)
         source, sink = 2 * count, 2 * count + 1
-        unit = 1 + sum(map(_size, self.nodes)) // 2**29
+        unit = 1 + sum(map(_size, self.nodes)) // 2**28
         infinite = 2**30
         edges: dict[tuple[int, int], int] = {}
         for node, i in self.index.items():
@@ -134,7 +151,8 @@ class Cut:
         if node.op == "placeholder":
             return 0
         if not isinstance(node.meta["val"], (tuple, list)):
-            return 1 + _size(node) // unit
+            written = 2 if self.fuses and _is_fused(node) else 1  # else it would not be written
+            return 1 + written * _size(node) // unit
         return infinite
 
     def fixed(self, node: fx.Node) -> bool:
@@ -150,14 +168,11 @@ class Cut:
             return True  # by then it holds its new value
         level = self.levels.get(node.meta["block"], "none")
         if level == "none":
-            return not is_view(node)
+            fused = self.fuses and _is_fused(maker) and not _leaves_block(node)
+            return not (fused or is_view(node))
         if level == "selective" or not node.meta["block"]:
             return maker.target in EXPENSIVE
-        return any(
-            user.meta["phase"] == "forward" and user.meta["block"] != node.meta["block"]
-            for user in node.users
-            if user.op != "output"
-        )
+        return _leaves_block(node)
 
 
 def recompute(graph: TrainingGraph, kept: set[str]) -> int:
@@ -201,6 +216,19 @@ def _clone(
             clone.meta = {**current.meta, "phase": "backward", "recomputed": True}
             clones[current] = clone
     return clones[node]
+
+
+def _leaves_block(node: fx.Node) -> bool:
+    """Whether another block's forward reads a value."""
+    return any(
+        user.meta["phase"] == "forward" and user.meta["block"] != node.meta["block"]
+        for user in node.users
+        if user.op != "output"
+    )
+
+
+def _is_fused(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in FUSED
 
 
 def _is_forward_value(node: fx.Node) -> bool:

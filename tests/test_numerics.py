@@ -188,3 +188,18 @@ def compile_with_inductor(rank: int, world_size: int) -> None:
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_inductor() -> None:
     run(compile_with_inductor, 2, timeout=400)
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+def test_inductor_backward_twice() -> None:
+    """What a backward may overwrite is kept where the graph is kept."""
+    plain, model = (MODELS["gpt"].make().double() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    compiled = autopar.compile(model, strategy=fixed(), backend="inductor")
+    args, kwargs = to_dtype(MODELS["gpt"].batch(6, 0), f64)
+    for it in (plain, compiled):
+        loss = it(*args, **kwargs)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    gradients = [{n: p.grad for n, p in it.named_parameters()} for it in (compiled, plain)]
+    close(*gradients)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar._torch import BoxedCodeGen, inductor_compile
+from autopar._torch import BoxedCodeGen
 from autopar.capture import Capture
 from autopar.graph import (
     InputRole,
@@ -28,17 +27,24 @@ from autopar.passes.build import is_random
 from autopar.passes.runner import run_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.plan import Plan
+from autopar.runtime.compiled import Boxed, compiled, donated_by
 
 c10d = torch.ops._c10d_functional
-Boxed = Callable[[list[Any]], list[Any]]
 
 
 @dataclass(frozen=True)
 class Half:
-    """One generated function and what its arguments and results are."""
+    """One generated function and what its arguments and results are.
+
+    Attributes:
+        graph: what it computes.
+        run: the function; it empties the list of its arguments.
+        donated: places of arguments that it may overwrite.
+    """
 
     graph: TrainingGraph
     run: Boxed
+    donated: tuple[int, ...] = ()
 
     @property
     def inputs(self) -> tuple[InputRole, ...]:
@@ -113,15 +119,19 @@ def build(
         hold: keep gradients local (`no_sync`).
         held: parameters with gradients held from earlier calls.
     """
-    compiled = compile_backend != "eager"
-    passes = plan.passes(rank, comm_backend, hold=hold, held=held, compiled=compiled)
+    through = compile_backend != "eager"
+    passes = plan.passes(rank, comm_backend, hold=hold, held=held, compiled=through)
     graph = run_passes(with_axes(capture.graph, plan), passes)
     split = split_forward_backward(graph)
-    forward = Half(split.forward, generate(split.forward, groups, compile_backend))
+
+    def half(part: TrainingGraph, donated: tuple[int, ...] = ()) -> Half:
+        return Half(part, generate(part, groups, compile_backend, donated), donated)
+
     backward = None
     if split.backward is not None:
-        backward = Half(split.backward, generate(split.backward, groups, compile_backend))
-    return Program(capture, graph, forward, backward)
+        spare = donated_by(split.forward, split.backward) if through else ()
+        backward = half(split.backward, spare)
+    return Program(capture, graph, half(split.forward), backward)
 
 
 def with_axes(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
@@ -129,8 +139,20 @@ def with_axes(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     return replace(graph, axes=dict(plan.mesh))
 
 
-def generate(graph: TrainingGraph, groups: Mapping[str, str], compile_backend: str) -> Boxed:
-    """Python code of a graph that takes its arguments in a list and frees each early."""
+def generate(
+    graph: TrainingGraph,
+    groups: Mapping[str, str],
+    compile_backend: str,
+    donated: tuple[int, ...] = (),
+) -> Boxed:
+    """The code of a graph: it takes its arguments in a list and frees each early.
+
+    Args:
+        graph: a half of a lowered graph.
+        groups: process group of each mesh axis.
+        compile_backend: "eager" for generated Python, or a backend of torch.compile.
+        donated: places of arguments that compiled code may overwrite.
+    """
     module = fx.GraphModule(dict(graph.constants), graph.copy().graph)
     for node in module.graph.nodes:
         if "_c10d_functional" in str(node.target) and node.args[-1] in groups:
@@ -139,7 +161,7 @@ def generate(graph: TrainingGraph, groups: Mapping[str, str], compile_backend: s
         for node in module.graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
             node.target = c10d.all_reduce.default  # compilers take no collective in place
         module.recompile()
-        return _compiled(module, compile_backend)
+        return compiled(module, compile_backend, donated)
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
     return _located(module)
@@ -163,47 +185,3 @@ def _located(module: fx.GraphModule) -> Boxed:
             raise
 
     return located
-
-
-def _compiled(module: fx.GraphModule, backend: str) -> Boxed:
-    """The module through a backend of torch.compile."""
-    if backend == "inductor":
-        return _inductor(_boxed(module))
-    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
-
-    def run(arguments: list[Any]) -> list[Any]:
-        values = tuple(arguments)
-        arguments.clear()
-        with torch.no_grad():
-            return list(compiled(*values))
-
-    return run
-
-
-def _boxed(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with all arguments in one list, marked as the graph's to empty."""
-    graph = fx.Graph()
-    arguments = graph.placeholder("arguments")
-    arguments.meta["steal_arg"] = True
-    given = module.graph.find_nodes(op="placeholder")
-    items = {n: graph.call_function(getitem, (arguments, i)) for i, n in enumerate(given)}
-    graph.output(graph.graph_copy(module.graph, items))
-    return fx.GraphModule(module, graph)
-
-
-def _inductor(module: fx.GraphModule) -> Boxed:
-    """Compiled at the first call, for the strides met: inductor's kernels are for those alone.
-
-    Through torch.compile its caller would hold every argument until the end of the call, and with
-    them what the forward saved: 1.3 times the peak memory of a GPT's step.
-    """
-    compiled: dict[Any, Callable[[list[Any]], Any]] = {}
-
-    def run(arguments: list[Any]) -> list[Any]:
-        strides = tuple(value.stride() for value in arguments)
-        with torch.no_grad():
-            if strides not in compiled:
-                compiled[strides] = inductor_compile(module, [arguments])
-            return list(compiled[strides](arguments))
-
-    return run

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from autopar._torch import keeps_graph
 from autopar.graph import (
     Accumulated,
     Gradient,
@@ -106,6 +107,9 @@ class Step(torch.autograd.Function):
             saved = run_forward(running, program)[1]
         half = running.backward_half(program)
         arguments = _arguments(half, saved, given, running.held)
+        if half.donated and keeps_graph():
+            for place in half.donated:
+                arguments[place] = arguments[place].clone()
         del saved
         with failing_together("backward"):
             results = half.run(arguments)
