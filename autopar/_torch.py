@@ -64,7 +64,8 @@ def inductor_compile(
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions that inductor applies; importing them takes a second."""
+    """The decompositions that inductor applies; importing them takes seconds."""
+    import torch._inductor.lowering  # noqa: F401  one of them looks there
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()  # type: ignore[no-any-return]
