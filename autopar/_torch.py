@@ -60,7 +60,7 @@ def inductor_compile(
     # of a backward there, where it fills memory and is cold again before it is read.
     in_order = config.patch(reorder_for_peak_memory=False)
     with tracing(TracingContext(FakeTensorMode())), in_order:
-        return compile_fx(module, arguments, inner_compile=inner)  # type: ignore[no-any-return]
+        return compile_fx(module, arguments, inner_compile=inner)  # type: ignore[return-value]
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -68,7 +68,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     import torch._inductor.lowering  # noqa: F401  one of them looks there
     from torch._inductor.decomposition import select_decomp_table
 
-    return select_decomp_table()  # type: ignore[no-any-return]
+    return select_decomp_table()
 
 
 __all__ = [

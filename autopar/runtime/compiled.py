@@ -45,7 +45,7 @@ def donated_by(forward: TrainingGraph, backward: TrainingGraph) -> tuple[int, ..
     return tuple(
         place
         for place, role in enumerate(backward.inputs)
-        if (node := saved.get(role)) is not None  # type: ignore[call-overload]
+        if (node := saved.get(role)) is not None  # type: ignore[arg-type]
         and owners[_owner(node)] == 1
         and _is_fresh(_owner(node))
     )
