@@ -60,6 +60,15 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+@lru_cache
+def boot_id() -> str:
+    """What tells this machine, as long as it runs, from all others; alike in its namespaces."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
 def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import cached_property
@@ -13,16 +14,18 @@ import torch
 from torch import fx
 
 from autopar.cost_model.aliases import is_view
-from autopar.cost_model.collectives import collective_of
+from autopar.cost_model.collectives import collective_of, is_wait
 from autopar.cost_model.cost import ClusterError, Cost
 from autopar.cost_model.host import Host, device_name
+from autopar.cost_model.rehearsal import ALONE, Ranks, rehearse
 from autopar.cost_model.roofline import Roofline
-from autopar.cost_model.signature import moved_bytes, signature
+from autopar.cost_model.signature import kind_of, moved_bytes, time_key
 from autopar.cost_model.store import cache_directory, digest, read_json, write_json
 from autopar.cost_model.timing import Stopwatch, flops_of, time_dispatch
 from autopar.graph import TrainingGraph, tensors
 
 _DISPATCH = "dispatch"  # the key of a call that computes nothing
+_NEAR = 16.0  # by how much the sizes of two operators of a kind may differ
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,14 @@ class Timing:
         flops: floating-point operations, 0 but for matrix products and the like.
         nbytes: bytes read and written.
         day: when, as YYYY-MM-DD.
+        rehearsed: whether inside of a step; otherwise alone.
     """
 
     seconds: float
     flops: float
     nbytes: int
     day: str
+    rehearsed: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,31 +93,56 @@ class OperatorTimes:
         times = _read(kept["times"]) if _of(kept, setting) else {}
         return cls(setting, present, times)
 
-    def measure(self, graphs: Iterable[TrainingGraph], *, budget_s: float = 0.02) -> OperatorTimes:
+    def measure(
+        self,
+        graphs: Sequence[TrainingGraph],
+        ranks: Ranks = ALONE,
+        *,
+        budget_s: float = 2.0,
+        alone_s: float = 0.02,
+    ) -> OperatorTimes:
         """These times and those of the operators of `graphs` that were missing.
 
-        Where ranks share cores, all of them call this at once: the times contain the contention.
+        On a CPU each graph that has such is rehearsed. Where that is not possible, and on a GPU,
+        operators are timed one by one.
 
         Args:
-            graphs: lowered graphs.
-            budget_s: seconds to spend on each operator, but at least three runs.
+            graphs: lowered graphs, the same on all ranks.
+            ranks: all of them call this at once.
+            budget_s: seconds to spend on rehearsing, but three rounds at least.
+            alone_s: seconds to spend on each operator otherwise, but three runs at least.
         """
         if not self.present:
             return self
-        missing: dict[str, fx.Node] = {}
-        for graph in graphs:
-            missing |= {signature(node): node for node in graph.calls() if _is_timed(node)}
-        missing = {key: node for key, node in missing.items() if key not in self.times}
+        nodes = {time_key(n): n for graph in graphs for n in graph.calls() if not is_wait(n)}
+        times = dict(self.times)
         today = str(date.today())
-        seconds = Stopwatch(budget_s).times(missing)
-        new = {
-            key: Timing(taken, flops_of(missing[key]), moved_bytes(missing[key]), today)
-            for key, taken in seconds.items()
-        }
-        if _DISPATCH not in self.times:
+
+        def keep(seconds: Mapping[str, float], rehearsed: bool) -> None:
+            for name, taken in seconds.items():
+                if (node := nodes.get(name)) is not None:
+                    size = (flops_of(node), moved_bytes(node)) if _is_timed(node) else (0.0, 0)
+                    times[name] = Timing(taken, *size, today, rehearsed)
+
+        if self.setting.device == "cpu":
+            keep(rehearse(self._unrehearsed(graphs, ranks), ranks, budget_s=budget_s), True)
+        alone = {k: n for k, n in nodes.items() if k not in times and _is_timed(n)}
+        keep(Stopwatch(alone_s).times(alone), False)
+        if _DISPATCH not in times:
             device = "cpu" if self.setting.device == "cpu" else "cuda"
-            new[_DISPATCH] = Timing(time_dispatch(device), 0, 0, today)
-        return replace(self, times={**self.times, **new})
+            times[_DISPATCH] = Timing(time_dispatch(device), 0, 0, today)
+        return replace(self, times=times)
+
+    def _unrehearsed(self, graphs: Sequence[TrainingGraph], ranks: Ranks) -> list[TrainingGraph]:
+        """The graphs with an operator that some rank does not know from a rehearsal."""
+
+        def lacks(graph: TrainingGraph) -> bool:
+            known = self.times
+            timed = (time_key(node) for node in graph.calls() if _is_timed(node))
+            return any(key not in known or not known[key].rehearsed for key in timed)
+
+        rows = ranks.gather([lacks(graph) for graph in graphs])
+        return [graph for graph, *flags in zip(graphs, *rows, strict=True) if any(flags)]
 
     def merged(self, other: OperatorTimes) -> OperatorTimes:
         """These times and the other's; where both have one, the other's."""
@@ -136,16 +166,31 @@ class OperatorTimes:
         """
         if node.op != "call_function":
             return _NOTHING
-        if not _is_timed(node):
-            return self._dispatch
-        return self._costs.get(signature(node)) or self._modelled(node)
+        cost = self._costs.get(time_key(node))
+        if cost is None:
+            cost = self._modelled(node) if _is_timed(node) else self._dispatch
+        return cost
 
     def _modelled(self, node: fx.Node) -> Cost:
-        line = self.roofline
+        """From the same operator at the nearest size, otherwise by the roofline."""
+        flops, nbytes, line = flops_of(node), moved_bytes(node), self.roofline
+        kind, size = kind_of(time_key(node)), flops or nbytes
+        known = self._kinds.get(kind, ())
+        near = min(known, key=lambda at: abs(math.log(at[0] / size)), default=None) if size else None
+        if near is not None and 1 / _NEAR <= near[0] / size <= _NEAR:
+            rest = max(0.0, near[1] - line.launch_s) * size / near[0]
+            return Cost(line.launch_s + rest, f"modelled by {kind} of another size, timed here")
         item = min((t.element_size() for t in tensors(node)), default=4)
-        return Cost(
-            line.seconds(flops_of(node), moved_bytes(node), item), f"modelled by {line.source}"
-        )
+        return Cost(line.seconds(flops, nbytes, item), f"modelled by {line.source}")
+
+    @cached_property
+    def _kinds(self) -> dict[str, list[tuple[float, float]]]:
+        """Work and seconds of all that was timed, by operator."""
+        found: dict[str, list[tuple[float, float]]] = {}
+        for name, timing in self.times.items():
+            if size := timing.flops or timing.nbytes:
+                found.setdefault(kind_of(name), []).append((size, timing.seconds))
+        return found
 
     @cached_property
     def roofline(self) -> Roofline:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 # name: (FLOP/s in 4 byte floats, in 2 byte floats, bytes/s). Vendors' data sheets, dense; the
 # 4 byte figure is without TF32.
@@ -15,64 +17,115 @@ _DEVICES = {
     "4090": (82.6e12, 165e12, 1.0e12),
 }
 _CPU_THREAD = (4e10, 4e10, 8e9)  # round figures of one AVX2 core
-_EFFICIENCY = 0.6  # of a data sheet, that a large operator reaches
+_OF_PEAK = ((1e9, 0.6), (16e9, 0.9), (128e9, 0.97))
+"""What part of its peak an A100 reaches in products of so many operations (Calculon's figures)."""
+
+_STREAMED = 0.6  # of a data sheet's memory bandwidth, that a large operator reaches
 _LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}
-_LARGE_S = 1e-4  # operators at least this slow tell the rates
+_TOLD = 2.0  # an operator tells a rate if it takes so many times longer than its launch
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Work per second by the size of the work: larger operators do better.
+
+    Attributes:
+        sizes: floating-point operations, or bytes, ascending.
+        rates: of them per second, at each size.
+    """
+
+    sizes: tuple[float, ...]
+    rates: tuple[float, ...]
+
+    def seconds(self, size: float) -> float:
+        """Time for so much work: rates are log-log interpolated, constant outside."""
+        if size <= 0:
+            return 0.0
+        right = bisect_right(self.sizes, size)
+        if right == 0 or right == len(self.sizes):
+            return size / self.rates[max(0, right - 1)]
+        low, high = self.sizes[right - 1], self.sizes[right]
+        part = math.log(size / low) / math.log(high / low)
+        rate = self.rates[right - 1] ** (1 - part) * self.rates[right] ** part
+        return size / rate
+
+    @classmethod
+    def of(cls, done: Iterable[tuple[float, float]]) -> Rates | None:
+        """The rates reached by operators of so much work and seconds, None if there are none.
+
+        Operators whose sizes are within a factor of two count together.
+        """
+        totals: dict[int, tuple[float, float]] = {}
+        for size, seconds in done:
+            bin_ = round(math.log2(size))
+            before = totals.get(bin_, (0.0, 0.0))
+            totals[bin_] = (before[0] + size, before[1] + seconds)
+        if not totals:
+            return None
+        bins = sorted(totals)
+        return cls(tuple(2.0**b for b in bins), tuple(totals[b][0] / totals[b][1] for b in bins))
 
 
 @dataclass(frozen=True)
 class Roofline:
     """seconds = launch + max(floating-point operations / rate, bytes / rate).
 
-    Williams, Waterman & Patterson 2009.
+    Williams, Waterman & Patterson 2009, with rates that depend on the size of the operator.
 
     Attributes:
         launch_s: seconds that any operator takes.
-        flops_per_s: operations per second in floats of 4 bytes and more.
-        half_flops_per_s: the same in floats of 2 bytes.
-        bytes_per_s: bytes per second read and written.
+        products: floating-point operations per second, in floats of 4 bytes and more.
+        half: how many times faster these are in floats of 2 bytes.
+        streams: bytes per second read and written.
         source: where these figures come from.
     """
 
     launch_s: float
-    flops_per_s: float
-    half_flops_per_s: float
-    bytes_per_s: float
+    products: Rates
+    half: float
+    streams: Rates
     source: str
 
     def seconds(self, flops: float, nbytes: float, item_bytes: int = 4) -> float:
         """The time of an operator of so many operations and bytes."""
-        rate = self.half_flops_per_s if item_bytes <= 2 else self.flops_per_s
-        return self.launch_s + max(flops / rate, nbytes / self.bytes_per_s)
+        faster = self.half if item_bytes <= 2 else 1.0
+        return self.launch_s + max(
+            self.products.seconds(flops) / faster, self.streams.seconds(nbytes)
+        )
 
     @classmethod
     def default(cls, device: str, threads: int) -> Roofline:
         """The figures of a device by its name ("cpu" or a GPU's), none of them measured here."""
         for name, (full, half, bandwidth) in _DEVICES.items():
             if name in device:
-                part = _EFFICIENCY
-                source = f"roofline of {name}'s data sheet x {part}"
-                return cls(_LAUNCH_S["cuda"], part * full, part * half, part * bandwidth, source)
+                source = f"roofline of {name}'s data sheet, at an A100's efficiency by size"
+                return cls(_LAUNCH_S["cuda"], *_rates(full, half, bandwidth), source)
         if device.startswith("cpu"):
             full, half, bandwidth = (threads * figure for figure in _CPU_THREAD)
-            return cls(_LAUNCH_S["cpu"], full, half, bandwidth, "roofline of an average core")
-        return cls(_LAUNCH_S["cuda"], 1e13, 1e14, 1e12, f"roofline of any GPU, {device} unknown")
+            products, streams = Rates((1.0,), (full,)), Rates((1.0,), (bandwidth,))
+            source = "roofline of an average core"
+            return cls(_LAUNCH_S["cpu"], products, half / full, streams, source)
+        source = f"roofline of any GPU, {device} unknown"
+        return cls(_LAUNCH_S["cuda"], *_rates(1e13, 1e14, 1e12), source)
 
-    def fitted(self, timed: Iterable[tuple[float, float, float]], launch_s: float) -> Roofline:
+    def fitted(self, timed: Sequence[tuple[float, float, float]], launch_s: float) -> Roofline:
         """These figures replaced by what operators reached, wherever some were large enough.
 
         Args:
             timed: floating-point operations, bytes and seconds of each.
             launch_s: the time of an operator that does nothing.
         """
-        large = [row for row in timed if row[2] >= _LARGE_S]
-        products = [row for row in large if row[0] > 0]
-        others = [row for row in large if row[0] == 0]
-        rate, bandwidth = self.flops_per_s, self.bytes_per_s
-        if products:
-            rate = sum(f for f, _, _ in products) / sum(s for _, _, s in products)
-        if others:
-            bandwidth = sum(b for _, b, _ in others) / sum(s for _, _, s in others)
-        scale = rate / self.flops_per_s
-        half = self.half_flops_per_s * scale
-        return Roofline(launch_s, rate, half, bandwidth, "roofline fitted to timed operators")
+        large = [(f, b, s - launch_s) for f, b, s in timed if s > _TOLD * launch_s]
+        return replace(
+            self,
+            launch_s=launch_s,
+            products=Rates.of((f, s) for f, _, s in large if f > 0) or self.products,
+            streams=Rates.of((b, s) for f, b, s in large if f == 0 and b > 0) or self.streams,
+            source="roofline fitted to timed operators, by their sizes",
+        )
+
+
+def _rates(full: float, half: float, bandwidth: float) -> tuple[Rates, float, Rates]:
+    sizes, parts = zip(*_OF_PEAK, strict=True)
+    streams = Rates((1.0,), (_STREAMED * bandwidth,))
+    return Rates(sizes, tuple(part * full for part in parts)), half / full, streams

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.cost_model.aliases import is_view
 from autopar.graph import tensor_bytes, tensors
 
 
@@ -22,6 +23,16 @@ def signature(node: fx.Node) -> str:
     parts = [_argument(a) for a in node.args]
     parts += [f"{name}={_argument(value)}" for name, value in node.kwargs.items()]
     return f"{_target(node.target)}({', '.join(parts)})"
+
+
+def time_key(node: fx.Node) -> str:
+    """What the time of a node is kept under: its signature, or what kind of view it is."""
+    return f"view {_target(node.target)}" if is_view(node) else signature(node)
+
+
+def kind_of(key: str) -> str:
+    """The operator of a key."""
+    return key.partition("(")[0]
 
 
 def moved_bytes(node: fx.Node) -> int:

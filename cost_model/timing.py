@@ -78,7 +78,7 @@ class Stopwatch:
         found: dict[str, float] = {}
         trials: dict[str, Trial] = {}
         for key, node in nodes.items():
-            call = _runnable(node)
+            call = runnable(node)
             if call is not None and _on_gpu(node):
                 found[key] = self._queued(call)
             elif call is not None:
@@ -153,7 +153,7 @@ def _on_gpu(node: fx.Node) -> bool:
     return any(t.device.type == "cuda" for t in used)
 
 
-def _runnable(node: fx.Node) -> Callable[[], object] | None:
+def runnable(node: fx.Node) -> Callable[[], object] | None:
     """The operator with its tensors filled in, run once to warm up; None if it cannot be run."""
     for low, high in ((0, index_bound(node)), (1, 2)):
         try:
@@ -171,7 +171,7 @@ def _bind(node: fx.Node, low: int, high: int) -> Callable[[], object]:
 
     def real(source: fx.Node) -> Any:
         if source not in made:
-            made[source] = _real(source.meta["val"], low, high)
+            made[source] = random_like(source.meta["val"], low, high)
         return made[source]
 
     target: Any = node.target
@@ -179,9 +179,10 @@ def _bind(node: fx.Node, low: int, high: int) -> Callable[[], object]:
     return lambda: target(*args, **kwargs)
 
 
-def _real(val: Any, low: int, high: int) -> Any:
+def random_like(val: Any, low: int, high: int) -> Any:
+    """Random tensors of the same kind: floats in 0..1, integers from low to below high."""
     if isinstance(val, (list, tuple)):
-        return type(val)(_real(v, low, high) for v in val)
+        return type(val)(random_like(v, low, high) for v in val)
     if not isinstance(val, torch.Tensor):
         return val
     count = extent_bytes(val) // val.element_size()

@@ -1,70 +1,82 @@
-"""What an optimizer's step costs: for each byte, for each parameter, and for each DTensor."""
+"""What a step costs beside its graph: the optimizer's step, and autograd around each parameter."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.cost_model.cost import Cost
+from autopar.cost_model.curves import Curve
 from autopar.cost_model.optimizer import make_optimizer
 
 Optimizer = Callable[..., torch.optim.Optimizer]
-SMALL, LARGE, COUNT, ROUNDS = 16, 1 << 20, 8, 5
-DTENSOR_S = 2e-4  # measured once for AdamW on CPU, torch 2.13: 52 parameters took 11 ms longer
+SIZES = (16, 1 << 14, 1 << 18, 1 << 21)
+"""Elements of the parameters that are stepped: beyond 2**18 each temporary is fresh memory."""
+
+COUNT, ROUNDS = 8, 5
+TOTAL = 1 << 22  # elements of all parameters of one size, at most
+DTENSOR_S = 3.5e-4  # measured once for AdamW on CPU, torch 2.13: 52 parameters took 18 ms longer
 
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """Seconds of one step of an optimizer, linear in what it updates.
+    """Seconds of one step of an optimizer, and of what autograd does with gradients.
 
     Attributes:
-        per_byte: seconds for each byte of parameters.
-        per_parameter: seconds for each parameter, however small.
-        per_dtensor: seconds more for each parameter that is a DTensor.
+        curve: the optimizer's seconds for one parameter of so many bytes.
+        per_gradient: seconds to take in one gradient and let go of it, however small.
+        per_dtensor: seconds more for each parameter that is a DTensor, to unwrap it, to wrap its
+            gradient and to step it.
         provenance: where these come from.
     """
 
-    per_byte: float
-    per_parameter: float
+    curve: Curve
+    per_gradient: float
     per_dtensor: float
     provenance: str
 
-    def seconds(self, nbytes: float, parameters: int, *, dtensors: bool) -> Cost:
-        """Time to update `parameters` tensors of `nbytes` in all."""
-        each = self.per_parameter + (self.per_dtensor if dtensors else 0.0)
-        return Cost(nbytes * self.per_byte + parameters * each, self.provenance)
+    def seconds(self, sizes: Iterable[int], *, dtensors: bool) -> Cost:
+        """Time for parameters of these sizes in bytes."""
+        each = self.per_gradient + (self.per_dtensor if dtensors else 0.0)
+        return Cost(sum(self.curve(size) + each for size in sizes), self.provenance)
 
 
 def measure_update(
     optimizer: Optimizer, device: torch.device, mesh: DeviceMesh | None
 ) -> UpdateCost:
-    """Times steps over few large, many small, and many small distributed parameters.
+    """Times steps over parameters of several sizes, and of distributed ones.
 
     Args:
         optimizer: class or factory.
         device: where the parameters are.
         mesh: of the ranks that are running, all of which call this; None if there is one.
     """
-    large = [torch.zeros(LARGE, device=device)]
-    small = [torch.zeros(SMALL, device=device) for _ in range(COUNT)]
-    each = _time(optimizer, small) / COUNT
-    per_byte = max(0.0, _time(optimizer, large) - each) / (LARGE * large[0].element_size())
+    samples: dict[int, list[float]] = {}
+    for numel in SIZES:
+        count = max(1, min(COUNT, TOTAL // numel))
+        values = [torch.zeros(numel, device=device) for _ in range(count)]
+        samples[4 * numel] = [taken / count for taken in _steps(optimizer, values)]
+    small = [torch.zeros(SIZES[0], device=device) for _ in range(COUNT)]
+    per_gradient = _gradients(small) / COUNT
     per_dtensor = DTENSOR_S
     if mesh is not None:
         wrapped = [DTensor.from_local(t.clone(), mesh, [Replicate()] * mesh.ndim) for t in small]
-        per_dtensor = max(0.0, _time(optimizer, wrapped) / COUNT - each)
-    return UpdateCost(per_byte, each, per_dtensor, f"measured {date.today()}")
+        stepped = statistics.median(_steps(optimizer, wrapped)) / COUNT
+        more = stepped - statistics.median(samples[4 * SIZES[0]])
+        per_dtensor = max(0.0, more + _gradients(wrapped) / COUNT - per_gradient)
+    return UpdateCost(Curve.fit(samples), per_gradient, per_dtensor, f"measured {date.today()}")
 
 
-def _time(optimizer: Optimizer, values: Sequence[torch.Tensor]) -> float:
-    """Median seconds of a step, after the first two."""
+def _steps(optimizer: Optimizer, values: Sequence[torch.Tensor]) -> list[float]:
+    """Seconds of each step, after the first two."""
     parameters = [torch.nn.Parameter(value) for value in values]
     stepped = make_optimizer(optimizer, parameters)
     taken = []
@@ -76,7 +88,51 @@ def _time(optimizer: Optimizer, values: Sequence[torch.Tensor]) -> float:
         stepped.step(lambda: 0.0)
         _synchronize(values[0].device)
         taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[2:])
+    return taken[2:]
+
+
+def _gradients(values: Sequence[torch.Tensor]) -> float:
+    """Median seconds to bring gradients from inside of an autograd function to parameters."""
+    parameters = [torch.nn.Parameter(value) for value in values]
+    taken = []
+    for _ in range(ROUNDS + 1):
+        begin = time.perf_counter()
+        _Around.apply(*parameters).backward()
+        for parameter in parameters:
+            parameter.grad = None
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[1:])
+
+
+class _Around(torch.autograd.Function):
+    """Unwraps parameters and gives each a gradient, as a compiled step does."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.parameters = parameters
+        local = [_local(parameter.detach()) for parameter in parameters]
+        return local[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(_wrapped(p, torch.zeros_like(_local(p))) for p in ctx.parameters)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _wrapped(like: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return gradient
+    return DTensor.from_local(
+        gradient,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,11 +1,18 @@
-"""What the models of `tests/models.py` are put together from."""
+"""What the models of `tests/models.py` are put together from.
+
+`AUTOPAR_TEST_SCALE=8` makes them all that many times wider and longer, for benchmarks whose steps
+must take longer than the machine's noise.
+"""
+
+import os
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCAB, SEQ, WIDTH, HEADS = 67, 12, 32, 4
-CLASSES, IMAGE = 10, (3, 12, 12)
+SCALE = int(os.environ.get("AUTOPAR_TEST_SCALE", "1"))
+VOCAB, SEQ, WIDTH, HEADS = 67 * SCALE, 12 * SCALE, 32 * SCALE, 4
+CLASSES, IMAGE = 10, (3, 12 * SCALE, 12 * SCALE)
 IGNORED = -100
 
 

@@ -34,6 +34,7 @@ from autopar.runtime.parameters import (
 )
 from autopar.runtime.program import Half, Program, build
 from autopar.runtime.random import RandomStream
+from autopar.runtime.recorder import Recorder
 from autopar.runtime.step import Differentiable, Running, Step, run_forward
 
 MakePlan = Callable[[Callable[[], Capture]], Plan]
@@ -50,6 +51,7 @@ class Options:
         precision: dtype of autocast, None for none.
         backend: "eager" or a backend of torch.compile.
         ranks: size of the world.
+        recorder: is told when each operator of each step runs, if the backend is "eager".
     """
 
     batch: str = "global"
@@ -57,6 +59,7 @@ class Options:
     precision: torch.dtype | None = None
     backend: str = "eager"
     ranks: int = 1
+    recorder: Recorder | None = None
 
 
 @dataclass(frozen=True)
@@ -322,12 +325,15 @@ class DistributedModule(nn.Module):
                 compile_backend=self._options.backend,
                 hold=hold,
                 held=held,
+                recorder=self._options.recorder,
             )
         return self._programs[key]
 
     def _run(self, leaves: list[Any], share: Share) -> Any:
         hold = self._hold
         program = self._program(share, hold)
+        if self._options.recorder is not None:
+            self._options.recorder.begin(program.graph)
         running = Running(
             program,
             self._arguments(program, leaves, share),
@@ -416,6 +422,7 @@ class DistributedModule(nn.Module):
             for of, value in running.updates.items():
                 target = buffers[of.name] if isinstance(of, Buffer) else positions[of.index]
                 target.copy_(value)
+        running.updates.clear()  # the caller may hold the loss, and by it all this, for a step more
 
     def _wrap(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         parameter = self._inside.parameters[name]

@@ -28,6 +28,7 @@ from autopar.passes.runner import run_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.plan import Plan
 from autopar.runtime.compiled import Boxed, compiled, donated_by
+from autopar.runtime.recorder import Recorder
 
 c10d = torch.ops._c10d_functional
 
@@ -106,6 +107,7 @@ def build(
     compile_backend: str = "eager",
     hold: bool = False,
     held: tuple[str, ...] = (),
+    recorder: Recorder | None = None,
 ) -> Program:
     """Lowers a capture under a plan and generates its code.
 
@@ -118,6 +120,7 @@ def build(
         compile_backend: "eager" for generated Python, or a backend of torch.compile.
         hold: keep gradients local (`no_sync`).
         held: parameters with gradients held from earlier calls.
+        recorder: is told when each operator runs.
     """
     through = compile_backend != "eager"
     passes = plan.passes(rank, comm_backend, hold=hold, held=held, compiled=through)
@@ -125,7 +128,7 @@ def build(
     split = split_forward_backward(graph)
 
     def half(part: TrainingGraph, donated: tuple[int, ...] = ()) -> Half:
-        return Half(part, generate(part, groups, compile_backend, donated), donated)
+        return Half(part, generate(part, groups, compile_backend, donated, recorder), donated)
 
     backward = None
     if split.backward is not None:
@@ -144,6 +147,7 @@ def generate(
     groups: Mapping[str, str],
     compile_backend: str,
     donated: tuple[int, ...] = (),
+    recorder: Recorder | None = None,
 ) -> Boxed:
     """The code of a graph: it takes its arguments in a list and frees each early.
 
@@ -152,6 +156,7 @@ def generate(
         groups: process group of each mesh axis.
         compile_backend: "eager" for generated Python, or a backend of torch.compile.
         donated: places of arguments that compiled code may overwrite.
+        recorder: is told when each operator runs.
     """
     module = fx.GraphModule(dict(graph.constants), graph.copy().graph)
     for node in module.graph.nodes:
@@ -162,9 +167,11 @@ def generate(
             node.target = c10d.all_reduce.default  # compilers take no collective in place
         module.recompile()
         return compiled(module, compile_backend, donated)
+    wrap = recorder.watched(module.graph) if recorder else None
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
-    return _located(module)
+    run = _located(module)
+    return wrap(run) if wrap else run
 
 
 def _located(module: fx.GraphModule) -> Boxed:

@@ -1,13 +1,15 @@
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from autopar.cost_model.cost import ClusterError
-from autopar.cost_model.operators import OperatorTimes
-from autopar.cost_model.signature import signature
+from autopar.cost_model.operators import OperatorTimes, Timing
+from autopar.cost_model.roofline import Roofline
+from autopar.cost_model.signature import moved_bytes, signature
 from autopar.cost_model.timing import Stopwatch, index_bound
 from autopar.graph import Input, Output, Parameter
 from tests.cost_model.sketch import Sketch, aten, c10d
@@ -34,15 +36,47 @@ def nodes(graph):
     return {node.name: node for node in graph.graph.nodes}
 
 
-def test_every_distinct_operator_is_timed_once_and_views_cost_a_dispatch():
+def test_every_distinct_operator_is_timed_inside_of_the_step_and_views_by_their_kind():
     graph = perceptron()
     times = OperatorTimes.load("cpu").measure([graph])
-    assert len(times.times) == 4  # dispatch, mm, add_, sum
+    assert len(times.times) == 5  # dispatch, t, mm, add_, sum
     costs = {name: times.seconds(node) for name, node in nodes(graph).items()}
     assert costs["mm"] == costs["mm_1"]
-    assert costs["t"].seconds == times.times["dispatch"].seconds > 0
+    assert costs["t"].seconds == times.times["view aten.t.default"].seconds > 0
     assert costs["sum_1"].kind == costs["t"].kind == "measured"
     assert costs["in0"].seconds == costs["output"].seconds == 0
+    assert times.times["view aten.t.default"].rehearsed
+    again = times.measure([perceptron()])
+    assert again == times, "what is known is not rehearsed again"
+
+
+def test_a_size_that_was_not_timed_is_modelled_from_the_nearest_of_its_kind():
+    def summed(rows):
+        g = Sketch()
+        return g.give({Output(0): g.call(aten.sin.default, g.take(Input(0), rows))})
+
+    small, large, huge = (next(summed(rows).calls()) for rows in (1000, 2000, 10**6))
+    line = replace(Roofline.default("cpu", 1), launch_s=1e-6)
+    table = {signature(small): Timing(5e-6, 0, moved_bytes(small), "today")}
+    times = replace(OperatorTimes.load("cpu"), times=table)
+    times.__dict__["roofline"] = line
+    cost = times.seconds(large)
+    assert cost.seconds == pytest.approx(1e-6 + 2 * 4e-6)
+    assert cost.provenance == "modelled by aten.sin.default of another size, timed here"
+    assert "average core" in times.seconds(huge).provenance
+
+
+def test_rates_grow_with_size():
+    timed = [(1e6, 1e4, 1e-4), (1e9, 1e6, 1e-2), (0, 1e6, 1e-3), (0, 1e8, 5e-2)]
+    line = Roofline.default("cpu", 1).fitted(timed, 0.0)
+    assert line.seconds(2.0**20, 0) == pytest.approx(1e-4 * 2**20 / 1e6)
+    assert line.seconds(2.0**30, 0) == pytest.approx(1e-2 * 2**30 / 1e9)
+    between = line.seconds(2.0**25, 0)
+    assert 2**25 / 1e11 < between < 2**25 / 1e10
+    assert line.seconds(0, 2.0**40) == pytest.approx(2**40 / 2e9)  # as the largest
+    h100 = Roofline.default("NVIDIA H100 80GB HBM3", 1)
+    assert h100.seconds(1e12, 0, 2) < 1e12 / 0.9e15
+    assert h100.seconds(1e9, 0, 2) - h100.launch_s == pytest.approx(1e9 / (0.6 * 989e12))
 
 
 def test_kept_times_serve_the_next_process(folder):
@@ -64,7 +98,7 @@ def test_a_save_keeps_what_others_saved(folder):
     other = g.give({Output(0): g.call(aten.sin.default, g.take(Input(0), 8))})
     empty.measure([other]).save()
     (path,) = folder.glob("operators/*.json")
-    assert len(json.loads(path.read_text())["times"]) == 5
+    assert len(json.loads(path.read_text())["times"]) == 6
 
 
 def test_tables_merge_only_within_one_setting():
@@ -122,5 +156,5 @@ def test_timing_leaves_the_random_state_and_collectives_alone():
     before = torch.get_rng_state()
     times = OperatorTimes.load("cpu").measure([graph])
     assert torch.equal(torch.get_rng_state(), before)
-    assert len(times.times) == 2  # dispatch and rand_like
+    assert len(times.times) == 3  # dispatch, rand_like, and the call that sends
     assert times.seconds(sent).kind == "measured"

@@ -97,7 +97,7 @@ def test_the_timeline_shows_who_waits():
     ]
     assert result.provenance == {"measured": 5}
     assert result.waits == {"all_reduce": 1.5}
-    assert [at for at, _ in result.memory_curve] == [0.0, 0.0, 0.5, 2.0]
+    assert [at for at, _ in result.memory_curve] == [0.0, 0.0, 0.5, 2.0, 3.0]  # and the end
 
 
 def test_calls_of_collectives_take_the_computing_thread():

@@ -1,18 +1,23 @@
+import pytest
 import torch
 
-from autopar.cost_model.update import UpdateCost, measure_update
+from autopar.cost_model.curves import Curve
+from autopar.cost_model.update import SIZES, UpdateCost, measure_update
 
 
-def test_linear_in_bytes_and_parameters() -> None:
-    cost = UpdateCost(1e-9, 1e-5, 1e-4, "measured today")
-    plain = cost.seconds(1000, 2, dtensors=False)
-    assert abs(plain.seconds - (1e-6 + 2e-5)) < 1e-12
-    assert cost.seconds(1000, 2, dtensors=True).seconds > plain.seconds
+def test_each_parameter_costs_by_its_size():
+    cost = UpdateCost(Curve((100, 10_000), (1e-5, 1e-3)), 1e-6, 1e-4, "measured today")
+    plain = cost.seconds([100, 1000], dtensors=False)
+    assert plain.seconds == pytest.approx(1e-5 + 1e-4 + 2e-6)
     assert plain.kind == "measured"
+    wrapped = cost.seconds([100, 1000], dtensors=True)
+    assert wrapped.seconds == pytest.approx(plain.seconds + 2e-4)
 
 
-def test_measures_any_optimizer() -> None:
+def test_measures_any_optimizer():
     for optimizer in (torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1)):
         cost = measure_update(optimizer, torch.device("cpu"), None)
-        assert cost.per_parameter > 0
-        assert cost.seconds(2**24, 1, dtensors=False).seconds > cost.per_parameter
+        assert cost.per_gradient > 0
+        assert cost.curve.bytes == tuple(4 * numel for numel in SIZES)
+        many, large = (cost.seconds(s, dtensors=False).seconds for s in ([4], [2**24]))
+        assert 0 < many < large

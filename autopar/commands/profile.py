@@ -1,0 +1,134 @@
+"""`autopar profile`: some steps of a script recorded, beside what the cost model predicts of them."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.commands.launch import add_script, launch
+from autopar.cost_model.timeline import chrome_trace, write_trace
+from autopar.errors import StrategyError
+from autopar.profiling import COUNT, FOLDER, WARM_STEPS
+from autopar.report.profile import Profile, Side, find
+
+_SHOWN = 12  # operators
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "profile",
+        help="launch a script, record some of its steps and say what holds them up",
+        usage="autopar profile SCRIPT [--nproc N] [--steps N] [--trace FILE] "
+        "[-- ARGUMENTS OF THE SCRIPT]",
+        description="Records the operators of every rank, predicts the same step from what is "
+        "measured of this machine, and compares. Operators compiled by a backend are not seen; "
+        "on a GPU the clock tells when they were launched.",
+    )
+    add_script(parser)
+    parser.add_argument("--steps", type=int, default=5, help="how many to record")
+    parser.add_argument("--trace", metavar="FILE", help="both timelines, for ui.perfetto.dev")
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`autopar profile`."""
+    if options.steps < 1:
+        raise StrategyError(f"--steps {options.steps}: at least one")
+    with tempfile.TemporaryDirectory(prefix="autopar-profile-") as folder:
+        environment = {FOLDER: folder, COUNT: str(options.steps)}
+        status = launch(options.script, options.nproc, options.rest, environment)
+        profiles = [Profile.load(path) for path in sorted(Path(folder).glob("rank*.json"))]
+    if not profiles:
+        raise StrategyError(
+            f"{options.script} left nothing to show (exit status {status}). It has to train "
+            f"{WARM_STEPS + options.steps + 1} steps of one shape or more on a model from "
+            "autopar.compile with backend='eager'."
+        )
+    show(profiles, Console())
+    if options.trace:
+        write_trace(options.trace, trace(profiles))
+        print(f"wrote {options.trace}: open it in ui.perfetto.dev")
+    return status
+
+
+def trace(profiles: list[Profile]) -> dict[str, Any]:
+    """The measured timeline of every rank, with the predicted one above them."""
+    sides = {"predicted": profiles[0].predicted}
+    sides |= {f"measured, rank {p.rank}": p.measured for p in profiles}
+    memory = {"predicted": profiles[0].predicted.memory}
+    return chrome_trace({name: side.events for name, side in sides.items()}, memory)
+
+
+def show(profiles: list[Profile], console: Console) -> None:
+    """Prints the comparison, on the slowest rank, and what holds the step up."""
+    slowest = max(profiles, key=lambda profile: profile.measured.step_s)
+    measured, predicted = slowest.measured, slowest.predicted
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(slowest.kinds.items()))
+    console.print(_overview(slowest), _operators(measured, predicted))
+    console.print(f"Figures of the prediction: {kinds}. Collectives: {escape(slowest.cluster)}.")
+    found = find(slowest)
+    if not found:
+        gain = predicted.step_s - slowest.faster["operators"]
+        console.print(
+            "Nothing holds the step up but computing: operators twice as fast would save "
+            f"{_ms(gain)} ms (modelled). A faster device, mixed precision or a compiler "
+            "(backend='inductor') would move it."
+        )
+    for index, item in enumerate(found):
+        name = f"Worst bottleneck: {item.name}" if index == 0 else f"Then: {item.name}"
+        console.print(f"[bold]{name}[/bold]. {escape(item.why)}. What would move it: {item.advice}.")
+
+
+def _overview(profile: Profile) -> Table:
+    measured, predicted = profile.measured, profile.predicted
+    table = _table(f"one step on rank {profile.rank}, ms")
+    table.add_row("step", *_pair(measured.step_s, predicted.step_s))
+    operators = [sum(side.operators.values()) for side in (measured, predicted)]
+    table.add_row("operators", *_pair(*operators))
+    for kind in sorted({*measured.waits, *predicted.waits}):
+        waits = measured.waits.get(kind, 0.0), predicted.waits.get(kind, 0.0)
+        table.add_row(f"waits for {kind}", *_pair(*waits))
+    table.add_row("optimizer and all else", *_pair(measured.outside_s, predicted.outside_s))
+    return table
+
+
+def _operators(measured: Side, predicted: Side) -> Table:
+    table = _table("operators by time, ms")
+    by_time = sorted(measured.operators, key=lambda name: -measured.operators[name])
+    for name in by_time[:_SHOWN]:
+        table.add_row(name, *_pair(measured.operators[name], predicted.operators.get(name, 0.0)))
+    rest = by_time[_SHOWN:]
+    others = [_sum_of(side.operators, rest) for side in (measured, predicted)]
+    if rest:
+        table.add_row(f"{len(rest)} others", *_pair(*others))
+    return table
+
+
+def _sum_of(times: Mapping[str, float], names: list[str]) -> float:
+    return sum(times.get(name, 0.0) for name in names)
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in ("measured", "predicted", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _pair(measured_s: float, predicted_s: float) -> tuple[str, str, str]:
+    error = f"{predicted_s / measured_s - 1:+.0%}" if measured_s > 0 else ""
+    return _ms(measured_s), _ms(predicted_s), error
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"

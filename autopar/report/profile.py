@@ -1,0 +1,202 @@
+"""`Profile`: a recorded step beside the predicted one, and what holds it up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.cost_model.streams import Event
+
+SMALL = 2.0  # a message is small if it takes less than so many times as long as an empty one
+SATURATED = 0.8  # part of a step in which one stream of collectives is under way
+WORTH_NAMING = 0.05  # part of a step
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective of a step.
+
+    Attributes:
+        name: of the node that issues it.
+        collective: its kind.
+        nbytes: the message size in bytes.
+        seconds: its price, alone.
+        empty_s: the price of the smallest message of its kind.
+        provenance: of the price: "measured", "imported" or "modelled".
+    """
+
+    name: str
+    collective: str
+    nbytes: int
+    seconds: float
+    empty_s: float
+    provenance: str
+
+    @property
+    def is_small(self) -> bool:
+        """Whether latency is most of it."""
+        return self.seconds < SMALL * self.empty_s
+
+
+@dataclass(frozen=True)
+class Side:
+    """One step, measured or predicted, on one rank.
+
+    Attributes:
+        step_s: the whole.
+        operators: seconds of each kind of operator.
+        waits: seconds that compute stands still, by the collective that it waits for.
+        outside_s: seconds outside of forward and backward: the optimizer, data, other Python.
+        events: what ran when.
+        memory: bytes over seconds; only predicted.
+    """
+
+    step_s: float
+    operators: Mapping[str, float]
+    waits: Mapping[str, float]
+    outside_s: float
+    events: tuple[Event, ...]
+    memory: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds of all waits."""
+        return sum(self.waits.values())
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one rank recorded.
+
+    Attributes:
+        rank: which.
+        steps_s: seconds of each recorded step.
+        measured: the middling step; waits and operators are means over all recorded.
+        predicted: the same step, simulated on what was measured of this machine just after.
+        messages: the collectives of the step.
+        wait_of: the collective that each wait waits for, by names of nodes.
+        faster: predicted seconds of the step if something were twice as fast.
+        kinds: how many of the figures of the prediction are measured, imported and modelled.
+        cluster: where those of collectives come from.
+    """
+
+    rank: int
+    steps_s: tuple[float, ...]
+    measured: Side
+    predicted: Side
+    messages: tuple[Message, ...]
+    wait_of: Mapping[str, str]
+    faster: Mapping[str, float]
+    kinds: Mapping[str, int]
+    cluster: str
+
+    def save(self, path: Path) -> None:
+        """Writes it as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Reads what `save` wrote."""
+        data = json.loads(path.read_text())
+        for name in ("measured", "predicted"):
+            data[name] = _side(data[name])
+        messages = tuple(Message(**row) for row in data["messages"])
+        return cls(**{**data, "steps_s": tuple(data["steps_s"]), "messages": messages})
+
+
+def _side(data: dict[str, Any]) -> Side:
+    events = tuple(Event(**row) for row in data["events"])
+    memory = tuple((at, nbytes) for at, nbytes in data["memory"])
+    return Side(**{**data, "events": events, "memory": memory})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that holds a step up.
+
+    Attributes:
+        name: what.
+        seconds: measured seconds of the step that it costs.
+        why: the figures.
+        advice: what would move it.
+    """
+
+    name: str
+    seconds: float
+    why: str
+    advice: str
+
+
+def find(profile: Profile) -> list[Finding]:
+    """What holds the step up, worst first; empty if nothing but computing does."""
+    step_s = profile.measured.step_s
+    found = [*_waiting(profile), _idle(profile)]
+    found = [item for item in found if item.seconds >= WORTH_NAMING * step_s]
+    return sorted(found, key=lambda item: -item.seconds)
+
+
+def _waiting(profile: Profile) -> list[Finding]:
+    """Waits for small messages apart from all others."""
+    messages = {message.name: message for message in profile.messages}
+    small_s = other_s = 0.0
+    for event in profile.measured.events:
+        message = messages.get(profile.wait_of.get(event.name, ""))
+        if event.kind == "wait" and message is not None:
+            small_s += event.seconds * message.is_small
+            other_s += event.seconds * (not message.is_small)
+    return [_small(profile, small_s), _large(profile, other_s)]
+
+
+def _small(profile: Profile, seconds: float) -> Finding:
+    count = sum(message.is_small for message in profile.messages)
+    return Finding(
+        "many small messages",
+        seconds,
+        f"{count} of {len(profile.messages)} collectives take less than {SMALL:g} times as long as "
+        f"an empty one, and compute waits {_ms(seconds)} for them (measured)",
+        "larger buckets (Strategy.gather_bytes, reduce_bytes), fewer blocks in ZeRO 3, or more "
+        "work a step",
+    )
+
+
+def _large(profile: Profile, seconds: float) -> Finding:
+    total = sum(message.seconds for message in profile.messages)
+    step_s = profile.measured.step_s
+    faster_s = profile.predicted.step_s - profile.faster.get("collectives", 0.0)
+    gain = f"collectives twice as fast would save {_ms(faster_s)} (modelled)"
+    if total >= SATURATED * step_s:
+        return Finding(
+            "a saturated link",
+            seconds,
+            f"collectives take {_ms(total)} of a step of {_ms(step_s)} even alone, and compute "
+            f"waits {_ms(seconds)} for them (measured); {gain}",
+            "fewer bytes (a lower ZeRO stage, more rows a step, gradients kept over several "
+            "batches), or a faster link",
+        )
+    return Finding(
+        "exposed collectives",
+        seconds,
+        f"collectives take {_ms(total)} alone and would fit beside compute, but compute waits "
+        f"{_ms(seconds)} for them (measured); {gain}",
+        "earlier starts (Strategy.prefetch, smaller buckets), or a lower ZeRO stage where memory "
+        "allows",
+    )
+
+
+def _idle(profile: Profile) -> Finding:
+    """What the step has outside of the program, beyond the optimizer's predicted step."""
+    outside_s, update_s = profile.measured.outside_s, profile.predicted.outside_s
+    return Finding(
+        "an idle device",
+        max(0.0, outside_s - update_s),
+        f"{_ms(outside_s)} pass between the end of a backward and the next forward (measured), of "
+        f"which the optimizer needs {_ms(update_s)} (measured apart)",
+        "data loaded ahead by workers, less Python between the steps, losses read less often",
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

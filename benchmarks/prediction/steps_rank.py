@@ -1,0 +1,172 @@
+"""One rank of part `steps`: measures, predicts and trains all plans of a model, in turn.
+
+python -m benchmarks.prediction.steps_rank RESULT MODEL ROWS CYCLES STEPS   (under torchrun)
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.api import capture_of_rank
+from autopar.plan import Strategy
+from autopar.planner.candidates import Choice, Evaluator
+from autopar.planner.decide import Question, evaluator_of
+from autopar.planner.machine import Machine, measure_machine
+from autopar.planner.search import first_choice
+from autopar.runtime.parameters import describe_parameters
+from tests.models import MODELS, Case
+
+STAGES = (0, 1, 2, 3)
+LEVELS = ("none", "full")
+WARM_STEPS = 2
+BATCHES = 4
+
+
+@dataclass
+class Contender:
+    """A plan, the step that trains under it, and what is known of both.
+
+    Attributes:
+        predicted: seconds of a step, by each cycle's measurements.
+        measured: seconds of each step on this rank.
+        parts: what each prediction is made of.
+    """
+
+    zero: int
+    recompute: str
+    choice: Choice
+    step: Callable[[int], None]
+    predicted: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+
+    def row(self, slowest: list[float]) -> dict[str, Any]:
+        """The case in the result."""
+        predicted, measured = median(self.predicted), median(slowest)
+        parts = {name: median(p[name] for p in self.parts) for name in self.parts[0]}
+        return {
+            "zero": self.zero,
+            "recompute": self.recompute,
+            "predicted": predicted,
+            "measured": measured,
+            "error": abs(predicted / measured - 1),
+            "parts": parts,
+            "predictions": self.predicted,
+            "measurements": slowest,
+        }
+
+
+def trainer(case: Case, plan: autopar.Plan, rows: int) -> Callable[[int], None]:
+    """The four lines that every user writes, under a plan."""
+    batches = [case.batch(rows, seed) for seed in range(BATCHES)]
+    model = autopar.compile(case.make(), plan=plan, fallback=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(number: int) -> None:
+        args, kwargs = batches[number % BATCHES]
+        loss = case.loss(model(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def contenders(case: Case, rows: int) -> tuple[list[Contender], Callable[[Machine], Evaluator]]:
+    """All plans of a model, ready to train, and what predicts them on a machine."""
+    model = case.make()
+    question = Question(
+        model=type(model).__name__,
+        parameters=describe_parameters(model),
+        world_size=dist.get_world_size(),
+        strategy=Strategy(),
+        memory=None,
+        batch="global",
+        precision=None,
+        optimizer=torch.optim.AdamW,
+        cluster=None,
+        device=torch.device("cpu"),
+        comm_backend="gloo",
+        live=True,
+    )
+    args, kwargs = case.batch(rows, 0)
+    inputs = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    graph = capture_of_rank(model, inputs, 0, dist.get_world_size(), "global", None, None)
+    planner = evaluator_of(question, graph, None)
+    made = []
+    for zero in STAGES:
+        for level in LEVELS:
+            strategy = Strategy(zero=zero, recompute=level)  # type: ignore[arg-type]
+            choice = first_choice(strategy, question.blocks, zero, "none")
+            made.append(Contender(zero, level, choice, trainer(case, planner.plan(choice), rows)))
+    return made, lambda machine: evaluator_of(question, graph, machine)
+
+
+def predict(field: list[Contender], planner: Callable[[Machine], Evaluator]) -> None:
+    """One prediction of every plan, from new measurements alone."""
+    graphs = [planner(None).lowered(c.choice) for c in field]  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["AUTOPAR_CACHE"] = folder
+        machine = measure_machine(graphs, torch.device("cpu"), None, torch.optim.AdamW, live=True)
+    evaluator = planner(machine)
+    for contender in field:
+        made = evaluator.evaluate(contender.choice).prediction
+        contender.predicted.append(made.step_s)
+        names = ("compute_s", "communication_s", "exposed_s", "update_s")
+        contender.parts.append({name: getattr(made, name) for name in names})
+
+
+def train(field: list[Contender], steps: int, cycle: int) -> None:
+    """Some steps of every plan, in turn, each from a common start."""
+    for number in range(steps):
+        order = list(field)
+        random.Random(f"{cycle} {number}").shuffle(order)  # alike on all ranks
+        for contender in order:
+            dist.barrier()
+            start = time.perf_counter()
+            contender.step(number)
+            contender.measured.append(time.perf_counter() - start)
+
+
+def main() -> None:
+    """Measure, predict and train; rank 0 writes the cases."""
+    result, name, *numbers = sys.argv[1:]
+    rows, cycles, steps = map(int, numbers)
+    dist.init_process_group("gloo")
+    field, planner = contenders(MODELS[name], rows)
+    for contender in field:
+        for number in range(WARM_STEPS):
+            contender.step(number)
+    gc.collect()
+    gc.freeze()
+    for cycle in range(cycles):
+        predict(field, planner)
+        train(field, steps, cycle)
+    cases = []
+    for contender in field:
+        slowest = torch.tensor(contender.measured, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        cases.append(contender.row(slowest.tolist()))
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(cases))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

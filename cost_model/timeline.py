@@ -1,0 +1,103 @@
+"""Timelines as Chrome traces, which Perfetto (ui.perfetto.dev) and chrome://tracing show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from autopar.cost_model.collectives import collective_of, is_wait
+from autopar.cost_model.streams import COMPUTE, Event
+from autopar.graph import TrainingGraph
+
+_US = 1e6
+
+
+class Flights:
+    """What is issued and waited for in a graph, by the names of nodes."""
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        self._kinds: dict[str, str] = {}
+        self._axes: dict[str, str] = {}
+        self._waits: dict[str, list[str]] = {}
+        self._issued: dict[str, float] = {}
+        for node in graph.calls():
+            collective = collective_of(node)
+            if collective is not None:
+                self._kinds[node.name] = collective
+                self._axes[node.name] = str(node.kwargs.get("group_name", node.args[-1]))
+            elif is_wait(node) and (source := issuer(node)) is not None:
+                self._waits.setdefault(node.name, []).append(source.name)
+
+    def kind(self, name: str) -> str:
+        """The kind of event that a node is on the compute stream."""
+        return "wait" if name in self._waits else COMPUTE
+
+    def collective(self, wait: str) -> str:
+        """The kind of collective that a wait waits for."""
+        return self._kinds[self._waits[wait][0]]
+
+    def landed(self, name: str, start_s: float, end_s: float) -> list[Event]:
+        """The collectives that end with this node, which runs from `start_s` to `end_s`."""
+        if name in self._kinds:
+            self._issued[name] = start_s
+        return [
+            Event(source, self._axes[source], self._issued[source], end_s, self._kinds[source])
+            for source in self._waits.get(name, ())
+            if source in self._issued
+        ]
+
+
+def issuer(wait: fx.Node) -> fx.Node | None:
+    """The collective that a wait waits for, found through views and elements of tuples."""
+    source = wait.args[0]
+    while isinstance(source, fx.Node) and collective_of(source) is None:
+        source = source.args[0] if source.args else None
+    return source if isinstance(source, fx.Node) else None
+
+
+def chrome_trace(
+    processes: Mapping[str, Sequence[Event]],
+    memory: Mapping[str, Iterable[tuple[float, int]]] | None = None,
+) -> dict[str, Any]:
+    """The trace of several timelines, one above the other.
+
+    Args:
+        processes: events of each, by what it is called.
+        memory: for some of them, bytes over seconds.
+    """
+    rows: list[dict[str, Any]] = []
+    for pid, (name, events) in enumerate(processes.items()):
+        rows.append(_named("process_name", name, pid))
+        streams = [COMPUTE, *sorted({e.stream for e in events} - {COMPUTE})]
+        for tid, stream in enumerate(streams):
+            rows.append(_named("thread_name", stream, pid, tid))
+        rows += [_slice(event, pid, streams.index(event.stream)) for event in events]
+        for at_s, nbytes in (memory or {}).get(name, ()):
+            sample = {"name": "memory", "ph": "C", "pid": pid, "ts": at_s * _US}
+            rows.append({**sample, "args": {"bytes": nbytes}})
+    return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+
+def write_trace(path: str | Path, trace: Mapping[str, Any]) -> None:
+    """Writes what `chrome_trace` made."""
+    Path(path).write_text(json.dumps(trace))
+
+
+def _named(kind: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _slice(event: Event, pid: int, tid: int) -> dict[str, Any]:
+    return {
+        "name": event.name,
+        "cat": event.kind,
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "ts": event.start_s * _US,
+        "dur": event.seconds * _US,
+    }
