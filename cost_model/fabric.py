@@ -1,4 +1,4 @@
-"""`Levels`: what a group of ranks gets of a cluster's links, inside a machine and between machines."""
+"""`Levels`: what a group of ranks gets of a cluster's links, inside a machine and between."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ Each formula names its source:
 - Thakur, Rabenseifner & Gropp: Optimization of collective communication operations in MPICH, 2005
 - Chan, Heimlich, Purkayastha & van de Geijn: Collective communication: theory, practice, and
   experience, 2007
-- Sanders, Speck & Träff: Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009
+- Sanders, Speck & Träff: Two-tree algorithms for full bandwidth broadcast, reduction and scan,
+  2009
 - Bruck et al.: Efficient algorithms for all-to-all communications in multiport systems, 1997
 - Patarasuk & Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009
 - Jia et al.: Highly scalable deep learning training system with mixed-precision, 2018
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import sympy
@@ -37,7 +38,7 @@ alpha, beta, alpha_N, beta_N = sympy.symbols("alpha beta alpha_N beta_N", positi
 ALGORITHMS = ("ring", "tree", "double_tree", "hierarchical", "halving_doubling", "direct")
 
 
-class ceil_log2(sympy.Function):  # type: ignore[misc]  # noqa: N801
+class ceil_log2(sympy.Function):  # type: ignore[misc]
     """⌈log2 n⌉, exact for whole numbers."""
 
     @classmethod
@@ -46,24 +47,35 @@ class ceil_log2(sympy.Function):  # type: ignore[misc]  # noqa: N801
         return sympy.Integer((int(n) - 1).bit_length()) if n.is_Integer else None
 
 
-class not_power_of_two(sympy.Function):  # type: ignore[misc]  # noqa: N801
+class not_power_of_two(sympy.Function):  # type: ignore[misc]
     """0 if n is a power of two, otherwise 1."""
 
     @classmethod
     def eval(cls, n: Any) -> Any:
         """A number where n is one."""
-        return sympy.Integer(int(n) & (int(n) - 1) != 0) if n.is_Integer else None
+        return sympy.Integer(int(int(n).bit_count() != 1)) if n.is_Integer else None
 
 
-class of_levels(sympy.Function):  # type: ignore[misc]  # noqa: N801
-    """of_levels(N, x, y, choose): x on one machine, choose(x, y) on more."""
+class narrowest(sympy.Function):  # type: ignore[misc]
+    """narrowest(N, x, y): x on one machine, the lesser of x and y on more."""
 
     @classmethod
-    def eval(cls, machines: Any, inside: Any, between: Any, choose: Any) -> Any:
+    def eval(cls, machines: Any, inside: Any, between: Any) -> Any:
         """A number where all are."""
-        if not machines.is_Integer:
-            return None
-        return inside if machines == 1 else choose(inside, between)
+        if machines.is_Integer:
+            return inside if machines == 1 else sympy.Min(inside, between)
+        return None
+
+
+class dearest(sympy.Function):  # type: ignore[misc]
+    """dearest(N, x, y): x on one machine, the greater of x and y on more."""
+
+    @classmethod
+    def eval(cls, machines: Any, inside: Any, between: Any) -> Any:
+        """A number where all are."""
+        if machines.is_Integer:
+            return inside if machines == 1 else sympy.Max(inside, between)
+        return None
 
 
 @dataclass(frozen=True)
@@ -86,11 +98,11 @@ class Formula:
 
     def __call__(self, nbytes: float, ranks: int, nodes: int, levels: Levels) -> float:
         """Seconds for a message of `nbytes` bytes over `ranks` ranks on `nodes` machines."""
-        return float(_at(self.seconds, ranks, nodes, levels).subs(S, nbytes))
+        return _value(self.seconds, ranks, nodes, levels, nbytes)
 
     def count(self, nbytes: float, ranks: int, nodes: int, levels: Levels) -> int:
         """Messages that follow one another."""
-        return round(float(_at(self.steps, ranks, nodes, levels).subs(S, nbytes)))
+        return round(_value(self.steps, ranks, nodes, levels, nbytes))
 
 
 def formula(collective: str, algorithm: str) -> Formula:
@@ -115,7 +127,7 @@ def formulas(collective: str, ranks: int, nodes: int) -> tuple[Formula, ...]:
     """
     check_collective(collective)
     if nodes < 1 or ranks < 2 or ranks % nodes:
-        raise ClusterError(f"{ranks} ranks do not fill {nodes} nodes evenly, or have no one to talk to")
+        raise ClusterError(f"{ranks} ranks do not fill {nodes} nodes evenly, or are alone")
     if collective == "send" and ranks != 2:
         raise ClusterError(f"a send has two ranks, not {ranks}")
     two_levels = 1 < nodes < ranks
@@ -126,48 +138,33 @@ def formulas(collective: str, ranks: int, nodes: int) -> tuple[Formula, ...]:
     )
 
 
-def crossover(
-    first: Formula, second: Formula, ranks: int, nodes: int
-) -> tuple[sympy.Expr, ...]:
-    """The sizes S at which two algorithms take equally long, in closed form.
-
-    A time is c0 + c1 √S + c2 S with coefficients free of S, so these are the squares of the roots
-    of a quadratic: expressions in alpha, beta, alpha_N and beta_N. Which of them are real and
-    positive depends on the figures: see `crossovers`.
-    """
+def parts_of(seconds: Any) -> tuple[Any, Any, Any]:
+    """c0, c1 and c2 of a time c0 + c1 √S + c2 S."""
     root = sympy.Symbol("root", positive=True)
-    gap = (first.seconds - second.seconds).subs({p: ranks, N: nodes, S: root**2})
-    parts = sympy.collect(sympy.expand(gap), root, evaluate=False)
+    parts = sympy.collect(sympy.expand(seconds.subs(S, root**2)), root, evaluate=False)
     if set(parts) - {sympy.S.One, root, root**2}:
-        raise ClusterError(f"no closed form for {first.algorithm} against {second.algorithm}")
-    x, c0, c1, c2 = sympy.symbols("x c0 c1 c2")
-    values = {c: parts.get(power, 0) for c, power in ((c0, 1), (c1, root), (c2, root**2))}
-    quadratic = sum(c * x**n for n, c in enumerate(values) if sympy.simplify(values[c]) != 0)
-    found = [sympy.expand(solution**2).subs(values) for solution in sympy.solve(quadratic, x)]
-    return tuple(dict.fromkeys(found))
+        raise AssertionError(f"a time must be affine in S and its root, this is {seconds}")
+    return tuple(parts.get(power, sympy.S.Zero) for power in (sympy.S.One, root, root**2))
 
 
-def crossovers(
-    first: Formula, second: Formula, ranks: int, nodes: int, levels: Levels
-) -> tuple[float, ...]:
-    """The sizes in bytes, ascending, at which the faster of two algorithms changes.
-
-    The values of `crossover` with these figures that are real and positive, and at which the sign
-    of the difference changes.
-    """
-    gap = _at(first.seconds - second.seconds, ranks, nodes, levels)
-
-    def turns(size: float) -> bool:
-        before, after = (float(gap.subs(S, size * factor)) for factor in (0.99, 1.01))
-        return before * after < 0
-
-    values = [_at(e, ranks, nodes, levels) for e in crossover(first, second, ranks, nodes)]
-    sizes = {float(v) for v in values if v.is_real and v.is_finite and v > 0}
-    return tuple(size for size in sorted(sizes) if turns(size))
+@lru_cache(maxsize=4096)
+def _coefficients(
+    expression: Any, ranks: int, nodes: int, levels: Levels
+) -> tuple[float, float, float]:
+    c0, c1, c2 = (
+        float(part) for part in parts_of(expression.subs(figures_of(ranks, nodes, levels)))
+    )
+    return c0, c1, c2
 
 
-def _at(expression: Any, ranks: int, nodes: int, levels: Levels) -> Any:
-    figures = {
+def _value(expression: Any, ranks: int, nodes: int, levels: Levels, nbytes: float) -> float:
+    c0, c1, c2 = _coefficients(expression, ranks, nodes, levels)
+    return c0 + c1 * nbytes**0.5 + c2 * nbytes
+
+
+def figures_of(ranks: int, nodes: int, levels: Levels) -> dict[Any, Any]:
+    """What the symbols but S stand for."""
+    return {
         p: sympy.Integer(ranks),
         N: sympy.Integer(nodes),
         alpha: levels.latency_s,
@@ -175,14 +172,13 @@ def _at(expression: Any, ranks: int, nodes: int, levels: Levels) -> Any:
         alpha_N: levels.node_latency_s,
         beta_N: levels.node_bytes_per_s,
     }
-    return expression.subs(figures)
 
 
 # -- the algorithms ----------------------------------------------------------------------------
 
 _q = p / N  # ranks on one machine
-_stream = of_levels(N, beta, beta_N, sympy.Min)  # what a stream through all machines moves
-_message = of_levels(N, alpha, alpha_N, sympy.Max)  # the dearest message
+_stream = narrowest(N, beta, beta_N)  # what a stream through all machines moves
+_message = dearest(N, alpha, alpha_N)  # the dearest message
 _depth = ceil_log2(N) + ceil_log2(_q)
 _descent = ceil_log2(N) * alpha_N + ceil_log2(_q) * alpha  # from the root of a tree to a leaf
 _around = (N - 1) * alpha_N + (p - N) * alpha  # once along a ring
@@ -207,7 +203,7 @@ def _pipelined(descent: Any, behind: Any) -> Any:
 
 _chain = _pipelined(_around, p - 2)
 _two_trees = _pipelined(_message + 2 * _descent, 2 * _depth)
-_packets = sympy.sqrt(S / _message / _stream)
+_packets = sympy.sqrt(S) / sympy.sqrt(_message * _stream)
 _folded_log = _descent - _fold[0] * alpha_N - _fold[1] * alpha
 
 THAKUR, CHAN = "Thakur, Rabenseifner & Gropp 2005", "Chan et al. 2007"

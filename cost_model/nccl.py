@@ -2,8 +2,8 @@
 
 A reimplementation of `ncclTopoTuneModel`, `ncclTopoGetAlgoTime` and the choice of channels, in its
 units: microseconds and GB/s (1e9 bytes/s). It says which algorithm and protocol NCCL would take at
-a size, and roughly how long it believes that takes. On published tables it errs by 13 to 50 %, a few
-per cent above 16 MB (docs/cost-model.md), so measured curves come first.
+a size, and how long it believes that takes. On published tables it errs by 17 to 57 %, by less
+above 16 MB (docs/cost-model.md), so measured curves come first.
 
 What NCCL's search of the machine found, its graphs, is an input (`nccl_graphs`).
 """
@@ -124,7 +124,7 @@ class Tuning:
             collective: one of COLLECTIVES.
             nbytes: as `collectives` defines it.
             ops: collectives merged into one launch.
-            fp8: whether elements are 8-bit floats, for which a ring of more than 8 ranks is shunned.
+            fp8: whether elements are 8-bit floats: then rings of more than 8 ranks are shunned.
         """
         times = self.times(collective, nbytes, ops)
         shun = fp8 and collective == "all_reduce" and self.communicator.ranks > 8

@@ -16,6 +16,7 @@ from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.fabric import members
 from autopar.cost_model.nccl_constants import ALGORITHMS, GENERATIONS
 from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.topology import node_of
 
 PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "P2C", "PHB", "SYS", "NET", "DIS")
 """Kinds of path between two devices, nearest first, as NCCL prints them."""
@@ -68,7 +69,8 @@ class Graph:
 
     def __post_init__(self) -> None:
         if self.path_intra not in PATHS or self.path_inter not in PATHS:
-            raise ClusterError(f"{self.path_intra}, {self.path_inter}: paths are {', '.join(PATHS)}")
+            paths = f"{self.path_intra}, {self.path_inter}"
+            raise ClusterError(f"{paths}: paths are {', '.join(PATHS)}")
         if self.channels < 1 or not (self.intra > 0 and self.inter > 0):
             raise ClusterError(f"an NCCL graph needs channels and bandwidths, this is {self}")
 
@@ -106,7 +108,7 @@ class Communicator:
             raise ClusterError(f"{self.ranks} ranks do not fill {self.nodes} nodes evenly")
         odd = set(self.graphs) - set(ALGORITHMS)
         if odd or not {"ring", "tree"} <= set(self.graphs):
-            raise ClusterError(f"NCCL graphs are of {', '.join(ALGORITHMS)}, ring and tree among them")
+            raise ClusterError(f"NCCL graphs: ring, tree and others of {ALGORITHMS}, not {odd}")
 
     @property
     def generation(self) -> str:
@@ -146,14 +148,14 @@ def behind_switch(
         speed = _first(_INTRA[era], device_gbps)
         graph = _channels(int(device_gbps // speed), speed, capability)
         own = _first(_INTRA[era], device_gbps / 16)
-        nvls = Graph(16, own, own)
+        nvls = Graph(16, own, 2 * own)  # nothing leaves the node: `inter` is raised out of the way
     else:
         if nics < 1:
             raise ClusterError(f"{shape}: NCCL needs a NIC on every node")
         speed = _first(_INTER[era], min(nic_gbps, device_gbps / nics))
         graph = _channels(nics, speed, capability, alone=shape.ranks_per_node == 1)
         nvls = Graph(nics, _first(_INTRA[era], device_gbps / nics), speed)
-    plain = replace(graph, plain_tree=capability >= 90)  # balanced trees are given up from Hopper on
+    plain = replace(graph, plain_tree=capability >= 90)  # no balanced trees from Hopper on
     found = {"ring": graph, "tree": plain}
     if capability >= 90 and shape.ranks_per_node > 1:
         found |= {"nvls": nvls, "nvls_tree": nvls}
@@ -173,16 +175,13 @@ def _channels(count: int, speed: float, capability: int, *, alone: bool = False)
     return Graph(doubled, speed, speed, path_intra="LOC" if alone else "NVL")
 
 
-def communicator_on(
-    graph: nx.Graph, shape: GroupShape, device: str, cpu: str = "intel"
-) -> Communicator:
+def communicator_on(graph: nx.Graph, shape: GroupShape, device: str) -> Communicator:
     """The communicator of one group on a cluster whose devices sit behind NVSwitches.
 
     Args:
         graph: the cluster (`topology`).
         shape: of the group.
         device: name of the devices, such as "NVIDIA A100-SXM4-80GB".
-        cpu: "intel", "amd", "mixed", "arm" or "power".
 
     Raises:
         ClusterError: what NCCL finds on such a cluster is not known.
@@ -199,13 +198,11 @@ def communicator_on(
             f"read its graphs from NCCL_DEBUG=INFO"
         )
     sheet, counted = _NVLINK[capability]
-    nics = [n for d in own[: shape.ranks_per_node] for n in graph[d] if kinds[n] == "nic"]
-    nic = min((graph.edges[n, "fabric"]["bytes_per_s"] for n in nics), default=0.0)
-    found = behind_switch(
-        shape,
-        capability,
-        min(wires) / 1e9 / sheet * counted,
-        len(set(nics)),
-        nic / 12.5e9 * 12,
-    )
+    first = own[: shape.ranks_per_node]
+    nics = {n for d in first for n in graph[d] if kinds[n] == "nic"}
+    network = sum(graph.edges[n, "fabric"]["bytes_per_s"] for n in nics) / 12.5e9 * 12
+    rails = min(len(nics), len(first))  # the NICs of one device are taken as one, as on EFA
+    device_gbps = min(wires) / 1e9 / sheet * counted
+    found = behind_switch(shape, capability, device_gbps, rails, network / max(1, rails))
+    cpu = graph.nodes[node_of(own[0])].get("cpu", "intel")
     return Communicator(shape.ranks, shape.nodes, capability, found, cpu)

@@ -1,4 +1,4 @@
-"""Rings and trees found on the graph of a cluster, the link that limits them, and what groups share.
+"""Rings and trees found on the graph of a cluster, and the links that limit them.
 
 A message between two devices takes the path with the fewest links, the widest of these, and never
 goes through another device. All messages of a step are under way at once, so a link that several
@@ -55,38 +55,46 @@ class Routes:
         """Start with every link free."""
         self.graph = graph
         self._kind: dict[str, str] = dict(graph.nodes(data="kind"))
+        self._within: dict[str, list[str]] = {}
+        for name in graph:
+            self._within.setdefault(node_of(name), []).append(name)
         self._free = {
             link: float(width)
             for a, b, width in graph.edges(data="bytes_per_s")
             for link in ((a, b), (b, a))
         }
+        self._ways: dict[Link, list[tuple[Link, ...]]] = {}
         self._paths: dict[Link, tuple[Link, ...]] = {}
 
     def path(self, source: str, target: str) -> tuple[Link, ...]:
-        """The links from one device to another.
+        """The links from one device to another: of the shortest ways the widest.
 
         Raises:
             ClusterError: nothing links them.
         """
-        found = self._paths.get((source, target))
+        pair = source, target
+        found = self._paths.get(pair)
         if found is None:
-            found = self._paths[source, target] = self._find(source, target)
+            ways = self._ways.get(pair) or self._shortest(source, target)
+            found = max(ways, key=lambda way: min(self._free[link] for link in way))
+            self._ways[pair], self._paths[pair] = ways, found
         return found
 
-    def _find(self, source: str, target: str) -> tuple[Link, ...]:
+    def _shortest(self, source: str, target: str) -> list[tuple[Link, ...]]:
         within = node_of(source) == node_of(target)
-        barred = {"device", "nic", "fabric"} if within else {"device"}
-        places = {source, target} | {
+        barred = ("device", "nic", "fabric") if within else ("device",)
+        machines = dict.fromkeys((node_of(source), node_of(target), "fabric"))
+        places = [
             name
-            for name, kind in self._kind.items()
-            if kind not in barred and node_of(name) in (node_of(source), node_of(target), "fabric")
-        }
+            for machine in machines
+            for name in self._within.get(machine, ())
+            if self._kind[name] not in barred
+        ]
+        part = self.graph.subgraph([source, target, *places])
         try:
-            ways = nx.all_shortest_paths(self.graph.subgraph(places), source, target)
-            widest = max(ways, key=lambda way: min(self._free[link] for link in pairwise(way)))
-        except (nx.NetworkXNoPath, nx.NodeNotFound) as error:
+            return [tuple(pairwise(way)) for way in nx.all_shortest_paths(part, source, target)]
+        except nx.NetworkXNoPath as error:
             raise ClusterError(f"topology: nothing links {source} to {target}") from error
-        return tuple(pairwise(widest))
 
     def latency(self, source: str, target: str) -> float:
         """Seconds that an empty message takes from one device to another."""
@@ -125,8 +133,7 @@ class Routes:
         if self._merit(best)[0] >= bound * (1 - 1e-9):
             return self._as_ring(best, exact=True)
         if len(devices) <= EXACT:
-            orders = ((devices[0], *rest) for rest in permutations(devices[1:]))
-            return self._as_ring(max(orders, key=self._merit), exact=True)
+            return self._as_ring(self._best_of_all(devices, best), exact=True)
         if len(devices) <= _SEARCHED:
             best = self._improved(best)
         return self._as_ring(best, exact=False)
@@ -160,11 +167,32 @@ class Routes:
         machines = by_node(devices)
         if len(machines) > 1:
             for machine in machines:
-                out = [
-                    (n, "fabric") for n in self.graph["fabric"] if node_of(n) == machine
-                ]
+                out = [(n, "fabric") for n in self.graph["fabric"] if node_of(n) == machine]
                 bounds += [widest(out), widest((b, a) for a, b in out)]
         return min(bounds)
+
+    def _best_of_all(self, devices: Sequence[str], known: tuple[str, ...]) -> tuple[str, ...]:
+        """Every order, but for those with a hop that is no faster than a ring already found."""
+        widths: dict[Link, float] = {}
+        for hop in permutations(devices, 2):
+            try:
+                widths[hop] = min(self._free[link] for link in self.path(*hop))
+            except ClusterError:
+                continue
+        best, merit = known, self._merit(known)
+
+        def extend(order: tuple[str, ...], rest: frozenset[str]) -> None:
+            nonlocal best, merit
+            if not rest:
+                if self._merit(order) > merit:
+                    best, merit = order, self._merit(order)
+                return
+            for device in sorted(rest, key=lambda d: -widths.get((order[-1], d), -1.0)):
+                if widths.get((order[-1], device), -1.0) > merit[0]:
+                    extend((*order, device), rest - {device})
+
+        extend((devices[0],), frozenset(devices[1:]))
+        return best
 
     def _improved(self, order: Sequence[str]) -> tuple[str, ...]:
         """2-opt: reverse stretches as long as that makes the slowest hops faster."""

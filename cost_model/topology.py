@@ -102,6 +102,7 @@ def build(
     *,
     nic_at: Literal["device", "host"] = "device",
     device: str = "gpu",
+    cpu: str = "intel",
 ) -> nx.Graph:
     """A cluster of equal machines behind one fabric.
 
@@ -113,6 +114,7 @@ def build(
         nic: the link from a NIC to the fabric; the one to its devices is taken to be no slower.
         nic_at: whether NICs sit at the devices, spread evenly over them, or at the host.
         device: how devices are called: "gpu" makes "node0/gpu3".
+        cpu: whose the hosts' processors are, kept at the hosts: NCCL's choices depend on it.
     """
     if nodes < 1 or devices < 1:
         raise ClusterError(f"a cluster of {nodes} nodes with {devices} devices each")
@@ -121,14 +123,14 @@ def build(
     graph = nx.Graph()
     for n in range(nodes):
         node = f"node{n}"
-        graph.add_node(node, kind="host")
+        graph.add_node(node, kind="host", cpu=cpu)
         names = [f"{node}/{device}{i}" for i in range(devices)]
         graph.add_nodes_from(names, kind="device")
         for part in [inside] if callable(inside) else inside:
             part(graph, node, names)
         if nic is not None:
             _add_nics(graph, node, names, nics, nic, nic_at)
-    return check(graph)
+    return check_topology(graph)
 
 
 def _add_nics(
@@ -182,8 +184,7 @@ def repeated(graph: nx.Graph, nodes: int) -> nx.Graph:
         raise ClusterError(f"this machine has no NIC: nothing is known of {nodes} of them")
     result = nx.Graph()
     for n in range(nodes):
-        names = {name: f"node{n}" + name.removeprefix(machines[0]) for name in graph if name in first}
-        names["fabric"] = "fabric"
+        names = {name: f"node{n}" + name.removeprefix(machines[0]) for name in first - {"fabric"}}
         result = nx.compose(result, nx.relabel_nodes(graph.subgraph(first), names))
     return result
 
@@ -197,7 +198,7 @@ def _alike(first: nx.Graph, second: nx.Graph) -> bool:
     ) == sorted(w for *_, w in second.edges(data="bytes_per_s"))
 
 
-def check(graph: nx.Graph) -> nx.Graph:
+def check_topology(graph: nx.Graph) -> nx.Graph:
     """The graph, if it is one of a cluster.
 
     Raises:

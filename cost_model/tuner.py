@@ -1,4 +1,4 @@
-"""A configuration for NCCL's example tuner plugin: which algorithm, protocol and channels at a size.
+"""A configuration for NCCL's example tuner plugin: algorithm, protocol and channels by size.
 
 One line is `collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks`. The plugin
 (ext-tuner/example/plugin.c, read in 2.27 to 2.30) takes the first line that matches, passes over
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves import Curve
@@ -136,7 +137,7 @@ def _rules(collective: str, choose: Callable[[int], Way], nodes: int, ranks: int
     """The sizes from 0 to MAX_BYTES cut where the choice changes."""
     starts = [0]
     sizes = [0, *(2**power for power in range(_SAMPLED.bit_length()))]
-    for low, high in zip(sizes, sizes[1:], strict=False):
+    for low, high in pairwise(sizes):
         starts += _changes(choose, low, high)
     ends = [start - 1 for start in starts[1:]] + [MAX_BYTES]
     return [
@@ -164,7 +165,7 @@ def parse(text: str) -> list[Rule]:
     rules = []
     for number, line in enumerate(text.splitlines(), 1):
         if len(line) > _LINE:
-            raise ClusterError(f"line {number} has {len(line)} characters, the plugin reads {_LINE}")
+            raise ClusterError(f"line {number}: {len(line)} characters, the plugin reads {_LINE}")
         if line and not line.startswith("#"):
             rules.append(_parse(number, line))
     return rules

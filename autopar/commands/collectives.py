@@ -1,0 +1,288 @@
+"""`autopar collectives`: what each algorithm would take for a collective, the pick, and why."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from autopar.commands.measure import in_units
+from autopar.cost_model.cluster import Cluster, shipped_clusters
+from autopar.cost_model.collectives import COLLECTIVES, ring
+from autopar.cost_model.cost import ClusterError, Cost
+from autopar.cost_model.crossover import fastest
+from autopar.cost_model.curves import Curve
+from autopar.cost_model.fabric import Levels, levels
+from autopar.cost_model.formulas import Formula, formulas
+from autopar.cost_model.measured import CurveKey
+from autopar.cost_model.nccl import Tuning
+from autopar.cost_model.nccl_constants import LATEST
+from autopar.cost_model.nccl_graphs import communicator_on
+from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.topology import repeated
+from autopar.cost_model.tuner import NAMES, export
+from autopar.errors import StrategyError
+
+DEFAULT = "dgx-a100"
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run the collective.
+
+    Attributes:
+        name: the algorithm, or who says it.
+        cost: its time and where that comes from.
+        steps: messages that follow one another; None if not known.
+        bottleneck: the link that limits it; empty if not known.
+    """
+
+    name: str
+    cost: Cost
+    steps: int | None = None
+    bottleneck: str = ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A collective on a cluster.
+
+    Attributes:
+        collective: one of `collectives.COLLECTIVES`.
+        nbytes: its size.
+        shape: the groups that run it.
+        cluster: what is known of the machines.
+        graph: its topology, if known, with as many machines as the group needs.
+    """
+
+    collective: str
+    nbytes: int
+    shape: GroupShape
+    cluster: Cluster
+    graph: nx.Graph | None
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser's subcommands."""
+    names = ", ".join(shipped_clusters())
+    parser = commands.add_parser(
+        "collectives",
+        help="what each algorithm would take for a collective, and which one to pick",
+    )
+    parser.add_argument("--bytes", type=bytes_of, required=True, help="such as 64MB or 64MiB")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of the group")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that it lies on, evenly")
+    parser.add_argument("--groups", type=int, default=1, help="such groups that run at once")
+    parser.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help=f"JSON file of a cluster, or one of {names} (default {DEFAULT})",
+    )
+    parser.add_argument("--nccl", default=LATEST, metavar="VERSION", help="whose model to show")
+    parser.add_argument(
+        "--tuner", metavar="FILE", help="write NCCL's choices as a tuner plugin's configuration"
+    )
+    parser.set_defaults(command=run)
+
+
+def bytes_of(text: str) -> int:
+    """The bytes in a text such as "64MB", "64MiB" or "4096"."""
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    try:
+        nbytes = int(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        nbytes = 0
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64MB or 64MiB")
+    return nbytes
+
+
+def run(options: argparse.Namespace) -> int:
+    """`autopar collectives`."""
+    if options.nodes < 1 or options.ranks < 2 or options.ranks % options.nodes:
+        raise StrategyError(f"{options.ranks} ranks do not fill {options.nodes} nodes evenly")
+    shape = GroupShape(options.ranks, options.ranks // options.nodes, options.groups)
+    question = ask(options.collective, options.bytes, shape, options.cluster)
+    console, notes = Console(), list[str]()
+    seen = rows_seen(question, options.nccl, notes)
+    level = levels_of(question)
+    ways = formulas(question.collective, shape.ranks, shape.nodes)
+    modelled = rows_of(question, ways, level)
+    console.print(table(question, [*seen, *modelled], modelled[0]))
+    for line in [*why(question, ways, level, modelled), *notes]:
+        console.print(line, soft_wrap=True, highlight=False)
+    if options.tuner:
+        tunings = [Tuning.of(_communicator(question), options.nccl)]
+        Path(options.tuner).write_text(export(tunings))
+        console.print(f"wrote {options.tuner}; see docs/cost-model.md for its use", highlight=False)
+    return 0
+
+
+def ask(collective: str, nbytes: int, shape: GroupShape, where: str | None) -> Question:
+    """The question, with what is known of the cluster called `where`.
+
+    Raises:
+        ClusterError: there is no such cluster, or the group does not fit on it.
+    """
+    name = where or DEFAULT
+    if name not in shipped_clusters() and not Path(name).is_file():
+        known = ", ".join(shipped_clusters())
+        raise ClusterError(f"there is no cluster {name!r}: give a file, or one of {known}")
+    cluster = Cluster.load(name)
+    graph = cluster.topology
+    if graph is not None:
+        graph = repeated(graph, _machines(graph, shape))
+    return Question(collective, nbytes, shape, cluster, graph)
+
+
+def _machines(graph: nx.Graph, shape: GroupShape) -> int:
+    """Machines that the groups of a shape need."""
+    kinds = [name.partition("/")[0] for name, kind in graph.nodes(data="kind") if kind == "device"]
+    rows = kinds.count(kinds[0]) // shape.ranks_per_node
+    if rows == 0:
+        raise ClusterError(f"{shape}: a machine has {kinds.count(kinds[0])} devices")
+    return shape.nodes * -(-shape.groups // rows)
+
+
+def levels_of(question: Question) -> Levels:
+    """The two levels of links, from the topology, or else from what was measured on one machine."""
+    if question.graph is not None:
+        return levels(question.graph, question.shape)
+    cluster, shape = question.cluster, question.shape
+    entry = cluster.curves.get(CurveKey(question.collective, shape))
+    if entry is not None and shape.nodes == 1:
+        latency, rate = _fitted(entry.curve, question.collective, shape.ranks, cluster.backend)
+        source = f"modelled by a ring fitted to the curve {entry.provenance}"
+    elif cluster.link is not None and shape.nodes == 1:
+        latency, rate = cluster.link.step_s, cluster.link.bytes_per_s
+        source = cluster.provenance
+    else:
+        raise ClusterError(
+            f"cluster {cluster.name!r} has neither a topology nor a curve of {question.collective} "
+            f"over {shape} on one machine: measure it, or give a cluster that has one"
+        )
+    return Levels(latency, rate, latency, rate, "between neighbours", source)
+
+
+def _fitted(curve: Curve, collective: str, ranks: int, backend: str) -> tuple[float, float]:
+    """Latency and bandwidth of a message, if the curve is that of a ring."""
+    steps, share = ring(collective, ranks, backend)
+    first, last = curve.pieces[0], curve.pieces[-1]
+    return first.latency_s / steps, share / max(last.seconds_per_byte, 1e-15)
+
+
+def rows_seen(question: Question, version: str, notes: list[str]) -> list[Row]:
+    """What the cluster's curve says and what NCCL's model says, where there are such."""
+    rows = []
+    if question.cluster.curves:
+        try:
+            cost = question.cluster.seconds(question.collective, question.nbytes, question.shape)
+            rows.append(Row("as it runs", cost))
+        except ClusterError as error:
+            notes.append(f"no curve: {error}")
+    if question.collective not in NAMES:
+        return rows
+    try:
+        communicator = _communicator(question)
+    except ClusterError as error:
+        notes.append(f"no figure by NCCL's model: {error}")
+        return rows
+    choice = Tuning.of(communicator, version).pick(question.collective, question.nbytes)
+    name = f"NCCL: {choice.algorithm}/{choice.protocol}, {choice.channels} channels"
+    return [*rows, Row(name, choice.cost)]
+
+
+def _communicator(question: Question) -> Any:
+    cluster = question.cluster
+    if cluster.backend != "nccl":
+        raise ClusterError(f"this cluster runs {cluster.backend}")
+    if question.graph is None:
+        raise ClusterError("this cluster has no topology")
+    return communicator_on(question.graph, question.shape, cluster.device)
+
+
+def rows_of(question: Question, ways: Sequence[Formula], level: Levels) -> list[Row]:
+    """The algorithms, fastest first."""
+    shape = question.shape
+    rows = [
+        Row(
+            way.algorithm,
+            Cost(
+                way(question.nbytes, shape.ranks, shape.nodes, level),
+                f"modelled by {way.source}",
+            ),
+            way.count(question.nbytes, shape.ranks, shape.nodes, level),
+            level.bottleneck,
+        )
+        for way in ways
+    ]
+    return sorted(rows, key=lambda row: row.cost.seconds)
+
+
+def table(question: Question, rows: Sequence[Row], pick: Row) -> Table:
+    """One row for each way: seconds, bus bandwidth, steps, the limiting link, the origin."""
+    what = f"{question.collective} of {in_units(question.nbytes)}"
+    title = f"{what}: {question.shape}, on {question.cluster.name}"
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn.add_column("algorithm", no_wrap=True)
+    for name in ("ms", "busbw GB/s", "steps"):
+        drawn.add_column(name, justify="right", no_wrap=True)
+    drawn.add_column("limited by")
+    drawn.add_column("origin")
+    share = _bus_share(question.collective, question.shape.ranks)
+    for row in rows:
+        drawn.add_row(
+            f"{row.name} *" if row is pick else row.name,
+            f"{row.cost.seconds * 1e3:.4g}",
+            f"{share * question.nbytes / row.cost.seconds / 1e9:.4g}",
+            "" if row.steps is None else str(row.steps),
+            row.bottleneck,
+            row.cost.provenance,
+        )
+    return drawn
+
+
+def _bus_share(collective: str, ranks: int) -> float:
+    """Bus bandwidth as a multiple of bytes over seconds, as nccl-tests has it."""
+    if collective in ("broadcast", "send"):
+        return 1.0
+    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+def why(
+    question: Question, ways: Sequence[Formula], level: Levels, rows: Sequence[Row]
+) -> list[str]:
+    """Sentences: the pick, what its time is made of, and where others take over."""
+    shape, best = question.shape, rows[0]
+    chosen = next(way for way in ways if way.algorithm == best.name)
+    latency = chosen(0, shape.ranks, shape.nodes, level) / best.cost.seconds
+    first = f"* {best.name}: {latency:.0%} latency of {best.steps} steps, the rest bytes"
+    if len(rows) > 1:
+        ratio = rows[1].cost.seconds / best.cost.seconds - 1
+        first += f"; {rows[1].name} takes {ratio:.1%} longer"
+    links = f"links: a rank {_link(level.latency_s, level.bytes_per_s)} inside a machine"
+    if shape.nodes > 1:
+        links += f", a machine {_link(level.node_latency_s, level.node_bytes_per_s)} to others"
+    links += f"; the narrowest is {level.bottleneck}, {level.provenance}"
+    stretches = fastest(ways, shape.ranks, shape.nodes, level)
+    parts = [
+        name
+        + (f" from {in_units(round(low))}" if low else "")
+        + (f" to {in_units(round(high))}" if high else "")
+        for name, low, high in stretches
+    ]
+    by_size = f"fastest by size, modelled by the formulas' crossovers: {', '.join(parts)}"
+    return [f"{line}." for line in (first, links, by_size)]
+
+
+def _link(latency_s: float, bytes_per_s: float) -> str:
+    return f"{latency_s * 1e6:.3g} us, {bytes_per_s / 1e9:.4g} GB/s"
