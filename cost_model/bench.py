@@ -47,7 +47,7 @@ class Bench:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.doing = "agreeing on what to measure"
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
-        self._parts: dict[tuple[int, ...], dist.ProcessGroup] = {
+        self._parts: dict[tuple[int, ...], dist.ProcessGroup | None] = {
             tuple(range(self.world_size)): group
         }
 
@@ -61,7 +61,7 @@ class Bench:
         trace: TracebackType | None,
     ) -> None:
         for part in self._parts.values():
-            if part is not self.group:
+            if part is not None and part is not self.group:
                 dist.destroy_process_group(part)
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             raise CommunicationError(
@@ -123,20 +123,27 @@ class Bench:
         return (time.perf_counter() - start) / repeats
 
     def part(self, groups: Groups) -> dist.ProcessGroup | None:
-        """The group that this rank is in, made by its ranks when they first ask for it."""
-        ranks = next((ranks for ranks in groups if self.rank in ranks), None)
-        if ranks is None:
+        """The one of these groups that this rank is in; every rank calls it, the first makes them.
+
+        The parts of a group that is not the whole world are made by their ranks alone; torch
+        requires then that these have made equally many groups before.
+        """
+        for ranks in groups:
+            if ranks not in self._parts:
+                self._parts[ranks] = self._make(ranks)
+        return next((self._parts[ranks] for ranks in groups if self.rank in ranks), None)
+
+    def _make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        names = dist.get_process_group_ranks(self.group)
+        alone = self.world_size < dist.get_world_size()
+        if alone and self.rank not in ranks:
             return None
-        if ranks not in self._parts:
-            names = dist.get_process_group_ranks(self.group)
-            made = dist.new_group(
-                [names[rank] for rank in ranks],
-                timeout=group_timeout(self.group),
-                use_local_synchronization=True,
-            )
-            assert isinstance(made, dist.ProcessGroup)
-            self._parts[ranks] = made
-        return self._parts[ranks]
+        made = dist.new_group(
+            [names[rank] for rank in ranks],
+            timeout=group_timeout(self.group),
+            use_local_synchronization=alone,
+        )
+        return made if isinstance(made, dist.ProcessGroup) else None
 
     def _runner(
         self, collective: str, group: dist.ProcessGroup, nbytes: int, dtype: torch.dtype

@@ -24,12 +24,16 @@ _PREFIX = "autopar"
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _QUEUE = "4mb"
 _BURST_BYTES = 128 * 1024
-_SETTINGS = {  # of every node; IPv6 may be missing from the kernel, the rest may not
-    "net/ipv4/tcp_congestion_control": "cubic",
-    "net/ipv4/tcp_slow_start_after_idle": "0",
-    "net/ipv4/tcp_rmem": "4096 131072 33554432",
-    "net/ipv4/tcp_wmem": "4096 131072 33554432",
-}
+_SETTINGS = """
+cd /proc/sys/net/ipv4
+echo cubic > tcp_congestion_control || echo reno > tcp_congestion_control
+set -e
+echo 0 > tcp_slow_start_after_idle
+echo 4096 131072 33554432 > tcp_rmem
+echo 4096 131072 33554432 > tcp_wmem
+"""
+"""Of every node. Where the host does not allow its namespaces cubic, reno does as well: unlike bbr
+neither probes for the rate, and the queue is too long for losses."""
 
 
 class Unavailable(RuntimeError):
@@ -38,7 +42,7 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a node has sent and received over its link, headers included."""
+    """Bytes that a node has sent and received over its link, with one header for each large frame."""
 
     sent: int
     received: int
@@ -119,8 +123,7 @@ class Network:
         link = ("link", "add", "eth0", "netns", name, "type", "veth")
         _run("ip", *link, "peer", "name", port, "netns", switch)
         _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-        for path, value in _SETTINGS.items():
-            _run("ip", "netns", "exec", name, "sh", "-c", f'echo "{value}" > /proc/sys/{path}')
+        _run("ip", "netns", "exec", name, "sh", "-c", _SETTINGS)
         _run("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
         _run("ip", "-n", name, "link", "set", "lo", "up")
         _run("ip", "-n", name, "link", "set", "eth0", "up")

@@ -68,7 +68,7 @@ def test_links_have_their_rate_and_count_what_they_carry(tmp_path: Path) -> None
         launch(network, [sys.executable, "-c", SEND], 1, logs=tmp_path, timeout_s=30)
         traffic = network.traffic()
     assert 1_250_000 < traffic[0].sent < 1_400_000
-    assert traffic[0].sent == traffic[1].received
+    assert traffic[1].received == pytest.approx(traffic[0].sent, rel=0.01)
     seconds = float((tmp_path / "rank1.log").read_text())
     assert seconds > 0.8  # a second's worth of bits, but for the burst
 
@@ -109,7 +109,8 @@ with Network(nodes=1) as network:
     sweep()
     assert not Path("/run/netns", name).exists()
     time.sleep(0.2)
-    assert not Path("/proc", written.read_text().strip()).exists()
+    status = Path("/proc", written.read_text().strip(), "status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
 
 
 def test_the_command_line_prints_bytes_and_passes_failure_on(
