@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.api import plan as make_plan
 from autopar.api import program_text
-from autopar.commands import collectives, measure, profile
+from autopar.commands import collectives, import_nccl_tests, measure, profile
 from autopar.commands.launch import add_script, launch
 from autopar.cost_model.cluster import Cluster
 from autopar.errors import AutoparError, StrategyError

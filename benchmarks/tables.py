@@ -35,9 +35,24 @@ _NAMES = f"NCCL {LATEST}'s latency of one step of LL"
 _NVLINK_S, _PCI_S, _NET_S = (
     getattr(_LATENCIES, link)["ring"][0] * 1e-6 for link in ("nvlink", "pci", "net")
 )
+_SWITCH_S, _HOST_S, _FABRIC_S = _NVLINK_S / 2, _PCI_S / 2, _NET_S / 4  # each link of a way
 _CUBE_MESH = {
-    **{(0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2},
-    **{(2, 6): 1, (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2},
+    (0, 1): 1,
+    (0, 2): 1,
+    (0, 3): 2,
+    (0, 4): 2,
+    (1, 2): 2,
+    (1, 3): 1,
+    (1, 5): 2,
+    (2, 3): 2,
+    (2, 6): 1,
+    (3, 7): 1,
+    (4, 5): 1,
+    (4, 6): 1,
+    (4, 7): 2,
+    (5, 6): 2,
+    (5, 7): 1,
+    (6, 7): 2,
 }
 """NVLinks between the GPUs of a DGX-1 with V100 (NVIDIA's DGX-1 white paper, hybrid cube mesh)."""
 
@@ -75,15 +90,22 @@ _A100_NODE = tuple(
     for name in ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
 )
 _H100_NODE = ("dgxh100_1x8_nvls_allreduce",)
-_NVSWITCH_A100 = switched(wire(300, _NVLINK_S, "NVIDIA A100 data sheet: NVLink 600 GB/s both ways"))
-_NVSWITCH_H100 = switched(wire(450, _NVLINK_S, "NVIDIA H100 data sheet: NVLink 900 GB/s both ways"))
+_NVSWITCH_A100 = switched(wire(300, _SWITCH_S, "NVIDIA A100 data sheet: NVLink 600 GB/s both ways"))
+_NVSWITCH_H100 = switched(wire(450, _SWITCH_S, "NVIDIA H100 data sheet: NVLink 900 GB/s both ways"))
 
 MACHINES = (
     Machine(
         "dgx-a100",
         "NVIDIA A100-SXM4-40GB",
         2,
-        build(2, 8, _NVSWITCH_A100, 8, wire(25, _NET_S, "DGX A100 data sheet: 8 x 200 Gbit/s HDR")),
+        build(
+            2,
+            8,
+            _NVSWITCH_A100,
+            8,
+            wire(25, _FABRIC_S, "DGX A100 data sheet: 8 x 200 Gbit/s HDR"),
+            cpu="amd",
+        ),
         ("dgxa100_2x8_ib_hdr_allreduce",),
         _A100_NODE,
     ),
@@ -91,14 +113,27 @@ MACHINES = (
         "dgx-h100",
         "NVIDIA H100 80GB HBM3",
         1,
-        build(1, 8, _NVSWITCH_H100, 8, wire(50, _NET_S, "DGX H100 data sheet: 8 x 400 Gbit/s NDR")),
+        build(
+            1,
+            8,
+            _NVSWITCH_H100,
+            8,
+            wire(50, _FABRIC_S, "DGX H100 data sheet: 8 x 400 Gbit/s NDR"),
+        ),
         _H100_NODE,
     ),
     Machine(
         "aws-p5",
         "NVIDIA H100 80GB HBM3",
         2,
-        build(2, 8, _NVSWITCH_H100, 32, wire(12.5, _NET_S, "AWS p5.48xlarge: 32 x 100 Gbit/s EFA")),
+        build(
+            2,
+            8,
+            _NVSWITCH_H100,
+            32,
+            wire(12.5, _FABRIC_S, "AWS p5.48xlarge: 32 x 100 Gbit/s EFA"),
+            cpu="amd",
+        ),
         ("aws_p5_h100_2x8_efa_allreduce",),
         _H100_NODE,
     ),
@@ -106,7 +141,7 @@ MACHINES = (
         "gcp-a3mega",
         "NVIDIA H100 80GB HBM3",
         2,
-        build(2, 8, _NVSWITCH_H100, 8, wire(25, _NET_S, "GCP a3-megagpu-8g: 8 x 200 Gbit/s")),
+        build(2, 8, _NVSWITCH_H100, 8, wire(25, _FABRIC_S, "GCP a3-megagpu-8g: 8 x 200 Gbit/s")),
         ("gcp_a3mega_h100_2x8_tcpxo_allreduce", "gcp_a3mega_h100_2x8_tcpxo_allgather"),
         _H100_NODE,
     ),
@@ -114,7 +149,7 @@ MACHINES = (
         "8x4090-pcie",
         "NVIDIA GeForce RTX 4090",
         1,
-        build(1, 8, hosted(wire(32, _PCI_S, "PCIe 4.0 x16"))),
+        build(1, 8, hosted(wire(32, _HOST_S, "PCIe 4.0 x16"))),
         ("rtx4090_1x8_pcie_nop2p_allreduce",),
         uniform=False,
     ),
@@ -125,9 +160,12 @@ MACHINES = (
         build(
             2,
             8,
-            meshed(_CUBE_MESH, wire(25, _NVLINK_S, "DGX-1 white paper: NVLink 25 GB/s a link")),
+            [
+                meshed(_CUBE_MESH, wire(25, _NVLINK_S, "DGX-1 white paper: NVLink 25 GB/s a link")),
+                hosted(wire(16, _HOST_S, "PCIe 3.0 x16")),
+            ],
             2,
-            wire(12.5, _NET_S, "the table's header: 2 x 100 Gbit/s RoCE"),
+            wire(12.5, _FABRIC_S, "the table's header: 2 x 100 Gbit/s RoCE"),
             nic_at="host",
         ),
         ("dgx1v_2x8_roce100_allreduce",),
@@ -177,7 +215,9 @@ def modelled(cluster: Cluster) -> dict[CurveKey, Measured]:
             sizes = entry.curve.bytes
             seconds = [entry.curve(size * share) for size in sizes]
             spread = [2 * DOUBT * time for time in seconds]
-            origin = f"modelled from the all_reduce by bytes on the busiest link, {entry.provenance}"
+            origin = (
+                f"modelled from the all_reduce by bytes on the busiest link, {entry.provenance}"
+            )
             curve = Curve.smooth(sizes, seconds, spread)
             made[CurveKey(collective, shape, key.dtype)] = Measured(curve, origin, entry.version)
     return made

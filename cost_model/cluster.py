@@ -21,7 +21,7 @@ from autopar.cost_model.measured import CurveKey, Measured, read_row, row_of
 from autopar.cost_model.pricing import Prices
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.slowdown import SHARED_CORES, SHARED_GPU, Slowdown
-from autopar.cost_model.topology import repeated
+from autopar.cost_model.topology import check_topology, repeated
 
 SCHEMA_VERSION = 2
 
@@ -167,7 +167,8 @@ class Cluster:
             if data["figures"] is not None:
                 made["figures"] = Device.from_dict(data["figures"])
             if data["topology"] is not None:
-                made["topology"] = nx.node_link_graph(data["topology"], edges="edges")
+                graph = nx.node_link_graph(data["topology"], edges="edges")
+                made["topology"] = check_topology(graph)
             return cls(**made)
         except (KeyError, TypeError, nx.NetworkXError) as error:
             raise ClusterError(f"this cluster is damaged: {error}") from error
@@ -186,14 +187,15 @@ class Cluster:
                 fewer than that only where the fabric is uniform.
         """
         if name not in shipped_clusters():
-            raise ClusterError(f"no cluster {name!r} ships: there are {', '.join(shipped_clusters())}")
+            known = ", ".join(shipped_clusters())
+            raise ClusterError(f"no cluster {name!r} ships: there are {known}")
         cluster = cls.from_dict(json.loads((_TABLES / f"{name}.json").read_text()))
         if nodes is None or nodes * cluster.ranks_per_node == cluster.world_size:
             return cluster
         if not cluster.uniform or cluster.topology is None:
             raise ClusterError(
-                f"{name} was measured with {cluster.world_size} ranks, and its fabric is not uniform: "
-                f"what {nodes} nodes would do must be measured"
+                f"{name} was measured with {cluster.world_size} ranks, and its fabric is not "
+                f"uniform: what {nodes} nodes would do must be measured"
             )
         return dataclasses.replace(
             cluster,

@@ -176,7 +176,8 @@ class Curve:
 def _steps(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
     """Width and slope between each two points."""
     return [
-        (b - a, (d - c) / (b - a)) for (a, b), (c, d) in zip(pairwise(xs), pairwise(ys), strict=True)
+        (b - a, (d - c) / (b - a))
+        for (a, b), (c, d) in zip(pairwise(xs), pairwise(ys), strict=True)
     ]
 
 

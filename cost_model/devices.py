@@ -65,11 +65,9 @@ def _plain(name: str) -> str:
 def _device(
     name: str, gigabytes: int, gigabytes_per_s: float, source: str, **teraflops: float
 ) -> Device:
-    """Data sheets count gigabytes of 1e9 bytes less than what is there, but not all of it is free."""
+    """Gigabytes are taken as 1e9 bytes: there is more, but not all of it is free."""
     peaks = {dtype: value * 1e12 for dtype, value in teraflops.items()}
-    return Device(
-        name, gigabytes * 10**9, gigabytes_per_s * 1e9, peaks, f"imported from {source}"
-    )
+    return Device(name, gigabytes * 10**9, gigabytes_per_s * 1e9, peaks, f"imported from {source}")
 
 
 _HOPPER = {
@@ -94,7 +92,9 @@ _AMPERE = {
 DEVICES = (
     _device("A100-SXM4-40GB", 40, 1555, "NVIDIA A100 data sheet (June 2021)", **_AMPERE),
     _device("A100-SXM4-80GB", 80, 2039, "NVIDIA A100 data sheet (June 2021)", **_AMPERE),
-    _device("H100 80GB HBM3", 80, 3350, "NVIDIA H100 data sheet, SXM5, without sparsity", **_HOPPER),
+    _device(
+        "H100 80GB HBM3", 80, 3350, "NVIDIA H100 data sheet, SXM5, without sparsity", **_HOPPER
+    ),
     _device("H200", 141, 4800, "NVIDIA H200 data sheet, SXM5, without sparsity", **_HOPPER),
     _device(
         "V100-SXM2-32GB",

@@ -2,8 +2,9 @@
 
 A collective over the wanted groups is taken to last as long as over the measured ones when the
 busiest link carries as many bytes: the bus-bandwidth curve is used again. What does not depend on
-bytes, the latency, grows with the steps of the ring or tree. From 4 to 8 GPUs behind NVSwitches
-this is 4 % off (cost_models.md 0.4); on a mesh, whose subsets differ, it would be off by half.
+bytes, the latency, grows with the steps of the ring or tree: by the difference that NCCL's own
+model sees between the two, where that is known, otherwise in proportion. On a mesh of NVLinks,
+whose subsets differ, this would be off by half.
 
 Where side by side groups of ranks that share cores were measured, what twice as many active ranks
 cost is learnt from them.
@@ -12,7 +13,7 @@ cost is learnt from them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.cost_model.collectives import ring
@@ -21,6 +22,9 @@ from autopar.cost_model.curves import Curve
 from autopar.cost_model.measured import CurveKey, Measured
 from autopar.cost_model.nccl_constants import LATEST, constants_of
 from autopar.cost_model.shape import GroupShape
+
+Prior = Callable[[CurveKey, float], float | None]
+"""Seconds that a model gives groups and bytes; None where it has no answer."""
 
 PER_DOUBLING = 0.08
 """Error bar for each doubling of ranks, nodes or groups, beside that of the curve used."""
@@ -92,7 +96,11 @@ class Fabric:
 
 
 def derive(
-    curves: Mapping[CurveKey, Measured], wanted: CurveKey, nbytes: float, fabric: Fabric
+    curves: Mapping[CurveKey, Measured],
+    wanted: CurveKey,
+    nbytes: float,
+    fabric: Fabric,
+    prior: Prior | None = None,
 ) -> Cost | None:
     """The time of a group that was not measured; None if there is nothing to derive it from.
 
@@ -109,7 +117,7 @@ def derive(
         return None
     base = min(alike, key=lambda key: _distance(key, wanted))
     entry = alike[base]
-    seconds = _scaled(entry.curve, base, wanted, nbytes, fabric)
+    seconds = _scaled(entry.curve, base, wanted, nbytes, fabric, prior)
     crowding = fabric.active(wanted.shape) / fabric.active(base.shape)
     if crowding != 1:
         seconds *= crowding ** _crowded(alike, base, nbytes, fabric)
@@ -129,20 +137,29 @@ def _distance(key: CurveKey, wanted: CurveKey) -> tuple[float, int, bool]:
 
 
 def _scaled(
-    curve: Curve, base: CurveKey, wanted: CurveKey, nbytes: float, fabric: Fabric
+    curve: Curve,
+    base: CurveKey,
+    wanted: CurveKey,
+    nbytes: float,
+    fabric: Fabric,
+    prior: Prior | None = None,
 ) -> float:
     """The base's time at equal bytes on the busiest link, its latency that of the wanted steps."""
     share = fabric.link_bytes(wanted.collective, wanted.shape)
     equal = nbytes * share / fabric.link_bytes(base.collective, base.shape)
     whole = curve(equal)
+    if prior is not None:
+        more, less = prior(wanted, nbytes), prior(base, equal)
+        if more is not None and less is not None:
+            return whole + max(more - less, -whole / 2)
     floor = curve.pieces[0].latency_s
     latency = min(whole, max(floor, _piece_at(curve, equal)))
     steps = fabric.steps(wanted.collective, wanted.shape)
     growth = steps / fabric.steps(base.collective, base.shape)
     if fabric.backend == "nccl":
-        more = fabric.floor_s(wanted.collective, wanted.shape)
-        more -= fabric.floor_s(base.collective, base.shape)
-        return whole + max(more, -floor / 2) + (latency - floor) * (growth - 1)
+        longer = fabric.floor_s(wanted.collective, wanted.shape)
+        longer -= fabric.floor_s(base.collective, base.shape)
+        return whole + max(longer, -floor / 2) + (latency - floor) * (growth - 1)
     return whole + latency * (growth - 1)
 
 

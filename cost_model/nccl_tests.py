@@ -23,7 +23,7 @@ from autopar.cost_model.shape import GroupShape
 _NAMES = {"alltoall": "all_to_all", "sendrecv": "send"}
 _DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 _BYTES = re.compile(r"\d+")
-_STEADY = 1.5  # out of place and in place may differ so much
+_STEADY = 1.5  # times out of place and in place differ by less than this factor
 _FEW = 0.1  # share of sizes that may be unsteady
 _MOST_RANKS = 1 << 20
 
@@ -68,7 +68,8 @@ class Table:
     @property
     def unsteady(self) -> tuple[int, ...]:
         """Indices of usable sizes whose two timings differ by half or more."""
-        return tuple(i for i in self.usable if not _agree(self.seconds[i], self.in_place_s[i]))
+        pairs = {i: sorted((self.seconds[i], self.in_place_s[i])) for i in self.usable}
+        return tuple(i for i, (fast, slow) in pairs.items() if slow >= _STEADY * fast)
 
     def curve(self) -> Curve:
         """The curve of the usable sizes, its spread the difference of the two timings.

@@ -40,7 +40,7 @@ class Prices:
         """Measured, derived, NCCL's own, of round figures; `ClusterError` if none of these."""
         cost = self._measured(key, nbytes)
         if cost is None and self.cluster.uniform:
-            cost = derive(self.cluster.curves, key, nbytes, self.fabric)
+            cost = derive(self.cluster.curves, key, nbytes, self.fabric, self._prior_seconds)
         if cost is None:
             cost = self._prior(key, nbytes)
         if cost is None and (link := self.cluster.link) is not None:
@@ -76,16 +76,29 @@ class Prices:
         return None
 
     def _prior(self, key: CurveKey, nbytes: float) -> Cost | None:
-        """What NCCL believes, where it is NCCL's to run and its graphs are known."""
-        if self.cluster.backend != "nccl" or key.collective not in NCCL_COLLECTIVES:
+        """What NCCL believes, where it is NCCL's to run and its graphs are known.
+
+        It has no model of all-to-alls and messages: these last as long as an all-reduce over the
+        same groups with as many bytes on the busiest link.
+        """
+        if self.cluster.backend != "nccl":
             return None
         if key.shape not in self._tunings:
             self._tunings[key.shape] = self._tuning(key.shape)
         tuning = self._tunings[key.shape]
         if tuning is None:
             return None
-        cost = tuning.pick(key.collective, int(nbytes)).cost
-        return Cost(cost.seconds, cost.provenance, PRIOR_ERROR)
+        if key.collective in NCCL_COLLECTIVES:
+            cost = tuning.pick(key.collective, int(nbytes)).cost
+            return Cost(cost.seconds, cost.provenance, PRIOR_ERROR)
+        share = self.fabric.link_bytes(key.collective, key.shape)
+        share /= self.fabric.link_bytes("all_reduce", key.shape)
+        cost = tuning.pick("all_reduce", int(nbytes * share)).cost
+        return Cost(cost.seconds, f"{cost.provenance}, of an all-reduce", 2 * PRIOR_ERROR)
+
+    def _prior_seconds(self, key: CurveKey, nbytes: float) -> float | None:
+        cost = self._prior(key, nbytes)
+        return None if cost is None else cost.seconds
 
     def _tuning(self, shape: GroupShape) -> Tuning | None:
         if self.cluster.topology is None:

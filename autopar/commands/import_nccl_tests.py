@@ -12,6 +12,7 @@ from rich.table import Table
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.imports import import_nccl_tests
+from autopar.plan_text import human_bytes
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -63,23 +64,29 @@ def run(options: argparse.Namespace) -> None:
         uniform=options.uniform,
     )
     cluster.save(options.output)
-    Console().print(table(cluster))
+    console = Console()
+    console.print(table(cluster))
+    for key, entry in sorted(cluster.curves.items()):
+        console.print(f"{key}: {entry.provenance}", markup=False, soft_wrap=True)
 
 
 def table(cluster: Cluster) -> Table:
     """The curves of a cluster, one in a row."""
-    drawn = Table(title=str(cluster.name), title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("collective", "groups", "sizes", "least", "largest", "GB/s there", "origin"):
-        drawn.add_column(heading, overflow="fold")
+    drawn = Table(title=cluster.name, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("collective", "groups"):
+        drawn.add_column(heading, no_wrap=True)
+    for heading in ("sizes", "from", "to", "takes", "GB/s at most"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
     for key, entry in sorted(cluster.curves.items()):
         curve = entry.curve
+        speeds = [size / time / 1e9 for size, time in zip(curve.bytes, curve.seconds, strict=True)]
         drawn.add_row(
             key.collective,
             str(key.shape),
-            f"{len(curve.bytes)}, {curve.bytes[0]} to {curve.bytes[-1]} bytes",
-            f"{curve.seconds[0] * 1e6:.1f} us",
-            f"{curve.seconds[-1] * 1e3:.2f} ms",
-            f"{curve.bytes[-1] / curve.seconds[-1] / 1e9:.1f}",
-            entry.provenance,
+            str(len(curve.bytes)),
+            human_bytes(curve.bytes[0]),
+            human_bytes(curve.bytes[-1]),
+            f"{curve.seconds[0] * 1e6:.0f} us up",
+            f"{max(speeds):.1f}",
         )
     return drawn

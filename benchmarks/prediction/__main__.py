@@ -67,6 +67,8 @@ def main() -> int:
     outcomes: dict[str, dict[str, Any]] = {}
     for name in args.part or PARTS:
         outcomes[name] = run_part(name, args, console)
+        if "error" in outcomes[name]:
+            console.print(outcomes[name]["error"], style="red", markup=False, soft_wrap=True)
         for drawn in details(name, outcomes[name]):
             console.print(drawn)
         if args.json:  # after every part: a later one may take long

@@ -16,6 +16,7 @@ import argparse
 import importlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -25,12 +26,14 @@ from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.imports import cluster_of
 from autopar.cost_model.nccl_tests import Table, read_tables
+from autopar.cost_model.topology import repeated
 from benchmarks.prediction.report import summary
 
 Case = dict[str, Any]
 _SUFFIXES = (".csv", ".txt", ".log", ".out", ".json")
 _SHAPE = re.compile(r"\d+x\d+")
 _DEVICE = re.compile(r"[abhv]\d00|rtx ?\d+", re.IGNORECASE)
+_MACHINES = {"A100": "dgx-a100", "H100": "dgx-h100"}
 _ON_SWITCHES = ("A100", "H100", "H200", "B200", "B300")
 """Behind NVSwitches all subsets of a node are alike; on a mesh of NVLinks, or on PCIe, not."""
 
@@ -98,12 +101,20 @@ def other_groups(tables: dict[str, Table]) -> dict[str, Any]:
     refused: list[str] = []
     for name, target, smaller in doublings(tables):
         try:
-            device = _device(name, target)
-            cluster = cluster_of(smaller, device=device, uniform=device in _ON_SWITCHES)
-            cases += doubled(name, target, cluster)
+            cases += doubled(name, target, _cluster(_device(name, target), target, smaller))
         except ClusterError as error:
             refused.append(f"{name}: {error}")
     return {**summary(cases), "refused": refused}
+
+
+def _cluster(device: str, target: Table, smaller: Sequence[Table]) -> Cluster:
+    """What the smaller tables and the kind of machine tell."""
+    made = cluster_of(smaller, device=device, uniform=device in _ON_SWITCHES)
+    if device not in _MACHINES:
+        return made
+    return replace(
+        made, topology=repeated(Cluster.named(_MACHINES[device]).topology, _nodes(target))
+    )
 
 
 def gloo_groups(options: argparse.Namespace) -> dict[str, Any] | None:

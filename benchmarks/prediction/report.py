@@ -49,7 +49,7 @@ def overview(outcomes: Mapping[str, Mapping[str, Any]]) -> Table:
     drawn = _table("part", "cases", "median error", "at most", "worst", "at most")
     for name, outcome in _flat(outcomes):
         if "error" in outcome:
-            drawn.add_row(name, outcome["error"], style="red")
+            drawn.add_row(name, "not run", style="red")
             continue
         middle, worst = outcome["median_error"], outcome["worst_error"]
         most, limit = TARGETS.get(name, (None, None))

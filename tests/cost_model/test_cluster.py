@@ -11,6 +11,7 @@ from autopar.cost_model.devices import Device
 from autopar.cost_model.measured import CurveKey, Measured
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.slowdown import Slowdown
+from autopar.cost_model.topology import Wire, build, switched
 
 TODAY = "measured 2026-11-21 on here"
 PAIR, FOUR = GroupShape(2, 2), GroupShape(4, 4)
@@ -36,7 +37,7 @@ MEASURED = Cluster(
     provenance=TODAY,
     slowdown=Slowdown((1000, 8000), (1.2, 1.5), (1.0, 2.0), 1e-5, 1e-6, TODAY),
     uniform=True,
-    topology=nx.Graph([("node0", "fabric", {"bytes_per_s": 1e9})]),
+    topology=build(1, 4, switched(Wire(1e9, 1e-6, TODAY))),
     figures=Device("a CPU", 2**34, 2e10, {"float32": 1e11}, TODAY),
 )
 

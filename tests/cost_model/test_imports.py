@@ -15,7 +15,9 @@ def test_a_cluster_of_outputs(tmp_path):
     assert cost.seconds == pytest.approx(50e-6)
     assert cost.provenance == "imported from run.log"
     assert cost.error == pytest.approx(0.02)  # the two timings are 4 % apart
-    with pytest.raises(ClusterError, match="not uniform.*measure all_reduce over 8 ranks, 2 a node"):
+    with pytest.raises(
+        ClusterError, match=r"not uniform.*measure all_reduce over 8 ranks, 2 a node"
+    ):
         cluster.seconds("all_reduce", 1048576, GroupShape(8, 2))
     with pytest.raises(ClusterError, match="no curve of all_gather: measure it"):
         cluster.seconds("all_gather", 1048576, GroupShape(4, 2))
@@ -34,7 +36,7 @@ def test_the_command(tmp_path, capsys):
     output = tmp_path / "cluster.json"
     path = write(tmp_path, NEW)
     assert main(["import-nccl-tests", str(path), "-o", str(output), "--least-bytes", "2M"]) == 0
-    assert "4 ranks, 2 a node" in capsys.readouterr().out
+    assert "all_reduce of float32 over 4 ranks, 2 a node: imported" in capsys.readouterr().out
     (entry,) = Cluster.load(output).curves.values()
     assert entry.curve.bytes == (8388608,)
     assert main(["import-nccl-tests", str(tmp_path / "none.log"), "-o", str(output)]) == 2
