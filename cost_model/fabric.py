@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import networkx as nx
 
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.routes import Link, Routes, rings
 from autopar.cost_model.shape import GroupShape
-from autopar.cost_model.topology import by_node, devices_of
+from autopar.cost_model.topology import by_node, devices_of, node_of
 
 
 @dataclass(frozen=True)
@@ -62,33 +64,46 @@ def levels(graph: nx.Graph, shape: GroupShape) -> Levels:
     """What every group of a shape gets while all of them run rings at once.
 
     Each group runs as many rings as its links carry, sharing its data out by their rates; links
-    that several groups use are shared evenly.
+    that several groups use are shared evenly. What is inside a machine is told from rings over the
+    part of each group that lies there, what is between from rings over whole groups.
     """
     if shape.ranks < 2:
         raise ClusterError(f"{shape}: nothing to send")
-    routes, loads, hops = Routes(graph), Counter[Link](), list[Link]()
-    for group in members(graph, shape):
-        found = rings(graph, group)
-        total = sum(ring.bytes_per_s for ring in found)
-        for ring in found:
-            loads.update(routes.loads(ring.hops, ring.bytes_per_s / total))
-        hops += [hop for ring in found for hop in ring.hops]
-    outside = {link: load for link, load in loads.items() if _leaves(graph, link)}
-    inside = {link: load for link, load in loads.items() if link not in outside}
-    near = [hop for hop in hops if not any(_leaves(graph, link) for link in routes.path(*hop))]
-    far = [hop for hop in hops if hop not in set(near)]
-    far_rate = routes.rate(outside)[0] if outside else routes.rate(inside)[0]
-    near_rate = routes.rate(inside)[0] if inside else far_rate
-    far_latency = max(routes.latency(*hop) for hop in far or near)
-    link = routes.rate(loads)[1]
+    routes, groups = Routes(graph), members(graph, shape)
+    parts = [part for group in groups for part in by_node(group).values()]
+    whole, hops = _loads(graph, groups)
+    link = routes.rate(whole)[1]
+    far = [hop for hop in hops if node_of(hop[0]) != node_of(hop[1])]
+    latency = max(routes.latency(*hop) for hop in far or hops)
+    rate = routes.rate(
+        {link: load for link, load in whole.items() if _leaves(graph, link)} or whole
+    )
+    near_latency, near_rate = latency, rate
+    if shape.nodes > 1 and shape.ranks_per_node > 1:
+        loads, hops = _loads(graph, parts)
+        near_latency = max(routes.latency(*hop) for hop in hops)
+        near_rate = routes.rate(loads)
     return Levels(
-        latency_s=max(routes.latency(*hop) for hop in near) if near else far_latency,
-        bytes_per_s=near_rate,
-        node_latency_s=far_latency,
-        node_bytes_per_s=far_rate,
+        latency_s=near_latency,
+        bytes_per_s=near_rate[0],
+        node_latency_s=latency,
+        node_bytes_per_s=rate[0],
         bottleneck=f"{link[0]} - {link[1]}",
         provenance=graph.edges[link]["provenance"],
     )
+
+
+def _loads(graph: nx.Graph, groups: Sequence[Sequence[str]]) -> tuple[Counter[Link], list[Link]]:
+    """What passes over each link while every group moves one unit round its rings, and the hops."""
+    loads, hops = Counter[Link](), list[Link]()
+    for group in groups:
+        found = rings(graph, group)
+        total = sum(ring.bytes_per_s for ring in found)
+        for ring in found:
+            for link in chain.from_iterable(ring.paths):
+                loads[link] += ring.bytes_per_s / total  # type: ignore[assignment]
+            hops += ring.hops
+    return loads, hops
 
 
 def _leaves(graph: nx.Graph, link: Link) -> bool:

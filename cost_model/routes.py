@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, permutations
+from itertools import chain, pairwise, permutations
 
 import networkx as nx
 
@@ -34,12 +34,14 @@ class Ring:
         order: the devices.
         bytes_per_s: bytes per second that every device can send to the next, all at once.
         bottleneck: the link that limits them.
+        paths: the links of each hop, from each device to the next.
         exact: whether no other order is faster; otherwise it is the best that a search found.
     """
 
     order: tuple[str, ...]
     bytes_per_s: float
     bottleneck: Link
+    paths: tuple[tuple[Link, ...], ...]
     exact: bool
 
     @property
@@ -114,8 +116,8 @@ class Routes:
 
     def take(self, ring: Ring) -> None:
         """Take what a ring uses from the links."""
-        for link, load in self.loads(ring.hops).items():
-            self._free[link] = max(0.0, self._free[link] - load * ring.bytes_per_s)
+        for link in chain.from_iterable(ring.paths):
+            self._free[link] = max(0.0, self._free[link] - ring.bytes_per_s)
         self._paths.clear()  # of ways that are equally short, another may be the widest now
 
     def ring(self, devices: Sequence[str]) -> Ring:
@@ -141,7 +143,8 @@ class Routes:
     def _as_ring(self, order: Sequence[str], *, exact: bool) -> Ring:
         hops = tuple(zip(order, (*order[1:], order[0]), strict=True))
         rate, bottleneck = self.rate(self.loads(hops))
-        return Ring(tuple(order), rate, bottleneck, exact)
+        paths = tuple(self.path(*hop) for hop in hops)
+        return Ring(tuple(order), rate, bottleneck, paths, exact)
 
     def _merit(self, order: Sequence[str]) -> tuple[float, ...]:
         """The rates of the hops, slowest first: what a search makes as large as it can."""
@@ -221,12 +224,12 @@ def rings(graph: nx.Graph, devices: Sequence[str], most: int = 32) -> tuple[Ring
     """Rings that run at once: the fastest, then the fastest over what it leaves, and so on.
 
     A ring and its reverse use the two directions of the same links, so a mesh of NVLinks yields
-    both. Rings slower than a twentieth of the first are left out.
+    both. Rings slower than half of the first are left out, such as those over PCIe beside NVLink.
     """
     routes, found = Routes(graph), list[Ring]()
     while len(found) < most:
         ring = routes.ring(devices)
-        if ring.bytes_per_s <= (0.05 * found[0].bytes_per_s if found else 0):
+        if found and ring.bytes_per_s < 0.5 * found[0].bytes_per_s:
             break
         found.append(ring)
         routes.take(ring)

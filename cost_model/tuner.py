@@ -184,18 +184,18 @@ def _parse(number: int, line: str) -> Rule:
         if name not in known:
             raise ClusterError(f"line {number}: {name!r} is none of {', '.join(known)}")
     try:
-        numbers = [int(low), int(high), *map(int, rest)]
+        first, last, channels, nodes, ranks, *_ = map(int, (low, high, *rest))
     except ValueError as error:
         raise ClusterError(f"line {number}: {error}") from error
-    if not 0 <= numbers[0] <= numbers[1] <= MAX_BYTES:
+    if not 0 <= first <= last <= MAX_BYTES:
         raise ClusterError(f"line {number}: sizes from {low} to {high}")
-    if numbers[2] < 1:
+    if channels < 1:
         raise ClusterError(
-            f"line {number}: {numbers[2]} channels; the plugin makes that 1, so say how many"
+            f"line {number}: {channels} channels; the plugin makes that 1, so say how many"
         )
-    if min(numbers[3:5]) < ANY or 0 in numbers[3:5]:
+    if min(nodes, ranks) < ANY or 0 in (nodes, ranks):
         raise ClusterError(f"line {number}: {rest[1]} nodes, {rest[2]} ranks")
-    return Rule(collective, *numbers[:2], algorithm, protocol, *numbers[2:5])
+    return Rule(collective, first, last, algorithm, protocol, channels, nodes, ranks)
 
 
 def check(text: str) -> list[Rule]:

@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     ways = formulas(question.collective, shape.ranks, shape.nodes)
     modelled = rows_of(question, ways, level)
     console.print(table(question, [*seen, *modelled], modelled[0]))
-    for line in [*why(question, ways, level, modelled), *notes]:
+    for line in [*why(question, ways, level, modelled, seen), *notes]:
         console.print(line, soft_wrap=True, highlight=False)
     if options.tuner:
         tunings = [Tuning.of(_communicator(question), options.nccl)]
@@ -186,7 +186,7 @@ def rows_seen(question: Question, version: str, notes: list[str]) -> list[Row]:
     if question.cluster.curves:
         try:
             cost = question.cluster.seconds(question.collective, question.nbytes, question.shape)
-            rows.append(Row("as it runs", cost))
+            rows.append(Row("the cluster's curve", cost))
         except ClusterError as error:
             notes.append(f"no curve: {error}")
     if question.collective not in NAMES:
@@ -230,7 +230,7 @@ def rows_of(question: Question, ways: Sequence[Formula], level: Levels) -> list[
 
 def table(question: Question, rows: Sequence[Row], pick: Row) -> Table:
     """One row for each way: seconds, bus bandwidth, steps, the limiting link, the origin."""
-    what = f"{question.collective} of {in_units(question.nbytes)}"
+    what = f"{question.collective} of {question.nbytes:,} bytes ({in_units(question.nbytes)})"
     title = f"{what}: {question.shape}, on {question.cluster.name}"
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("algorithm", no_wrap=True)
@@ -242,7 +242,7 @@ def table(question: Question, rows: Sequence[Row], pick: Row) -> Table:
     for row in rows:
         drawn.add_row(
             f"{row.name} *" if row is pick else row.name,
-            f"{row.cost.seconds * 1e3:.4g}",
+            f"{row.cost.seconds * 1e3:.4g}" + (f" ±{row.cost.error:.0%}" if row.cost.error else ""),
             f"{share * question.nbytes / row.cost.seconds / 1e9:.4g}",
             "" if row.steps is None else str(row.steps),
             row.bottleneck,
@@ -259,7 +259,11 @@ def _bus_share(collective: str, ranks: int) -> float:
 
 
 def why(
-    question: Question, ways: Sequence[Formula], level: Levels, rows: Sequence[Row]
+    question: Question,
+    ways: Sequence[Formula],
+    level: Levels,
+    rows: Sequence[Row],
+    seen: Sequence[Row],
 ) -> list[str]:
     """Sentences: the pick, what its time is made of, and where others take over."""
     shape, best = question.shape, rows[0]
@@ -269,10 +273,16 @@ def why(
     if len(rows) > 1:
         ratio = rows[1].cost.seconds / best.cost.seconds - 1
         first += f"; {rows[1].name} takes {ratio:.1%} longer"
-    links = f"links: a rank {_link(level.latency_s, level.bytes_per_s)} inside a machine"
+    first += "".join(
+        f"; {row.name} takes {row.cost.seconds / best.cost.seconds:.3g} times as long"
+        for row in seen[:1]
+    )
+    links = []
+    if shape.ranks_per_node > 1:
+        links.append(f"a rank {_link(level.latency_s, level.bytes_per_s)} inside a machine")
     if shape.nodes > 1:
-        links += f", a machine {_link(level.node_latency_s, level.node_bytes_per_s)} to others"
-    links += f"; the narrowest is {level.bottleneck}, {level.provenance}"
+        links.append(f"a machine {_link(level.node_latency_s, level.node_bytes_per_s)} to others")
+    narrowest = f"the narrowest is {level.bottleneck}, {level.provenance}"
     stretches = fastest(ways, shape.ranks, shape.nodes, level)
     parts = [
         name
@@ -281,7 +291,7 @@ def why(
         for name, low, high in stretches
     ]
     by_size = f"fastest by size, modelled by the formulas' crossovers: {', '.join(parts)}"
-    return [f"{line}." for line in (first, links, by_size)]
+    return [f"{first}.", f"links: {', '.join(links)}; {narrowest}.", f"{by_size}."]
 
 
 def _link(latency_s: float, bytes_per_s: float) -> str:

@@ -69,6 +69,12 @@ def test_rings_over_two_machines_take_all_nics():
     assert "nic" in "".join(found[0].bottleneck)
 
 
+def test_a_device_with_several_nics_uses_them_all():
+    graph = build(2, 2, hosted(WIRE), 4, NIC)
+    found = levels(graph, GroupShape(2, 1))
+    assert found.node_bytes_per_s == pytest.approx(2e9)
+
+
 def test_groups_at_once_share_nics():
     """Four GPUs and two NICs a machine: one a node has a NIC alone, four have half of one each."""
     graph = build(2, 4, hosted(WIRE), 2, NIC)
