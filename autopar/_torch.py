@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+from torch._C._profiler import _ExperimentalConfig as ExperimentalProfilerConfig
 from torch._dynamo.backends.common import aot_autograd as aot_backend
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -30,6 +31,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd import _disable_profiler_legacy as stop_records
+from torch.autograd import _enable_profiler_legacy as start_records
 from torch.distributed import ProcessGroup
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
@@ -76,6 +79,7 @@ __all__ = [
     "BufferAOTInput",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
+    "ExperimentalProfilerConfig",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
@@ -95,6 +99,8 @@ __all__ = [
     "keeps_graph",
     "make_boxed_func",
     "pytree",
+    "start_records",
+    "stop_records",
 ]
 
 

@@ -23,6 +23,7 @@ from autopar.graph import TrainingGraph
 from autopar.passes.runner import run_passes
 from autopar.plan import Plan, Strategy, fingerprint
 from autopar.planner.decide import Question, decide, measured
+from autopar.profiling import profiler
 from autopar.rows import mark_rows
 from autopar.runtime.agreement import decided_by_first, same_everywhere, together
 from autopar.runtime.batch import share_of
@@ -103,7 +104,8 @@ def compile(
     parameters = describe_parameters(model)
     ours = (fingerprint(parameters.values()), describe_buffers(model))
     same_everywhere({"model": ours}, "Build the same model on every rank.")
-    options = Options(_batch(batch), loss_fn, _precision(precision), backend, ranks)
+    recorder = profiler(optimizer, device)
+    options = Options(_batch(batch), loss_fn, _precision(precision), backend, ranks, recorder)
     question = Question(
         model=type(model).__name__,
         parameters=parameters,
@@ -187,7 +189,7 @@ def plan(
         comm_backend=cluster.backend if cluster else ("gloo" if device.type == "cpu" else "nccl"),
         live=False,
     )
-    graph = _capture_of_rank(model, example_inputs, 0, world_size, batch, autocast, loss_fn)
+    graph = capture_of_rank(model, example_inputs, 0, world_size, batch, autocast, loss_fn)
     return decide(question, graph, measured(question, graph))
 
 
@@ -196,14 +198,14 @@ def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int
     parameters = describe_parameters(model)
     plan.check(model, parameters.values(), plan.world_size)
     autocast = getattr(torch, plan.precision) if plan.precision else None
-    graph = _capture_of_rank(
+    graph = capture_of_rank(
         model, example_inputs, rank, plan.world_size, plan.batch, autocast, None
     )
     backend = "gloo" if device_of(model).type == "cpu" else "nccl"
     return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend)))
 
 
-def _capture_of_rank(
+def capture_of_rank(
     model: nn.Module,
     example_inputs: Any,
     rank: int,

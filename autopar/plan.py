@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from autopar.cost_model.streams import Event
+from autopar.cost_model.timeline import chrome_trace, write_trace
 from autopar.errors import PlanError, StrategyError
 from autopar.graph import ParameterInfo
 from autopar.passes.base import Pass
@@ -88,9 +90,14 @@ class Prediction:
         compute_s: seconds of computation.
         communication_s: seconds in which some collective is under way.
         exposed_s: seconds in which computation waits for one.
-        peak_bytes: peak of live tensors.
-        memory: bytes by category at the peak.
+        peak_bytes: the most bytes that tensors hold at once.
+        memory: bytes by category at that time.
+        reserved_bytes: the most that torch's allocator takes from the device for them.
+        context_bytes: what the process takes of a GPU beside that, modelled; 0 on a CPU.
         provenance: how many numbers are measured, imported and modelled.
+        waits: seconds that computation stands still for each kind of collective.
+        events: what runs when: name of the node, stream, start, end and kind, times in seconds.
+        memory_curve: bytes that tensors hold from each time on.
     """
 
     step_s: float
@@ -100,7 +107,17 @@ class Prediction:
     exposed_s: float
     peak_bytes: int
     memory: Mapping[str, int] = field(default_factory=dict)
+    reserved_bytes: int = 0
+    context_bytes: int = 0
     provenance: Mapping[str, int] = field(default_factory=dict)
+    waits: Mapping[str, float] = field(default_factory=dict)
+    events: tuple[tuple[str, str, float, float, str], ...] = field(default=(), repr=False)
+    memory_curve: tuple[tuple[float, int], ...] = field(default=(), repr=False)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a cap is held against: bytes reserved on a GPU, those of tensors on a CPU."""
+        return self.reserved_bytes if self.context_bytes else self.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -278,7 +295,7 @@ class Plan:
         values = {name: _frozen(value) for name, value in document.items()}
         values["buckets"] = Buckets(**_frozen_dict(document["buckets"]))
         if document["prediction"] is not None:
-            values["prediction"] = Prediction(**document["prediction"])
+            values["prediction"] = Prediction(**_frozen_dict(document["prediction"]))
         values["runners_up"] = tuple(RunnerUp(**r) for r in document["runners_up"])
         return Plan(**values)
 
@@ -295,6 +312,21 @@ class Plan:
         from autopar.plan_text import explain
 
         return explain(self)
+
+    def timeline(self, path: str | Path) -> None:
+        """Writes the predicted step as a Chrome trace, which ui.perfetto.dev shows.
+
+        Raises:
+            PlanError: nothing was predicted, since nothing was left to choose.
+        """
+        if self.prediction is None:
+            raise PlanError(
+                f"the plan {self.name!r} has no prediction: give a strategy that leaves something "
+                "to choose, or a memory cap, and plan again"
+            )
+        events = [Event(*row) for row in self.prediction.events]
+        name = f"predicted: {self.name}"
+        write_trace(path, chrome_trace({name: events}, {name: self.prediction.memory_curve}))
 
     def report(self, path: str | Path) -> None:
         """Writes the plan as one self-contained HTML page."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from autopar.cost_model.allocator import CONTEXT_SOURCE
+
 if TYPE_CHECKING:
     from autopar.plan import Plan
 
@@ -54,7 +56,7 @@ def explain(plan: Plan) -> str:
             f"{max(0.0, p.communication_s - p.exposed_s) * 1e3:.1f} ms are hidden."
         )
         if plan.memory_cap is not None:
-            room = plan.memory_cap - p.peak_bytes
+            room = plan.memory_cap - p.needed_bytes
             lines.append(f"{human_bytes(room)} of {human_bytes(plan.memory_cap)} stay free.")
         figures = ", ".join(f"{count} {kind}" for kind, count in sorted(p.provenance.items()))
         lines.append(f"Figures: {figures}. Cluster: {plan.cluster}.")
@@ -111,11 +113,16 @@ def _prediction(plan: Plan) -> list[str]:
         for name, size in sorted(p.memory.items(), key=lambda kv: -kv[1])
         if size
     )
+    context = ""
+    if p.context_bytes:
+        context = f"; beside that {human_bytes(p.context_bytes)} of context ({CONTEXT_SOURCE})"
     return [
         f"predicted step {p.step_s * 1e3:.1f} ms: compute {p.compute_s * 1e3:.1f}, "
         f"communication {p.communication_s * 1e3:.1f}, of it exposed {p.exposed_s * 1e3:.1f}, "
         f"optimizer {p.update_s * 1e3:.1f}",
-        f"predicted peak {human_bytes(p.peak_bytes)} per rank: {memory}",
+        f"predicted peak {human_bytes(p.peak_bytes)} of tensors per rank, modelled by liveness: "
+        f"{memory}",
+        f"reserved for them {human_bytes(p.reserved_bytes)}, as torch's allocator does{context}",
     ]
 
 

@@ -1,206 +1,154 @@
-"""`simulate_memory`: the peak of tensor bytes in one step, by liveness of storages.
+"""`simulate_memory`: the bytes of one training step on one rank, point by point, and their peak.
 
-A storage lives from the node that allocates it to the last use of any node whose value lies in it.
-Parameters, buffers, constants, optimizer state and the inputs of the call (which the caller holds)
-live throughout; gradients, outputs and what else is returned to the end; what a collective reads,
-until the collective has been waited for. While a node runs, its results and its arguments both
-exist. Not counted: what kernels allocate for themselves, and the optimizer's own step.
+The pieces of memory are those of `liveness`, from the first node of the forward to the end of the
+optimizer's step. They are asked of the device's own allocator (`allocator`), so that its rounding
+is in, and so that what is reserved can be told from what is allocated.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import fx
+from numpy.typing import NDArray
 
-from autopar.cost_model.aliases import Storage, find_storages
-from autopar.cost_model.collectives import collective_of, is_wait
-from autopar.graph import (
-    Accumulated,
-    Buffer,
-    Gradient,
-    Held,
-    Input,
-    Output,
-    OutputRole,
-    Parameter,
-    Saved,
-    TrainingGraph,
-    Update,
-)
+from autopar.cost_model.allocator import allocator_of, context_bytes, workspace_bytes
+from autopar.cost_model.liveness import ALWAYS, CATEGORIES, Overhead, Span, spans_of
+from autopar.graph import TrainingGraph
 
-CATEGORIES = (
-    "parameters",
-    "optimizer",
-    "gradients",
-    "buffers",
-    "inputs",
-    "outputs",
-    "gathered",
-    "buckets",
-    "saved",
-    "transient",
-)
-"""Each byte is in one: constants of the model in buffers, in gradients if it will be returned as
-one, in gathered if it is a whole parameter put together from shards, in buckets if a collective
-reads or writes it, in saved if the backward needs it from the forward, otherwise in transient."""
-
-_CUDA_ROUND = 512  # bytes: the granularity of torch's CUDA caching allocator
+UPDATE = "optimizer step"
+"""The name of the last point of the curve."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Memory:
-    """Tensor bytes of one step on one rank.
+    """Bytes of a steady step on one rank: every step but the first.
 
     Attributes:
-        peak: the largest number of bytes that exist at once.
-        peak_node: the operator during which they do.
+        device: "cpu", or the name of the GPU.
+        peak: the most bytes that tensors hold at once; on a GPU as `torch.cuda.memory_allocated`
+            counts them.
+        peak_node: the operator during which they do, or UPDATE.
         by_category: the bytes of each of CATEGORIES then.
-        curve: the bytes that exist while each operator of `graph.calls()` runs.
+        reserved: the most that torch's allocator has taken from the device.
+        context: what the process takes of a GPU beside that, modelled (`allocator`).
+        nodes: the points of the curve: every operator of `graph.calls()`, then UPDATE.
+        table: int64, one row for each of CATEGORIES, one column for each of `nodes`: bytes that
+            exist while it runs.
     """
 
+    device: str
     peak: int
     peak_node: str
     by_category: Mapping[str, int]
-    curve: tuple[int, ...]
+    reserved: int
+    context: int
+    nodes: tuple[str, ...]
+    table: NDArray[np.int64]
+
+    @property
+    def curve(self) -> tuple[int, ...]:
+        """The bytes that exist while each of `nodes` runs."""
+        return tuple(self.table.sum(axis=0).tolist())
+
+    @property
+    def needed(self) -> int:
+        """What has to fit under a cap: the bytes reserved on a GPU, those of tensors on a CPU."""
+        return self.peak if self.device == "cpu" else self.reserved
 
 
-def simulate_memory(graph: TrainingGraph, *, optimizer_state_ratio: float = 2.0) -> Memory:
+def simulate_memory(graph: TrainingGraph, overhead: Overhead | None = None) -> Memory:
     """The memory of one training step.
 
     Args:
         graph: a lowered graph.
-        optimizer_state_ratio: bytes of optimizer state for each byte of trained parameter.
+        overhead: what is allocated beside its tensors; by default AdamW's state on a CPU.
     """
-    life = _Life(graph)
-    count = len(life.nodes)
-    changes = np.zeros((len(CATEGORIES), count + 1), dtype=np.int64)
-    for storage, holders in zip(life.storages, life.holders, strict=True):
-        row = CATEGORIES.index(life.category(storage, holders))
-        nbytes = _rounded(storage)
-        changes[row, life.start(storage)] += nbytes
-        changes[row, life.end(storage, holders) + 1] -= nbytes
-    state = round(life.trained_bytes() * optimizer_state_ratio)
-    changes[CATEGORIES.index("optimizer"), 0] += state
-
-    live = changes.cumsum(axis=1)[:, :count]
-    total = live.sum(axis=0)
-    calls = [index for index, node in enumerate(life.nodes) if node.op == "call_function"]
-    peak = max(calls, key=lambda index: total[index], default=count - 1)
+    overhead = overhead or Overhead()
+    spans = spans_of(graph, overhead)
+    nodes = list(graph.graph.nodes)
+    device = "cuda" if overhead.device != "cpu" else "cpu"
+    sizes, reserved = _allocate(spans, len(nodes) + 1, device, workspace_bytes(overhead.device))
+    changes = np.zeros((len(CATEGORIES), len(nodes) + 2), dtype=np.int64)
+    for span, nbytes in zip(spans, sizes, strict=True):
+        _add(changes, span, nbytes)
+    changes[_ROW["transient"], 0] += workspace_bytes(overhead.device)
+    points = [i for i, node in enumerate(nodes) if node.op == "call_function"] + [len(nodes)]
+    table = changes.cumsum(axis=1)[:, points]
+    total = table.sum(axis=0)
+    peak = int(total.argmax())
+    names = (*(nodes[i].name for i in points[:-1]), UPDATE)
     return Memory(
+        device=overhead.device,
         peak=int(total[peak]),
-        peak_node=life.nodes[peak].name,
-        by_category={name: int(live[row, peak]) for row, name in enumerate(CATEGORIES)},
-        curve=tuple(int(total[index]) for index in calls),
+        peak_node=names[peak],
+        by_category={name: int(table[row, peak]) for name, row in _ROW.items()},
+        reserved=reserved,
+        context=context_bytes(overhead.device),
+        nodes=names,
+        table=table,
     )
 
 
-class _Life:
-    """Who makes, holds and uses each storage of a graph.
+_ROW = {name: row for row, name in enumerate(CATEGORIES)}
 
-    Attributes:
-        nodes: all nodes in order; `at` is the index of each.
-        storages: all storages; `holders` the nodes whose value lies in each.
+
+def _add(changes: NDArray[np.int64], span: Span, nbytes: int) -> None:
+    """Write when a span begins and ends, in its category or in flight."""
+    start = max(span.start, 0)
+    row = _ROW[span.category]
+    changes[row, start] += nbytes
+    changes[row, span.end + 1] -= nbytes
+    for first, last in span.flights:
+        for kind, sign in ((_ROW["in flight"], 1), (row, -1)):
+            changes[kind, first] += sign * nbytes
+            changes[kind, last + 1] -= sign * nbytes
+
+
+def _allocate(
+    spans: Sequence[Span], points: int, device: str, workspace: int
+) -> tuple[list[int], int]:
+    """What the allocator makes of two steps in a row, of which the second is like all later ones.
+
+    Args:
+        spans: in the order in which they are allocated.
+        points: number of points of time.
+        device: "cpu" or "cuda".
+        workspace: bytes allocated before everything else and kept.
+
+    Returns:
+        The bytes of each span in the second step, and the most that was reserved during it.
     """
+    allocator = allocator_of(device)
+    begins: list[list[int]] = [[] for _ in range(points)]
+    ends: list[list[int]] = [[] for _ in range(points)]
+    addresses = [0] * len(spans)
+    sizes = [0] * len(spans)
+    late: list[int] = []
 
-    def __init__(self, graph: TrainingGraph) -> None:
-        self.graph = graph
-        self.nodes = list(graph.graph.nodes)
-        self.at = {node: index for index, node in enumerate(self.nodes)}
-        self.storages, self.behind = find_storages(graph.graph)
-        self.holders: list[list[fx.Node]] = [[] for _ in self.storages]
-        for node, indices in self.behind.items():
-            for index in set(indices):
-                self.holders[index].append(node)
-        self.role = dict(zip(graph.placeholders, graph.inputs, strict=True))
-        self.returned: dict[fx.Node, list[OutputRole]] = {}
-        for role, result in zip(graph.outputs, graph.results, strict=True):
-            if result is not None:
-                self.returned.setdefault(result, []).append(role)
-        self.backward = self.at[graph.backward_start]
+    def place(index: int) -> None:
+        addresses[index] = allocator.malloc(spans[index].nbytes)
+        sizes[index] = allocator.size(addresses[index])
 
-    def start(self, storage: Storage) -> int:
-        """The index of the first node during which a storage exists."""
-        return self.at[storage.maker] if storage.maker.op == "call_function" else 0
-
-    def end(self, storage: Storage, holders: list[fx.Node]) -> int:
-        """The index of the last node during which a storage exists."""
-        role = self.role.get(storage.maker)
-        if isinstance(role, (Parameter, Buffer, Input)) or storage.maker.op == "get_attr":
-            return len(self.nodes) - 1
-        return max(self._let_go(node) for node in holders)
-
-    def _let_go(self, node: fx.Node) -> int:
-        """The index of the last node that needs this one's value."""
-        index = self.at[node]
-        last = index
-        for user in node.users:
-            if user.op != "output":
-                last = max([last, self.at[user], *(self.at[w] for w in _waits(user))])
-            elif not all(isinstance(role, Update) for role in self.returned[node]):
-                last = len(self.nodes) - 1
-            elif index < self.backward:  # copied into the buffer when the forward returns
-                last = max(last, self.backward - 1)
-        return last
-
-    def category(self, storage: Storage, holders: list[fx.Node]) -> str:
-        """The one of CATEGORIES that a storage belongs to."""
-        role = self.role.get(storage.maker)
-        for kind, name in _INPUTS.items():
-            if isinstance(role, kind):
-                return name
-        roles = [role for node in holders for role in self.returned.get(node, ())]
-        users = [user for node in holders for user in node.users]
-        collectives = [collective_of(node) for node in (*holders, *users)]
-        if storage.maker.op == "get_attr":
-            return "buffers"
-        if any(isinstance(role, (Gradient, Held)) for role in roles):
-            return "gradients"
-        if any(isinstance(role, Output) for role in roles):
-            return "outputs"
-        if any(collective_of(n) == "all_gather" or n.meta.get("gathered") for n in holders):
-            return "gathered"
-        if any(collectives):
-            return "buckets"
-        made = self.at[storage.maker]
-        if made < self.backward and any(
-            user.op != "output" and self.at[user] >= self.backward for user in users
-        ):
-            return "saved"
-        return "transient"
-
-    def trained_bytes(self) -> int:
-        """Bytes of this rank's part of the parameters that have gradients."""
-        parameters = self.graph.parameters
-        return sum(
-            self.storages[index].nbytes
-            for node, role in self.role.items()
-            if isinstance(role, Parameter) and parameters[role.name].requires_grad
-            for index in self.behind[node]
-        )
-
-
-_INPUTS = {
-    Parameter: "parameters",
-    Buffer: "buffers",
-    Input: "inputs",
-    Accumulated: "gradients",
-    Saved: "saved",
-}
-
-
-def _waits(node: fx.Node) -> list[fx.Node]:
-    """The waits for a collective, none if the node is something else."""
-    if collective_of(node) is None:
-        return []
-    direct = [user for user in node.users if user.target is operator.getitem]
-    return [user for n in (node, *direct) for user in n.users if is_wait(user)]
-
-
-def _rounded(storage: Storage) -> int:
-    if storage.device != "cuda":
-        return storage.nbytes
-    return -(-storage.nbytes // _CUDA_ROUND) * _CUDA_ROUND
+    allocator.malloc(workspace)
+    for index, span in enumerate(spans):
+        if span.start != ALWAYS:
+            begins[span.start].append(index)
+            ends[span.end].append(index)
+        elif span.category == "optimizer":  # made when it first steps
+            late.append(index)
+        else:
+            place(index)
+    for step in range(2):
+        reserved = allocator.reserved
+        for point in range(points):
+            for index in begins[point]:
+                place(index)
+            reserved = max(reserved, allocator.reserved)
+            if point == points - 1 and step == 0:
+                for index in late:
+                    place(index)
+            for index in ends[point]:
+                allocator.free(addresses[index])
+    return sizes, reserved

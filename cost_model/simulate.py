@@ -18,6 +18,7 @@ from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.memory import Memory, simulate_memory
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.streams import Clock, Event, Flight
+from autopar.cost_model.timeline import issuer
 from autopar.graph import TrainingGraph
 
 
@@ -118,8 +119,8 @@ class _Run:
         if collective_of(node) is not None:
             self.compute(node, slowdown.issue_s)
             self.issue(node)
-        elif is_wait(node) and (flight := _flight(node, self.issued)) is not None:
-            self.wait(node.name, flight)
+        elif is_wait(node) and (source := issuer(node)) is not None:
+            self.wait(node.name, self.issued[source])
             self.compute(node, slowdown.wait_s)
         else:
             self.compute(node, 0.0)
@@ -150,11 +151,3 @@ class _Run:
         """Nothing is under way when a step ends."""
         for flight in self.issued.values():
             self.wait("end", flight)
-
-
-def _flight(wait: fx.Node, issued: Mapping[fx.Node, Flight]) -> Flight | None:
-    """What a wait waits for, found through views and elements of tuples."""
-    source = wait.args[0]
-    while isinstance(source, fx.Node) and source not in issued:
-        source = source.args[0] if source.args else None
-    return issued[source] if isinstance(source, fx.Node) else None

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.cost import Cost
+from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.operators import OperatorTimes
-from autopar.cost_model.simulate import simulate
+from autopar.cost_model.simulate import Simulation, simulate
+from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.update import UpdateCost
 from autopar.graph import Parameter, ParameterInfo, TrainingGraph, tensor_bytes, tensors
 from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
@@ -51,6 +53,15 @@ class Choice:
         return ", ".join(parts)
 
 
+def events_of(
+    result: Simulation, update_s: float
+) -> tuple[tuple[str, str, float, float, str], ...]:
+    """The timeline of a step as a plan keeps it, with the optimizer's step at its end."""
+    end_s = result.step_s + update_s
+    events = [*result.timeline, Event("optimizer", COMPUTE, result.step_s, end_s, COMPUTE)]
+    return tuple((e.name, e.stream, round(e.start_s, 8), round(e.end_s, 8), e.kind) for e in events)
+
+
 def _mixed(values: Mapping[str, str]) -> str:
     """One value, or each with how many blocks have it."""
     counts: dict[str, int] = {}
@@ -81,6 +92,7 @@ class Evaluator:
         cluster: times of collectives.
         operators: times of operators.
         update: time of the optimizer's step.
+        overhead: bytes that are allocated beside the graph's tensors.
         comm_backend: what collectives are lowered for.
     """
 
@@ -90,6 +102,7 @@ class Evaluator:
     cluster: Cluster
     operators: OperatorTimes
     update: UpdateCost
+    overhead: Overhead
     comm_backend: str
 
     def plan(self, choice: Choice) -> Plan:
@@ -103,12 +116,7 @@ class Evaluator:
     def evaluate(self, choice: Choice) -> Evaluated:
         """Transforms the graph as the plan says, and simulates it."""
         plan, graph = self._plan(choice)
-        result = simulate(
-            graph,
-            self.cluster,
-            self.operators,
-            optimizer_state_ratio=self.base.optimizer_state_ratio,
-        )
+        result = simulate(graph, self.cluster, self.operators, overhead=self.overhead)
         update = self.update_cost(graph)
         provenance = dict(result.provenance)
         provenance[update.kind] = provenance.get(update.kind, 0) + 1
@@ -119,8 +127,13 @@ class Evaluator:
             communication_s=result.communication_s,
             exposed_s=result.exposed_s,
             peak_bytes=result.memory.peak,
+            reserved_bytes=result.memory.reserved,
+            context_bytes=result.memory.context,
             memory=dict(result.memory.by_category),
             provenance=provenance,
+            waits=dict(result.waits),
+            events=events_of(result, update.seconds),
+            memory_curve=tuple((round(at, 8), nbytes) for at, nbytes in result.memory_curve),
         )
         return Evaluated(choice, replace(plan, prediction=prediction), prediction)
 
@@ -131,7 +144,7 @@ class Evaluator:
             for role, node in zip(graph.inputs, graph.placeholders, strict=True)
             if isinstance(role, Parameter) and graph.parameters[role.name].requires_grad
         ]
-        return self.update.seconds(sum(trained), len(trained), dtensors=bool(graph.layouts))
+        return self.update.seconds(trained, dtensors=bool(graph.layouts))
 
     def _plan(self, choice: Choice) -> tuple[Plan, TrainingGraph]:
         stages = dict(choice.stages)

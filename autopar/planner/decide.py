@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from autopar.cost_model.allocator import context_bytes
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.optimizer import optimizer_state_ratio
 from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo, TrainingGraph
@@ -99,7 +101,7 @@ def measured(question: Question, graph: TrainingGraph) -> Machine | None:
     """The machine, its operators timed at the shapes of this graph; every rank calls it."""
     if not needs_machine(question):
         return None
-    evaluator = _evaluator(question, graph, None)
+    evaluator = evaluator_of(question, graph, None)
     stages = (0, 3) if question.world_size > 1 else (0,)
     choices = [
         first_choice(question.strategy, question.blocks, stage, question.level) for stage in stages
@@ -112,19 +114,21 @@ def measured(question: Question, graph: TrainingGraph) -> Machine | None:
 
 def decide(question: Question, graph: TrainingGraph, machine: Machine | None) -> Plan:
     """The plan; rank 0 calls it."""
-    evaluator = _evaluator(question, graph, machine)
+    evaluator = evaluator_of(question, graph, machine)
     fixed = default_choice(question.strategy, question.blocks, question.level)
     if machine is None:
         assert fixed is not None
         return evaluator.plan(fixed)
     cap = question.memory
-    if cap is None:
-        cap = machine.cluster.device_memory_bytes
+    if cap is None and machine.cluster.device_memory_bytes is not None:
+        cap = machine.cluster.device_memory_bytes - context_bytes(machine.cluster.device)
     plan = choose(evaluator, question.strategy, question.blocks, cap, question.level)
     return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
 
 
-def _evaluator(question: Question, graph: TrainingGraph, machine: Machine | None) -> Evaluator:
+def evaluator_of(question: Question, graph: TrainingGraph, machine: Machine | None) -> Evaluator:
+    """What turns choices into plans and, if there is a machine, prices them."""
+    batches = question.world_size if question.batch == "global" else 1
     return Evaluator(
         graph=graph,
         parameters=question.parameters,
@@ -132,5 +136,6 @@ def _evaluator(question: Question, graph: TrainingGraph, machine: Machine | None
         cluster=machine.cluster if machine else None,  # type: ignore[arg-type]
         operators=machine.operators if machine else None,  # type: ignore[arg-type]
         update=machine.update if machine else None,  # type: ignore[arg-type]
+        overhead=replace(machine.overhead if machine else Overhead(), batches=batches),
         comm_backend=question.comm_backend,
     )

@@ -10,11 +10,12 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.collectives import COLLECTIVES
+from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.measure import measure
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.optimizer import OptimizerMemory
+from autopar.cost_model.rehearsal import ALONE, Ranks
 from autopar.cost_model.scratch import Scratch
 from autopar.cost_model.update import Optimizer, UpdateCost, measure_update
 from autopar.graph import TrainingGraph
@@ -60,12 +61,14 @@ def measure_machine(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if cluster is None:
         cluster = measure(collectives=_COLLECTIVES, mesh={"dp": world_size}, budget_s=_QUICK_S)
-    sharing = cluster.ranks_per_node if device.type == "cpu" and live else 1
+    several = live and world_size > 1
+    ranks = Ranks.live() if several else ALONE
+    sharing = ranks.sharing if device.type == "cpu" else 1
     name = device if live or cluster.device == "cpu" else cluster.device
-    operators = OperatorTimes.load(name, sharing=sharing).measure(graphs)
+    operators = OperatorTimes.load(name, sharing=sharing).measure(graphs, ranks)
     operators.save()
     mesh = None
-    if live and world_size > 1:
+    if several:
         mesh = init_device_mesh(device.type, (world_size,))
     update = measure_update(optimizer, device, mesh)
     return Machine(cluster, operators, update, measure_overhead(graphs, cluster, optimizer))

@@ -104,12 +104,12 @@ class _Search:
         return self.seen[choice]
 
     def fits(self, item: Evaluated) -> bool:
-        return self.cap is None or item.prediction.peak_bytes <= self.cap
+        return self.cap is None or item.prediction.needed_bytes <= self.cap
 
     def best(self, items: Iterable[Evaluated | None]) -> Evaluated | None:
         """The fastest that fits; of equals, the one that needs less, then the first."""
         fitting = [item for item in items if item is not None and self.fits(item)]
-        keys = [(i.prediction.step_s, i.prediction.peak_bytes) for i in fitting]
+        keys = [(i.prediction.step_s, i.prediction.needed_bytes) for i in fitting]
         return fitting[keys.index(min(keys))] if fitting else None
 
     def infeasible_and_faster(self, choices: Sequence[Choice], best: Evaluated) -> bool:
@@ -197,17 +197,17 @@ class _Search:
 
     def why_lost(self, item: Evaluated, best: Evaluated) -> str:
         if self.cap is not None and not self.fits(item):
-            return f"needs {human_bytes(item.prediction.peak_bytes - self.cap)} more than the cap"
+            return f"needs {human_bytes(item.prediction.needed_bytes - self.cap)} more than the cap"
         slower = item.prediction.step_s - best.prediction.step_s
         if slower <= 0:
-            more = item.prediction.peak_bytes - best.prediction.peak_bytes
+            more = item.prediction.needed_bytes - best.prediction.needed_bytes
             return f"as fast, needs {human_bytes(more)} more"
         return f"{slower * 1e3:.2f} ms slower"
 
     def nothing_fits(self) -> OutOfMemoryError:
         assert self.cap is not None
-        smallest = min(self.seen.values(), key=lambda item: item.prediction.peak_bytes)
-        short = smallest.prediction.peak_bytes - self.cap
+        smallest = min(self.seen.values(), key=lambda item: item.prediction.needed_bytes)
+        short = smallest.prediction.needed_bytes - self.cap
         largest = sorted(smallest.prediction.memory.items(), key=lambda kv: -kv[1])[:3]
         parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest if size)
         return OutOfMemoryError(

@@ -1,15 +1,34 @@
 import operator
 
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.cost_model.aliases import find_storages
-from autopar.cost_model.memory import CATEGORIES, simulate_memory
+from autopar.cost_model.liveness import CATEGORIES, Overhead
+from autopar.cost_model.memory import UPDATE, simulate_memory
+from autopar.cost_model.optimizer import OptimizerMemory
+from autopar.cost_model.scratch import Scratch
+from autopar.cost_model.signature import signature
 from autopar.graph import Accumulated, Buffer, Gradient, Input, Output, Parameter, Update
 from tests.cost_model.sketch import Sketch, aten, c10d
 
 KB = 1000
 ROW = 250  # float32 numbers in 1000 bytes
+
+
+def overhead(*state, each=0.0, every=0.0, **options):
+    """Of an optimizer with this state."""
+    optimizer = OptimizerMemory(state, 0, each, 0.0, every, "modelled by hand")
+    return Overhead(optimizer, **options)
+
+
+def simulated(graph, **options):
+    return simulate_memory(graph, overhead(**options))
+
+
+def kilobytes(memory):
+    return [size // KB for size in memory.curve]
 
 
 def categories(memory):
@@ -21,10 +40,13 @@ def test_temporaries_are_freed_after_their_last_use():
     x = g.take(Input(0), ROW)
     a = g.call(aten.sin.default, x)
     b = g.call(aten.cos.default, a)
-    c = g.call(aten.exp.default, b)
-    memory = simulate_memory(g.give({Output(0): c}))
-    assert memory.curve == (2 * KB, 3 * KB, 3 * KB)
-    assert (memory.peak, memory.peak_node) == (3 * KB, b.name)
+    c = g.call(aten.sum.default, b)
+    memory = simulated(g.give({Output(0): c}))
+    old = new = 4  # the result of the step before, and of this
+    assert memory.curve == (2 * KB + old, 3 * KB + old, 2 * KB + old + new, KB + new)
+    assert (memory.peak, memory.peak_node) == (3 * KB + old, b.name)
+    assert memory.nodes == (a.name, b.name, c.name, UPDATE)
+    assert memory.needed == memory.peak
 
 
 def test_views_keep_the_memory_that_they_look_at():
@@ -36,11 +58,12 @@ def test_views_keep_the_memory_that_they_look_at():
     )
     b = g.call(aten.exp.default, x)
     c = g.call(aten.neg.default, g.call(aten._unsafe_view.default, left, [5, 25]))
-    memory = simulate_memory(g.give({Output(0): c, Output(1): b}))
-    assert memory.peak == 3.5 * KB  # x, a through its half, b, and the half c
+    graph = g.give({Gradient(Input(0)): c, Gradient(Input(1)): b})
+    assert simulated(graph).peak == 3.5 * KB  # x, a through its half, b, and the half c
 
 
-def test_saved_values_live_to_their_last_use_in_the_backward():
+def training_step():
+    """A parameter, a loss, and the parameter's gradient."""
     g = Sketch()
     x = g.take(Input(0), ROW)
     w = g.take(Parameter("w"), ROW)
@@ -51,16 +74,22 @@ def test_saved_values_live_to_their_last_use_in_the_backward():
     spread = g.call(aten.expand.default, loss, [ROW])
     grad = g.call(aten.mul.Tensor, spread, hidden)
     half = g.call(aten.mul.Tensor, grad, 0.5)
-    memory = simulate_memory(g.give({Output(0): loss, Gradient(Parameter("w")): half}))
+    return g.give({Output(0): loss, Gradient(Parameter("w")): half})
+
+
+def test_saved_values_live_to_their_last_use_in_the_backward():
+    memory = simulate_memory(training_step(), overhead(1.0, 1.0))
+    old = new = 4
     assert memory.curve == (
-        5 * KB,  # the parameter, two of its size in the optimizer, the input, hidden
-        6 * KB,  # y
-        6 * KB + 4,  # the loss, which is returned
-        5 * KB + 4,  # y has gone, hidden stays
-        6 * KB + 4,  # grad
-        6 * KB + 4,  # hidden has gone
+        5 * KB + old,  # the parameter, two of its size in the optimizer, the input, hidden
+        6 * KB + old,  # y
+        6 * KB + old + new,  # the loss, which is returned
+        5 * KB + new,  # y has gone, hidden stays
+        6 * KB + new,  # grad
+        6 * KB + new,  # hidden has gone
+        5 * KB + new,  # the gradient
     )
-    assert memory.peak_node == loss.name
+    assert memory.peak_node == "sum_1"
     assert categories(memory) == {
         "parameters": 1,
         "optimizer": 2,
@@ -71,13 +100,34 @@ def test_saved_values_live_to_their_last_use_in_the_backward():
     }
 
 
+def test_the_optimizer_s_step_may_be_the_peak():
+    memory = simulate_memory(training_step(), overhead(1.0, each=2.0, every=1.0))
+    assert memory.peak_node == UPDATE
+    fixed = {"parameters": 1, "gradients": 1, "optimizer": 1, "inputs": 1, "outputs": 0}
+    assert categories(memory) == {**fixed, "transient": 3}
+
+
+def test_the_caller_may_hold_the_batch_of_all_ranks():
+    one, four = (simulated(training_step(), batches=n) for n in (1, 4))
+    assert four.peak - one.peak == 3 * KB
+
+
+def test_scratch_of_a_kernel_counts_while_it_runs():
+    graph = training_step()
+    sin = next(graph.calls())
+    plain = simulated(graph)
+    memory = simulated(graph, scratch=Scratch(nbytes={signature(sin): 7 * KB}))
+    assert memory.curve == (plain.curve[0] + 7 * KB, *plain.curve[1:])
+    assert memory.peak_node == sin.name
+
+
 def test_writing_in_place_takes_no_memory():
     g = Sketch()
     x = g.take(Input(0), ROW)
     a = g.call(aten.sin.default, x)
     b = g.call(aten.add_.Tensor, a, x)
     c = g.call(aten.exp_.default, b)
-    assert simulate_memory(g.give({Output(0): c})).curve == (2 * KB,) * 3
+    assert simulated(g.give({Gradient(Input(0)): c})).curve == (2 * KB,) * 4
 
 
 def test_gathers_and_buckets_live_until_waited_for():
@@ -94,9 +144,9 @@ def test_gathers_and_buckets_live_until_waited_for():
     reduced = g.call(c10d.wait_tensor.default, issued)
     grad = g.call(aten.slice.Tensor, reduced, 0, 0, ROW)
     outputs = {Gradient(Parameter("w")): grad, Gradient(Input(0)): other}
-    memory = simulate_memory(g.give(outputs), optimizer_state_ratio=0)
+    memory = simulated(g.give(outputs))
     fixed = 1 + 2
-    assert [size // KB for size in memory.curve] == [
+    assert kilobytes(memory) == [
         fixed + 2,  # gathered
         fixed + 2,
         fixed + 2 + 2,  # y
@@ -105,8 +155,14 @@ def test_gathers_and_buckets_live_until_waited_for():
         fixed + 4 + 2 + 2,  # the bucket is still being sent
         fixed + 4 + 2 + 2,
         fixed + 2 + 2,
+        fixed + 2 + 2,
     ]
-    assert categories(memory) == {"parameters": 1, "inputs": 2, "buckets": 4, "gradients": 4}
+    assert categories(memory) == {"parameters": 1, "inputs": 2, "in flight": 6, "gradients": 2}
+    rows = dict(zip(CATEGORIES, (memory.table // KB).tolist(), strict=True))
+    assert rows["in flight"] == [2, 2, 0, 0, 6, 6, 6, 0, 0]
+    assert rows["gathered"] == [0, 0, 2, 0, 0, 0, 0, 0, 0]
+    assert rows["buckets"] == [0, 0, 0, 4, 0, 0, 0, 0, 0]
+    assert rows["gradients"] == [0, 0, 0, 0, 0, 2, 2, 4, 4]
 
 
 def test_the_state_between_steps_counts_where_it_exists():
@@ -120,9 +176,9 @@ def test_the_state_between_steps_counts_where_it_exists():
     total = g.call(aten.neg.default, old)
     after = g.call(aten.neg.default, total)
     outputs = {Update(Buffer("mean")): new, Gradient(Parameter("w")): after}
-    memory = simulate_memory(g.give(outputs), optimizer_state_ratio=2)
+    memory = simulate_memory(g.give(outputs), overhead(2.0))
     fixed = 2 + 2 + 1
-    assert [size // KB for size in memory.curve] == [fixed + 2, fixed + 2, fixed + 2]
+    assert kilobytes(memory) == [fixed + 2, fixed + 2, fixed + 2, fixed + 1]
     assert set(memory.by_category) == set(CATEGORIES)
 
 
@@ -163,7 +219,29 @@ def test_storages_are_those_that_real_tensors_share():
             assert storages[index].nbytes == tensor.untyped_storage().nbytes()
 
 
-def test_cuda_memory_comes_in_blocks_of_512_bytes():
+@pytest.mark.parametrize("kernel", ["attention", "sin"])
+def test_scratch_is_what_a_kernel_allocates_for_itself(kernel):
     g = Sketch()
-    x = g.take(Input(0), 1, device="cuda")
-    assert simulate_memory(g.give({Output(0): x})).peak == 512
+    if kernel == "sin":
+        g.call(aten.sin.default, g.take(Input(0), ROW))
+    else:
+        q, k, v = (g.take(Input(i), 1, 2, 32, 8) for i in range(3))
+        g.call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v)
+    graph = g.give({})
+    node = next(graph.calls())
+    scratch = Scratch("cpu", {}, present=True).measure([graph])
+    assert (scratch.of(node) > 0) == (kernel == "attention")
+
+
+def test_a_gpu_s_allocator_rounds_and_reserves():
+    g = Sketch()
+    w = g.take(Parameter("w"), 1, device="cuda")
+    a = g.call(aten.sin.default, w)
+    g.phase = "backward"
+    graph = g.give({Gradient(Parameter("w")): g.call(aten.cos.default, a)})
+    memory = simulate_memory(graph, overhead(device="NVIDIA A100-SXM4-80GB"))
+    workspace = 8 * 2**20 + 128 * 2**10
+    assert memory.peak == 3 * 512 + workspace
+    assert memory.reserved == 2 * 2**20 + 20 * 2**20
+    assert memory.needed == memory.reserved
+    assert memory.context > 2**30
