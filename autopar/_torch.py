@@ -8,7 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 from torch import fx
+from torch._C._autograd import _disable_profiler_legacy as stop_records
+from torch._C._autograd import _enable_profiler_legacy as start_records
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalProfilerConfig
 from torch._dynamo.backends.common import aot_autograd as aot_backend
 from torch._functorch._aot_autograd.descriptors import (
@@ -31,8 +34,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd import _disable_profiler_legacy as stop_records
-from torch.autograd import _enable_profiler_legacy as start_records
 from torch.distributed import ProcessGroup
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
@@ -88,6 +89,8 @@ __all__ = [
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "ProfilerConfig",
+    "ProfilerState",
     "TangentAOTInput",
     "aot_backend",
     "aot_export_joint_with_descriptors",

@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch.autograd import ProfilerConfig, ProfilerState
 
-from autopar._torch import ExperimentalProfilerConfig, start_records, stop_records
+from autopar._torch import (
+    ExperimentalProfilerConfig,
+    ProfilerConfig,
+    ProfilerState,
+    start_records,
+    stop_records,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def _on_cpu(call: Callable[[], object]) -> Allocated:
     finally:
         threads = stop_records()
     del result
-    records = [r for thread in threads for r in thread if r.kind() == "memory_alloc"]
+    records = [r for thread in threads for r in thread if str(r.kind()) == "memory_alloc"]
     totals = [0, *accumulate(record.cpu_memory_usage() for record in records)]
     return Allocated(max(totals), totals[-1])
 
