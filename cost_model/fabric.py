@@ -10,7 +10,7 @@ from itertools import chain
 import networkx as nx
 
 from autopar.cost_model.cost import ClusterError
-from autopar.cost_model.routes import Link, Routes, rings
+from autopar.cost_model.routes import Link, Routes
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.topology import by_node, devices_of, node_of
 
@@ -71,7 +71,7 @@ def levels(graph: nx.Graph, shape: GroupShape) -> Levels:
         raise ClusterError(f"{shape}: nothing to send")
     routes, groups = Routes(graph), members(graph, shape)
     parts = [part for group in groups for part in by_node(group).values()]
-    whole, hops = _loads(graph, groups)
+    whole, hops = _loads(routes, groups)
     link = routes.rate(whole)[1]
     far = [hop for hop in hops if node_of(hop[0]) != node_of(hop[1])]
     latency = max(routes.latency(*hop) for hop in far or hops)
@@ -80,7 +80,7 @@ def levels(graph: nx.Graph, shape: GroupShape) -> Levels:
     )
     near_latency, near_rate = latency, rate
     if shape.nodes > 1 and shape.ranks_per_node > 1:
-        loads, hops = _loads(graph, parts)
+        loads, hops = _loads(routes, parts)
         near_latency = max(routes.latency(*hop) for hop in hops)
         near_rate = routes.rate(loads)
     return Levels(
@@ -93,11 +93,11 @@ def levels(graph: nx.Graph, shape: GroupShape) -> Levels:
     )
 
 
-def _loads(graph: nx.Graph, groups: Sequence[Sequence[str]]) -> tuple[Counter[Link], list[Link]]:
+def _loads(routes: Routes, groups: Sequence[Sequence[str]]) -> tuple[Counter[Link], list[Link]]:
     """What passes over each link while every group moves one unit round its rings, and the hops."""
     loads, hops = Counter[Link](), list[Link]()
     for group in groups:
-        found = rings(graph, group)
+        found = routes.rings(group)
         total = sum(ring.bytes_per_s for ring in found)
         for ring in found:
             for link in chain.from_iterable(ring.paths):

@@ -19,6 +19,8 @@ from autopar.cost_model.topology import by_node, node_of
 
 Link = tuple[str, str]
 """One direction of a link: (from, to)."""
+Way = tuple[Link, ...]
+"""The links that a message takes, one after the other."""
 
 EXACT = 8
 """Up to so many devices every order of a ring is tried."""
@@ -41,7 +43,7 @@ class Ring:
     order: tuple[str, ...]
     bytes_per_s: float
     bottleneck: Link
-    paths: tuple[tuple[Link, ...], ...]
+    paths: tuple[Way, ...]
     exact: bool
 
     @property
@@ -57,46 +59,60 @@ class Routes:
         """Start with every link free."""
         self.graph = graph
         self._kind: dict[str, str] = dict(graph.nodes(data="kind"))
-        self._within: dict[str, list[str]] = {}
-        for name in graph:
-            self._within.setdefault(node_of(name), []).append(name)
-        self._free = {
+        self._width = {
             link: float(width)
             for a, b, width in graph.edges(data="bytes_per_s")
             for link in ((a, b), (b, a))
         }
-        self._ways: dict[Link, list[tuple[Link, ...]]] = {}
-        self._paths: dict[Link, tuple[Link, ...]] = {}
+        self._free = dict(self._width)
+        self._ways: dict[Link, list[Way]] = {}
+        self._paths: dict[Link, Way] = {}
 
-    def path(self, source: str, target: str) -> tuple[Link, ...]:
+    def path(self, source: str, target: str) -> Way:
         """The links from one device to another: of the shortest ways the widest.
 
         Raises:
             ClusterError: nothing links them.
         """
-        pair = source, target
-        found = self._paths.get(pair)
+        found = self._paths.get((source, target))
         if found is None:
-            ways = self._ways.get(pair) or self._shortest(source, target)
-            found = max(ways, key=lambda way: min(self._free[link] for link in way))
-            self._ways[pair], self._paths[pair] = ways, found
+            if node_of(source) == node_of(target):
+                found = self._widest(source, target)
+            else:
+                back = self._widest(target, "fabric", reverse=True)
+                found = self._widest(source, "fabric") + tuple((b, a) for a, b in back[::-1])
+            self._paths[source, target] = found
         return found
 
-    def _shortest(self, source: str, target: str) -> list[tuple[Link, ...]]:
-        within = node_of(source) == node_of(target)
-        barred = ("device", "nic", "fabric") if within else ("device",)
-        machines = dict.fromkeys((node_of(source), node_of(target), "fabric"))
-        places = [
-            name
-            for machine in machines
-            for name in self._within.get(machine, ())
-            if self._kind[name] not in barred
-        ]
-        part = self.graph.subgraph([source, target, *places])
-        try:
-            return [tuple(pairwise(way)) for way in nx.all_shortest_paths(part, source, target)]
-        except nx.NetworkXNoPath as error:
-            raise ClusterError(f"topology: nothing links {source} to {target}") from error
+    def _widest(self, source: str, target: str, *, reverse: bool = False) -> Way:
+        """Of the shortest ways inside the machine of `source` the one with most room."""
+        ways = self._ways.get((source, target))
+        if ways is None:
+            ways = self._ways[source, target] = self._shortest(source, target)
+
+        def room(way: Way) -> float:
+            return min(self._free[(b, a) if reverse else (a, b)] for a, b in way)
+
+        return max(ways, key=room)
+
+    def _shortest(self, source: str, target: str) -> list[Way]:
+        barred = ("device",) if target == "fabric" else ("device", "nic", "fabric")
+        machine, ways, seen = node_of(source), [[source]], {source}
+        while ways:
+            done = [tuple(pairwise(way)) for way in ways if way[-1] == target]
+            if done:
+                return done
+            ways = [
+                [*way, name]
+                for way in ways
+                for name in self.graph[way[-1]]
+                if name == target
+                or (
+                    name not in seen and node_of(name) == machine and self._kind[name] not in barred
+                )
+            ]
+            seen |= {way[-1] for way in ways}
+        raise ClusterError(f"topology: nothing links {source} to {target}")
 
     def latency(self, source: str, target: str) -> float:
         """Seconds that an empty message takes from one device to another."""
@@ -114,23 +130,37 @@ class Routes:
         """The most that the free links let pass for each unit of load, and the link that limits."""
         return min((self._free[link] / load, link) for link, load in loads.items())
 
-    def take(self, ring: Ring) -> None:
-        """Take what a ring uses from the links."""
-        for link in chain.from_iterable(ring.paths):
-            self._free[link] = max(0.0, self._free[link] - ring.bytes_per_s)
-        self._paths.clear()  # of ways that are equally short, another may be the widest now
+    def rings(self, devices: Sequence[str], most: int = 32) -> tuple[Ring, ...]:
+        """Rings that run at once: the fastest, then the fastest over what it leaves, and so on.
+
+        A ring and its reverse use the two directions of the same links, so a mesh of NVLinks yields
+        both. Rings slower than half of the first are left out, such as those over PCIe beside
+        NVLink.
+        """
+        found: list[Ring] = []
+        while len(found) < most:
+            ring = self.ring(devices)
+            if found and ring.bytes_per_s < 0.5 * found[0].bytes_per_s:
+                break
+            found.append(ring)
+            for link in chain.from_iterable(ring.paths):
+                self._free[link] = max(0.0, self._free[link] - ring.bytes_per_s)
+            self._paths.clear()  # of ways equally short, another may have the most room now
+        self._free |= {link: self._width[link] for r in found for way in r.paths for link in way}
+        self._paths.clear()
+        return tuple(found)
 
     def ring(self, devices: Sequence[str]) -> Ring:
         """The fastest ring through all the devices over what is free.
 
         Exact up to EXACT devices, and where no order can be faster because every device, or a
         whole machine, already sends all that it can. Beyond that, machine by machine, the devices
-        of each rotated so that each ring enters and leaves by other NICs, then improved by
-        reversing stretches.
+        of each as on its own best ring, rotated so that each ring enters and leaves by other NICs,
+        then improved by reversing stretches.
         """
         if len(devices) < 2:
             raise ClusterError("a ring needs two devices")
-        best = max(_rotations(devices), key=self._merit)
+        best = max(self._rotations(devices), key=self._merit)
         bound = self._bound(devices)
         if self._merit(best)[0] >= bound * (1 - 1e-9):
             return self._as_ring(best, exact=True)
@@ -139,6 +169,17 @@ class Routes:
         if len(devices) <= _SEARCHED:
             best = self._improved(best)
         return self._as_ring(best, exact=False)
+
+    def _rotations(self, devices: Sequence[str]) -> list[tuple[str, ...]]:
+        """Machine by machine, the devices of every machine rotated by the same number."""
+        machines = list(by_node(devices).values())
+        if len(machines) == 1:
+            return [tuple(devices)]
+        own = [self.ring(part).order if len(part) > 2 else part for part in machines]
+        return [
+            tuple(d for part in own for d in (*part[turn % len(part) :], *part[: turn % len(part)]))
+            for turn in range(max(map(len, own)))
+        ]
 
     def _as_ring(self, order: Sequence[str], *, exact: bool) -> Ring:
         hops = tuple(zip(order, (*order[1:], order[0]), strict=True))
@@ -169,8 +210,9 @@ class Routes:
             bounds += [widest((d, n) for n in beside), widest((n, d) for n in beside)]
         machines = by_node(devices)
         if len(machines) > 1:
+            nics = by_node(list(self.graph.adj.get("fabric", ())))
             for machine in machines:
-                out = [(n, "fabric") for n in self.graph["fabric"] if node_of(n) == machine]
+                out = [(nic, "fabric") for nic in nics.get(machine, ())]
                 bounds += [widest(out), widest((b, a) for a, b in out)]
         return min(bounds)
 
@@ -209,31 +251,6 @@ class Routes:
                     if self._merit(other) > merit:
                         best, merit, found = other, self._merit(other), True
         return best
-
-
-def _rotations(devices: Sequence[str]) -> list[tuple[str, ...]]:
-    """Machine by machine, the devices of every machine rotated by the same number."""
-    machines = list(by_node(devices).values())
-    return [
-        tuple(d for own in machines for d in (*own[turn % len(own) :], *own[: turn % len(own)]))
-        for turn in range(max(map(len, machines)) if len(machines) > 1 else 1)
-    ]
-
-
-def rings(graph: nx.Graph, devices: Sequence[str], most: int = 32) -> tuple[Ring, ...]:
-    """Rings that run at once: the fastest, then the fastest over what it leaves, and so on.
-
-    A ring and its reverse use the two directions of the same links, so a mesh of NVLinks yields
-    both. Rings slower than half of the first are left out, such as those over PCIe beside NVLink.
-    """
-    routes, found = Routes(graph), list[Ring]()
-    while len(found) < most:
-        ring = routes.ring(devices)
-        if found and ring.bytes_per_s < 0.5 * found[0].bytes_per_s:
-            break
-        found.append(ring)
-        routes.take(ring)
-    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -42,5 +42,16 @@ def test_what_cannot_be_answered_says_why(capsys):
 
 def test_the_tuner_file(tmp_path, capsys):
     path = tmp_path / "nccl_tuner.conf"
-    shown(capsys, "--bytes", "1MiB", "--ranks", "8", "--tuner", str(path))
+    ask = ["--bytes", "1MiB", "--ranks", "8", "--tuner", str(path)]
+    shown(capsys, *ask)
     assert check(path.read_text())
+    log = tmp_path / "all_reduce_ring.csv"
+    columns = "size_bytes,count,dtype,oop_time_us,oop_algbw,oop_busbw,ip_time_us,ip_algbw,ip_busbw"
+    rows = [f"{2**k},{2**k // 4},float,{10 + 2**k / 1e4},0,0,10,0,0" for k in range(10, 12)]
+    log.write_text(
+        "\n".join(["# collective: all_reduce", "# ranks: 8", "# nodes: 1", columns, *rows])
+    )
+    shown(capsys, *ask, "--forced", f"ring/simple={log}")
+    assert "# allreduce, 8 ranks on 1 nodes: measured: 1 combinations" in path.read_text()
+    assert main(["collectives", *ask, "--forced", f"rong/simple={log}"]) == 2
+    assert "say ALGORITHM/PROTOCOL=FILE" in capsys.readouterr().err

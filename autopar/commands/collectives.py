@@ -23,8 +23,9 @@ from autopar.cost_model.fabric import Levels, levels
 from autopar.cost_model.formulas import Formula, formulas
 from autopar.cost_model.measured import CurveKey
 from autopar.cost_model.nccl import Tuning
-from autopar.cost_model.nccl_constants import LATEST
+from autopar.cost_model.nccl_constants import ALGORITHMS, LATEST, PROTOCOLS
 from autopar.cost_model.nccl_graphs import communicator_on
+from autopar.cost_model.nccl_tests import bus_factor, read_tables
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.topology import repeated
 from autopar.cost_model.tuner import NAMES, export
@@ -91,6 +92,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--tuner", metavar="FILE", help="write NCCL's choices as a tuner plugin's configuration"
     )
+    parser.add_argument(
+        "--forced",
+        action="append",
+        default=[],
+        metavar="ALGORITHM/PROTOCOL=FILE",
+        help="what nccl-tests printed with NCCL_ALGO and NCCL_PROTO set; --tuner then writes the "
+        "fastest of what was measured",
+    )
     parser.set_defaults(command=run)
 
 
@@ -122,7 +131,8 @@ def run(options: argparse.Namespace) -> int:
         console.print(line, soft_wrap=True, highlight=False)
     if options.tuner:
         tunings = [Tuning.of(_communicator(question), options.nccl)]
-        Path(options.tuner).write_text(export(tunings))
+        text = export(tunings, forced_of(options.forced, shape))
+        Path(options.tuner).write_text(text)
         console.print(f"wrote {options.tuner}; see docs/cost-model.md for its use", highlight=False)
     return 0
 
@@ -151,6 +161,26 @@ def _machines(graph: nx.Graph, shape: GroupShape) -> int:
     if rows == 0:
         raise ClusterError(f"{shape}: a machine has {kinds.count(kinds[0])} devices")
     return shape.nodes * -(-shape.groups // rows)
+
+
+def forced_of(texts: Sequence[str], shape: GroupShape) -> dict[tuple[str, str, str], Curve]:
+    """The curves of texts such as "ring/ll=all_reduce.log", by collective, algorithm, protocol.
+
+    Raises:
+        ClusterError: a file is of another group, or no output of nccl-tests.
+    """
+    found = {}
+    for text in texts:
+        way, _, file = text.partition("=")
+        algorithm, _, protocol = way.partition("/")
+        if algorithm not in ALGORITHMS or protocol not in PROTOCOLS:
+            raise StrategyError(f"--forced {text!r}: say ALGORITHM/PROTOCOL=FILE, as ring/ll=a.log")
+        tables = read_tables(file, ranks=shape.ranks, ranks_per_node=shape.ranks_per_node)
+        for measured in tables:
+            if (measured.ranks, measured.ranks_per_node) != (shape.ranks, shape.ranks_per_node):
+                raise ClusterError(f"{file} is of {measured.key.shape}, not of {shape}")
+            found[measured.collective, algorithm, protocol] = measured.curve()
+    return found
 
 
 def levels_of(question: Question) -> Levels:
@@ -238,7 +268,7 @@ def table(question: Question, rows: Sequence[Row], pick: Row) -> Table:
         drawn.add_column(name, justify="right", no_wrap=True)
     drawn.add_column("limited by")
     drawn.add_column("origin")
-    share = _bus_share(question.collective, question.shape.ranks)
+    share = bus_factor(question.collective, question.shape.ranks)
     for row in rows:
         drawn.add_row(
             f"{row.name} *" if row is pick else row.name,
@@ -249,13 +279,6 @@ def table(question: Question, rows: Sequence[Row], pick: Row) -> Table:
             row.cost.provenance,
         )
     return drawn
-
-
-def _bus_share(collective: str, ranks: int) -> float:
-    """Bus bandwidth as a multiple of bytes over seconds, as nccl-tests has it."""
-    if collective in ("broadcast", "send"):
-        return 1.0
-    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 def why(
@@ -269,7 +292,7 @@ def why(
     shape, best = question.shape, rows[0]
     chosen = next(way for way in ways if way.algorithm == best.name)
     latency = chosen(0, shape.ranks, shape.nodes, level) / best.cost.seconds
-    first = f"* {best.name}: {latency:.0%} latency of {best.steps} steps, the rest bytes"
+    first = f"* {best.name}, as modelled: {latency:.0%} latency of {best.steps} steps, the rest bytes"
     if len(rows) > 1:
         ratio = rows[1].cost.seconds / best.cost.seconds - 1
         first += f"; {rows[1].name} takes {ratio:.1%} longer"

@@ -7,7 +7,7 @@ import pytest
 
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.fabric import levels
-from autopar.cost_model.routes import Routes, double_tree, rings, tree
+from autopar.cost_model.routes import Routes, double_tree, tree
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.topology import (
     Wire,
@@ -41,7 +41,7 @@ def test_the_ring_of_a_dgx_1_uses_its_double_links():
     first = Routes(graph).ring(devices_of(graph))
     assert first.exact
     assert first.bytes_per_s == 50e9  # two NVLinks at every hop; the order of numbers has none
-    found = rings(graph, devices_of(graph))
+    found = Routes(graph).rings(devices_of(graph))
     assert [ring.bytes_per_s for ring in found] == [50e9, 50e9, 25e9, 25e9]
     used = Counter(hop for ring in found for hop in ring.hops)
     assert max(used.values()) == 1  # both directions of every link, none twice
@@ -62,7 +62,7 @@ def test_a_search_finds_as_good_a_ring_as_trying_all_orders():
 
 def test_rings_over_two_machines_take_all_nics():
     graph = dgx_a100(2)
-    found = rings(graph, devices_of(graph))
+    found = Routes(graph).rings(devices_of(graph))
     assert len(found) == 8
     assert sum(ring.bytes_per_s for ring in found) == pytest.approx(8 * 25e9)
     assert all(ring.exact for ring in found)  # a NIC is the limit whatever the order
