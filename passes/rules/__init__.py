@@ -1,0 +1,1 @@
+"""How each operator may be split along a mesh axis: rules, their table, and the oracle."""

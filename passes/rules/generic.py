@@ -1,0 +1,133 @@
+"""Rules for whole families of operators: pointwise, reductions, contractions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autopar.passes.rules.loops import At, Loop, Operator, Reduced, Rule
+
+
+def pointwise(operator: Operator) -> list[Loop]:
+    """Each dim of the result; operands are aligned at their last dims and broadcast."""
+    shape = operator.results[0].shape
+
+    def place(tensor: torch.Tensor, dim: int) -> At | None:
+        own = dim - len(shape) + tensor.dim()
+        return At(own) if own >= 0 and tensor.shape[own] == shape[dim] != 1 else None
+
+    return [
+        Loop(
+            size,
+            tuple(place(t, dim) for t in operator.operands),
+            tuple(At(dim) for _ in operator.results),
+        )
+        for dim, size in enumerate(shape)
+    ]
+
+
+def along(place: int, default: int = 0) -> Rule:
+    """All dims but one, at the same place in operands and results.
+
+    Args:
+        place: of the argument that names the dim which must stay whole.
+        default: that dim where the argument is left out.
+    """
+
+    def rule(operator: Operator) -> list[Loop]:
+        return every_dim_but(operator, int(operator.argument(place, "dim", default)))
+
+    return rule
+
+
+def same_dims(operator: Operator, dims: Sequence[int]) -> list[Loop]:
+    """Loops over dims that all operands and results have at the same place."""
+    first = operator.operands[0]
+    return [
+        Loop(
+            first.shape[dim],
+            tuple(At(dim) for _ in operator.operands),
+            tuple(At(dim) for _ in operator.results),
+        )
+        for dim in dims
+    ]
+
+
+def reduction(how: Reduced | None, place: int = 1, keep: int = 2) -> Rule:
+    """Dims that stay are loops of the result; those reduced leave parts of a sum or maximum.
+
+    Args:
+        how: what the reduction is, None if parts of it do not add up (a variance).
+        place: of the argument with the dims.
+        keep: place of `keepdim`.
+    """
+
+    def rule(operator: Operator) -> list[Loop]:
+        source = operator.operands[0]
+        given = operator.argument(place, "dim")
+        over = [given] if isinstance(given, int) else list(given or range(source.dim()))
+        over = [dim % max(source.dim(), 1) for dim in over]
+        kept = bool(operator.argument(keep, "keepdim", False))
+        loops = []
+        for dim, size in enumerate(source.shape):
+            if dim not in over:
+                at = At(dim if kept else dim - sum(d < dim for d in over))
+                loops.append(Loop(size, (At(dim),), tuple(at for _ in operator.results)))
+            elif how is not None:
+                loops.append(Loop(size, (At(dim),), tuple(how for _ in operator.results)))
+        return loops
+
+    return rule
+
+
+def contraction(equation: str, added: bool = False) -> Rule:
+    """An einsum: letters of the result are its loops, letters that vanish are summed.
+
+    Args:
+        equation: operands and result, such as "mk,kn->mn"; an operand of fewer dims than letters
+            is broadcast at the front (the bias of `addmm`).
+        added: whether the first operand is added to the product of the others.
+    """
+    left, result = equation.split("->")
+    operands = left.split(",")
+
+    def rule(operator: Operator) -> list[Loop]:
+        sizes: dict[str, int] = {}
+        for letters, tensor in zip(operands, operator.operands, strict=True):
+            for letter, size in zip(
+                letters[len(letters) - tensor.dim() :], tensor.shape, strict=True
+            ):
+                sizes[letter] = max(size, sizes.get(letter, 1))
+
+        def place(letters: str, tensor: torch.Tensor, letter: str) -> At | Reduced | None:
+            dim = letters.find(letter) - (len(letters) - tensor.dim())
+            fits = letter in letters and dim >= 0 and tensor.shape[dim] == sizes[letter]
+            return At(dim) if fits else None
+
+        loops = []
+        for letter, size in sizes.items():
+            places = tuple(
+                place(letters, t, letter)
+                for letters, t in zip(operands, operator.operands, strict=True)
+            )
+            at: At | Reduced = At(result.index(letter)) if letter in result else "sum"
+            if added and at == "sum":
+                places = ("sum", *places[1:])
+            loops.append(Loop(size, places, (at,)))
+        return loops
+
+    return rule
+
+
+def every_dim_but(operator: Operator, dims: int | Sequence[int]) -> list[Loop]:
+    """All dims but some, at the same place in all operands and results."""
+    count = operator.operands[0].dim()
+    whole = {dim % count for dim in ([dims] if isinstance(dims, int) else dims)}
+    return same_dims(operator, [dim for dim in range(count) if dim not in whole])
+
+
+def unpadded(operator: Operator) -> list[Loop]:
+    """(source, pads, value): every dim without padding; pads name dims from the last."""
+    pads, count = operator.args[1], operator.operands[0].dim()
+    return every_dim_but(operator, [count - 1 - i // 2 for i, pad in enumerate(pads) if pad])

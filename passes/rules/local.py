@@ -1,0 +1,70 @@
+"""What an operator is called with on one rank: shards for tensors, local sizes for sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar._torch import OpOverload, pytree
+from autopar.passes.rules.loops import Operator, Way
+from autopar.placement import Placement, Shard
+
+aten = torch.ops.aten
+
+SIZES: Mapping[OpOverload, int] = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.expand.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+    aten.new_zeros.default: 1,
+    aten.new_ones.default: 1,
+    aten.new_empty.default: 1,
+    aten.new_full.default: 1,
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+    aten.empty.memory_format: 0,
+}
+"""The place of the argument that holds the sizes of the first result."""
+
+SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
+"""What drops dims of one element: of shards, also dims that only a shard has one element of."""
+
+
+def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> list[int]:
+    """The shape of what one rank holds."""
+    local = list(shape)
+    if isinstance(placement, Shard):
+        local[placement.dim] //= ranks
+    return local
+
+
+def local_arguments(operator: Operator, way: Way, shards: Sequence[Any], ranks: int) -> Operator:
+    """The operator on one rank's shards.
+
+    Args:
+        operator: on whole tensors.
+        way: how it is split.
+        shards: this rank's part of each operand, in order; nodes or tensors.
+        ranks: of the axis.
+    """
+    given = iter(shards)
+
+    def fill(leaf: Any) -> Any:
+        return next(given) if isinstance(leaf, torch.Tensor) else leaf
+
+    args, kwargs = pytree.tree_map(fill, (list(operator.args), operator.kwargs))
+    place = SIZES.get(operator.target)
+    if operator.target in SQUEEZES:
+        shape = local_shape(operator.results[0].shape, way.results[0], ranks)
+        return replace(operator, target=aten.view.default, args=(args[0], shape), kwargs={})
+    if place is not None:
+        args[place] = local_shape(operator.results[0].shape, way.results[0], ranks)
+    if operator.target is aten.native_group_norm.default:
+        args[3] = shards[0].shape[0]
+    return replace(operator, args=tuple(args), kwargs=kwargs)

@@ -1,0 +1,154 @@
+"""`Loop`: what an operator iterates over, and what follows for where its tensors may lie.
+
+An operator is a nest of loops. To split one over the ranks of an axis shards every tensor that the
+loop runs over, leaves the others whole, and makes a result that the loop is reduced out of a
+partial sum. So a rule has to say only which loops there are; `ways` derives the rest.
+
+For `mm` of [m, k] and [k, n]:
+
+| loop | operands | result | placements |
+|---|---|---|---|
+| m | dim 0, - | dim 0 | S(0), R -> S(0) |
+| n | -, dim 1 | dim 1 | R, S(1) -> S(1) |
+| k | dim 1, dim 0 | sum | S(1), S(0) -> P |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from autopar._torch import pytree
+from autopar.placement import Partial, Placement, Replicate, Shard
+
+Reduced = Literal["sum", "max"]
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a loop runs in a tensor: over `dim`, inside each of `interleave` equal pieces of it."""
+
+    dim: int
+    interleave: int = 1
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop of an operator.
+
+    Attributes:
+        size: how often it runs.
+        operands: where it runs in each tensor among the arguments; None if it does not; "sum" if
+            the tensor is added to what the loop sums, so that ranks must hold parts of it.
+        results: where it runs in each result, or how it is reduced out of it.
+        free: whether its pieces may be interleaved: nothing depends on their order.
+    """
+
+    size: int
+    operands: tuple[At | Reduced | None, ...]
+    results: tuple[At | Reduced, ...]
+    free: bool = True
+
+    def interleaved(self, pieces: int) -> Loop:
+        """The loop inside of each of `pieces` equal pieces of it."""
+
+        def inside(at: Any) -> Any:
+            return replace(at, interleave=at.interleave * pieces) if isinstance(at, At) else at
+
+        return replace(
+            self,
+            size=self.size // pieces,
+            operands=tuple(map(inside, self.operands)),
+            results=tuple(map(inside, self.results)),
+        )
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute an operator along an axis.
+
+    Attributes:
+        operands: where each tensor among the arguments must lie.
+        results: where each result then lies.
+    """
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator and what it is applied to.
+
+    Attributes:
+        target: the aten operator.
+        args: its positional arguments, tensors being fake or real ones.
+        kwargs: its keyword arguments.
+        results: its results, as fake or real tensors; None for one that is left out.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Operator:
+        """The operator of a node, on the fake tensors of its arguments."""
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+        val = node.meta["val"]
+        results = tuple(val) if isinstance(val, (tuple, list)) else (val,)
+        return cls(node.target, tuple(args), dict(kwargs), results)
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """The tensors among the arguments, in order."""
+        leaves = pytree.tree_leaves((list(self.args), self.kwargs))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """An argument by its place or its name."""
+        if place < len(self.args):
+            return self.args[place]
+        return self.kwargs.get(name, default)
+
+
+Rule = Callable[[Operator], list[Loop]]
+
+
+def replicated(operator: Operator) -> Way:
+    """Everything whole on every rank: right for every operator."""
+    whole = Replicate()
+    return Way((whole,) * len(operator.operands), (whole,) * len(operator.results))
+
+
+def ways(loops: list[Loop], ranks: int, interleaves: tuple[int, ...] = (1,)) -> Iterator[Way]:
+    """The ways that splitting one loop over `ranks` allows.
+
+    Args:
+        loops: of the operator.
+        ranks: of the axis.
+        interleaves: numbers of pieces to try for loops whose pieces may be interleaved.
+    """
+    for loop in loops:
+        for pieces in interleaves if loop.free else (1,):
+            if loop.size % (pieces * ranks) == 0:
+                yield split(loop.interleaved(pieces))
+
+
+def split(loop: Loop) -> Way:
+    """Where the tensors lie if a loop is split over ranks."""
+    return Way(tuple(map(_placement, loop.operands)), tuple(map(_placement, loop.results)))
+
+
+def _placement(at: At | Reduced | None) -> Placement:
+    if at is None:
+        return Replicate()
+    return Shard(at.dim, at.interleave) if isinstance(at, At) else Partial(at)
