@@ -167,8 +167,9 @@ def convolution(operator: Operator) -> list[Loop]:
     if groups == 1:
         into, out = (0, 1) if transposed else (1, 0)
         loops.append(Loop(weight.shape[out], (None, At(out), *(At(0) for _ in bias)), (At(1),)))
-        summed: tuple[At | Reduced, ...] = ("sum",) * len(bias)
-        loops.append(Loop(source.shape[1], (At(1), At(into), *summed), ("sum",)))
+        part: Reduced = "sum"
+        summed = (part,) * len(bias)
+        loops.append(Loop(source.shape[1], (At(1), At(into), *summed), (part,)))
     return loops
 
 
