@@ -6,15 +6,17 @@ bytes, the latency, grows with the steps of the ring or tree: by the difference 
 model sees between the two, where that is known, otherwise in proportion. On a mesh of NVLinks,
 whose subsets differ, this would be off by half.
 
-Where side by side groups of ranks that share cores were measured, what twice as many active ranks
-cost is learnt from them.
+Ranks that share cores slow each other down: time grows as max(1, busy ranks / cores). How many
+cores that is in effect is learnt from groups measured alone and side by side.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import permutations
+from statistics import median
 
 from autopar.cost_model.collectives import ring
 from autopar.cost_model.cost import Cost
@@ -39,12 +41,14 @@ class Fabric:
         ranks_per_node: ranks on a full node.
         nics: NICs of a node.
         trees: whether all-reduces between nodes are done by trees at large sizes (NVLS trees).
+        cores: ranks of a node that may be busy before they slow each other down.
     """
 
     backend: str
     ranks_per_node: int
     nics: int
     trees: bool
+    cores: float = math.inf
 
     def link_bytes(self, collective: str, shape: GroupShape) -> float:
         """Bytes through the busiest link for each byte of the message, in units of that link.
@@ -73,6 +77,10 @@ class Fabric:
         """Ranks of a node that are busy while all groups of a shape run, if they fill nodes."""
         room = max(self.ranks_per_node, shape.ranks_per_node)
         return min(room, shape.ranks_per_node * shape.groups)
+
+    def crowding(self, shape: GroupShape) -> float:
+        """How many times longer all takes because ranks share cores."""
+        return max(1.0, self.active(shape) / self.cores)
 
     def steps(self, collective: str, shape: GroupShape) -> float:
         """Messages one after the other, those of a ring."""
@@ -118,9 +126,7 @@ def derive(
     base = min(alike, key=lambda key: _distance(key, wanted))
     entry = alike[base]
     seconds = _scaled(entry.curve, base, wanted, nbytes, fabric, prior)
-    crowding = fabric.active(wanted.shape) / fabric.active(base.shape)
-    if crowding != 1:
-        seconds *= crowding ** _crowded(alike, base, nbytes, fabric)
+    seconds *= fabric.crowding(wanted.shape) / fabric.crowding(base.shape)
     error = entry.curve.error(nbytes) + PER_DOUBLING * _distance(base, wanted)[0]
     return Cost(seconds, f"modelled by ring scaling from {base.shape}, {entry.provenance}", error)
 
@@ -169,19 +175,32 @@ def _piece_at(curve: Curve, nbytes: float) -> float:
     return min(curve.pieces, key=lambda piece: abs(piece(nbytes) - time)).latency_s
 
 
-def _crowded(
-    alike: Mapping[CurveKey, Measured], base: CurveKey, nbytes: float, fabric: Fabric
-) -> float:
-    """The power of the number of active ranks with which times grow, as measured: 0 to 1."""
-    return max(_powers(alike, base, nbytes, fabric), default=0.0)
+def effective_cores(curves: Mapping[CurveKey, Measured], ranks_per_node: int) -> float:
+    """How many ranks of a node do not slow each other down, by groups alone and side by side.
+
+    The median over all collectives and sizes of how much longer the crowded ones take; infinite if
+    they do not, or if there are no such pairs.
+    """
+    found = [
+        cores
+        for few, many in permutations(curves, 2)
+        if replace(few, shape=replace(few.shape, groups=many.shape.groups)) == many
+        and few.shape.groups < many.shape.groups
+        for cores in _cores(few, many, curves, ranks_per_node)
+    ]
+    return median(found) if found else math.inf
 
 
-def _powers(
-    alike: Mapping[CurveKey, Measured], base: CurveKey, nbytes: float, fabric: Fabric
+def _cores(
+    few: CurveKey, many: CurveKey, curves: Mapping[CurveKey, Measured], ranks_per_node: int
 ) -> Iterator[float]:
-    for key, entry in alike.items():
-        ratio = fabric.active(base.shape) / fabric.active(key.shape)
-        if ratio > 1:
-            scaled = _scaled(entry.curve, key, base, nbytes, fabric)
-            slower = alike[base].curve(nbytes) / scaled
-            yield min(1.0, max(0.0, math.log(slower) / math.log(ratio)))
+    fewer, more = (
+        min(ranks_per_node, k.shape.ranks_per_node * k.shape.groups) for k in (few, many)
+    )
+    if fewer == more:
+        return
+    quick, slow = curves[few].curve, curves[many].curve
+    for nbytes, seconds in zip(slow.bytes, slow.seconds, strict=True):
+        if quick.bytes[0] <= nbytes <= quick.bytes[-1]:
+            longer = seconds / quick(nbytes)
+            yield max(fewer, more / longer) if longer > 1 else math.inf

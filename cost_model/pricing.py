@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autopar.cost_model.cost import ClusterError, Cost
-from autopar.cost_model.extrapolate import Fabric, derive
+from autopar.cost_model.extrapolate import Fabric, derive, effective_cores
 from autopar.cost_model.measured import CurveKey
 from autopar.cost_model.nccl import COLLECTIVES as NCCL_COLLECTIVES
 from autopar.cost_model.nccl import Tuning
@@ -59,7 +60,10 @@ class Prices:
             kinds = cluster.topology.nodes(data="kind")
             nics = sum(kind == "nic" and node_of(name) == "node0" for name, kind in kinds) or nics
         trees = cluster.backend == "nccl" and any(name in cluster.device for name in NVLS)
-        return Fabric(cluster.backend, cluster.ranks_per_node, nics, trees)
+        cores = math.inf
+        if cluster.device == "cpu":
+            cores = effective_cores(cluster.curves, cluster.ranks_per_node)
+        return Fabric(cluster.backend, cluster.ranks_per_node, nics, trees, cores)
 
     def _measured(self, key: CurveKey, nbytes: float) -> Cost | None:
         """From a curve of these groups, if need be of another dtype: bytes are bytes."""

@@ -1,11 +1,14 @@
 """Groups that were not measured: worlds made of a known law are predicted, unknown ones refused."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from autopar.cost_model.collectives import ring
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves import Curve
-from autopar.cost_model.extrapolate import Fabric, derive
+from autopar.cost_model.extrapolate import Fabric, derive, effective_cores
 from autopar.cost_model.measured import CurveKey, Measured
 from autopar.cost_model.shape import GroupShape
 
@@ -14,11 +17,11 @@ GLOO = Fabric("gloo", ranks_per_node=4, nics=4, trees=False)
 NCCL = Fabric("nccl", ranks_per_node=8, nics=8, trees=False)
 
 
-def law(collective, shape, nbytes, *, crowding=0.0, backend="gloo"):
-    """A ring of 50 us a step and 1 GB/s, slower by a power of the ranks that are busy."""
+def law(collective, shape, nbytes, *, cores=100, backend="gloo"):
+    """A ring of 50 us a step and 1 GB/s, slower where more ranks are busy than there are cores."""
     steps, share = ring(collective, shape.ranks, backend)
     busy = shape.ranks_per_node * shape.groups
-    return (steps * 50e-6 + share * nbytes / 1e9) * busy**crowding
+    return (steps * 50e-6 + share * nbytes / 1e9) * max(1, busy / cores)
 
 
 def known(collective, *shapes, **options):
@@ -50,12 +53,16 @@ def test_a_ring_of_twice_the_ranks(collective, measured, wanted):
         assert 0.05 < cost.error < 0.5
 
 
-def test_what_sharing_cores_costs_is_learnt_from_groups_side_by_side():
-    curves = known("all_reduce", GroupShape(2, 2), GroupShape(2, 2, 2), crowding=0.7)
-    curves |= known("all_reduce", GroupShape(4, 4), crowding=0.7)
+@pytest.mark.parametrize("cores", [2, 3, 100])
+def test_what_sharing_cores_costs_is_learnt_from_groups_side_by_side(cores):
+    shapes = GroupShape(2, 2), GroupShape(2, 2, 2), GroupShape(4, 4)
+    curves = known("all_reduce", *shapes, cores=cores)
+    found = effective_cores(curves, 4)
+    assert found == pytest.approx(cores if cores < 4 else math.inf)
     wanted = GroupShape(8, 8)
-    cost = derive(curves, CurveKey("all_reduce", wanted), 10**6, GLOO)
-    assert cost.seconds == pytest.approx(law("all_reduce", wanted, 10**6, crowding=0.7), rel=0.05)
+    fabric = replace(GLOO, cores=found)
+    cost = derive(curves, CurveKey("all_reduce", wanted), 10**6, fabric)
+    assert cost.seconds == pytest.approx(law("all_reduce", wanted, 10**6, cores=cores), rel=0.05)
 
 
 def test_nodes_are_not_told_from_one_node_nor_the_reverse():
