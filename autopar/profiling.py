@@ -64,7 +64,8 @@ class Profiler(Recorder):
         alike = [step for step in trained if trained and step.graph is trained[-1].graph]
         if not self.done and len(alike) >= WARM_STEPS + self.count:
             self.done = True
-            made = compare(alike[-self.count :], self.optimizer, self.device)
+            with torch.enable_grad():  # the forward has none
+                made = compare(alike[-self.count :], self.optimizer, self.device)
             made.save(self.folder / f"rank{rank()}.json")
             super().begin(graph)  # measuring was no part of the step
         if self.done:
@@ -110,9 +111,7 @@ def messages_of(graph: TrainingGraph, cluster: Cluster) -> list[Message]:
         cost = cluster.seconds(sent.collective, sent.nbytes, sent.shape, sent.dtype)
         empty = cluster.seconds(sent.collective, 1, sent.shape, sent.dtype)
         found.append(
-            Message(
-                node.name, sent.collective, sent.nbytes, cost.seconds, empty.seconds, cost.kind
-            )
+            Message(node.name, sent.collective, sent.nbytes, cost.seconds, empty.seconds, cost.kind)
         )
     return found
 

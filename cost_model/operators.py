@@ -176,9 +176,9 @@ class OperatorTimes:
         flops, nbytes, line = flops_of(node), moved_bytes(node), self.roofline
         kind, size = kind_of(time_key(node)), flops or nbytes
         known = self._kinds.get(kind, ())
-        near = min(known, key=lambda at: abs(math.log(at[0] / size)), default=None) if size else None
-        if near is not None and 1 / _NEAR <= near[0] / size <= _NEAR:
-            rest = max(0.0, near[1] - line.launch_s) * size / near[0]
+        done, taken = min(known, key=lambda at: abs(math.log(at[0] / max(1, size))), default=(0, 0))
+        if size and 1 / _NEAR <= done / size <= _NEAR:
+            rest = max(0.0, taken - line.launch_s) * size / done
             return Cost(line.launch_s + rest, f"modelled by {kind} of another size, timed here")
         item = min((t.element_size() for t in tensors(node)), default=4)
         return Cost(line.seconds(flops, nbytes, item), f"modelled by {line.source}")

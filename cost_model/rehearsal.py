@@ -142,7 +142,8 @@ class Stage:
     def __init__(self, graph: TrainingGraph) -> None:
         self.keys: list[str | None] = []
         self._ticks: list[float] = []
-        self._arguments = arguments_of(graph)
+        with torch.random.fork_rng([]):
+            self._arguments = arguments_of(graph)
         module = fx.GraphModule(dict(graph.constants), graph.copy().graph)
         for node in list(module.graph.nodes):
             if node.op == "call_function":

@@ -105,7 +105,7 @@ class _Run:
     cluster: Cluster
     operators: OperatorTimes
     sources: Counter[str] = field(default_factory=Counter)
-    waits: Counter[str] = field(default_factory=Counter)
+    waits: dict[str, float] = field(default_factory=dict)
     issued: dict[fx.Node, Flight] = field(default_factory=dict)
     compute_s: float = 0.0
     communication_s: float = 0.0
@@ -145,7 +145,8 @@ class _Run:
 
     def wait(self, name: str, flight: Flight) -> None:
         """Stand still until a collective has ended."""
-        self.waits[flight.transfer.collective] += self.clock.wait(name, flight)
+        kind = flight.transfer.collective
+        self.waits[kind] = self.waits.get(kind, 0.0) + self.clock.wait(name, flight)
 
     def finish(self) -> None:
         """Nothing is under way when a step ends."""

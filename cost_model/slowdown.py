@@ -35,7 +35,7 @@ class Slowdown:
         check_provenance(self.provenance)
         factors = (*self.compute, *self.communication)
         if not len(self.bytes) == len(self.compute) == len(self.communication) > 0:
-            raise ClusterError("a slowdown has two factors for each of its sizes, one size at least")
+            raise ClusterError("a slowdown has two factors for each size, and one size at least")
         if not all(math.isfinite(f) and f >= 1 for f in factors):
             raise ClusterError(f"factors of slowdown are numbers from 1, not {factors}")
         if min(self.issue_s, self.wait_s) < 0 or list(self.bytes) != sorted(set(self.bytes)):
@@ -57,7 +57,8 @@ class Slowdown:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Slowdown:
         """What `dataclasses.asdict` made of one."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        rows = {name: tuple(data[name]) for name in ("bytes", "compute", "communication")}
+        return cls(**{**data, **rows})
 
 
 APART = Slowdown.modelled(1.0, 1.0, "nothing that they share")

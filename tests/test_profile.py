@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import autopar
@@ -13,7 +14,6 @@ from autopar.commands.profile import show, trace
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.planner import machine
 from autopar.report.profile import Message, Profile, Side, find
-from rich.console import Console
 from tests.worlds import run
 
 STEPS = 2

@@ -1,4 +1,4 @@
-"""`autopar profile`: some steps of a script recorded, beside what the cost model predicts of them."""
+"""`autopar profile`: steps of a script recorded, beside what the cost model predicts of them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def show(profiles: list[Profile], console: Console) -> None:
         )
     for index, item in enumerate(found):
         name = f"Worst bottleneck: {item.name}" if index == 0 else f"Then: {item.name}"
-        console.print(f"[bold]{name}[/bold]. {escape(item.why)}. What would move it: {item.advice}.")
+        console.print(f"[bold]{name}[/bold]. {escape(item.why)}.")
+        console.print(f"What would move it: {item.advice}.")
 
 
 def _overview(profile: Profile) -> Table:

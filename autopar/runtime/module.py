@@ -332,8 +332,6 @@ class DistributedModule(nn.Module):
     def _run(self, leaves: list[Any], share: Share) -> Any:
         hold = self._hold
         program = self._program(share, hold)
-        if self._options.recorder is not None:
-            self._options.recorder.begin(program.graph)
         running = Running(
             program,
             self._arguments(program, leaves, share),

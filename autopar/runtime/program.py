@@ -130,11 +130,13 @@ def build(
     def half(part: TrainingGraph, donated: tuple[int, ...] = ()) -> Half:
         return Half(part, generate(part, groups, compile_backend, donated, recorder), donated)
 
-    backward = None
+    forward, backward = half(split.forward), None
+    if recorder is not None:
+        forward = replace(forward, run=recorder.from_start(graph, forward.run))
     if split.backward is not None:
         spare = donated_by(split.forward, split.backward) if through else ()
         backward = half(split.backward, spare)
-    return Program(capture, graph, half(split.forward), backward)
+    return Program(capture, graph, forward, backward)
 
 
 def with_axes(graph: TrainingGraph, plan: Plan) -> TrainingGraph:

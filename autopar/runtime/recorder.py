@@ -19,12 +19,12 @@ Boxed = Callable[[list[Any]], list[Any]]
 
 @dataclass
 class Step:
-    """One call of a module, to the next.
+    """One run of a module's forward, to the next.
 
     Attributes:
         graph: the joint graph of the call.
         start_s: when it started, in seconds of `time.perf_counter`.
-        end_s: when the next call started; None if it has not.
+        end_s: when the next forward started; None if it has not.
         halves: of each half of the program that ran, the operators and a tick before each, and
             one after the last.
     """
@@ -36,7 +36,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """How long it took, with what the caller did between this call and the next."""
+        """How long it took, with what the caller did after its backward."""
         assert self.end_s is not None
         return self.end_s - self.start_s
 
@@ -65,8 +65,17 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[Step] = []
 
+    def from_start(self, graph: TrainingGraph, forward: Boxed) -> Boxed:
+        """The forward half of a joint graph, with which a step begins."""
+
+        def run(arguments: list[Any]) -> list[Any]:
+            self.begin(graph)
+            return forward(arguments)
+
+        return run
+
     def begin(self, graph: TrainingGraph) -> None:
-        """A call starts, which runs this graph."""
+        """A step starts, which runs this graph."""
         now = time.perf_counter()
         if self.steps and self.steps[-1].end_s is None:
             self.steps[-1].end_s = now

@@ -29,7 +29,7 @@ ROWS = {"gpt": 16, "dropout": 16, "encoder": 16, "conv": 16, "encdec": 8, "moe":
 """Rows of the global batch of each model."""
 
 SETTINGS = (Setting(1, 2), Setting(1, 4), Setting(2, 1, "1gbit"), Setting(2, 2, "1gbit"))
-CYCLES, STEPS = 3, 5
+CYCLES, STEPS = 6, 2
 """How often everything is measured again, and steps of each plan each time."""
 
 

@@ -8,29 +8,36 @@ from __future__ import annotations
 import gc
 import inspect
 import json
-import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.api import capture_of_rank
+from autopar.cost_model.liveness import Overhead
+from autopar.cost_model.measure import measure
+from autopar.cost_model.operators import OperatorTimes
+from autopar.cost_model.rehearsal import Ranks
+from autopar.cost_model.update import measure_update
 from autopar.plan import Strategy
 from autopar.planner.candidates import Choice, Evaluator
 from autopar.planner.decide import Question, evaluator_of
-from autopar.planner.machine import Machine, measure_machine
+from autopar.planner.machine import Machine
 from autopar.planner.search import first_choice
 from autopar.runtime.parameters import describe_parameters
 from tests.models import MODELS, Case
+
+COLLECTIVES_S, OPERATORS_S = 2.0, 0.5
+"""Seconds to spend each time; three rounds at least."""
 
 STAGES = (0, 1, 2, 3)
 LEVELS = ("none", "full")
@@ -88,7 +95,9 @@ def trainer(case: Case, plan: autopar.Plan, rows: int) -> Callable[[int], None]:
     return step
 
 
-def contenders(case: Case, rows: int) -> tuple[list[Contender], Callable[[Machine], Evaluator]]:
+def contenders(
+    case: Case, rows: int
+) -> tuple[list[Contender], Callable[[Machine | None], Evaluator]]:
     """All plans of a model, ready to train, and what predicts them on a machine."""
     model = case.make()
     question = Question(
@@ -118,13 +127,17 @@ def contenders(case: Case, rows: int) -> tuple[list[Contender], Callable[[Machin
     return made, lambda machine: evaluator_of(question, graph, machine)
 
 
-def predict(field: list[Contender], planner: Callable[[Machine], Evaluator]) -> None:
+def predict(field: list[Contender], planner: Callable[[Machine | None], Evaluator]) -> None:
     """One prediction of every plan, from new measurements alone."""
-    graphs = [planner(None).lowered(c.choice) for c in field]  # type: ignore[arg-type]
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["AUTOPAR_CACHE"] = folder
-        machine = measure_machine(graphs, torch.device("cpu"), None, torch.optim.AdamW, live=True)
-    evaluator = planner(machine)
+    graphs = [planner(None).lowered(contender.choice) for contender in field]
+    world_size, device = dist.get_world_size(), torch.device("cpu")
+    cluster = measure(mesh={"dp": world_size}, budget_s=COLLECTIVES_S, cache=False)
+    ranks = Ranks.live()
+    unknown = replace(OperatorTimes.load("cpu", sharing=ranks.sharing), times={})
+    operators = unknown.measure(graphs, ranks, budget_s=OPERATORS_S)
+    mesh = init_device_mesh("cpu", (world_size,))
+    update = measure_update(torch.optim.AdamW, device, mesh)
+    evaluator = planner(Machine(cluster, operators, update, Overhead()))
     for contender in field:
         made = evaluator.evaluate(contender.choice).prediction
         contender.predicted.append(made.step_s)

@@ -45,6 +45,4 @@ def test_collectives_land_with_their_waits():
     assert flights.kind(sent.name) == COMPUTE
     assert flights.kind(done.name) == "wait"
     assert flights.landed(sent.name, 1.0, 1.5) == []
-    assert flights.landed(done.name, 3.0, 4.0) == [
-        Event(sent.name, "dp", 1.0, 4.0, "all_reduce")
-    ]
+    assert flights.landed(done.name, 3.0, 4.0) == [Event(sent.name, "dp", 1.0, 4.0, "all_reduce")]
