@@ -29,20 +29,21 @@ def crossover(first: Formula, second: Formula, ranks: int, nodes: int) -> tuple[
 
 def crossovers(
     first: Formula, second: Formula, ranks: int, nodes: int, levels: Levels
-) -> tuple[float, ...]:
+) -> dict[float, sympy.Expr]:
     """The sizes in bytes, ascending, at which the faster of two algorithms changes.
 
-    The values of `crossover` with these figures that are real and positive, and at which the sign
-    of the difference changes.
+    Returns:
+        The values of `crossover` with these figures that are real and positive, and at which the
+        sign of the difference changes, each with its expression.
     """
 
     def gap(size: float) -> float:
         return first(size, ranks, nodes, levels) - second(size, ranks, nodes, levels)
 
     figures = {name: sympy.Rational(x) for name, x in figures_of(ranks, nodes, levels).items()}
-    values = [e.subs(figures).evalf(30) for e in crossover(first, second, ranks, nodes)]
-    sizes = {float(value) for value in values if value.is_finite and value.is_positive}
-    return tuple(x for x in sorted(sizes) if gap(0.99 * x) * gap(1.01 * x) < 0)
+    values = {e: e.subs(figures).evalf(30) for e in crossover(first, second, ranks, nodes)}
+    sizes = {float(x): e for e, x in values.items() if x.is_finite and x.is_positive}
+    return {x: sizes[x] for x in sorted(sizes) if gap(0.99 * x) * gap(1.01 * x) < 0}
 
 
 @cache

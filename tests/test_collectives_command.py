@@ -1,8 +1,14 @@
 """`autopar collectives`."""
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.cli import main
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.curves import Curve
+from autopar.cost_model.measured import CurveKey, Measured
+from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.tuner import check
 
 
@@ -25,9 +31,30 @@ def test_the_table_the_pick_and_why(capsys):
     assert "imported from" in text
     assert "nic" in text
     assert "fastest by size" in text
+    assert "hierarchical = ring at" in text
+    assert "*alpha*" in text
     assert "modelled by Thakur, Rabenseifner & Gropp 2005" in text
     for line in rows:
         assert any(kind in line for kind in ("measured", "imported", "modelled"))
+
+
+def test_a_measured_host_without_a_topology(tmp_path, capsys):
+    """A ring fitted to its curve stands for the links; NCCL has no say."""
+    sizes = tuple(2**k for k in range(10, 26))
+    curve = Curve(sizes, tuple(6 * 1e-4 + 1.5 * n / 1e9 for n in sizes))  # a ring of 4
+    entry = Measured(curve, "measured today on this host", "gloo, torch 2.13.0")
+    cluster = replace(
+        Cluster.default(4), link=None, curves={CurveKey("all_reduce", GroupShape(4, 4)): entry}
+    )
+    path = tmp_path / "cluster.json"
+    cluster.save(path)
+    text = shown(capsys, "--bytes", "1MiB", "--ranks", "4", "--cluster", str(path))
+    assert "measured today on this host" in text
+    assert "this cluster runs gloo" in text
+    assert "a rank 100 us, 1 GB/s inside a machine" in text
+    ask = ["collectives", "--bytes", "1MiB", "--ranks", "4", "--cluster", str(path)]
+    assert main([*ask, "--collective", "broadcast"]) == 2
+    assert "neither a topology nor a curve of broadcast over 4 ranks" in capsys.readouterr().err
 
 
 def test_what_cannot_be_answered_says_why(capsys):

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from autopar.commands.measure import in_units
+from autopar.commands.collectives_text import Question, Row, table, why
 from autopar.cost_model.cluster import Cluster, shipped_clusters
 from autopar.cost_model.collectives import COLLECTIVES, ring
 from autopar.cost_model.cost import ClusterError, Cost
-from autopar.cost_model.crossover import fastest
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.fabric import Levels, levels
 from autopar.cost_model.formulas import Formula, formulas
@@ -25,7 +21,7 @@ from autopar.cost_model.measured import CurveKey
 from autopar.cost_model.nccl import Tuning
 from autopar.cost_model.nccl_constants import ALGORITHMS, LATEST, PROTOCOLS
 from autopar.cost_model.nccl_graphs import communicator_on
-from autopar.cost_model.nccl_tests import bus_factor, read_tables
+from autopar.cost_model.nccl_tests import read_tables
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.topology import repeated
 from autopar.cost_model.tuner import NAMES, export
@@ -33,42 +29,6 @@ from autopar.errors import StrategyError
 
 DEFAULT = "dgx-a100"
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to run the collective.
-
-    Attributes:
-        name: the algorithm, or who says it.
-        cost: its time and where that comes from.
-        steps: messages that follow one another; None if not known.
-        bottleneck: the link that limits it; empty if not known.
-    """
-
-    name: str
-    cost: Cost
-    steps: int | None = None
-    bottleneck: str = ""
-
-
-@dataclass(frozen=True)
-class Question:
-    """A collective on a cluster.
-
-    Attributes:
-        collective: one of `collectives.COLLECTIVES`.
-        nbytes: its size.
-        shape: the groups that run it.
-        cluster: what is known of the machines.
-        graph: its topology, if known, with as many machines as the group needs.
-    """
-
-    collective: str
-    nbytes: int
-    shape: GroupShape
-    cluster: Cluster
-    graph: nx.Graph | None
 
 
 def add_to(commands: Any) -> None:
@@ -256,66 +216,3 @@ def rows_of(question: Question, ways: Sequence[Formula], level: Levels) -> list[
         for way in ways
     ]
     return sorted(rows, key=lambda row: row.cost.seconds)
-
-
-def table(question: Question, rows: Sequence[Row], pick: Row) -> Table:
-    """One row for each way: seconds, bus bandwidth, steps, the limiting link, the origin."""
-    what = f"{question.collective} of {question.nbytes:,} bytes ({in_units(question.nbytes)})"
-    title = f"{what}: {question.shape}, on {question.cluster.name}"
-    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    drawn.add_column("algorithm", no_wrap=True)
-    for name in ("ms", "busbw GB/s", "steps"):
-        drawn.add_column(name, justify="right", no_wrap=True)
-    drawn.add_column("limited by")
-    drawn.add_column("origin")
-    share = bus_factor(question.collective, question.shape.ranks)
-    for row in rows:
-        drawn.add_row(
-            f"{row.name} *" if row is pick else row.name,
-            f"{row.cost.seconds * 1e3:.4g}" + (f" ±{row.cost.error:.0%}" if row.cost.error else ""),
-            f"{share * question.nbytes / row.cost.seconds / 1e9:.4g}",
-            "" if row.steps is None else str(row.steps),
-            row.bottleneck,
-            row.cost.provenance,
-        )
-    return drawn
-
-
-def why(
-    question: Question,
-    ways: Sequence[Formula],
-    level: Levels,
-    rows: Sequence[Row],
-    seen: Sequence[Row],
-) -> list[str]:
-    """Sentences: the pick, what its time is made of, and where others take over."""
-    shape, best = question.shape, rows[0]
-    chosen = next(way for way in ways if way.algorithm == best.name)
-    latency = chosen(0, shape.ranks, shape.nodes, level) / best.cost.seconds
-    first = f"* {best.name}, as modelled: {latency:.0%} latency of {best.steps} steps, the rest bytes"
-    if len(rows) > 1:
-        ratio = rows[1].cost.seconds / best.cost.seconds - 1
-        first += f"; {rows[1].name} takes {ratio:.1%} longer"
-    first += "".join(
-        f"; {row.name} takes {row.cost.seconds / best.cost.seconds:.3g} times as long"
-        for row in seen[:1]
-    )
-    links = []
-    if shape.ranks_per_node > 1:
-        links.append(f"a rank {_link(level.latency_s, level.bytes_per_s)} inside a machine")
-    if shape.nodes > 1:
-        links.append(f"a machine {_link(level.node_latency_s, level.node_bytes_per_s)} to others")
-    narrowest = f"the narrowest is {level.bottleneck}, {level.provenance}"
-    stretches = fastest(ways, shape.ranks, shape.nodes, level)
-    parts = [
-        name
-        + (f" from {in_units(round(low))}" if low else "")
-        + (f" to {in_units(round(high))}" if high else "")
-        for name, low, high in stretches
-    ]
-    by_size = f"fastest by size, modelled by the formulas' crossovers: {', '.join(parts)}"
-    return [f"{first}.", f"links: {', '.join(links)}; {narrowest}.", f"{by_size}."]
-
-
-def _link(latency_s: float, bytes_per_s: float) -> str:
-    return f"{latency_s * 1e6:.3g} us, {bytes_per_s / 1e9:.4g} GB/s"
