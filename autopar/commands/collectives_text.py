@@ -1,4 +1,4 @@
-"""What `autopar collectives` prints: the table, the pick and why, where one gives way to another."""
+"""What `autopar collectives` prints: the table, the pick and why, and where others take over."""
 
 from __future__ import annotations
 
