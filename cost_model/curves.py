@@ -2,7 +2,7 @@
 
 Inside the measured range the logarithm of time is interpolated over the logarithm of size by a
 cubic that never overshoots (Fritsch & Butland 1984). Held-out sizes of 13 published nccl-tests
-tables come out within 3.2 % (median of the tables), 3.8 % with straight lines between the points.
+tables come out within 3.3 % (median of the tables), 3.8 % with straight lines between the points.
 Outside the range the time follows the first or the last of up to three affine pieces fitted to the
 points, scaled to join the curve at its end.
 """

@@ -32,7 +32,7 @@ def fit_pieces(sizes: Sequence[int], seconds: Sequence[float], most: int = 3) ->
     count = len(sizes)
     if count == 1:
         return (Piece(0.0, seconds[0] / sizes[0]),)
-    fits = list(_runs(sizes, seconds, shortest=2 if count < 6 else 3))
+    fits = list(_runs(sizes, seconds, shortest=min(count, 3)))
     best: list[dict[int, tuple[float, tuple[Piece, ...]]]] = [{0: (0.0, ())}]
     for _ in range(most):
         row: dict[int, tuple[float, tuple[Piece, ...]]] = {}

@@ -25,13 +25,14 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.imports import cluster_of
+from autopar.cost_model.measured import CurveKey
 from autopar.cost_model.nccl_tests import Table, read_tables
 from autopar.cost_model.topology import repeated
 from benchmarks.prediction.report import summary
 
 Case = dict[str, Any]
 _SUFFIXES = (".csv", ".txt", ".log", ".out", ".json")
-_SHAPE = re.compile(r"\d+x\d+")
+_SHAPE = re.compile(r"(\d+)x(\d+)|(?<![a-z0-9])(n\d+|\d+(gpus?|ranks?|nodes?))(?![a-z0-9])")
 _DEVICE = re.compile(r"[abhv]\d00|rtx ?\d+", re.IGNORECASE)
 _MACHINES = {"A100": "dgx-a100", "H100": "dgx-h100"}
 _ON_SWITCHES = ("A100", "H100", "H200", "B200", "B300")
@@ -40,7 +41,7 @@ _ON_SWITCHES = ("A100", "H100", "H200", "B200", "B300")
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The part's result; the predictions for other groups are under `other_groups`."""
-    tables = load(options.tables)
+    tables, refused = load(options.tables)
     cases = [case for name, table in tables.items() for case in held_out(name, table)]
     by_table: dict[str, list[Case]] = {}
     for case in cases:
@@ -53,23 +54,34 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "within_error_bar": mean(case["error"] <= case["error_bar"] for case in cases),
         "tables": errors,
         "cases": cases,
+        "refused": refused,
         "other_groups": other_groups(tables),
         "gloo_groups": gloo_groups(options),
     }
 
 
-def load(folder: Path) -> dict[str, Table]:
-    """The tables in a folder by the names of their files."""
+def load(folder: Path) -> tuple[dict[str, Table], list[str]]:
+    """The tables in a folder by the names of their files, and why others were refused.
+
+    A name such as a100_2x8_allreduce tells the ranks on a node, where the file does not.
+    """
     if not folder.is_dir():
         raise ClusterError(f"{folder} is no folder: give the tables with --tables DIR")
-    paths = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
-    tables = {}
-    for path in paths:
-        for index, table in enumerate(read_tables(path)):
+    tables: dict[str, Table] = {}
+    refused: list[str] = []
+    for path in sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES):
+        match = _SHAPE.search(path.stem)
+        each = int(match[2]) if match and match[2] else None
+        try:
+            found = read_tables(path, ranks_per_node=each)
+        except ClusterError as error:
+            refused.append(str(error))
+            continue
+        for index, table in enumerate(found):
             tables[f"{path.stem}{f'#{index + 1}' if index else ''}"] = table
     if not tables:
-        raise ClusterError(f"{folder} holds no tables ({', '.join(_SUFFIXES)})")
-    return tables
+        raise ClusterError(f"{folder} holds no tables. {'; '.join(refused)}")
+    return tables, refused
 
 
 def held_out(name: str, table: Table) -> Iterator[Case]:
@@ -136,14 +148,13 @@ def doublings(tables: dict[str, Table]) -> Iterator[tuple[str, Table, Sequence[T
     """
     for name, target in tables.items():
         half = target.ranks // 2
-        family = [
-            table
-            for other, table in tables.items()
-            if _alike(name, target, other, table) and table.ranks <= half
-        ]
-        nearest = [table for table in family if table.ranks == half and half >= 4]
+        family: dict[CurveKey, Table] = {}
+        for other, table in tables.items():
+            if table.ranks <= half and _alike(name, target, other, table):
+                family.setdefault(table.key, table)
+        nearest = [table for table in family.values() if table.ranks == half and half >= 4]
         if any(_nodes(t) == 1 == _nodes(target) or _nodes(t) >= 2 for t in nearest):
-            yield name, target, family
+            yield name, target, list(family.values())
 
 
 def _nodes(table: Table) -> int:

@@ -44,7 +44,9 @@ def test_held_out_sizes_and_larger_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(curves, "gloo_groups", lambda options: None)
     for nodes, ranks in ((1, 4), (1, 8), (2, 16), (4, 32)):
         table(tmp_path, nodes, ranks, spoil=10 if nodes == 4 else None)
+    (tmp_path / "cut.csv").write_text("size_bytes,count\n8,2\n")
     result = curves.run(options(tmp_path))
+    assert ["cut.csv: line 2" in text for text in result["refused"]] == [True]
     assert len(result["cases"]) == 4 * 27  # every size once
     assert result["median_error"] < 0.02
     assert result["tables"]["dgxa100_4x8_allreduce"] == result["worst_error"] > 0.02
