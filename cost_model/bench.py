@@ -79,10 +79,10 @@ class Bench:
             except Exception as error:
                 box = [(None, error)]
         dist.broadcast_object_list(box, group=self.group, group_src=0, device=self.device)
-        value, error = box[0]
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
+        value, failure = box[0]
+        if failure is not None:
+            raise failure
+        return value
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, on every rank."""

@@ -152,7 +152,7 @@ def _agree(bench: Bench, request: Request) -> None:
 def _kept_or_new(bench: Bench, request: Request, tell: Tell) -> Cluster:
     hosts = bench.gather((Host.here().facts(), device_name(bench.device)))
     shelf = Shelf({"hosts": hosts, "backend": bench.backend, "dtype": request.dtype})
-    ranks_per_node = block_of([host["name"] for host, _ in hosts])
+    ranks_per_node = block_of([str(host["name"]) for host, _ in hosts])
     wanted = request.layouts(bench.world_size, ranks_per_node)
     kept = bench.agree(lambda: shelf.read() if request.cache and not request.fresh else None)
     if kept is not None and kept.serves(wanted, request.budget_s):

@@ -145,28 +145,28 @@ def _progress(console: Console) -> Iterator[Tell | None]:
 
 
 def table(cluster: Cluster) -> Table:
-    """Each curve in a row: its times, the bandwidth at its largest size, its error bar."""
+    """Each curve in a row: milliseconds by size, GB/s at its largest size, its error bar."""
     title = f"{cluster.name}, {cluster.provenance}"
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = _spread_out([n for entry in cluster.curves.values() for n in entry.curve.bytes])
-    drawn.add_column("collective", no_wrap=True)
-    drawn.add_column("group", no_wrap=True)
-    for nbytes in shown:
-        drawn.add_column(f"{in_units(nbytes)}, ms", justify="right", no_wrap=True)
-    drawn.add_column("GB/s", justify="right", no_wrap=True)
-    drawn.add_column("±", justify="right", no_wrap=True)
-    for key, entry in sorted(cluster.curves.items()):
-        drawn.add_row(key.collective, str(key.shape), *_cells(entry.curve, shown))
+    drawn.padding = (0, 1, 0, 0)
+    drawn.caption = "groups: nodes x ranks on each, at once; times in ms"
     if not cluster.curves:
         drawn.caption = "one process: nothing to send"
+    shown = _spread_out({n for entry in cluster.curves.values() for n in entry.curve.bytes})
+    drawn.add_column("collective", no_wrap=True)
+    for heading in ("group", "at once", *map(in_units, shown), "GB/s", "±"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for key, entry in sorted(cluster.curves.items()):
+        group = f"{key.shape.nodes}x{key.shape.ranks_per_node}"
+        cells = _cells(entry.curve, shown)
+        drawn.add_row(key.collective, group, str(key.shape.groups), *cells)
     return drawn
 
 
-def _spread_out(sizes: Sequence[int]) -> list[int]:
+def _spread_out(sizes: set[int]) -> list[int]:
     """Up to four sizes from the smallest to the largest."""
-    distinct = sorted(set(sizes))
-    steps = min(4, len(distinct))
-    return sorted({distinct[round(i * (len(distinct) - 1) / max(1, steps - 1))] for i in range(steps)})
+    ascending, steps = sorted(sizes), min(4, len(sizes))
+    return [ascending[i * (len(sizes) - 1) // max(1, steps - 1)] for i in range(steps)]
 
 
 def _cells(curve: Curve, shown: Sequence[int]) -> list[str]:

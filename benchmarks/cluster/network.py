@@ -42,7 +42,7 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a node has sent and received over its link, with one header for each large frame."""
+    """Bytes that a node has sent and received over its link; large frames count one header."""
 
     sent: int
     received: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -141,10 +142,8 @@ def _how(code: int) -> str:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill a rank and whatever it has started; a rank leads a process group of its own."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

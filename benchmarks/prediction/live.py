@@ -28,7 +28,7 @@ QUICK = (Setting(1, 2), Setting(2, 1, "1gbit"))
 BETWEEN = tuple(round((small * large) ** 0.5 / 64) * 64 for small, large in pairwise(SIZES))
 """Sizes halfway between those of the curves."""
 
-BUDGET_S = 40.0
+BUDGET_S = 30.0
 
 
 def run(options: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def run(options: Any) -> dict[str, Any]:
     for setting in QUICK if quick else SETTINGS:
         try:
             first = measured(setting, budget_s)
-            second = measured(setting, 2 * budget_s, sizes=(*SIZES, *BETWEEN))
+            second = measured(setting, 1.5 * budget_s, sizes=(*SIZES, *BETWEEN))
         except Unavailable as reason:
             refused.append(f"{setting}: {reason}")
             continue
