@@ -10,7 +10,7 @@ from typing import Any
 import networkx as nx
 from rich.console import Console
 
-from autopar.commands.collectives_text import Question, Row, table, why
+from autopar.commands.collectives_text import Question, Row, origins, table, why
 from autopar.cost_model.cluster import Cluster, shipped_clusters
 from autopar.cost_model.collectives import COLLECTIVES, ring
 from autopar.cost_model.cost import ClusterError, Cost
@@ -82,12 +82,16 @@ def run(options: argparse.Namespace) -> int:
     shape = GroupShape(options.ranks, options.ranks // options.nodes, options.groups)
     question = ask(options.collective, options.bytes, shape, options.cluster)
     console, notes = Console(), list[str]()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
     seen = rows_seen(question, options.nccl, notes)
     level = levels_of(question)
     ways = formulas(question.collective, shape.ranks, shape.nodes)
     modelled = rows_of(question, ways, level)
-    console.print(table(question, [*seen, *modelled], modelled[0]))
-    for line in [*why(question, ways, level, modelled, seen), *notes]:
+    rows = [*seen, *modelled]
+    console.print(table(question, rows, modelled[0]))
+    footnotes = [f"[{number}] {origin}" for number, origin in enumerate(origins(rows), 1)]
+    for line in [*why(question, ways, level, modelled, seen), *notes, *footnotes]:
         console.print(line, soft_wrap=True, highlight=False)
     if options.tuner:
         tunings = [Tuning.of(_communicator(question), options.nccl)]
@@ -187,7 +191,7 @@ def rows_seen(question: Question, version: str, notes: list[str]) -> list[Row]:
         notes.append(f"no figure by NCCL's model: {error}")
         return rows
     choice = Tuning.of(communicator, version).pick(question.collective, question.nbytes)
-    name = f"NCCL: {choice.algorithm}/{choice.protocol}, {choice.channels} channels"
+    name = f"NCCL: {choice.algorithm}/{choice.protocol} x {choice.channels}"
     return [*rows, Row(name, choice.cost)]
 
 

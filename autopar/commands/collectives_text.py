@@ -57,16 +57,22 @@ class Question:
     graph: nx.Graph | None
 
 
+def origins(rows: Sequence[Row]) -> list[str]:
+    """The origins of the rows' times, each once: footnotes of the table."""
+    return list(dict.fromkeys(row.cost.provenance for row in rows))
+
+
 def table(question: Question, rows: Sequence[Row], pick: Row) -> Table:
-    """One row for each way: seconds, bus bandwidth, steps, the limiting link, the origin."""
+    """One row for each way: time, bus bandwidth, steps, the limiting link, the origin's number."""
     what = f"{question.collective} of {question.nbytes:,} bytes ({in_units(question.nbytes)})"
     title = f"{what}: {question.shape}, on {question.cluster.name}"
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("algorithm", no_wrap=True)
     for name in ("ms", "busbw GB/s", "steps"):
         drawn.add_column(name, justify="right", no_wrap=True)
-    drawn.add_column("limited by")
-    drawn.add_column("origin")
+    drawn.add_column("limited by", no_wrap=True)
+    drawn.add_column("origin", no_wrap=True)
+    notes = origins(rows)
     share = bus_factor(question.collective, question.shape.ranks)
     for row in rows:
         drawn.add_row(
@@ -75,7 +81,7 @@ def table(question: Question, rows: Sequence[Row], pick: Row) -> Table:
             f"{share * question.nbytes / row.cost.seconds / 1e9:.4g}",
             "" if row.steps is None else str(row.steps),
             row.bottleneck,
-            row.cost.provenance,
+            f"{row.cost.kind} [{notes.index(row.cost.provenance) + 1}]",
         )
     return drawn
 
