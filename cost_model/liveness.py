@@ -171,7 +171,8 @@ class _Life:
         """The state of this rank's own random stream, and torch's while it is put aside."""
         tags = (getattr(node.target, "tags", ()) for node in self.nodes[: self.backward])
         random = any(torch.Tag.nondeterministic_seeded in own for own in tags)
-        if random and self.graph.axes and self.device == "cpu":
+        several = any(size > 1 for size in self.graph.axes.values())
+        if random and several and self.device == "cpu":
             nbytes = tensor_bytes(torch.get_rng_state())
             yield Span(nbytes, ALWAYS, self.last, "buffers")
             yield Span(nbytes, 0, self.backward - 1, "buffers")

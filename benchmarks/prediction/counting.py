@@ -25,7 +25,7 @@ from autopar.cost_model.store import cache_directory, digest
 from benchmarks.memory import PeakBytes
 
 SOURCE = Path(__file__).with_name("counting.cpp")
-UNSTEADY = 2  # first steps of each kind that do not count: optimizer state is made in them
+UNSTEADY = 1  # first steps of each kind that do not count: optimizer state is made in them
 
 
 class Counter(Protocol):
@@ -39,8 +39,8 @@ class Counter(Protocol):
         """Mark one training step."""
         ...
 
-    def peaks(self) -> dict[str, int]:
-        """The most bytes in the steady steps of each kind, once the context has been left."""
+    def peaks(self) -> dict[str, list[int]]:
+        """The most bytes in each steady step of each kind, once the context has been left."""
         ...
 
 
@@ -73,9 +73,9 @@ class AllocatorCounter:
         yield
         self.steps.setdefault(kind, []).append(self.library.counting_most() - self.before)
 
-    def peaks(self) -> dict[str, int]:
-        """The most bytes in the steady steps of each kind."""
-        return {kind: max(peaks[UNSTEADY:]) for kind, peaks in self.steps.items()}
+    def peaks(self) -> dict[str, list[int]]:
+        """The most bytes in each steady step of each kind."""
+        return {kind: peaks[UNSTEADY:] for kind, peaks in self.steps.items()}
 
 
 class ProfilerCounter:
@@ -102,14 +102,14 @@ class ProfilerCounter:
         self.kinds.append(kind)
         return self.bytes.step()
 
-    def peaks(self) -> dict[str, int]:
-        """The most bytes in the steady steps of each kind, least over the steps."""
+    def peaks(self) -> dict[str, list[int]]:
+        """The most bytes in each steady step of each kind, had all begun with as few as one."""
         found = {}
         for kind in dict.fromkeys(self.kinds):
             pairs = zip(self.kinds, self.bytes.steps, strict=True)
             steady = [step for name, step in pairs if name == kind][UNSTEADY:]
-            rises = [step.peak - step.start for step in steady]
-            found[kind] = min(step.start for step in steady) + min(rises)
+            least = min(step.start for step in steady)
+            found[kind] = [least + step.peak - step.start for step in steady]
         return found
 
 

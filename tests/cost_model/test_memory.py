@@ -4,14 +4,18 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import autopar
 from autopar.cost_model.aliases import find_storages
 from autopar.cost_model.liveness import CATEGORIES, Overhead
 from autopar.cost_model.memory import UPDATE, simulate_memory
 from autopar.cost_model.optimizer import OptimizerMemory
 from autopar.cost_model.scratch import Scratch
 from autopar.cost_model.signature import signature
+from autopar.cost_model.tracking import track
 from autopar.graph import Accumulated, Buffer, Gradient, Input, Output, Parameter, Update
 from tests.cost_model.sketch import Sketch, aten, c10d
+from tests.models import MODELS
+from tests.training import fixed
 
 KB = 1000
 ROW = 250  # float32 numbers in 1000 bytes
@@ -245,3 +249,29 @@ def test_a_gpu_s_allocator_rounds_and_reserves():
     assert memory.reserved == 2 * 2**20 + 20 * 2**20
     assert memory.needed == memory.reserved
     assert memory.context > 2**30
+
+
+@pytest.mark.parametrize(("name", "level"), [("gpt", "none"), ("conv", "full")])
+def test_a_real_step_needs_what_is_predicted(name, level):
+    """On one rank, where no thread of a process group is late: to the byte, or nearly."""
+    case = MODELS[name]
+    model = autopar.compile(case.make(), strategy=fixed(recompute=level), fallback=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    args, kwargs = case.batch(4, 0)
+
+    def step():
+        loss = case.loss(model(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    held = step()
+    allocated = track(lambda: (held, step()))
+    (graph,) = (program.graph for program in model._programs.values())
+    scratch = Scratch("cpu", {}, present=True).measure([graph])
+    needs = Overhead(OptimizerMemory.measure(torch.optim.AdamW), scratch, batches=0)
+    memory = simulate_memory(graph, needs)
+    standing = [t.nbytes for t in (*model.parameters(), *model.buffers())]
+    standing += [t.nbytes for state in optimizer.state.values() for t in state.values()]
+    assert memory.peak == pytest.approx(sum(standing) + held.nbytes + allocated.peak, rel=2e-3)
