@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | show | diff | run | profile | measure`."""
+"""The command line: `autopar plan | show | diff | run | profile | measure | collectives | ...`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 
 from autopar.cost_model.fabric import Levels
-from autopar.cost_model.formulas import Formula, N, figures_of, p, parts_of
+from autopar.cost_model.formulas import Formula, figures_of, parts_of
 
 
 def crossover(first: Formula, second: Formula, ranks: int, nodes: int) -> tuple[sympy.Expr, ...]:
@@ -20,7 +20,10 @@ def crossover(first: Formula, second: Formula, ranks: int, nodes: int) -> tuple[
     of a quadratic: expressions in alpha, beta, alpha_N and beta_N. Which of them are real and
     positive depends on the figures: see `crossovers`.
     """
-    parts = parts_of((first.seconds - second.seconds).subs({p: ranks, N: nodes}))
+    both = zip(
+        parts_of(first.seconds, ranks, nodes), parts_of(second.seconds, ranks, nodes), strict=True
+    )
+    parts = [sympy.expand(one - other) for one, other in both]
     unknown, names = sympy.Symbol("x"), sympy.symbols("c0 c1 c2")
     present = tuple(part != 0 for part in parts)
     values = dict(zip(names, parts, strict=True))
@@ -40,7 +43,7 @@ def crossovers(
     def gap(size: float) -> float:
         return first(size, ranks, nodes, levels) - second(size, ranks, nodes, levels)
 
-    figures = {name: sympy.Rational(x) for name, x in figures_of(ranks, nodes, levels).items()}
+    figures = {name: sympy.Rational(x) for name, x in figures_of(levels).items()}
     values = {e: e.subs(figures).evalf(30) for e in crossover(first, second, ranks, nodes)}
     sizes = {float(x): e for e, x in values.items() if x.is_finite and x.is_positive}
     return {x: sizes[x] for x in sorted(sizes) if gap(0.99 * x) * gap(1.01 * x) < 0}

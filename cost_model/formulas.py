@@ -138,10 +138,12 @@ def formulas(collective: str, ranks: int, nodes: int) -> tuple[Formula, ...]:
     )
 
 
-def parts_of(seconds: Any) -> tuple[Any, Any, Any]:
-    """c0, c1 and c2 of a time c0 + c1 √S + c2 S."""
+@lru_cache(maxsize=4096)
+def parts_of(seconds: Any, ranks: int, nodes: int) -> tuple[Any, Any, Any]:
+    """c0, c1 and c2 of a time c0 + c1 √S + c2 S over so many ranks and machines."""
     root = sympy.Symbol("root", positive=True)
-    parts = sympy.collect(sympy.expand(seconds.subs(S, root**2)), root, evaluate=False)
+    at = seconds.subs({p: sympy.Integer(ranks), N: sympy.Integer(nodes), S: root**2})
+    parts = sympy.collect(sympy.expand(at), root, evaluate=False)
     if set(parts) - {sympy.S.One, root, root**2}:
         raise AssertionError(f"a time must be affine in S and its root, this is {seconds}")
     return tuple(parts.get(power, sympy.S.Zero) for power in (sympy.S.One, root, root**2))
@@ -151,9 +153,8 @@ def parts_of(seconds: Any) -> tuple[Any, Any, Any]:
 def _coefficients(
     expression: Any, ranks: int, nodes: int, levels: Levels
 ) -> tuple[float, float, float]:
-    c0, c1, c2 = (
-        float(part) for part in parts_of(expression.subs(figures_of(ranks, nodes, levels)))
-    )
+    figures = figures_of(levels)
+    c0, c1, c2 = (float(part.subs(figures)) for part in parts_of(expression, ranks, nodes))
     return c0, c1, c2
 
 
@@ -162,11 +163,9 @@ def _value(expression: Any, ranks: int, nodes: int, levels: Levels, nbytes: floa
     return c0 + c1 * nbytes**0.5 + c2 * nbytes
 
 
-def figures_of(ranks: int, nodes: int, levels: Levels) -> dict[Any, Any]:
-    """What the symbols but S stand for."""
+def figures_of(levels: Levels) -> dict[Any, float]:
+    """What the symbols of the links stand for."""
     return {
-        p: sympy.Integer(ranks),
-        N: sympy.Integer(nodes),
         alpha: levels.latency_s,
         beta: levels.bytes_per_s,
         alpha_N: levels.node_latency_s,
