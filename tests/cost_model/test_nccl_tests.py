@@ -72,6 +72,26 @@ def test_old_columns_are_recomputed_from_time(tmp_path):
     assert table.version == "nccl 2.7.8"
 
 
+def test_a_run_of_one_process_under_blank_headings(tmp_path):
+    ranks = "".join(
+        f"#   Rank  {rank} Pid 167261 on localhost device  {rank} [0x00] A100-SXM4-40GB\n"
+        for rank in range(8)
+    )
+    heading = OLD.splitlines()[2].replace("type ", "type   redop")
+    rows = """\
+           0             0   float         1.35  0.00  0.00  N/A  1.34  0.00  0.00  N/A
+          32             1   float         89.00  0.00  0.00  N/A  85.13  0.00  0.00  N/A
+    16777216        524288   float         160.4  104.62  91.55  N/A  158.8  105.64  92.43  N/A
+  4294967296     134217728   float         16860  254.74  222.90  N/A  16678  257.53  225.34  N/A
+# Out of bounds values : 0 OK
+"""
+    path = write(tmp_path, f"{ranks}#\n{heading}\n{rows}", "nccl_alltoall.log")
+    (table,) = read_tables(path)
+    assert (table.collective, table.ranks, table.ranks_per_node) == ("all_to_all", 8, 8)
+    assert (table.device, table.bytes) == ("A100-SXM4-40GB", (32, 2**24, 2**32))
+    assert table.seconds == pytest.approx((89e-6, 160.4e-6, 16860e-6))
+
+
 @pytest.mark.parametrize(
     ("headings", "values"),
     [("redop    root", ""), ("redop    root", "none"), ("redop    root", "-1"), ("redop", "")],
