@@ -4,7 +4,8 @@
 50 to 500 ms), under every ZeRO stage, with and without recomputation, on 2 and 4 processes, on one
 host and on the emulated cluster. In each setting the ranks live for all plans of a model. They
 measure collectives and operators, as `autopar.compile` does, predict, and then train all plans in
-turn; all this several times over, for the machine drifts. Nothing is fitted to measured steps.
+turn; all this several times over, for the machine drifts. Nothing is fitted to measured steps. Each
+case says what part of the cores other processes took meanwhile (`others`).
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def run(options: Any) -> dict[str, Any]:
     return {
         **summary(cases),
         "worst_order": min(orders.values(), default=None),
+        "others": median(case["others"] for case in cases) if cases else None,
         "settings": {str(s): summary(_of(cases, "setting", str(s))) for s in SETTINGS},
         "models": {m: summary(_of(cases, "model", m)) for m in models},
         "orders": orders,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import os
 import random
 import sys
 import time
@@ -43,6 +44,8 @@ STAGES = (0, 1, 2, 3)
 LEVELS = ("none", "full")
 WARM_STEPS = 2
 BATCHES = 4
+QUIET, LEAST_CYCLES = 0.1, 2
+"""Cycles in which others took more than this do not count, if so many are left."""
 
 
 @dataclass
@@ -51,7 +54,7 @@ class Contender:
 
     Attributes:
         predicted: seconds of a step, by each cycle's measurements.
-        measured: seconds of each step on this rank.
+        measured: of each cycle, seconds of the slowest rank's steps.
         parts: what each prediction is made of.
     """
 
@@ -60,23 +63,51 @@ class Contender:
     choice: Choice
     step: Callable[[int], None]
     predicted: list[float] = field(default_factory=list)
-    measured: list[float] = field(default_factory=list)
+    measured: list[list[float]] = field(default_factory=list)
     parts: list[dict[str, float]] = field(default_factory=list)
 
-    def row(self, slowest: list[float]) -> dict[str, Any]:
-        """The case in the result."""
-        predicted, measured = median(self.predicted), median(slowest)
-        parts = {name: median(p[name] for p in self.parts) for name in self.parts[0]}
+    def row(self, others: list[float]) -> dict[str, Any]:
+        """The case in the result, of the cycles in which other processes left the cores alone.
+
+        Args:
+            others: of each cycle, the part of the time of the cores that other processes took.
+        """
+        quiet = [i for i, part in enumerate(others) if part < QUIET]
+        chosen = quiet if len(quiet) >= LEAST_CYCLES else range(len(others))
+        predicted = median(self.predicted[i] for i in chosen)
+        measured = median(seconds for i in chosen for seconds in self.measured[i])
         return {
             "zero": self.zero,
             "recompute": self.recompute,
             "predicted": predicted,
             "measured": measured,
             "error": abs(predicted / measured - 1),
-            "parts": parts,
+            "cycles": len(chosen),
+            "others": median(others[i] for i in chosen),
+            "parts": {name: median(self.parts[i][name] for i in chosen) for name in self.parts[0]},
             "predictions": self.predicted,
-            "measurements": slowest,
+            "measurements": self.measured,
         }
+
+
+class Others:
+    """How much of the cores other processes take from now on; made and asked on all ranks."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    def share(self) -> float:
+        """Their part, 0 to 1, of all the time that the cores were busy."""
+        own, busy = (b - a for a, b in zip(self._before, self._now(), strict=True))
+        total = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(total)
+        return max(0.0, 1 - total.item() / max(busy, total.item()))
+
+    def _now(self) -> tuple[float, float]:
+        """Seconds that this process has computed, and that any process has."""
+        own = os.times()
+        user, nice, system = map(int, Path("/proc/stat").read_text().split(maxsplit=4)[1:4])
+        return own.user + own.system, (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
 def trainer(case: Case, plan: autopar.Plan, rows: int) -> Callable[[int], None]:
@@ -146,7 +177,9 @@ def predict(field: list[Contender], planner: Callable[[Machine | None], Evaluato
 
 
 def train(field: list[Contender], steps: int, cycle: int) -> None:
-    """Some steps of every plan, in turn, each from a common start."""
+    """Some steps of every plan, in turn, each from a common start to the slowest rank's end."""
+    for contender in field:
+        contender.measured.append([])
     for number in range(steps):
         order = list(field)
         random.Random(f"{cycle} {number}").shuffle(order)  # alike on all ranks
@@ -154,7 +187,9 @@ def train(field: list[Contender], steps: int, cycle: int) -> None:
             dist.barrier()
             start = time.perf_counter()
             contender.step(number)
-            contender.measured.append(time.perf_counter() - start)
+            own = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(own, dist.ReduceOp.MAX)
+            contender.measured[-1].append(own.item())
 
 
 def main() -> None:
@@ -168,16 +203,14 @@ def main() -> None:
             contender.step(number)
     gc.collect()
     gc.freeze()
+    shares = []
     for cycle in range(cycles):
+        others = Others()
         predict(field, planner)
         train(field, steps, cycle)
-    cases = []
-    for contender in field:
-        slowest = torch.tensor(contender.measured, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        cases.append(contender.row(slowest.tolist()))
+        shares.append(others.share())
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(cases))
+        Path(result).write_text(json.dumps([contender.row(shares) for contender in field]))
     dist.destroy_process_group()
 
 
