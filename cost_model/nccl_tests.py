@@ -132,7 +132,7 @@ def read_tables(
         runs = parse(path.read_text())
         if not runs:
             raise ClusterError("no table of nccl-tests: no line of '# size count type ... time'")
-        given = Given(collective or _named(path.stem), ranks, ranks_per_node, least_bytes)
+        given = _Given(collective or _named(path.stem), ranks, ranks_per_node, least_bytes)
         return [_table(run, given, path) for run in runs]
     except UnicodeDecodeError as error:
         raise ClusterError(f"{path}: not text: {error}") from error
@@ -141,7 +141,7 @@ def read_tables(
 
 
 @dataclass(frozen=True)
-class Given:
+class _Given:
     """What the caller knows of a file."""
 
     collective: str | None
@@ -157,7 +157,7 @@ def _named(stem: str) -> str | None:
     return max(hits, key=len) if hits else None
 
 
-def _table(run: Found, given: Given, path: Path) -> Table:
+def _table(run: Found, given: _Given, path: Path) -> Table:
     if not run.rows:
         raise ClusterError("the table has no rows")
     if not run.ended:
@@ -223,7 +223,7 @@ def _decimal(row: RawRow, text: str, what: str) -> Decimal:
         raise ClusterError(f"line {row.line}: the {what} is {text!r}, no number") from None
 
 
-def _ranks_per_node(run: Found, given: Given, ranks: int) -> int:
+def _ranks_per_node(run: Found, given: _Given, ranks: int) -> int:
     nodes = len(set(run.hosts)) or run.nodes
     each = given.ranks_per_node or (ranks // nodes if nodes and ranks % nodes == 0 else None)
     if each is None:
