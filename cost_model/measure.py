@@ -27,6 +27,7 @@ from autopar.cost_model.layout import axes_of, block_of, every_axis, layouts
 from autopar.cost_model.measured import CurveKey, Measured
 from autopar.cost_model.sampling import Layouts, Tell, sample
 from autopar.cost_model.slowdown import APART, SHARED_GPU
+from autopar.cost_model.wiring import wired
 from autopar.errors import DisagreementError
 
 KIB, MIB = 2**10, 2**20
@@ -176,31 +177,34 @@ def _measure(
     tell: Tell,
 ) -> Cluster:
     samples = sample(bench, wanted, request.sizes, request.budget_s, tell)
-    cpu = bench.device.type == "cpu"
+    cpu, nodes = bench.device.type == "cpu", bench.world_size // ranks_per_node
     host, device = first
     today = f"measured {date.today()} on {host['name']}"
     slowdown = measure_slowdown(bench, today) if cpu else SHARED_GPU
     versions = _versions(bench.backend)
     version = ", ".join([bench.backend, *(f"{name} {v}" for name, v in versions.items())])
-    return bench.agree(
-        lambda: Cluster(
+
+    def record() -> Cluster:
+        curves = {
+            key: Measured(Curve.fit(by_size), today, version) for key, by_size in samples.items()
+        }
+        return Cluster(
             name=f"{bench.world_size} x {device} ({bench.backend})",
             device="cpu" if cpu else device,
             world_size=bench.world_size,
             ranks_per_node=ranks_per_node,
-            curves={
-                key: Measured(Curve.fit(by_size), today, version)
-                for key, by_size in samples.items()
-            },
+            curves=curves,
             backend=bench.backend,
             versions=versions,
             provenance=today,
             slowdown=slowdown,
             uniform=cpu,
+            topology=wired(curves, nodes, ranks_per_node) if cpu else None,
             device_memory_bytes=_device_memory(bench.device, host, ranks_per_node),
             host_memory_bytes=host["memory_bytes"] or None,
         )
-    )
+
+    return bench.agree(record)
 
 
 def _versions(backend: str) -> dict[str, str]:

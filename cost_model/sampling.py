@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import mean
 
 import torch
 
@@ -46,6 +47,7 @@ class _Log:
     """What was timed, in the same order on every rank; None where this rank took no part."""
 
     cases: list[Case] = field(default_factory=list)
+    groups: list[Groups] = field(default_factory=list)
     seconds: list[float | None] = field(default_factory=list)
 
 
@@ -71,10 +73,14 @@ def sample(
 
 
 def _time(bench: Bench, layouts: Layouts, case: Case, turn: int, repeats: int) -> float | None:
-    ways = layouts[case.key]
     dtype = getattr(torch, case.key.dtype)
-    groups = ways[turn % len(ways)]
+    groups = _groups(layouts, case, turn)
     return bench.time(case.key.collective, groups, case.nbytes, repeats, dtype)
+
+
+def _groups(layouts: Layouts, case: Case, turn: int) -> Groups:
+    ways = layouts[case.key]
+    return ways[turn % len(ways)]
 
 
 def _grow(
@@ -134,22 +140,27 @@ def _take_rounds(
             before = time.perf_counter()
             log.seconds.append(_time(bench, layouts, case, turn, repeats[case]))
             log.cases.append(case)
+            log.groups.append(_groups(layouts, case, turn))
             used[case] += time.perf_counter() - before
         turn += 1
 
 
 def _by_curve(bench: Bench, log: _Log) -> dict[CurveKey, dict[int, list[float]]]:
-    """The mean over the ranks that took part, of each trial.
+    table: dict[CurveKey, dict[int, list[float]]] = {}
+    columns = bench.gather(log.seconds)
+    rows = zip(log.cases, log.groups, zip(*columns, strict=True), strict=True)
+    for case, groups, row in rows:
+        nbytes = message_bytes(case.key.shape.ranks, case.nbytes)
+        trials = table.setdefault(case.key, {}).setdefault(nbytes, [])
+        trials.append(_of_groups(case.key.collective, groups, row))
+    return table
+
+
+def _of_groups(collective: str, groups: Groups, seconds: Sequence[float | None]) -> float:
+    """One trial's time: the mean over the groups, and in each over its ranks.
 
     Of broadcasts and messages the last rank's: who sends is done as soon as the kernel has taken
     the message, and of a single one, half of the ranks would tell of nothing else.
     """
-    table: dict[CurveKey, dict[int, list[float]]] = {}
-    columns = bench.gather(log.seconds)
-    for case, row in zip(log.cases, zip(*columns, strict=True), strict=True):
-        took_part = [seconds for seconds in row if seconds is not None]
-        nbytes = message_bytes(case.key.shape.ranks, case.nbytes)
-        trials = table.setdefault(case.key, {}).setdefault(nbytes, [])
-        one_way = case.key.collective in ("broadcast", "send")
-        trials.append(max(took_part) if one_way else sum(took_part) / len(took_part))
-    return table
+    rows = [[s for rank in ranks if (s := seconds[rank]) is not None] for ranks in groups]
+    return mean(map(max if collective in ("broadcast", "send") else mean, rows))
