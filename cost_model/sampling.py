@@ -163,4 +163,5 @@ def _of_groups(collective: str, groups: Groups, seconds: Sequence[float | None])
     the message, and of a single one, half of the ranks would tell of nothing else.
     """
     rows = [[s for rank in ranks if (s := seconds[rank]) is not None] for ranks in groups]
-    return mean(map(max if collective in ("broadcast", "send") else mean, rows))
+    one_way = collective in ("broadcast", "send")
+    return mean(max(row) if one_way else mean(row) for row in rows)
