@@ -84,7 +84,7 @@ class Fabric:
         return min(room, shape.ranks_per_node * shape.groups)
 
     def crowding(self, shape: GroupShape) -> float:
-        """How many times longer all takes because ranks share cores."""
+        """How many times longer what the cores do takes because ranks share them."""
         return max(1.0, self.active(shape) / self.cores)
 
     def steps(self, collective: str, shape: GroupShape) -> float:
@@ -143,7 +143,6 @@ def derive(
     base = min(alike, key=lambda key: _distance(key, wanted))
     entry = alike[base]
     seconds = _scaled(entry.curve, base, wanted, nbytes, fabric, prior)
-    seconds *= fabric.crowding(wanted.shape) / fabric.crowding(base.shape)
     error = entry.curve.error(nbytes) + PER_DOUBLING * _distance(base, wanted)[0]
     return Cost(seconds, f"modelled by ring scaling from {base.shape}, {entry.provenance}", error)
 
@@ -179,11 +178,14 @@ def _scaled(
     latency = min(whole, max(floor, _piece_at(curve, equal)))
     steps = fabric.steps(wanted.collective, wanted.shape)
     growth = steps / fabric.steps(base.collective, base.shape)
+    crowded = fabric.crowding(wanted.shape) / fabric.crowding(base.shape)
     if fabric.backend == "nccl":
         longer = fabric.floor_s(wanted.collective, wanted.shape)
         longer -= fabric.floor_s(base.collective, base.shape)
         return whole + max(longer, -floor / 2) + (latency - floor) * (growth - 1)
-    return whole + latency * (growth - 1)
+    if wanted.shape.nodes == 1:
+        return (whole + latency * (growth - 1)) * crowded
+    return whole + latency * (growth * crowded - 1)  # cores have no part in what the NICs carry
 
 
 def _piece_at(curve: Curve, nbytes: float) -> float:
@@ -201,7 +203,8 @@ def effective_cores(curves: Mapping[CurveKey, Measured], ranks_per_node: int) ->
     found = [
         cores
         for few, many in permutations(curves, 2)
-        if replace(few, shape=replace(few.shape, groups=many.shape.groups)) == many
+        if few.shape.nodes == 1
+        and replace(few, shape=replace(few.shape, groups=many.shape.groups)) == many
         and few.shape.groups < many.shape.groups
         for cores in _cores(few, many, curves, ranks_per_node)
     ]
