@@ -1,0 +1,79 @@
+"""Conversions: how a tensor gets from one placement to another, as steps that lowering emits.
+
+| from | to | steps |
+|---|---|---|
+| S(d) | R | all-gather |
+| P | R | all-reduce |
+| P | S(d) | reduce-scatter |
+| S(d) | S(e) | all-to-all |
+| S(d) | S(d, interleaved otherwise) | all-gather, slice |
+| R | S(d) | slice |
+| R | P | kept by rank 0, zeros elsewhere |
+| S(d) | P | all-gather, kept by rank 0 |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.placement import Partial, Placement, Replicate, Shard
+
+Kind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "keep_first"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a conversion.
+
+    Attributes:
+        kind: a collective, or what a rank does alone.
+        before: how the tensor lies before it.
+        after: how it lies after it.
+    """
+
+    kind: Kind
+    before: Placement
+    after: Placement
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that it is, None if ranks do it alone."""
+        return None if self.kind in ("slice", "keep_first") else self.kind
+
+    def message_bytes(self, whole: int, ranks: int) -> int:
+        """The size of its message as `cost_model.collectives` means it.
+
+        Args:
+            whole: bytes of the whole tensor.
+            ranks: of the axis.
+        """
+        return whole // ranks if self.kind == "all_to_all" else whole
+
+
+def steps(before: Placement, after: Placement) -> tuple[Step, ...] | None:
+    """The steps from one placement to another, none if they are equal; None if there is no way."""
+    if before == after:
+        return ()
+    whole = Replicate()
+    match before, after:
+        case Shard(), Replicate():
+            return (Step("all_gather", before, after),)
+        case Partial(), Replicate():
+            return (Step("all_reduce", before, after),)
+        case Partial("sum"), Shard():
+            return (Step("reduce_scatter", before, after),)
+        case Partial(), Shard():
+            return (Step("all_reduce", before, whole), Step("slice", whole, after))
+        case Shard(), Shard() if before.dim != after.dim:
+            return (Step("all_to_all", before, after),)
+        case Shard(), Shard():
+            return (Step("all_gather", before, whole), Step("slice", whole, after))
+        case Replicate(), Shard():
+            return (Step("slice", before, after),)
+        case Replicate(), Partial("sum"):
+            return (Step("keep_first", before, after),)
+        case Shard(), Partial("sum"):
+            return (Step("all_gather", before, whole), Step("keep_first", whole, after))
+        case _:
+            return None
