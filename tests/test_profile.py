@@ -79,7 +79,7 @@ def profile(**waits: float) -> Profile:
     ],
 )
 def test_the_worst_bottleneck_is_named(waits, first):
-    found = find(profile(**waits))
+    found = find([profile(**waits)])
     assert found[0].name == first
     assert all(word in found[0].why for word in ("measured", "ms"))
     assert found[0].advice
@@ -88,11 +88,18 @@ def test_the_worst_bottleneck_is_named(waits, first):
 def test_a_link_that_is_busy_for_most_of_a_step_is_saturated():
     busy = profile(large=0.4)
     busy = replace(busy, messages=(replace(busy.messages[0], seconds=0.9), busy.messages[1]))
-    assert find(busy)[0].name == "a saturated link"
-    assert "save 200.0 ms (modelled)" in find(busy)[0].why
+    assert find([busy])[0].name == "a saturated link"
+    assert "save 200.0 ms (modelled)" in find([busy])[0].why
+
+
+def test_waiting_for_a_late_rank_is_no_fault_of_the_collectives():
+    early, late = profile(large=0.3), profile(large=0.02)
+    found = find([early, late])
+    assert [item.name for item in found] == ["ranks out of step", "an idle device"]
+    assert found[0].seconds == pytest.approx(0.14)
 
 
 def test_nothing_is_named_where_nothing_holds_up():
     side = profile().measured
     fine = replace(profile(large=0.01), measured=replace(side, outside_s=0.21))
-    assert find(fine) == []
+    assert find([fine]) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from autopar.profiling import COUNT, FOLDER, WARM_STEPS
 from autopar.report.profile import Profile, Side, find
 
 _SHOWN = 12  # operators
+_WIDTH = 100
 
 
 def add_to(commands: Any) -> None:
@@ -53,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
             f"{WARM_STEPS + options.steps + 1} steps of one shape or more on a model from "
             "autopar.compile with backend='eager'."
         )
-    show(profiles, Console())
+    show(profiles, Console(width=None if sys.stdout.isatty() else _WIDTH))
     if options.trace:
         write_trace(options.trace, trace(profiles))
         print(f"wrote {options.trace}: open it in ui.perfetto.dev")
@@ -75,7 +77,7 @@ def show(profiles: list[Profile], console: Console) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(slowest.kinds.items()))
     console.print(_overview(slowest), _operators(measured, predicted))
     console.print(f"Figures of the prediction: {kinds}. Collectives: {escape(slowest.cluster)}.")
-    found = find(slowest)
+    found = find(profiles)
     if not found:
         gain = predicted.step_s - slowest.faster["operators"]
         console.print(
@@ -106,7 +108,8 @@ def _operators(measured: Side, predicted: Side) -> Table:
     table = _table("operators by time, ms")
     by_time = sorted(measured.operators, key=lambda name: -measured.operators[name])
     for name in by_time[:_SHOWN]:
-        table.add_row(name, *_pair(measured.operators[name], predicted.operators.get(name, 0.0)))
+        pair = _pair(measured.operators[name], predicted.operators.get(name, 0.0))
+        table.add_row(name.removesuffix(".default"), *pair)
     rest = by_time[_SHOWN:]
     others = [_sum_of(side.operators, rest) for side in (measured, predicted)]
     if rest:
@@ -120,7 +123,7 @@ def _sum_of(times: Mapping[str, float], names: list[str]) -> float:
 
 def _table(title: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True, max_width=60)
     for heading in ("measured", "predicted", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
     return table

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -130,24 +131,48 @@ class Finding:
     advice: str
 
 
-def find(profile: Profile) -> list[Finding]:
-    """What holds the step up, worst first; empty if nothing but computing does."""
-    step_s = profile.measured.step_s
-    found = [*_waiting(profile), _idle(profile)]
-    found = [item for item in found if item.seconds >= WORTH_NAMING * step_s]
+def find(profiles: Sequence[Profile]) -> list[Finding]:
+    """What holds the step up, worst first; empty if nothing but computing does.
+
+    Args:
+        profiles: of all ranks.
+    """
+    first = profiles[0]
+    least = _least_waits(profiles)
+    found = [*_waiting(first, least), _apart(profiles, sum(least.values())), _idle(first)]
+    found = [item for item in found if item.seconds >= WORTH_NAMING * first.measured.step_s]
     return sorted(found, key=lambda item: -item.seconds)
 
 
-def _waiting(profile: Profile) -> list[Finding]:
+def _least_waits(profiles: Sequence[Profile]) -> dict[str, float]:
+    """Seconds that even the last rank waits, by the node that waits: the collective's own."""
+    rows = [{e.name: e.seconds for e in p.measured.events if e.kind == "wait"} for p in profiles]
+    return {name: min(row.get(name, 0.0) for row in rows) for name in rows[0]}
+
+
+def _waiting(profile: Profile, waits: Mapping[str, float]) -> list[Finding]:
     """Waits for small messages apart from all others."""
     messages = {message.name: message for message in profile.messages}
     small_s = other_s = 0.0
-    for event in profile.measured.events:
-        message = messages.get(profile.wait_of.get(event.name, ""))
-        if event.kind == "wait" and message is not None:
-            small_s += event.seconds * message.is_small
-            other_s += event.seconds * (not message.is_small)
+    for name, seconds in waits.items():
+        message = messages.get(profile.wait_of.get(name, ""))
+        if message is not None:
+            small_s += seconds * message.is_small
+            other_s += seconds * (not message.is_small)
     return [_small(profile, small_s), _large(profile, other_s)]
+
+
+def _apart(profiles: Sequence[Profile], own_s: float) -> Finding:
+    """What ranks wait for each other, beyond what the collectives themselves take."""
+    mean_s = statistics.mean(
+        sum(e.seconds for e in p.measured.events if e.kind == "wait") for p in profiles
+    )
+    return Finding(
+        "ranks out of step",
+        max(0.0, mean_s - own_s),
+        f"a rank waits {_ms(mean_s)} on average, the last to come only {_ms(own_s)} (measured)",
+        "as many rows and as fast a device for every rank, and nothing else on their cores",
+    )
 
 
 def _small(profile: Profile, seconds: float) -> Finding:
