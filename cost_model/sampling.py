@@ -26,6 +26,7 @@ TRIAL_S = 0.02
 
 LEAST_TRIALS = 3
 _MOST_REPEATS = 50
+_TRIES = 3
 
 Layouts = Mapping[CurveKey, Sequence[Groups]]
 """For each curve the ways to lay its groups over the ranks; trials take them in turn."""
@@ -86,7 +87,7 @@ def _groups(layouts: Layouts, case: Case, turn: int) -> Groups:
 def _grow(
     bench: Bench, layouts: Layouts, sizes: Sequence[int], budget_s: float
 ) -> dict[Case, float]:
-    """Every case once, by size, for about how long it takes; too slow curves stop growing."""
+    """Every case by size, for about how long it takes; too slow curves grow no more."""
     share = budget_s / len(layouts)
     for key, ways in layouts.items():
         for turn in range(len(ways)):
@@ -94,19 +95,23 @@ def _grow(
     took: dict[Case, float] = {}
     going = list(layouts)
     for size, larger in zip(sizes, [*sizes[1:], 0], strict=True):
-        cases = [Case(key, size) for key in going]
-        seconds = [_time(bench, layouts, case, 0, 2) for case in cases]
-        took |= {case: s for case, s in zip(cases, seconds, strict=True) if s is not None}
-        going = bench.agree(partial(_bearable, took, cases, larger, share))
+        slow = cases = [Case(key, size) for key in going]
+        for _ in range(_TRIES):  # one that was held up is not slow
+            for case in slow:
+                seconds = _time(bench, layouts, case, 0, 2)
+                if seconds is not None:
+                    took[case] = min(seconds, took.get(case, seconds))
+            slow = bench.agree(partial(_too_slow, took, cases, larger, share))
+        going = [case.key for case in cases if case not in slow]
     return bench.agree(lambda: took)
 
 
-def _bearable(
+def _too_slow(
     took: Mapping[Case, float], cases: Sequence[Case], larger: int, share: float
-) -> list[CurveKey]:
-    """The curves whose next size is expected to fit in their share; `larger` = 0 ends all."""
+) -> list[Case]:
+    """The curves whose next size, `larger`, is not expected to fit in their share."""
     limit = share / 8  # growing takes a third of the share then, three trials of each size a half
-    return [c.key for c in cases if larger and took[c] * larger / c.nbytes < limit]
+    return [case for case in cases if took[case] * larger / case.nbytes >= limit]
 
 
 def _take_rounds(
