@@ -8,7 +8,7 @@ it, as the generated code frees each value behind its last use. Beyond that:
 - gradients live until the optimizer has stepped, which is the last point of time;
 - outputs are held by the caller until the next forward returns other ones: in `loss = model(x)`
   the old loss goes when the new one is there;
-- what a collective reads or writes is held until it has been waited for;
+- what a collective reads or writes is held until it has been waited for, unless it makes a copy;
 - what a kernel allocates for itself exists while its node runs.
 """
 
@@ -60,8 +60,9 @@ CATEGORIES = (
 """Each byte is in one at any time: in gradients if it will be returned as one; in gathered if it
 is a whole parameter put together from shards; in flight while a collective under way reads or
 writes it, and before and after that in buckets, if it is nothing of the other kinds; in saved if
-the backward needs it from the forward; constants of the model and states of random streams are in
-buffers; all else, scratch of kernels and of the optimizer's step included, is transient."""
+the backward needs it from the forward; constants of the model, states of random streams and
+cuBLAS's workspace are in buffers; all else, scratch of kernels and of the optimizer's step
+included, is transient."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,15 @@ class Overhead:
     scratch: Scratch = field(default_factory=Scratch)
     device: str = "cpu"
     batches: int = 1
+
+    def gaps(self) -> tuple[str, ...]:
+        """What is not known of it, for the notes of a plan."""
+        if self.scratch.present:
+            return ()
+        return (
+            f"memory: what kernels on {self.device} allocate for themselves is not in it, as there "
+            f"is none here; the optimizer's step is {self.optimizer.provenance}",
+        )
 
 
 @dataclass(frozen=True)
@@ -172,7 +182,7 @@ class _Life:
         tags = (getattr(node.target, "tags", ()) for node in self.nodes[: self.backward])
         random = any(torch.Tag.nondeterministic_seeded in own for own in tags)
         several = any(size > 1 for size in self.graph.axes.values())
-        if random and several and self.device == "cpu":
+        if random and several and self.overhead.device == "cpu":
             nbytes = tensor_bytes(torch.get_rng_state())
             yield Span(nbytes, ALWAYS, self.last, "buffers")
             yield Span(nbytes, 0, self.backward - 1, "buffers")
@@ -224,7 +234,8 @@ class _Life:
         last = index
         for user in node.users:
             if user.op != "output":
-                last = max([last, self.at[user], *(self.at[w] for w in waits_of(user))])
+                waits = waits_of(user) if not copies(user) else []
+                last = max([last, self.at[user], *(self.at[w] for w in waits)])
             elif not all(isinstance(role, Update) for role in self.returned[node]):
                 last = self.last
             elif index < self.backward:  # copied into the buffer when the forward returns
@@ -233,7 +244,8 @@ class _Life:
 
     def flights(self, holders: list[fx.Node], end: int) -> Iterator[tuple[int, int]]:
         """From when to when collectives under way read or write a storage that ends at `end`."""
-        for node in {n for holder in holders for n in (holder, *holder.users)}:
+        readers = {user for holder in holders for user in holder.users if not copies(user)}
+        for node in readers.union(holders):
             if collective_of(node) is not None:
                 yield self.at[node], max((self.at[w] for w in waits_of(node)), default=end)
 
@@ -265,6 +277,10 @@ class _Life:
         return "transient"
 
 
+_c10d = torch.ops._c10d_functional
+_COPYING = frozenset(
+    {_c10d.all_reduce.default, _c10d.all_reduce_coalesced.default, _c10d.broadcast.default}
+)
 _STANDING = (Parameter, Buffer, Input, RowWeight, Evidence)
 
 _INPUTS = {
@@ -274,6 +290,11 @@ _INPUTS = {
     Accumulated: "gradients",
     Saved: "saved",
 }
+
+
+def copies(node: fx.Node) -> bool:
+    """Whether a node is a collective that works on a copy of what it is given, made at once."""
+    return node.target in _COPYING
 
 
 def waits_of(node: fx.Node) -> list[fx.Node]:

@@ -73,7 +73,7 @@ def simulate_memory(graph: TrainingGraph, overhead: Overhead | None = None) -> M
     changes = np.zeros((len(CATEGORIES), len(nodes) + 2), dtype=np.int64)
     for span, nbytes in zip(spans, sizes, strict=True):
         _add(changes, span, nbytes)
-    changes[_ROW["transient"], 0] += workspace_bytes(overhead.device)
+    changes[_ROW["buffers"], 0] += workspace_bytes(overhead.device)
     points = [i for i, node in enumerate(nodes) if node.op == "call_function"] + [len(nodes)]
     table = changes.cumsum(axis=1)[:, points]
     total = table.sum(axis=0)

@@ -135,7 +135,8 @@ class Evaluator:
             events=events_of(result, update.seconds),
             memory_curve=tuple((round(at, 8), nbytes) for at, nbytes in result.memory_curve),
         )
-        return Evaluated(choice, replace(plan, prediction=prediction), prediction)
+        notes = (*plan.notes, *self.overhead.gaps())
+        return Evaluated(choice, replace(plan, prediction=prediction, notes=notes), prediction)
 
     def update_cost(self, graph: TrainingGraph) -> Cost:
         """Time of the optimizer's step over this rank's parts of the trained parameters."""

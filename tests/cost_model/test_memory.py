@@ -169,6 +169,17 @@ def test_gathers_and_buckets_live_until_waited_for():
     assert rows["gradients"] == [0, 0, 0, 0, 0, 2, 2, 4, 4]
 
 
+def test_an_all_reduce_that_is_not_in_place_holds_a_copy_only():
+    g = Sketch(dp=2)
+    x = g.take(Input(0), ROW)
+    grad = g.call(aten.sin.default, x)
+    pending = g.call(c10d.all_reduce.default, grad, "sum", "dp")
+    other = g.call(aten.sum.default, x)
+    done = g.call(c10d.wait_tensor.default, pending)
+    memory = simulated(g.give({Gradient(Input(0)): done, Gradient(Input(1)): other}))
+    assert kilobytes(memory) == [2, 3, 2, 2, 2]
+
+
 def test_the_state_between_steps_counts_where_it_exists():
     g = Sketch()
     g.take(Parameter("w"), ROW)
