@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.collectives import Transfer, collective_of, is_wait
+from autopar.cost_model.collectives import Transfer, collective_of, is_wait, issuer
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.measured import CurveKey, Measured
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.simulate import Simulation, simulate
 from autopar.cost_model.streams import COMPUTE, Event
-from autopar.cost_model.timeline import issuer
 from autopar.cost_model.update import Optimizer
 from autopar.graph import Parameter, TrainingGraph, tensor_bytes, tensors
 from autopar.planner.machine import Machine, measure_machine

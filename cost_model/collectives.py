@@ -59,6 +59,14 @@ def is_wait(node: fx.Node) -> bool:
     return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
+def issuer(wait: fx.Node) -> fx.Node | None:
+    """The collective that a wait waits for, found through views and elements of tuples."""
+    source = wait.args[0]
+    while isinstance(source, fx.Node) and collective_of(source) is None:
+        source = source.args[0] if source.args else None
+    return source if isinstance(source, fx.Node) else None
+
+
 @dataclass(frozen=True)
 class Transfer:
     """One issued collective.

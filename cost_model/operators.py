@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
@@ -114,7 +115,13 @@ class OperatorTimes:
         """
         if not self.present:
             return self
-        nodes = {time_key(n): n for graph in graphs for n in graph.calls() if not is_wait(n)}
+        alone_here = ranks.group is None  # nothing is sent, so its calls tell nothing
+        nodes = {
+            time_key(node): node
+            for graph in graphs
+            for node in graph.calls()
+            if not (alone_here and _is_sent(node))
+        }
         times = dict(self.times)
         today = str(date.today())
 
@@ -138,7 +145,11 @@ class OperatorTimes:
 
         def lacks(graph: TrainingGraph) -> bool:
             known = self.times
-            timed = (time_key(node) for node in graph.calls() if _is_timed(node))
+            timed = (
+                time_key(node)
+                for node in graph.calls()
+                if _is_timed(node) or (ranks.group is not None and _is_sent(node))
+            )
             return any(key not in known or not known[key].rehearsed for key in timed)
 
         rows = ranks.gather([lacks(graph) for graph in graphs])
@@ -171,6 +182,21 @@ class OperatorTimes:
             cost = self._modelled(node) if _is_timed(node) else self._dispatch
         return cost
 
+    def call_of_collective(self, node: fx.Node) -> Cost | None:
+        """How long a node that issues, or waits for, an empty collective keeps its thread.
+
+        As rehearsed; of others like it, if it was not itself; None if no such was rehearsed.
+        """
+        key = time_key(node)
+        timing = self.times.get(key)
+        if timing is not None and timing.rehearsed:
+            return self._costs[key]
+        alike = self._kinds.get(kind_of(key), ())
+        if not alike:
+            return None
+        mean = statistics.mean(seconds for _, seconds in alike)
+        return Cost(mean, f"modelled by {kind_of(key)} elsewhere in rehearsed steps")
+
     def _modelled(self, node: fx.Node) -> Cost:
         """From the same operator at the nearest size, otherwise by the roofline."""
         flops, nbytes, line = flops_of(node), moved_bytes(node), self.roofline
@@ -188,7 +214,7 @@ class OperatorTimes:
         """Work and seconds of all that was timed, by operator."""
         found: dict[str, list[tuple[float, float]]] = {}
         for name, timing in self.times.items():
-            if size := timing.flops or timing.nbytes:
+            if (size := timing.flops or timing.nbytes) or timing.rehearsed:
                 found.setdefault(kind_of(name), []).append((size, timing.seconds))
         return found
 
@@ -216,6 +242,11 @@ class OperatorTimes:
 
 
 _NOTHING = Cost(0.0, "modelled by nothing to do")
+
+
+def _is_sent(node: fx.Node) -> bool:
+    """Whether a node issues a collective or waits for one."""
+    return is_wait(node) or collective_of(node) is not None
 
 
 def _is_timed(node: fx.Node) -> bool:

@@ -4,10 +4,11 @@ An operator that is run by itself looks up to three times faster than in a step,
 run among others on a host that ranks share may take any time. So the whole generated program of a
 rank runs, on random values, with a clock between its operators: what the cache holds, which memory
 is fresh, what the other ranks compute meanwhile and what Python does in between are as in a step.
-A collective does what it does on the calling thread (allocates, copies) and sends nothing.
+A collective does what it does on the calling thread (allocates, copies), and sends one number: so
+issuing it costs what it will, and a wait lasts as long as the ranks are out of step.
 
 The seconds of an operator are a mean over ranks, rounds and all nodes alike, scaled so that they
-add up to the slowest rank's time of a middling round: means add up where medians do not.
+add up to a middling round: means add up where medians do not.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import torch.distributed as dist
 from torch import fx
 
 from autopar._torch import BoxedCodeGen
-from autopar.cost_model.collectives import collective_of, is_wait
+from autopar.cost_model.collectives import collective_of, is_wait, issuer
 from autopar.cost_model.host import boot_id, free_memory_bytes
 from autopar.cost_model.memory import simulate_memory
 from autopar.cost_model.signature import time_key
 from autopar.cost_model.timing import index_bound, random_like
 from autopar.graph import Parameter, TrainingGraph, tensors
 
+c10d = torch.ops._c10d_functional
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 _MEMORY_SHARE = 0.6  # of what is free, that the tensors of all ranks here may take
 
@@ -43,11 +45,13 @@ class Ranks:
         line_up: waits for all of them.
         gather: the value of each, on each.
         sharing: how many share this machine, be they on other nodes of an emulated cluster.
+        group: the name of their process group; None if nothing can be sent.
     """
 
     line_up: Callable[[], None]
     gather: Callable[[Any], list[Any]]
     sharing: int = 1
+    group: str | None = None
 
     @classmethod
     def live(cls) -> Ranks:
@@ -62,7 +66,9 @@ class Ranks:
             dist.all_reduce(torch.zeros(1))
 
         machines = gather(boot_id())
-        return cls(line_up, gather, machines.count(boot_id()))
+        world = dist.group.WORLD
+        assert world is not None
+        return cls(line_up, gather, machines.count(boot_id()), world.group_name)
 
 
 ALONE = Ranks(lambda: None, lambda value: [value])
@@ -94,6 +100,8 @@ def rehearse(
         for table in tables:
             for key, times in table.items():
                 found.setdefault(key, []).extend(scale * time for time in times)
+    for stage in stages:
+        stage.release()
     return {key: statistics.mean(times) for key, times in found.items()}
 
 
@@ -108,9 +116,9 @@ def _scaled(
             table.setdefault(name, []).append(mean)
     totals = [_total(keys, run) for run in runs]
     everyone = ranks.gather((totals, table))
-    slowest = [max(row) for row in zip(*[totals for totals, _ in everyone], strict=True)]
-    average = statistics.mean(statistics.mean(totals) for totals, _ in everyone)
-    return statistics.median(slowest) / average, [table for _, table in everyone]
+    rounds = [sum(row) for row in zip(*[totals for totals, _ in everyone], strict=True)]
+    scale = statistics.median(rounds) / statistics.mean(rounds)
+    return scale, [table for _, table in everyone]
 
 
 def _total(keys: Sequence[str | None], run: Sequence[float]) -> float:
@@ -142,12 +150,15 @@ class Stage:
     def __init__(self, graph: TrainingGraph) -> None:
         self.keys: list[str | None] = []
         self._ticks: list[float] = []
+        self._group: str | None = None
+        self._sent: dict[str, torch.Tensor] = {}
         with torch.random.fork_rng([]):
             self._arguments = arguments_of(graph)
         module = fx.GraphModule(dict(graph.constants), graph.copy().graph)
-        for node in list(module.graph.nodes):
-            if node.op == "call_function":
-                self._watch(module.graph, node)
+        calls = [node for node in module.graph.nodes if node.op == "call_function"]
+        known = [(node, time_key(node), issuer(node) if is_wait(node) else None) for node in calls]
+        for node, key, source in known:  # nodes that have been replaced can no longer be asked
+            self._watch(module.graph, node, key, source)
         module.graph.set_codegen(BoxedCodeGen())
         module.recompile()
         self._program = module.forward
@@ -155,23 +166,28 @@ class Stage:
     def run(self, ranks: Ranks) -> list[float]:
         """Seconds of each interval of one run, from a common start."""
         self._ticks.clear()
+        self._group = ranks.group
         with torch.random.fork_rng([]), torch.no_grad():
             ranks.line_up()
             self._tick()
             self._program(list(self._arguments))
         return [after - before for before, after in pairwise(self._ticks)]
 
+    def release(self) -> None:
+        """Lets go of its tensors, which it and its program, holding each other, would keep."""
+        self._arguments.clear()
+
     def _tick(self) -> None:
         self._ticks.append(time.perf_counter())
 
-    def _watch(self, graph: fx.Graph, node: fx.Node) -> None:
+    def _watch(self, graph: fx.Graph, node: fx.Node, key: str, source: fx.Node | None) -> None:
         """Puts a tick behind a node, and a stand-in in the place of a collective."""
-        self.keys.append(time_key(node))
+        self.keys.append(key)
         sends = collective_of(node) is not None
         if sends:
-            node.target = _stand_in(node)
+            node.target = self._sender(node.name, _stand_in(node))
         elif is_wait(node):
-            node.target = _waited
+            node.target = self._waiter(source.name if source is not None else "")
         with graph.inserting_after(node):
             last = graph.call_function(self._tick)
         if sends:
@@ -180,6 +196,27 @@ class Stage:
                 last = graph.call_function(_arrive, (node,))
             with graph.inserting_after(last):
                 graph.call_function(self._tick)
+
+    def _sender(self, name: str, stand_in: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for a collective: its work on tensors, and a number that is sent."""
+
+        def send(*arguments: Any) -> Any:
+            if self._group is not None:
+                self._sent[name] = c10d.all_reduce_(torch.zeros(1), "sum", self._group)
+            return stand_in(*arguments)
+
+        return send
+
+    def _waiter(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What stands for a wait: until the number has come."""
+
+        def wait(pending: torch.Tensor) -> torch.Tensor:
+            sent = self._sent.pop(name, None)
+            if sent is not None:
+                c10d.wait_tensor(sent)
+            return pending
+
+        return wait
 
 
 def _stand_in(node: fx.Node) -> Callable[..., Any]:
@@ -201,10 +238,6 @@ def _stand_in(node: fx.Node) -> Callable[..., Any]:
     if name.endswith("_"):
         return given_back
     return copied if name.startswith("all_reduce") else fresh
-
-
-def _waited(pending: torch.Tensor) -> torch.Tensor:
-    return pending
 
 
 def _arrive(received: Any) -> None:

@@ -15,7 +15,10 @@ import torch
 from torch import fx
 
 from autopar.cost_model.aliases import is_view
+from autopar.cost_model.collectives import is_wait, issuer
 from autopar.graph import tensor_bytes, tensors
+
+WAIT = "wait for"
 
 
 def signature(node: fx.Node) -> str:
@@ -26,7 +29,12 @@ def signature(node: fx.Node) -> str:
 
 
 def time_key(node: fx.Node) -> str:
-    """What the time of a node is kept under: its signature, or what kind of view it is."""
+    """What the time of a node is kept under: its signature, or what kind of view it is.
+
+    A wait is kept under what it waits for.
+    """
+    if is_wait(node) and (source := issuer(node)) is not None:
+        return f"{WAIT} {signature(source)}"
     return f"view {_target(node.target)}" if is_view(node) else signature(node)
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.collectives import Transfer, collective_of, is_wait
+from autopar.cost_model.collectives import Transfer, collective_of, is_wait, issuer
+from autopar.cost_model.cost import Cost
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.memory import Memory, simulate_memory
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.streams import Clock, Event, Flight
-from autopar.cost_model.timeline import issuer
 from autopar.graph import TrainingGraph
 
 
@@ -115,40 +115,60 @@ class _Run:
 
     def step(self, node: fx.Node) -> None:
         """Run one node."""
-        slowdown = self.cluster.slowdown
         if collective_of(node) is not None:
-            self.compute(node, slowdown.issue_s)
             self.issue(node)
         elif is_wait(node) and (source := issuer(node)) is not None:
-            self.wait(node.name, self.issued[source])
-            self.compute(node, slowdown.wait_s)
+            self.wait(node, self.issued[source])
         else:
-            self.compute(node, 0.0)
+            self.compute(node.name, self.operators.seconds(node))
 
-    def compute(self, node: fx.Node, more_s: float) -> None:
-        """Run an operator, and `more_s` seconds for what it does beside its tensors."""
-        cost = self.operators.seconds(node)
+    def compute(self, name: str, cost: Cost) -> None:
+        """Keep the computing thread for some time."""
         self.sources[cost.kind] += 1
-        self.compute_s += cost.seconds + more_s
-        self.clock.compute(node.name, cost.seconds + more_s)
+        self.compute_s += cost.seconds
+        self.clock.compute(name, cost.seconds)
 
     def issue(self, node: fx.Node) -> None:
         """Start a collective, whose price counts from the call that issues it."""
-        transfer = Transfer.of(node, self.graph.axes, self.cluster.ranks_per_node)
-        price = self.cluster.seconds(
-            transfer.collective, transfer.nbytes, transfer.shape, transfer.dtype
-        )
+        slowdown = self.cluster.slowdown
+        call = self.operators.call_of_collective(node)
+        call = call or Cost(slowdown.issue_s, slowdown.provenance)
+        self.compute(node.name, call)
+        price = self.price(node)
         self.sources[price.kind] += 1
         self.communication_s += price.seconds
-        rest = max(0.0, price.seconds - self.cluster.slowdown.issue_s)
-        self.issued[node] = self.clock.issue(node.name, transfer, rest)
+        rest = max(0.0, price.seconds - slowdown.issue_s)
+        self.issued[node] = self.clock.issue(node.name, self.transfer(node), rest)
 
-    def wait(self, name: str, flight: Flight) -> None:
-        """Stand still until a collective has ended."""
-        kind = flight.transfer.collective
-        self.waits[kind] = self.waits.get(kind, 0.0) + self.clock.wait(name, flight)
+    def wait(self, node: fx.Node, flight: Flight) -> None:
+        """Stand still until a collective has ended, and for ranks that are late.
+
+        Prices are of ranks that start together. A rehearsed wait for an empty collective tells
+        how late they come, when its own latency, as far as it was not hidden, is taken off.
+        """
+        kind, slowdown = flight.transfer.collective, self.cluster.slowdown
+        since_s = self.clock.now - flight.issued_s
+        waited_s = self.clock.wait(node.name, flight)
+        rehearsed = self.operators.call_of_collective(node)
+        if rehearsed is None:
+            self.compute(node.name, Cost(slowdown.wait_s, slowdown.provenance))
+        else:
+            self.sources[rehearsed.kind] += 1
+            empty = self.cluster.seconds("all_reduce", 8, flight.transfer.shape).seconds
+            late_s = max(0.0, rehearsed.seconds - max(0.0, empty - since_s))
+            waited_s += self.clock.stand(node.name, late_s)
+        self.waits[kind] = self.waits.get(kind, 0.0) + waited_s
+
+    def transfer(self, node: fx.Node) -> Transfer:
+        return Transfer.of(node, self.graph.axes, self.cluster.ranks_per_node)
+
+    def price(self, node: fx.Node) -> Cost:
+        """The seconds of a collective, alone."""
+        sent = self.transfer(node)
+        return self.cluster.seconds(sent.collective, sent.nbytes, sent.shape, sent.dtype)
 
     def finish(self) -> None:
         """Nothing is under way when a step ends."""
         for flight in self.issued.values():
-            self.wait("end", flight)
+            kind = flight.transfer.collective
+            self.waits[kind] = self.waits.get(kind, 0.0) + self.clock.wait("end", flight)

@@ -7,6 +7,7 @@ of two axes that use the same links (both stay inside nodes, or both cross them)
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class Flight:
     name: str
     transfer: Transfer
     left_s: float
+    issued_s: float
     start_s: float
     on_compute: float
     beside_compute: float
@@ -83,7 +85,7 @@ class Clock:
         """Put a collective at the end of its axis's queue."""
         slowdown, nbytes = self._slowdown, transfer.nbytes
         factors = slowdown.of_compute(nbytes), slowdown.of_communication(nbytes)
-        flight = Flight(name, transfer, seconds, self.now, *factors)
+        flight = Flight(name, transfer, seconds, self.now, self.now, *factors)
         if seconds > 0.0:
             queue = self._queues.setdefault(transfer.axis, deque())
             self._busy += not queue
@@ -99,17 +101,28 @@ class Clock:
             self.events.append(Event(name, COMPUTE, start, self.now, "wait"))
         return self.now - start
 
-    def _advance(self, work: float | None) -> float:
+    def stand(self, name: str, seconds: float) -> float:
+        """Let compute stand still for so many seconds; returns them."""
+        start, end = self.now, self.now + seconds
+        while self._busy and self.now < end:
+            self._advance(None, end - self.now)
+        self.now = max(self.now, end)
+        if seconds > 0.0:
+            self.events.append(Event(name, COMPUTE, start, self.now, "wait"))
+        return seconds
+
+    def _advance(self, work: float | None, most_s: float = math.inf) -> float:
         """Move to the next end of anything; the seconds of compute that were done.
 
         Args:
             work: what is left of the operator that runs, None if compute stands still.
+            most_s: move by no more than this.
         """
         heads = [queue[0] for queue in self._queues.values() if queue]
         paces = [_pace(flight, heads, work is not None) for flight in heads]
         ends = [flight.left_s * pace for flight, pace in zip(heads, paces, strict=True)]
         own = max([flight.on_compute for flight in heads], default=1.0)
-        span = min([*ends, work * own] if work is not None else ends)
+        span = min([most_s, *ends] if work is None else [most_s, *ends, work * own])
         self.now += span
         for flight, pace in zip(heads, paces, strict=True):
             flight.left_s -= span / pace

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import fx
-
-from autopar.cost_model.collectives import collective_of, is_wait
+from autopar.cost_model.collectives import collective_of, is_wait, issuer
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.graph import TrainingGraph
 
@@ -49,14 +47,6 @@ class Flights:
             for source in self._waits.get(name, ())
             if source in self._issued
         ]
-
-
-def issuer(wait: fx.Node) -> fx.Node | None:
-    """The collective that a wait waits for, found through views and elements of tuples."""
-    source = wait.args[0]
-    while isinstance(source, fx.Node) and collective_of(source) is None:
-        source = source.args[0] if source.args else None
-    return source if isinstance(source, fx.Node) else None
 
 
 def chrome_trace(

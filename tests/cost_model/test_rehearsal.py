@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autopar.cost_model.rehearsal import Ranks, Stage, arguments_of, rehearse
-from autopar.cost_model.signature import signature
+from autopar.cost_model.signature import time_key
 from autopar.graph import Gradient, Input, Output, Parameter, Tangent
 from tests.cost_model.sketch import Sketch, aten, c10d
 from tests.worlds import run
@@ -27,12 +27,13 @@ def classifier():
 def test_the_whole_step_runs_and_every_operator_has_a_time():
     graph = classifier()
     found = rehearse([graph], budget_s=0.01)
-    timed = {signature(n) for n in graph.calls() if n.target is not c10d.wait_tensor.default}
-    assert timed < set(found)
+    timed = {time_key(node) for node in graph.calls()}
+    assert any(key.startswith("wait for _c10d_functional.all_reduce") for key in timed)
+    assert timed == set(found)
     assert all(seconds > 0 for seconds in found.values())
 
 
-def test_times_add_up_to_the_slowest_rank_of_a_middling_round():
+def test_times_add_up_to_the_mean_rank_of_a_middling_round():
     graph = classifier()
     totals = []
 
@@ -47,7 +48,7 @@ def test_times_add_up_to_the_slowest_rank_of_a_middling_round():
 
     found = rehearse([graph], Ranks(lambda: None, gather), budget_s=0.01)
     total = sum(found[key] for key in Stage(graph).keys if key is not None)
-    assert total == pytest.approx(2 * statistics.median(totals))
+    assert total == pytest.approx(1.5 * statistics.median(totals))
 
 
 def test_integers_stay_inside_of_the_tables_they_index():
