@@ -26,7 +26,7 @@ from benchmarks.cluster import Network, Unavailable, launch
 from benchmarks.prediction.settings import ROOT, Setting
 
 SCALE = 8
-ROWS = {"gpt": 16, "dropout": 16, "encoder": 16, "conv": 16, "encdec": 8, "moe": 8, "odd": 64}
+ROWS = {"gpt": 16, "dropout": 16, "encoder": 16, "conv": 64, "encdec": 8, "moe": 8, "odd": 64}
 """Rows of the global batch of each model."""
 
 SETTINGS = (Setting(1, 2), Setting(1, 4), Setting(2, 1, "1gbit"), Setting(2, 2, "1gbit"))
