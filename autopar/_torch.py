@@ -41,7 +41,7 @@ from torch.utils import _pytree as pytree
 
 
 def inductor_compile(
-    module: fx.GraphModule, arguments: list[Any], donated: Sequence[int]
+    module: fx.GraphModule, arguments: list[Any], donated: Sequence[int], *, reorder: bool
 ) -> Callable[[list[Any]], Any]:
     """A module of one argument, a list marked `steal_arg`, compiled by inductor; it empties it.
 
@@ -49,6 +49,7 @@ def inductor_compile(
         module: what to compile.
         arguments: tensors like those that it will be called with.
         donated: places of those whose storage nothing else looks at: kernels may write there.
+        reorder: whether operators may change places, to lower the peak of memory.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -60,19 +61,9 @@ def inductor_compile(
             options |= {"is_backward": True, "is_inference": False}  # only there it looks at them
         return compile_fx_inner(graph, inputs, **options)
 
-    # The passes have put operators in order; inductor's own puts all that could run at the start
-    # of a backward there, where it fills memory and is cold again before it is read.
-    in_order = config.patch(reorder_for_peak_memory=False)
-    with tracing(TracingContext(FakeTensorMode())), in_order:
+    options = config.patch(reorder_for_peak_memory=reorder)
+    with tracing(TracingContext(FakeTensorMode())), options:
         return compile_fx(module, arguments, inner_compile=inner)  # type: ignore[return-value]
-
-
-def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions that inductor applies; importing them takes seconds."""
-    import torch._inductor.lowering  # noqa: F401  one of them looks there
-    from torch._inductor.decomposition import select_decomp_table
-
-    return select_decomp_table()
 
 
 __all__ = [
@@ -98,7 +89,6 @@ __all__ = [
     "format_argument",
     "group_timeout",
     "inductor_compile",
-    "inductor_decompositions",
     "keeps_graph",
     "make_boxed_func",
     "pytree",

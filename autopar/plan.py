@@ -19,7 +19,6 @@ from autopar.graph import ParameterInfo
 from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets
 from autopar.passes.checkpoint_activations import CheckpointActivations, Level
-from autopar.passes.decompose_operators import DecomposeOperators
 from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.schedule_overlap import ScheduleOverlap
@@ -216,13 +215,13 @@ class Plan:
             held: parameters with gradients kept from earlier calls.
             compiled: whether a compiler follows that fuses operators by itself.
         """
-        fuse = DecomposeOperators() if compiled else FuseCrossEntropy()
+        fuse = () if compiled else (FuseCrossEntropy(),)
         checkpoint = CheckpointActivations(self.recompute, self.activation_bytes, compiled)
         if self.world_size == 1:
-            return (fuse, checkpoint)
+            return (*fuse, checkpoint)
         return (
             SynchronizeStatistics(self.axis, self.batch_statistics),  # type: ignore[arg-type]
-            fuse,
+            *fuse,
             checkpoint,
             ShardParameters(self.axis, rank, self.stages),
             SynchronizeGradients(self.axis, rank, hold, held),

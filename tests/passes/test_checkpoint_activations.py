@@ -137,3 +137,23 @@ def test_says_why_it_declined() -> None:
     )
     forward = replace(it, differentiate=False).graph(0)
     assert CheckpointActivations("full")(forward).reason == "there is no backward"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", ["gpt", "conv", "encdec", "odd"])
+def test_what_a_compiler_is_given_equals_the_plain_model(name: str, stage: int) -> None:
+    case = MODELS[name]
+    batch = to_dtype(case.batch(6, 0), torch.float64)
+    it = World(case.make().double(), batch, 2, case.loss)
+    plan = it.plan(stage)
+    assert_parity(it, it.lower(lambda rank: plan.passes(rank, "gloo", compiled=True)))
+
+
+def test_fused_operators_are_computed_again_inside_their_block() -> None:
+    graph = gpt().graph(0)
+    kept = run_passes(graph, [CheckpointActivations("none")])
+    fused = run_passes(graph, [CheckpointActivations("none", fuses=True)])
+    assert kept_bytes(fused) < 0.9 * kept_bytes(kept)
+    again = {str(node.target) for node in fused.calls() if "recomputed" in node.meta}
+    assert "aten.gelu.default" in again
+    assert not again & {"aten.mm.default", "aten.native_layer_norm.default"}
