@@ -62,8 +62,11 @@ def inductor_compile(
         return compile_fx_inner(graph, inputs, **options)
 
     options = config.patch(reorder_for_peak_memory=reorder)
-    with tracing(TracingContext(FakeTensorMode())), options:
-        return compile_fx(module, arguments, inner_compile=inner)  # type: ignore[return-value]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    (given,) = arguments
+    fake = [mode.from_tensor(tensor) for tensor in given]  # what it is given it never lets go of
+    with tracing(TracingContext(mode)), options:
+        return compile_fx(module, [fake], inner_compile=inner)  # type: ignore[list-item, return-value]
 
 
 __all__ = [
