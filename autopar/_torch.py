@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch._C._autograd import _disable_profiler_legacy as stop_records
 from torch._C._autograd import _enable_profiler_legacy as start_records
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
@@ -41,13 +41,13 @@ from torch.utils import _pytree as pytree
 
 
 def inductor_compile(
-    module: fx.GraphModule, arguments: list[Any], donated: Sequence[int], *, reorder: bool
+    module: fx.GraphModule, given: Sequence[Tensor], donated: Sequence[int], *, reorder: bool
 ) -> Callable[[list[Any]], Any]:
     """A module of one argument, a list marked `steal_arg`, compiled by inductor; it empties it.
 
     Args:
         module: what to compile.
-        arguments: tensors like those that it will be called with.
+        given: tensors like those in the list that it will be called with.
         donated: places of those whose storage nothing else looks at: kernels may write there.
         reorder: whether operators may change places, to lower the peak of memory.
     """
@@ -63,7 +63,6 @@ def inductor_compile(
 
     options = config.patch(reorder_for_peak_memory=reorder)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    (given,) = arguments
     fake = [mode.from_tensor(tensor) for tensor in given]  # what it is given it never lets go of
     with tracing(TracingContext(mode)), options:
         return compile_fx(module, [fake], inner_compile=inner)  # type: ignore[list-item, return-value]

@@ -45,8 +45,6 @@ FUSED = frozenset(
         aten._to_copy.default,
         aten.full.default,
         aten.scalar_tensor.default,
-        torch.ops.prims.convert_element_type.default,
-        torch.ops.prims.iota.default,
     }
 )
 """What a compiler writes into the loops of its users, beside pointwise operators."""

@@ -22,7 +22,14 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 def launch(
     script: str, nproc: int, rest: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> int:
-    """Runs a script as `nproc` ranks that share out the cores; returns the exit status."""
+    """Runs a script as `nproc` ranks that share out the cores; returns the exit status.
+
+    Args:
+        script: its path, or "-m" to run the module that `rest` begins with.
+        nproc: number of ranks.
+        rest: the script's arguments.
+        environment: variables for it.
+    """
     if nproc < 1:
         raise StrategyError(f"--nproc {nproc}: at least one process")
     threads = max(1, (os.cpu_count() or 1) // nproc)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from autopar.commands.launch import launch
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.measure import DTYPES, SIZES, measure
@@ -95,8 +94,6 @@ def run(options: argparse.Namespace) -> int:
 def _launch(options: argparse.Namespace) -> int:
     """This command again, as so many ranks of this machine."""
     nproc = (os.cpu_count() or 1) if options.nproc is None else options.nproc
-    if nproc < 1:
-        raise StrategyError(f"--nproc {nproc}: at least one process")
     if nproc == 1:
         _measure(options)
         return 0
@@ -106,11 +103,7 @@ def _launch(options: argparse.Namespace) -> int:
     mesh = ",".join(f"{name}={size}" for name, size in (options.mesh or {}).items())
     again += ["--mesh", mesh] if mesh else []
     again += ["--no-cache"] * options.no_cache + ["--force"] * options.force
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(nproc), "-m", "autopar", "measure", *again]
-    threads = max(1, (os.cpu_count() or 1) // nproc)
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    return subprocess.run(command, env=environment, check=False).returncode
+    return launch("-m", nproc, ["autopar", "measure", *again])
 
 
 def _measure(options: argparse.Namespace) -> None:

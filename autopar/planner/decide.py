@@ -14,7 +14,6 @@ from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.optimizer import optimizer_state_ratio
 from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo, TrainingGraph
-from autopar.passes.checkpoint_activations import Level
 from autopar.plan import Plan, Strategy, fingerprint
 from autopar.planner.candidates import Evaluator
 from autopar.planner.machine import Machine, measure_machine
@@ -38,7 +37,6 @@ class Question:
         device: the device that operators run on.
         comm_backend: what collectives are lowered for.
         live: whether the ranks of the plan are running.
-        level: recomputation that costs nothing.
     """
 
     model: str
@@ -53,7 +51,6 @@ class Question:
     device: torch.device
     comm_backend: str
     live: bool
-    level: Level = "none"
 
     def __post_init__(self) -> None:
         zero = self.strategy.zero
@@ -93,7 +90,7 @@ class Question:
 
 def needs_machine(question: Question) -> bool:
     """Whether anything is left to choose, or to check against a cap."""
-    fixed = default_choice(question.strategy, question.blocks, question.level) is not None
+    fixed = default_choice(question.strategy, question.blocks) is not None
     return not fixed or question.memory is not None
 
 
@@ -103,9 +100,7 @@ def measured(question: Question, graph: TrainingGraph) -> Machine | None:
         return None
     evaluator = evaluator_of(question, graph, None)
     stages = (0, 3) if question.world_size > 1 else (0,)
-    choices = [
-        first_choice(question.strategy, question.blocks, stage, question.level) for stage in stages
-    ]
+    choices = [first_choice(question.strategy, question.blocks, stage) for stage in stages]
     graphs = [evaluator.lowered(choice) for choice in dict.fromkeys(choices)]
     return measure_machine(
         graphs, question.device, question.cluster, question.optimizer, live=question.live
@@ -115,14 +110,14 @@ def measured(question: Question, graph: TrainingGraph) -> Machine | None:
 def decide(question: Question, graph: TrainingGraph, machine: Machine | None) -> Plan:
     """The plan; rank 0 calls it."""
     evaluator = evaluator_of(question, graph, machine)
-    fixed = default_choice(question.strategy, question.blocks, question.level)
+    fixed = default_choice(question.strategy, question.blocks)
     if machine is None:
         assert fixed is not None
         return evaluator.plan(fixed)
     cap = question.memory
     if cap is None and machine.cluster.device_memory_bytes is not None:
         cap = machine.cluster.device_memory_bytes - context_bytes(machine.cluster.device)
-    plan = choose(evaluator, question.strategy, question.blocks, cap, question.level)
+    plan = choose(evaluator, question.strategy, question.blocks, cap)
     return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
 
 

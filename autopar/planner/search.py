@@ -23,33 +23,31 @@ def choose(
     strategy: Strategy,
     blocks: Sequence[str],
     cap: int | None,
-    level: Level = "none",
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan under `strategy` whose peak is at most `cap` bytes.
 
-    Uniform ZeRO stages come first, with the `level` of recomputation
-    that costs nothing ("selective" where a compiler fuses it). If the fastest of them does not fit,
+    Uniform ZeRO stages come first, without recomputation. If the fastest of them does not fit,
     blocks are raised one by one, first in stage and then in recomputation, as far as needed.
     The sizes of buckets are tried on the winner. Deterministic.
 
     Raises:
         OutOfMemoryError: nothing fits.
     """
-    search = _Search(evaluator, strategy, blocks, cap, level, progress)
+    search = _Search(evaluator, strategy, blocks, cap, progress)
     best = search.run()
     return replace(best.plan, runners_up=search.runners_up(best), memory_cap=cap)
 
 
-def default_choice(strategy: Strategy, blocks: Sequence[str], level: Level) -> Choice | None:
+def default_choice(strategy: Strategy, blocks: Sequence[str]) -> Choice | None:
     """The choice of a strategy that leaves nothing to search; None if it leaves something."""
     fixed = (strategy.zero, strategy.recompute, strategy.gather_bytes, strategy.reduce_bytes)
     if any(value is None for value in fixed):
         return None
-    return first_choice(strategy, blocks, 0, level)
+    return first_choice(strategy, blocks, 0)
 
 
-def first_choice(strategy: Strategy, blocks: Sequence[str], stage: int, level: Level) -> Choice:
+def first_choice(strategy: Strategy, blocks: Sequence[str], stage: int) -> Choice:
     """A strategy with what it leaves open set to defaults."""
     zero = strategy.zero
     if isinstance(zero, int):
@@ -58,7 +56,7 @@ def first_choice(strategy: Strategy, blocks: Sequence[str], stage: int, level: L
         stages = {**dict.fromkeys(blocks, stage), **(zero or {})}
     return Choice(
         stages=tuple((b, stages[b]) for b in blocks),
-        recompute=_levels(blocks, strategy.recompute or level),
+        recompute=_levels(blocks, strategy.recompute or "none"),
         gather_bytes=strategy.gather_bytes or BUCKET_BYTES,
         reduce_bytes=strategy.reduce_bytes or BUCKET_BYTES,
         prefetch=1 if strategy.prefetch is None else strategy.prefetch,
@@ -72,11 +70,9 @@ class _Search:
         strategy: Strategy,
         blocks: Sequence[str],
         cap: int | None,
-        level: Level,
         progress: Progress | None,
     ) -> None:
         self.evaluator, self.strategy, self.blocks, self.cap = evaluator, strategy, blocks, cap
-        self.level = level
         self.progress = progress or (lambda line: None)
         self.seen: dict[Choice, Evaluated] = {}
 
@@ -84,7 +80,7 @@ class _Search:
         one = self.evaluator.base.world_size == 1
         free = self.strategy.zero is None and not one
         stages = (0, 1, 2, 3) if free else (0,)
-        starts = [first_choice(self.strategy, self.blocks, stage, self.level) for stage in stages]
+        starts = [first_choice(self.strategy, self.blocks, stage) for stage in stages]
         starts = list(dict.fromkeys(starts))
         best = self.best(self.look(choice) for choice in starts)
         if best is None or self.infeasible_and_faster(starts, best):
@@ -122,7 +118,7 @@ class _Search:
         """The least recomputation, block by block, with which a choice fits."""
         if self.strategy.recompute is not None or self.fits(self.look(choice)):
             return self.look(choice)
-        for level in LEVELS[LEVELS.index(self.level) + 1 :]:
+        for level in LEVELS[1:]:
             raised = partial(self.recomputing, choice, level)
             if self.fits(self.look(raised(len(self.order)))):
                 return self.least(raised)

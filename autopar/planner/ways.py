@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.graph import Buffer, Input, Parameter, TrainingGraph, elements, tensors
 from autopar.passes.rules.linear import linear_ways
-from autopar.passes.rules.loops import At, Loop, Operator, Way, replicated, split
+from autopar.passes.rules.loops import At, Loop, Operator, Way, fitting, replicated, ways
 from autopar.passes.rules.table import loops_of
 from autopar.placement import Placement, Replicate, Shard
 
@@ -81,9 +81,9 @@ def choices(graph: TrainingGraph, ranks: int) -> Choices:
             found.ways[node] = [_all_whole(found, node)]
             continue
         operator = Operator.of(node)
-        fitting = (split(p) for loop in own for p in _fitting(loop, ranks, shards[node]))
+        shared = ways(own, ranks, sorted(shards[node]))
         found.ways[node] = list(
-            dict.fromkeys([replicated(operator), *fitting, *linear_ways(operator)])
+            dict.fromkeys([replicated(operator), *shared, *linear_ways(operator)])
         )
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         lies: list[Placement] = [Replicate()]
@@ -120,12 +120,6 @@ def _readers(found: Choices, node: fx.Node) -> Iterator[tuple[fx.Node, list[Plac
                 yield user, [way.operands[place] for way in found.ways.get(user, [])]
 
 
-def _fitting(loop: Loop, ranks: int, pieces: set[int]) -> Iterator[Loop]:
-    for count in sorted(pieces) if loop.free else [1]:
-        if loop.size % (count * ranks) == 0:
-            yield loop.interleaved(count)
-
-
 def _closure(
     found: Choices, loops: dict[fx.Node, list[Loop]], ranks: int
 ) -> dict[fx.Node, set[int]]:
@@ -149,7 +143,7 @@ def _closure(
                         and count % at.interleave == 0
                         and loop.size % (count // at.interleave * ranks) == 0
                     }
-                for made in _fitting(loop, ranks, pieces[node]):
+                for made in fitting(loop, ranks, sorted(pieces[node])):
                     for value, at in _places(found, node, made):
                         met.setdefault((value, at.dim), set()).add(at.interleave)
     return pieces

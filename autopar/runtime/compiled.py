@@ -106,7 +106,7 @@ def _inductor(module: fx.GraphModule, donated: Sequence[int]) -> Boxed:
         strides = tuple(value.stride() for value in arguments)
         with torch.no_grad():
             if strides not in found:
-                found[strides] = inductor_compile(module, [arguments], donated, reorder=gathers)
+                found[strides] = inductor_compile(module, arguments, donated, reorder=gathers)
             return list(found[strides](arguments))
 
     return run

@@ -13,8 +13,7 @@ from torch import fx
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.timeline import Flights
 from autopar.graph import TrainingGraph
-
-Boxed = Callable[[list[Any]], list[Any]]
+from autopar.runtime.compiled import Boxed
 
 
 @dataclass

@@ -153,7 +153,7 @@ def contenders(
     for zero in STAGES:
         for level in LEVELS:
             strategy = Strategy(zero=zero, recompute=level)  # type: ignore[arg-type]
-            choice = first_choice(strategy, question.blocks, zero, "none")
+            choice = first_choice(strategy, question.blocks, zero)
             made.append(Contender(zero, level, choice, trainer(case, planner.plan(choice), rows)))
     return made, lambda machine: evaluator_of(question, graph, machine)
 

@@ -15,7 +15,7 @@ For `mm` of [m, k] and [k, n]:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ import torch
 from torch import fx
 
 from autopar._torch import pytree
+from autopar.graph import elements
+from autopar.passes.build import value
 from autopar.placement import Partial, Placement, Replicate, Shard
 
 Reduced = Literal["sum", "max"]
@@ -102,10 +104,8 @@ class Operator:
     @classmethod
     def of(cls, node: fx.Node) -> Operator:
         """The operator of a node, on the fake tensors of its arguments."""
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-        val = node.meta["val"]
-        results = tuple(val) if isinstance(val, (tuple, list)) else (val,)
-        return cls(node.target, tuple(args), dict(kwargs), results)
+        args, kwargs = value((node.args, dict(node.kwargs)))
+        return cls(node.target, tuple(args), dict(kwargs), elements(node))
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
@@ -129,7 +129,7 @@ def replicated(operator: Operator) -> Way:
     return Way((whole,) * len(operator.operands), (whole,) * len(operator.results))
 
 
-def ways(loops: list[Loop], ranks: int, interleaves: tuple[int, ...] = (1,)) -> Iterator[Way]:
+def ways(loops: list[Loop], ranks: int, interleaves: Sequence[int] = (1,)) -> Iterator[Way]:
     """The ways that splitting one loop over `ranks` allows.
 
     Args:
@@ -138,9 +138,14 @@ def ways(loops: list[Loop], ranks: int, interleaves: tuple[int, ...] = (1,)) -> 
         interleaves: numbers of pieces to try for loops whose pieces may be interleaved.
     """
     for loop in loops:
-        for pieces in interleaves if loop.free else (1,):
-            if loop.size % (pieces * ranks) == 0:
-                yield split(loop.interleaved(pieces))
+        yield from map(split, fitting(loop, ranks, interleaves))
+
+
+def fitting(loop: Loop, ranks: int, interleaves: Iterable[int]) -> Iterator[Loop]:
+    """A loop in each of these numbers of pieces that `ranks` divide evenly."""
+    for pieces in interleaves if loop.free else (1,):
+        if loop.size % (pieces * ranks) == 0:
+            yield loop.interleaved(pieces)
 
 
 def split(loop: Loop) -> Way:
