@@ -44,6 +44,17 @@ def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> list[
     return local
 
 
+def filled(operator: Operator, shards: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of an operator with others in the place of its tensors."""
+    given = iter(shards)
+
+    def fill(leaf: Any) -> Any:
+        return next(given) if isinstance(leaf, torch.Tensor) else leaf
+
+    args, kwargs = pytree.tree_map(fill, (list(operator.args), operator.kwargs))
+    return args, kwargs
+
+
 def local_arguments(operator: Operator, way: Way, shards: Sequence[Any], ranks: int) -> Operator:
     """The operator on one rank's shards.
 
@@ -53,12 +64,7 @@ def local_arguments(operator: Operator, way: Way, shards: Sequence[Any], ranks: 
         shards: this rank's part of each operand, in order; nodes or tensors.
         ranks: of the axis.
     """
-    given = iter(shards)
-
-    def fill(leaf: Any) -> Any:
-        return next(given) if isinstance(leaf, torch.Tensor) else leaf
-
-    args, kwargs = pytree.tree_map(fill, (list(operator.args), operator.kwargs))
+    args, kwargs = filled(operator, shards)
     place = SIZES.get(operator.target)
     if operator.target in SQUEEZES:
         shape = local_shape(operator.results[0].shape, way.results[0], ranks)

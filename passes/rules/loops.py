@@ -46,14 +46,17 @@ class Loop:
         size: how often it runs.
         operands: where it runs in each tensor among the arguments; None if it does not; "sum" if
             the tensor is added to what the loop sums, so that ranks must hold parts of it.
-        results: where it runs in each result, or how it is reduced out of it.
+        results: where it runs in each result, or how it is reduced out of it; None if every rank
+            comes to the whole result.
         free: whether its pieces may be interleaved: nothing depends on their order.
+        own: the lowering that splits it (`own.OWN`), "" if the operator is run on shards.
     """
 
     size: int
     operands: tuple[At | Reduced | None, ...]
-    results: tuple[At | Reduced, ...]
+    results: tuple[At | Reduced | None, ...]
     free: bool = True
+    own: str = ""
 
     def interleaved(self, pieces: int) -> Loop:
         """The loop inside of each of `pieces` equal pieces of it."""
@@ -76,13 +79,16 @@ class Way:
     Attributes:
         operands: where each tensor among the arguments must lie.
         results: where each result then lies.
+        own: the lowering that does it (`own.OWN`), "" if the operator is run on shards.
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
+    own: str = ""
 
     def __str__(self) -> str:
-        return f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
+        text = f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
+        return f"{text} by {self.own}" if self.own else text
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,8 @@ def fitting(loop: Loop, ranks: int, interleaves: Iterable[int]) -> Iterator[Loop
 
 def split(loop: Loop) -> Way:
     """Where the tensors lie if a loop is split over ranks."""
-    return Way(tuple(map(_placement, loop.operands)), tuple(map(_placement, loop.results)))
+    operands, results = (tuple(map(_placement, at)) for at in (loop.operands, loop.results))
+    return Way(operands, results, loop.own)
 
 
 def _placement(at: At | Reduced | None) -> Placement:

@@ -46,7 +46,7 @@ def batch_norm_channels(operator: Operator) -> list[Loop]:
     results = tuple(_channel(t) for t in operator.results if t is not None)
     known = all(r is not None for r in results)
     operands = tuple(_channel(t) for t in operator.operands)
-    return [Loop(channels, operands, results)] if known else []  # type: ignore[arg-type]
+    return [Loop(channels, operands, results)] if known else []
 
 
 def _channel(tensor: torch.Tensor) -> At | None:
