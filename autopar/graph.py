@@ -18,6 +18,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import getitem
 from types import MappingProxyType
 from typing import Any
 
@@ -143,6 +144,8 @@ class TrainingGraph:
         outputs: the role of every output; an output may be None (no gradient).
         parameters: every parameter of the model by name, tied ones once.
         axes: size of every mesh axis of more than one rank that the graph communicates over.
+        partitioned: the axes that the graph was partitioned along: its parameters and values are
+            one rank's parts, and all conversions between them are written.
         layouts: where it is not Replicate, how a parameter lies between steps.
         constants: tensors that the model made in its code, by the name of their get_attr.
         history: one line for every pass applied: what made this graph.
@@ -154,6 +157,7 @@ class TrainingGraph:
     outputs: tuple[OutputRole, ...]
     parameters: Mapping[str, ParameterInfo]
     axes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    partitioned: tuple[str, ...] = ()
     layouts: Mapping[str, Placement] = field(default_factory=lambda: MappingProxyType({}))
     constants: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
     history: tuple[str, ...] = ()
@@ -211,6 +215,39 @@ class TrainingGraph:
 
     def __str__(self) -> str:
         return render(self)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a graph: one result of a node.
+
+    Attributes:
+        node: what makes it.
+        place: which of its results.
+    """
+
+    node: fx.Node
+    place: int = 0
+
+    @property
+    def tensor(self) -> Any:
+        """Its fake tensor."""
+        return elements(self.node)[self.place]
+
+
+def value_of(node: fx.Node) -> Value:
+    """The tensor that a node stands for: an element of a tuple belongs to what made the tuple."""
+    if node.op == "call_function" and node.target is getitem:
+        source, place = node.args
+        return Value(source, place)  # type: ignore[arg-type]
+    return Value(node)
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, in order and as often as they occur."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, dict(node.kwargs)), found.append)
+    return found
 
 
 def elements(node: fx.Node) -> tuple[Any, ...]:

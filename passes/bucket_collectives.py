@@ -11,10 +11,13 @@ from torch import fx
 from autopar.graph import TrainingGraph, tensor_bytes, tensors
 from autopar.passes.base import PassResult
 from autopar.passes.collectives import (
+    axis_of,
     collective,
+    op_of,
     results_of,
     start_all_gather,
     start_all_reduce,
+    start_reduce_scatter,
     starts,
     wait_of,
 )
@@ -102,7 +105,7 @@ def merge(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     place = first if first.target is start_all_gather else members[-1]
     operands = [tensor for m in members for tensor in m.args[0]]  # type: ignore[union-attr]
     options = list(first.args[1:])
-    if len(options) == 2:
+    if first.target in (start_all_gather, start_reduce_scatter):
         options[0] = [n for m in members for n in m.args[1]]  # type: ignore[union-attr]
     old = [result for m in members for result in results_of(m)]
     graph.inserting_before(place.next)
@@ -141,9 +144,9 @@ def merge_statistics(graph: TrainingGraph) -> int:
 
 
 def _can(earlier: fx.Node, later: fx.Node) -> bool:
-    dtypes = {tensors(n)[0].dtype for n in (earlier, later)}
+    kinds = {(tensors(n)[0].dtype, axis_of(n), op_of(n)) for n in (earlier, later)}
     uses = [user for result in results_of(earlier) if result for user in result.users]
-    return len(dtypes) == 1 and all(later < user for user in uses)
+    return len(kinds) == 1 and all(later < user for user in uses)
 
 
 def _fill(items: Iterable[tuple[str, fx.Node]], limit: int) -> Iterable[Group]:

@@ -8,6 +8,7 @@ the collective, `wait` yields its results; what stands between them can overlap.
 | `start_all_reduce` | Partial | Replicate |
 | `start_reduce_scatter` | Partial | Shard(0) |
 | `start_all_gather` | Shard(0) | Replicate |
+| `start_all_to_all` | dim 0 cut for the ranks | dim 0 by the rank it came from |
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from autopar.graph import TrainingGraph
 from autopar.passes.build import call
 
 
-def start_all_reduce(tensors: Sequence[torch.Tensor], axis: str) -> list[torch.Tensor]:
-    """Sums each tensor over the ranks of `axis`."""
+def start_all_reduce(
+    tensors: Sequence[torch.Tensor], axis: str, op: str = "sum"
+) -> list[torch.Tensor]:
+    """Reduces each tensor by `op`, "sum" or "max", over the ranks of `axis`."""
     _abstract(tensors)
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
@@ -46,13 +49,19 @@ def start_all_gather(
     return [t.new_empty((n, *t.shape[1:])) for t, n in zip(tensors, rows, strict=True)]
 
 
+def start_all_to_all(tensors: Sequence[torch.Tensor], axis: str) -> list[torch.Tensor]:
+    """Cuts dim 0 of each tensor into a chunk for every rank; yields the chunks from every rank."""
+    _abstract(tensors)
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+
+
 def wait(pending: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results of a started collective."""
     _abstract(pending)
     return list(pending)
 
 
-STARTS = (start_all_reduce, start_reduce_scatter, start_all_gather)
+STARTS = (start_all_reduce, start_reduce_scatter, start_all_gather, start_all_to_all)
 
 
 def _abstract(tensors: Sequence[torch.Tensor]) -> None:
@@ -63,6 +72,18 @@ def _abstract(tensors: Sequence[torch.Tensor]) -> None:
 def starts(graph: TrainingGraph) -> Iterator[fx.Node]:
     """The collectives of a graph, in order."""
     return (node for node in graph.graph.nodes if node.target in STARTS)
+
+
+def axis_of(start: fx.Node) -> str:
+    """The mesh axis of a started collective."""
+    sized = start.target in (start_reduce_scatter, start_all_gather)
+    return str(start.args[2 if sized else 1])
+
+
+def op_of(start: fx.Node) -> str:
+    """By what a started collective reduces."""
+    given = start.args[2] if start.target is start_all_reduce and len(start.args) > 2 else "sum"
+    return str(start.kwargs.get("op", given))
 
 
 def wait_of(start: fx.Node) -> fx.Node:

@@ -21,8 +21,10 @@ from autopar.graph import (
     user_line,
 )
 from autopar.passes.collectives import (
+    axis_of,
     start_all_gather,
     start_all_reduce,
+    start_all_to_all,
     start_reduce_scatter,
     starts,
 )
@@ -33,6 +35,7 @@ TAKES: Mapping[Any, tuple[type, ...]] = {
     start_all_reduce: (Partial, Varying),
     start_reduce_scatter: (Partial,),
     start_all_gather: (Shard, Varying, Replicate),
+    start_all_to_all: (Shard, Varying),
 }
 """What each collective may be given. Statistics that ranks weigh themselves are Varying."""
 
@@ -71,6 +74,8 @@ def collectives_are_fed(graph: TrainingGraph) -> None:
     for start in starts(graph):
         if len(start.users) != 1:
             raise _error(graph, start, f"has {len(start.users)} waits instead of one")
+        if axis_of(start) in graph.partitioned:
+            continue  # values are typed along the axis of the data
         for operand in start.args[0]:  # type: ignore[union-attr]
             placement = operand.meta.get("placement")  # type: ignore[union-attr]
             if placement is not None and not isinstance(placement, TAKES[start.target]):

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from autopar.graph import TrainingGraph
 from autopar.passes.base import PassResult
-from autopar.passes.collectives import starts
+from autopar.passes.collectives import axis_of, starts
 from autopar.passes.lowering import Lowering
 from autopar.passes.lowering_gloo import GlooLowering
 
@@ -23,16 +23,18 @@ class LowerCollectives:
     Attributes:
         backend: "gloo", "nccl" or another torch.distributed backend.
         rank: this rank's place on the axis.
+        axis: lower only the collectives of this axis; "" for all, where there is but one.
     """
 
     backend: str
     rank: int
+    axis: str = ""
     tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
-        pending = list(starts(graph))
+        pending = [s for s in starts(graph) if self.axis in ("", axis_of(s))]
         if not pending:
             return PassResult(graph, "there is no collective")
         lowering = GlooLowering if self.backend == "gloo" else Lowering

@@ -13,9 +13,12 @@ from torch import fx
 from autopar.graph import TrainingGraph, tensors
 from autopar.passes.build import aten, call, is_view
 from autopar.passes.collectives import (
+    axis_of,
+    op_of,
     results_of,
     start_all_gather,
     start_all_reduce,
+    start_all_to_all,
     start_reduce_scatter,
     wait_of,
 )
@@ -30,7 +33,7 @@ class Lowering:
 
     def __init__(self, graph: TrainingGraph, start: fx.Node, rank: int) -> None:
         self.graph, self.start, self.rank = graph.graph, start, rank
-        self.axis = str(start.args[-1])
+        self.axis = axis_of(start)
         self.ranks = graph.axes[self.axis]
         self.operands: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
         self.like = start
@@ -42,6 +45,7 @@ class Lowering:
             start_all_reduce: self.all_reduce,
             start_all_gather: self.all_gather,
             start_reduce_scatter: self.reduce_scatter,
+            start_all_to_all: self.all_to_all,
         }[self.start.target]  # type: ignore[index]
         done, old = wait_of(self.start), results_of(self.start)
         self.graph.inserting_before(self.start)
@@ -65,15 +69,16 @@ class Lowering:
     # Each issues its collective and says how results are read from what was waited for.
 
     def all_reduce(self) -> tuple[fx.Node, Finish]:
+        how = op_of(self.start)
         if len(self.operands) == 1:
             (operand,) = self.operands
             fake = tensors(operand)[0]
             if not fake.is_contiguous():
                 operand = self.contiguous(operand)
             target = c10d.all_reduce_ if self.owns(operand) else c10d.all_reduce
-            return self.op(target.default, operand, "sum", self.axis), lambda done: [done]
+            return self.op(target.default, operand, how, self.axis), lambda done: [done]
         flat = self.op(aten.cat.default, [self.flat(n) for n in self.operands])
-        issued = self.op(c10d.all_reduce_.default, flat, "sum", self.axis)
+        issued = self.op(c10d.all_reduce_.default, flat, how, self.axis)
         shapes = [list(tensors(n)[0].shape) for n in self.operands]
         return issued, lambda done: self.cut(done, shapes)
 
@@ -88,15 +93,8 @@ class Lowering:
         def finish(done: fx.Node) -> list[fx.Node]:
             if single:
                 return [self.take(done, rows[0])]
-            table = self.op(aten.view.default, done, [self.ranks, -1])
-            found, offset = [], 0
-            for shape, count in zip(shapes, rows, strict=True):
-                columns = self.op(aten.slice.Tensor, table, 1, offset, offset + prod(shape))
-                offset += prod(shape)
-                whole = [self.ranks * shape[0], *shape[1:]]
-                joined = self.op(aten.view.default, self.contiguous(columns), whole)
-                found.append(self.take(joined, count))
-            return found
+            wholes = self.columns(done, [[self.ranks * n, *rest] for n, *rest in shapes])
+            return [self.take(x, count) for x, count in zip(wholes, rows, strict=True)]
 
         return issued, finish
 
@@ -116,7 +114,31 @@ class Lowering:
 
         return issued, finish
 
+    def all_to_all(self) -> tuple[fx.Node, Finish]:
+        """One row of a table for every rank, whatever the tensors' shapes."""
+        shapes = [list(tensors(x)[0].shape) for x in self.operands]
+        tables = [
+            self.op(aten.view.default, self.contiguous(x), [self.ranks, -1]) for x in self.operands
+        ]
+        sent = tables[0] if len(tables) == 1 else self.op(aten.cat.default, tables, 1)
+        splits = [1] * self.ranks
+        issued = self.op(c10d.all_to_all_single.default, sent, splits, splits, self.axis)
+        return issued, lambda done: self.columns(done, shapes)
+
     # Pieces.
+
+    def columns(self, table: fx.Node, shapes: list[list[int]]) -> list[fx.Node]:
+        """Tensors that lie side by side in a table of one row for each rank."""
+        if len(shapes) == 1:
+            return [self.op(aten.view.default, table, shapes[0])]
+        table = self.op(aten.view.default, table, [self.ranks, -1])
+        found, offset = [], 0
+        for shape in shapes:
+            width = prod(shape) // self.ranks
+            columns = self.op(aten.slice.Tensor, table, 1, offset, offset + width)
+            found.append(self.op(aten.view.default, self.contiguous(columns), shape))
+            offset += width
+        return found
 
     def padded_chunks(self, rows: list[int]) -> list[fx.Node]:
         """The operands, chunks of wholes of `rows` rows, padded to equal size on all ranks."""

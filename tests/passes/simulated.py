@@ -197,8 +197,8 @@ def _sum(parts: Parts) -> Tensor:
 
 def _all_reduce(parts: Parts, options: Any) -> list[Tensor]:
     _same(parts)
-    assert all(o[0] == "sum" for o in options)
-    return [_sum(parts)] * len(parts)
+    (how,) = {o[0] for o in options}
+    return [_sum(parts) if how == "sum" else torch.stack(parts).amax(0)] * len(parts)
 
 
 def _all_gather(parts: Parts, options: Any) -> list[Tensor]:
@@ -230,6 +230,11 @@ def _start_all_gather(parts: Parts, options: Any) -> list[Tensor]:
     return [torch.cat(parts)] * len(parts)
 
 
+def _start_all_to_all(parts: Parts, options: Any) -> list[Tensor]:
+    rows = [part.chunk(len(parts)) for part in parts]
+    return [torch.cat(column) for column in zip(*rows, strict=True)]
+
+
 def _start_reduce_scatter(parts: Parts, options: Any) -> list[Tensor]:
     total = _sum(parts)
     return list(total.split(chunk_rows(total.shape[0], len(parts))))
@@ -244,6 +249,7 @@ COLLECTIVES: Mapping[Any, Any] = {
     abstract.start_all_reduce: _start_all_reduce,
     abstract.start_all_gather: _start_all_gather,
     abstract.start_reduce_scatter: _start_reduce_scatter,
+    abstract.start_all_to_all: _start_all_to_all,
 }
 WAITS = (c10d.wait_tensor.default, abstract.wait)
 

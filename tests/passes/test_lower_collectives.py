@@ -16,6 +16,7 @@ from autopar.passes.collectives import (
     collective,
     start_all_gather,
     start_all_reduce,
+    start_all_to_all,
     start_reduce_scatter,
     starts,
 )
@@ -25,6 +26,7 @@ from tests.passes.golden import text, two_layers
 from tests.passes.simulated import Results, c10d, chunks, run_ranks
 
 AXIS = "dp"
+CUT = (start_reduce_scatter, start_all_to_all)
 Shapes = Sequence[tuple[int, ...]]
 
 shapes = st.lists(
@@ -53,7 +55,7 @@ def sketch(operands: Sequence[Tensor], start: Callable[..., object], *options: o
         doubled.append(twice)
     results = collective(graph, inputs[0], start, doubled, *options)
     for result in results:
-        result.meta["placement"] = Shard(0) if start is start_reduce_scatter else Replicate()
+        result.meta["placement"] = Shard(0) if start in CUT else Replicate()
     graph.output(results)
     return graph
 
@@ -93,6 +95,15 @@ def test_gathered_shards_are_the_whole(shapes: Shapes, n: int, backend: str) -> 
     rows = [[t.shape[0] for t in tensors]] * n
     for found in run(backend, parts, start_all_gather, rows):
         assert all(map(torch.equal, found, tensors))
+
+
+@settings(max_examples=40)
+@given(shapes, ranks, backends)
+def test_chunks_are_exchanged(shapes: Shapes, n: int, backend: str) -> None:
+    parts = [[whole((n, *shape), seed) for shape in shapes] for seed in range(n)]
+    for rank, found in enumerate(run(backend, parts, start_all_to_all)):
+        want = [torch.stack([p[i][rank] for p in parts]) for i in range(len(shapes))]
+        assert all(map(torch.equal, found, want))
 
 
 @settings(max_examples=40)

@@ -1,0 +1,154 @@
+"""Conversions as nodes of a graph: a collective over dim 0, and what moves a dim there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import PassError
+from autopar.graph import tensors
+from autopar.passes.build import aten, call
+from autopar.passes.collectives import (
+    collective,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from autopar.passes.rules.conversions import Step
+from autopar.placement import Partial, Shard
+
+
+class Emission:
+    """Writes nodes at a graph's insertion point, for one rank.
+
+    Attributes:
+        graph: where to.
+        like: the node that they stand for: theirs is its phase, block and source.
+        ranks: of the axis.
+        rank: this rank's place on it.
+        axis: its name.
+    """
+
+    def __init__(self, graph: fx.Graph, like: fx.Node, ranks: int, rank: int, axis: str) -> None:
+        self.graph, self.like = graph, like
+        self.ranks, self.rank, self.axis = ranks, rank, axis
+
+    def emit(self, step: Step, value: fx.Node) -> fx.Node:
+        """One step of a conversion of what this rank holds of a value."""
+        match step:
+            case Step("all_gather", Shard() as before):
+                return self.all_gather(value, before)
+            case Step("all_reduce", Partial() as before):
+                return self.all_reduce(value, before.op)
+            case Step("reduce_scatter", _, Shard() as after):
+                return self.reduce_scatter(value, after)
+            case Step("all_to_all", Shard() as before, Shard() as after):
+                return self.all_to_all(value, before, after)
+            case Step("slice", _, Shard() as after):
+                return self.slice(value, after)
+            case Step("keep_first"):
+                return value if self.rank == 0 else self.op(aten.zeros_like.default, value)
+            case _:
+                raise PassError(f"there is no way to emit {step}")
+
+    def all_reduce(self, value: fx.Node, op: str) -> fx.Node:
+        """The reduction of what ranks hold."""
+        options = () if op == "sum" else (op,)
+        (result,) = collective(
+            self.graph, self.like, start_all_reduce, [value], self.axis, *options
+        )
+        return result
+
+    def all_gather(self, value: fx.Node, shard: Shard) -> fx.Node:
+        """The whole of what is sharded."""
+        shape = _shape(value)
+        if shard == Shard(0):
+            return self.start(start_all_gather, self.contiguous(value), [shape[0] * self.ranks])
+        one = self.view(self.contiguous(value), [1, *shape])
+        every = self.start(start_all_gather, one, [self.ranks])
+        return self.from_front(every, shape, shard)
+
+    def reduce_scatter(self, value: fx.Node, shard: Shard) -> fx.Node:
+        """This rank's shard of the sum of what ranks hold."""
+        shape = _shape(value)
+        shape[shard.dim] //= self.ranks
+        if shard == Shard(0):
+            return self.start(start_reduce_scatter, value, [shape[0]])
+        chunks = self.contiguous(self.to_front(value, shard))
+        return self.view(self.start(start_reduce_scatter, chunks, [1]), shape)
+
+    def all_to_all(self, value: fx.Node, before: Shard, after: Shard) -> fx.Node:
+        """This rank's shard of another dim."""
+        shape = _shape(value)
+        shape[after.dim] //= self.ranks
+        chunks = self.contiguous(self.to_front(value, after))
+        return self.from_front(self.start(start_all_to_all, chunks), shape, before)
+
+    def slice(self, value: fx.Node, shard: Shard) -> fx.Node:
+        """This rank's shard of what it has whole."""
+        shape = _shape(value)
+        shape[shard.dim] //= self.ranks
+        if shard.interleave == 1:
+            begin = self.rank * shape[shard.dim]
+            end = begin + shape[shard.dim]
+            part = self.op(aten.slice.Tensor, value, shard.dim, begin, end)
+            return self.contiguous(part)
+        part = self.op(aten.select.int, self.to_front(value, shard), 0, self.rank)
+        return self.view(self.contiguous(part), shape)
+
+    # Pieces.
+
+    def to_front(self, value: fx.Node, shard: Shard) -> fx.Node:
+        """A whole dim [k n m] as its chunks [n, ..., k, m, ...]."""
+        shape, dim = _shape(value), shard.dim
+        pieces = [shard.interleave, self.ranks, shape[dim] // (shard.interleave * self.ranks)]
+        split = self.view(value, [*shape[:dim], *pieces, *shape[dim + 1 :]])
+        count = len(shape) + 2
+        order = [dim + 1, *(d for d in range(count) if d != dim + 1)]
+        return self.op(aten.permute.default, split, order)
+
+    def from_front(self, value: fx.Node, shape: Sequence[int], shard: Shard) -> fx.Node:
+        """Chunks [n, ...] of a value whose shards have a shape, as the whole."""
+        dim, pieces = shard.dim, shard.interleave
+        inner = [*shape[:dim], pieces, shape[dim] // pieces, *shape[dim + 1 :]]
+        split = self.view(value, [self.ranks, *inner])
+        order = [*range(1, dim + 2), 0, *range(dim + 2, len(inner) + 1)]
+        moved = self.contiguous(self.op(aten.permute.default, split, order))
+        return self.view(moved, [*shape[:dim], shape[dim] * self.ranks, *shape[dim + 1 :]])
+
+    def start(self, target: Any, value: fx.Node, *options: Any) -> fx.Node:
+        (result,) = collective(self.graph, self.like, target, [value], *options, self.axis)
+        return result
+
+    def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return call(self.graph, self.like, target, *args, **kwargs)
+
+    def contiguous(self, value: fx.Node) -> fx.Node:
+        if tensors(value)[0].is_contiguous():
+            return value
+        return self.op(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+    def view(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """A tensor in another shape, copied if its strides do not allow that."""
+        if list(shape) == _shape(value):
+            return value
+        if not viewable(tensors(value)[0], shape):
+            value = self.contiguous(value)
+        return self.op(aten.view.default, value, list(shape))
+
+
+def viewable(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether a tensor's strides allow to look at it in another shape."""
+    try:
+        tensor.view(list(shape))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _shape(value: fx.Node) -> list[int]:
+    return list(tensors(value)[0].shape)

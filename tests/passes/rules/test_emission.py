@@ -1,0 +1,51 @@
+"""Conversions, written for every rank and run in lockstep, against what the oracle cuts."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import fx
+
+from autopar._torch import FakeTensorMode
+from autopar.passes.rules.conversions import steps
+from autopar.passes.rules.emission import Emission
+from autopar.passes.rules.lockstep import run
+from autopar.passes.rules.oracle import cut, equal, joined
+from autopar.placement import Partial, Placement, Replicate, Shard
+
+PLACEMENTS: tuple[Placement, ...] = (
+    Replicate(),
+    Partial(),
+    Partial("max"),
+    *(Shard(dim, pieces) for dim in range(3) for pieces in (1, 2)),
+)
+PAIRS = [(a, b) for a, b in product(PLACEMENTS, PLACEMENTS) if steps(a, b)]
+
+
+def program(part: torch.Tensor, before: Placement, after: Placement, n: int, rank: int) -> fx.Graph:
+    """What a rank runs to convert a tensor."""
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    with FakeTensorMode() as mode:
+        node.meta = {"val": mode.from_tensor(part), "phase": "forward"}
+        for step in steps(before, after) or ():
+            node = Emission(graph, node, n, rank, "tp").emit(step, node)
+    graph.output([node])
+    return graph
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda p: str(p))
+def test_converted_is_what_it_was(before: Placement, after: Placement, n: int) -> None:
+    whole = torch.randn(2 * n, 4 * n, 2 * n, dtype=torch.float64).transpose(0, 1)
+    parts = cut(whole, before, n)
+    graphs = [program(part, before, after, n, rank) for rank, part in enumerate(parts)]
+    results = [result for (result,) in run(graphs, [[part] for part in parts])]
+    made = joined(results, after)
+    assert made is not None
+    assert equal(made, whole)
+    shapes = {part.shape for part in cut(whole, after, n)}
+    assert {result.shape for result in results} == shapes
+    for graph, result in zip(graphs, results, strict=True):
+        (returned,) = graph.output_node().args[0]  # type: ignore[misc]
+        assert returned.meta["val"].stride() == result.stride()
