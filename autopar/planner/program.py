@@ -1,21 +1,22 @@
 """The placement program: of all ways to lay a graph along an axis, the cheapest.
 
 A 0/1 program. A variable for each way of each operator, of which one is chosen; for each value,
-each placement that somebody reads it in and each that it may be made in, a variable for the
+each placement that it may be made in and each that somebody reads it in, a variable for the
 conversion between the two, paid once however many read it. Repeated blocks share their variables,
 so that size does not grow with depth. HiGHS solves it (scipy.optimize.milp).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
+from scipy.sparse import csr_array
 from torch import fx
 
 from autopar.errors import PlanError
@@ -31,6 +32,29 @@ Price = Callable[[Value, Placement, Placement], float]
 Work = Callable[[fx.Node, Way], float]
 """Seconds of an operator computed in some way."""
 
+GAP = 1e-3
+INFEASIBLE = 2  # scipy's status
+
+Wanted = tuple[tuple[Placement, tuple[int, ...]], ...]
+"""The variables of the ways of a reader, by the placement that they want a value in."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion of a value and of those like it in repeated blocks.
+
+    Attributes:
+        value: the first of them.
+        before: how it is made.
+        after: how it is read.
+        count: how many there are.
+    """
+
+    value: Value
+    before: Placement
+    after: Placement
+    count: int
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -40,19 +64,44 @@ class Solution:
         ways: the way of every operator and placeholder.
         seconds: predicted time of computation and conversions, in seconds.
         gap: by which fraction a better one could exist.
-        took_s: seconds that the solver took.
-        conversions: value, from, to of every conversion.
+        took_s: seconds that it took to find, from the captured graph.
+        conversions: what is converted.
+        nbytes: bytes that are held on a rank, as `Weight` counts them; 0 if it was not asked.
     """
 
     ways: Mapping[fx.Node, Way]
     seconds: float
     gap: float
     took_s: float
-    conversions: tuple[tuple[Value, Placement, Placement], ...]
+    conversions: tuple[Conversion, ...]
+    nbytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Memory as rows of the program.
+
+    Attributes:
+        way: bytes that an operator or placeholder holds on a rank, computed in some way.
+        conversion: bytes that a converted value holds.
+        cap: at most so many bytes in all; if there is no such solution, the least possible.
+    """
+
+    way: Work
+    conversion: Price
+    cap: float
 
 
 def solve(
-    graph: TrainingGraph, ranks: int, price: Price, work: Work, *, time_limit_s: float = 30.0
+    graph: TrainingGraph,
+    ranks: int,
+    price: Price,
+    work: Work,
+    *,
+    update: Work | None = None,
+    pins: Mapping[str, Placement] | None = None,
+    weight: Weight | None = None,
+    time_limit_s: float = 30.0,
 ) -> Solution:
     """The cheapest placements.
 
@@ -61,135 +110,194 @@ def solve(
         ranks: of the axis.
         price: of a conversion.
         work: of an operator.
+        update: of a parameter that lies in some way: the optimizer's step.
+        pins: where parameters must lie, by name.
+        weight: what is held, and how much may be.
         time_limit_s: after which the best known is taken.
 
     Raises:
         PlanError: nothing was found in time.
     """
-    return _Program(graph, choices(graph, ranks), price, work).solve(time_limit_s)
+    start = time.perf_counter()
+    program = _Program(graph, choices(graph, ranks, pins), price, work, update)
+    if weight is None:
+        result, held = program.run(program.costs, time_limit_s), [0.0]
+    else:
+        held = program.held(weight)
+        result = program.run(program.costs, time_limit_s, held, weight.cap)
+        if result.status == INFEASIBLE:
+            least = program.run(held, time_limit_s, gap=0.0)
+            if least.x is not None:
+                result = program.run(program.costs, time_limit_s, held, least.fun * (1 + 1e-6))
+    if result.x is None:
+        raise PlanError(f"no placements were found in {time_limit_s:g} s: {result.message}")
+    return program.solution(result, held, time.perf_counter() - start)
+
+
+@dataclass
+class _Rows:
+    """Rows of a sparse matrix and their bounds."""
+
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    ends: list[int] = field(default_factory=lambda: [0])
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+    def add(
+        self, plus: Iterable[int], minus: Iterable[int], low: float, high: float | None = None
+    ) -> None:
+        """sum of `plus` - sum of `minus` lies from `low` to `high` (by default is `low`)."""
+        for sign, columns in ((1.0, plus), (-1.0, minus)):
+            for column in columns:
+                self.columns.append(column)
+                self.values.append(sign)
+        self.ends.append(len(self.columns))
+        self.low.append(low)
+        self.high.append(low if high is None else high)
 
 
 class _Program:
-    def __init__(self, graph: TrainingGraph, found: Choices, price: Price, work: Work) -> None:
-        self.graph, self.found, self.price, self.work = graph, found, price, work
+    """Variables, their costs, and the rows that tie them."""
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        found: Choices,
+        price: Price,
+        work: Work,
+        update: Work | None,
+    ) -> None:
+        self.graph, self.found, self.price = graph, found, price
         self.count = Counter(found.same.values())
         self.costs: list[float] = []
-        self.integral: list[int] = []
-        self.rows: list[tuple[dict[int, float], float, float]] = []
-        self.way: dict[tuple[fx.Node, int], int] = {}
-        self.paid: dict[tuple[Value, Placement, Placement], int] = {}
-        self.edges: set[object] = set()
-        for node in self.count:
-            self.choose(node)
-        for node in found.ways:
-            self.read(node)
-        self.end()
+        self.integral: list[bool] = []
+        self.rows = _Rows()
+        self.ways: dict[fx.Node, list[int]] = {}
+        self.paid: dict[int, Conversion] = {}
+        for node, ways in found.ways.items():
+            seconds = work if node.op == "call_function" else update
+            costs = [seconds(node, way) * self.count[node] if seconds else 0.0 for way in ways]
+            self.ways[node] = [self.variable(cost, True) for cost in costs]
+            self.rows.add(self.ways[node], (), 1.0)
+        always = self.variable(0.0, False)
+        self.rows.add((always,), (), 1.0)
+        for (value, readers), count in self.readers(always).items():
+            self.flow(value, readers, count)
 
     def variable(self, cost: float, integral: bool) -> int:
         self.costs.append(cost)
-        self.integral.append(int(integral))
+        self.integral.append(integral)
         return len(self.costs) - 1
 
-    def choose(self, node: fx.Node) -> None:
-        """One way of each operator."""
-        ways = self.found.ways.get(node)
-        if ways is None:
-            return
-        for place, way in enumerate(ways):
-            cost = self.work(node, way) * self.count[node] if way.operands else 0.0
-            self.way[node, place] = self.variable(cost, True)
-        self.rows.append(({self.way[node, i]: 1.0 for i in range(len(ways))}, 1.0, 1.0))
-
-    def read(self, node: fx.Node) -> None:
-        """Each operand is converted to where the chosen way wants it."""
-        stands = self.found.same[node]
-        for place, value in enumerate(self.found.reads.get(node, ())):
-            wanted: dict[Placement, list[int]] = {}
-            for number, way in enumerate(self.found.ways[stands]):
-                wanted.setdefault(way.operands[place], []).append(self.way[stands, number])
-            self.edge(value, wanted)
-
-    def edge(self, value: Value, wanted: Mapping[Placement, Sequence[int]]) -> None:
-        """What is made in one placement flows to where it is wanted, at the price of the way.
-
-        Args:
-            value: what is read.
-            wanted: the variables of the reader's ways by the placement that they want.
-        """
-        stands = Value(self.found.same[value.node], value.place)
-        key = (stands, tuple((p, tuple(v)) for p, v in wanted.items()))
-        if key in self.edges:
-            return  # of a repeated block
-        self.edges.add(key)
-        made: dict[Placement, list[int]] = {}
-        for number, way in enumerate(self.found.ways[stands.node]):
-            made.setdefault(way.results[stands.place], []).append(self.way[stands.node, number])
-        leaving: dict[Placement, dict[int, float]] = {
-            p: dict.fromkeys(v, -1.0) for p, v in made.items()
-        }
-        coming: dict[Placement, dict[int, float]] = {
-            p: dict.fromkeys(v, -1.0) for p, v in wanted.items()
-        }
-        for before in made:
-            for after in wanted:
-                if steps(before, after) is None:
-                    continue
-                flow = self.variable(0.0, False)
-                leaving[before][flow] = coming[after][flow] = 1.0
-                if before != after:
-                    once = self.converted(stands, before, after)
-                    self.rows.append(({once: 1.0, flow: -1.0}, 0.0, np.inf))
-        for row in (*leaving.values(), *coming.values()):
-            self.rows.append((row, 0.0, 0.0))
-
-    def converted(self, value: Value, before: Placement, after: Placement) -> int:
-        """The variable of a conversion, paid once for all its readers."""
-        key = (value, before, after)
-        if key not in self.paid:
-            cost = self.price(value, before, after) * self.count[value.node]
-            self.paid[key] = self.variable(cost, False)
-        return self.paid[key]
-
-    def end(self) -> None:
-        """What leaves the graph is whole; a gradient lies as its parameter does."""
+    def readers(self, always: int) -> Counter[tuple[Value, tuple[Wanted, ...]]]:
+        """The values, each with those who read it, and how many are alike in both."""
+        found = self.found
+        by_value: dict[Value, dict[Wanted, None]] = {}
+        for node, reads in found.reads.items():
+            for place, value in enumerate(reads):
+                wanted = self.placed(found.same[node], place)
+                by_value.setdefault(value, {})[wanted] = None
         inputs = dict(zip(self.graph.inputs, self.graph.placeholders, strict=True))
-        always = self.variable(0.0, False)
-        self.rows.append(({always: 1.0}, 1.0, 1.0))
+        whole: Wanted = ((Replicate(), (always,)),)
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
             if node is None:
                 continue
-            wanted: dict[Placement, list[int]] = {Replicate(): [always]}
+            wanted = whole
             if isinstance(role, Gradient) and isinstance(role.of, Parameter):
-                parameter = self.found.same[inputs[role.of]]
-                ways = self.found.ways[parameter]
-                wanted = {w.results[0]: [self.way[parameter, i]] for i, w in enumerate(ways)}
-            self.edge(value_of(node), wanted)
+                wanted = self.placed(found.same[inputs[role.of]], None)
+            by_value.setdefault(value_of(node), {})[wanted] = None
+        return Counter((found.alike(v), tuple(readers)) for v, readers in by_value.items())
 
-    def solve(self, time_limit_s: float) -> Solution:
-        entries = [(i, j, v) for i, (row, _, _) in enumerate(self.rows) for j, v in row.items()]
-        rows, columns, values = zip(*entries, strict=True)
-        shape = (len(self.rows), len(self.costs))
-        matrix = coo_array((values, (rows, columns)), shape=shape).tocsr()
-        low = np.array([low for _, low, _ in self.rows])
-        high = np.array([high for _, _, high in self.rows])
-        scale = max(self.costs) or 1.0
-        start = time.perf_counter()
+    def placed(self, node: fx.Node, place: int | None) -> Wanted:
+        """The variables of a node's ways by where they want an operand, None for where it lies."""
+        wanted: dict[Placement, list[int]] = {}
+        for variable, way in zip(self.ways[node], self.found.ways[node], strict=True):
+            where = way.results[0] if place is None else way.operands[place]
+            wanted.setdefault(where, []).append(variable)
+        return tuple((p, tuple(v)) for p, v in wanted.items())
+
+    def flow(self, value: Value, readers: Sequence[Wanted], count: int) -> None:
+        """What is made in one placement flows to where each reader wants it."""
+        made: dict[Placement, list[int]] = {}
+        for variable, way in zip(self.ways[value.node], self.found.ways[value.node], strict=True):
+            made.setdefault(way.results[value.place], []).append(variable)
+        paid: dict[tuple[Placement, Placement], int] = {}
+        for wanted in readers:
+            leaving: dict[Placement, list[int]] = {before: [] for before in made}
+            coming: dict[Placement, list[int]] = {after: [] for after, _ in wanted}
+            for before in made:
+                for after in coming:
+                    if steps(before, after) is None:
+                        continue
+                    flow = self.variable(0.0, False)
+                    leaving[before].append(flow)
+                    coming[after].append(flow)
+                    if before != after:
+                        once = self.converted(paid, Conversion(value, before, after, count))
+                        self.rows.add((once,), (flow,), 0.0, math.inf)
+            for before, flows in leaving.items():
+                self.rows.add(flows, made[before], 0.0)
+            for after, variables in wanted:
+                self.rows.add(coming[after], variables, 0.0)
+
+    def converted(
+        self, paid: dict[tuple[Placement, Placement], int], conversion: Conversion
+    ) -> int:
+        """The variable of a conversion, paid once for all who read the value."""
+        key = (conversion.before, conversion.after)
+        if key not in paid:
+            cost = self.price(conversion.value, *key) * conversion.count
+            paid[key] = self.variable(cost, False)
+            self.paid[paid[key]] = conversion
+        return paid[key]
+
+    def held(self, weight: Weight) -> list[float]:
+        """Bytes of every variable."""
+        held = [0.0] * len(self.costs)
+        for node, variables in self.ways.items():
+            for variable, way in zip(variables, self.found.ways[node], strict=True):
+                held[variable] = weight.way(node, way) * self.count[node]
+        for variable, made in self.paid.items():
+            held[variable] = weight.conversion(made.value, made.before, made.after) * made.count
+        return held
+
+    def run(
+        self,
+        costs: Sequence[float],
+        time_limit_s: float,
+        held: Sequence[float] = (),
+        cap: float = math.inf,
+        gap: float = GAP,
+    ) -> OptimizeResult:
+        """The least of `costs` for which `held` is at most `cap`."""
+        rows = self.rows
+        shape = (len(rows.low), len(self.costs))
+        matrix = csr_array((rows.values, rows.columns, rows.ends), shape=shape)
+        constraints = [LinearConstraint(matrix, rows.low, rows.high)]
+        if math.isfinite(cap):
+            most = max(*held, 1.0)
+            constraints.append(LinearConstraint(np.array([held]) / most, -np.inf, cap / most))
+        scale = max(costs) or 1.0
         result = milp(
-            np.array(self.costs) / scale,
-            constraints=LinearConstraint(matrix, low, high),
-            integrality=np.array(self.integral),
+            np.array(costs) / scale,
+            constraints=constraints,
+            integrality=np.array(self.integral, dtype=int),
             bounds=Bounds(0.0, 1.0),
-            options={"time_limit": time_limit_s, "mip_rel_gap": 1e-3},
+            options={"time_limit": time_limit_s, "mip_rel_gap": gap},
         )
-        if result.x is None:
-            raise PlanError(f"no placements were found in {time_limit_s:g} s: {result.message}")
-        took = time.perf_counter() - start
-        ways = {
-            node: self.found.ways[stands][number]
-            for node, stands in self.found.same.items()
-            if stands in self.found.ways
-            for number in range(len(self.found.ways[stands]))
-            if result.x[self.way[stands, number]] > 0.5
+        if result.fun is not None:
+            result.fun *= scale
+        return result
+
+    def solution(self, result: OptimizeResult, held: Sequence[float], took_s: float) -> Solution:
+        """What the chosen variables mean."""
+        chosen = result.x > 0.5
+        way = {
+            node: self.found.ways[node][[chosen[v] for v in variables].index(True)]
+            for node, variables in self.ways.items()
         }
-        converted = tuple(k for k, v in self.paid.items() if result.x[v] > 0.5)
-        return Solution(ways, result.fun * scale, result.mip_gap or 0.0, took, converted)
+        ways = {n: way[stands] for n, stands in self.found.same.items() if stands in way}
+        made = tuple(made for variable, made in self.paid.items() if chosen[variable])
+        nbytes = float(sum(h for h, taken in zip(held, chosen, strict=False) if taken))
+        return Solution(ways, float(result.fun), result.mip_gap or 0.0, took_s, made, nbytes)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.graph import Buffer, Input, Parameter, TrainingGraph, elements, tensors
+from autopar.graph import Parameter, TrainingGraph, elements, tensors
 from autopar.passes.rules.linear import linear_ways
-from autopar.passes.rules.loops import At, Loop, Operator, Way, fitting, replicated, ways
+from autopar.passes.rules.loops import At, Loop, Operator, Way, fitting, replicated, split
 from autopar.passes.rules.table import loops_of
 from autopar.placement import Placement, Replicate, Shard
+from autopar.planner.blocks import repeated
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,25 @@ class Value:
         return elements(self.node)[self.place]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Choices:
     """The ways of the nodes of a graph along an axis of `ranks`.
 
     Attributes:
         ranks: of the axis.
-        ways: of every operator; of a placeholder, the ways in which it may lie.
+        same: by node, the first of those that are chosen alike, which stands for them.
+        ways: of every operator that stands for others; of a placeholder, where it may lie.
         reads: the values that each operator reads, in the order of its operands.
-        same: nodes that are chosen alike, by node: the first of each set of repeated ones.
     """
 
     ranks: int
-    ways: dict[fx.Node, list[Way]] = field(default_factory=dict)
-    reads: dict[fx.Node, list[Value]] = field(default_factory=dict)
-    same: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    same: Mapping[fx.Node, fx.Node]
+    ways: Mapping[fx.Node, Sequence[Way]]
+    reads: Mapping[fx.Node, Sequence[Value]]
+
+    def alike(self, value: Value) -> Value:
+        """The value that stands for this one."""
+        return Value(self.same[value.node], value.place)
 
 
 def value_of(node: fx.Node) -> Value:
@@ -61,43 +65,59 @@ def value_of(node: fx.Node) -> Value:
     return Value(node)
 
 
-def choices(graph: TrainingGraph, ranks: int) -> Choices:
+def choices(
+    graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
+) -> Choices:
     """The ways of a graph: every loop of every operator, interleaved as views ask for.
 
     Args:
         graph: a captured graph, on whole tensors.
         ranks: of the axis.
+        pins: where parameters must lie, by name.
     """
-    found = Choices(ranks)
-    loops: dict[fx.Node, list[Loop]] = {}
-    for node in graph.calls():
-        if node.target is getitem:
+    pins = pins or {}
+    same = dict(repeated(graph, pins))
+    calls = [node for node in graph.calls() if node.target is not getitem]
+    reads = {node: [value_of(n) for n in _operands(node)] for node in calls}
+    loops = {
+        node: loops_of(Operator.of(node)) if _known(reads[node]) else []
+        for node in calls
+        if same[node] is node
+    }
+    spread = _Spread(loops, reads, same, ranks)
+    inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    for node, role in inputs.items():
+        if isinstance(role, Parameter) and isinstance(pin := pins.get(role.name), Shard):
+            spread.meet(Value(node), pin.dim, pin.interleave)
+    spread.run()
+    ways: dict[fx.Node, Sequence[Way]] = {
+        node: _ways(node, spread.loops(node)) if _known(reads[node]) else [_whole(node, reads)]
+        for node in loops
+    }
+    found = Choices(ranks, same, ways, reads)
+    wanted = _wanted(found)
+    for node, role in inputs.items():
+        if same[node] is not node:
             continue
-        found.reads[node] = [value_of(n) for n in _operands(node)]
-        loops[node] = loops_of(Operator.of(node)) if _known(node) else []
-    shards = _closure(found, loops, ranks)
-    for node, own in loops.items():
-        if not _known(node):
-            found.ways[node] = [_all_whole(found, node)]
-            continue
-        operator = Operator.of(node)
-        shared = ways(own, ranks, sorted(shards[node]))
-        found.ways[node] = list(
-            dict.fromkeys([replicated(operator), *shared, *linear_ways(operator)])
-        )
-    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         lies: list[Placement] = [Replicate()]
         if isinstance(role, Parameter):
-            wanted = (p for u, w in _readers(found, node) for p in w)
-            lies += [p for p in dict.fromkeys(wanted) if isinstance(p, Shard)]
-        found.ways[node] = [Way((), (p,)) for p in lies]
-    found.same = dict(repeated(graph))
+            lies += _shards(node, ranks) + wanted.get(node, [])
+            lies = [pins[role.name]] if role.name in pins else lies
+        ways[node] = [Way((), (p,)) for p in dict.fromkeys(lies)]
+    for node in graph.graph.find_nodes(op="get_attr"):
+        ways[node] = [Way((), (Replicate(),))]
     return found
 
 
-def _known(node: fx.Node) -> bool:
+def _ways(node: fx.Node, loops: Sequence[Loop]) -> Sequence[Way]:
+    """All ways of an operator whose loops are split in so many pieces."""
+    operator = Operator.of(node)
+    return list(dict.fromkeys([replicated(operator), *map(split, loops), *linear_ways(operator)]))
+
+
+def _known(reads: Sequence[Value]) -> bool:
     """Whether every operand is a tensor, as rules expect."""
-    return all(isinstance(value_of(n).tensor, torch.Tensor) for n in _operands(node))
+    return all(isinstance(value.tensor, torch.Tensor) for value in reads)
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -107,88 +127,104 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _all_whole(found: Choices, node: fx.Node) -> Way:
+def _whole(node: fx.Node, reads: Mapping[fx.Node, Sequence[Value]]) -> Way:
     whole = Replicate()
-    return Way((whole,) * len(found.reads[node]), (whole,) * max(1, len(tensors(node))))
+    return Way((whole,) * len(reads[node]), (whole,) * max(1, len(tensors(node))))
 
 
-def _readers(found: Choices, node: fx.Node) -> Iterator[tuple[fx.Node, list[Placement]]]:
-    """Who reads a placeholder, and where each would have it."""
-    for user, reads in found.reads.items():
+def _shards(node: fx.Node, ranks: int) -> list[Placement]:
+    """Every dim of a parameter that the ranks divide: it may lie so and be gathered."""
+    shape = tensors(node)[0].shape
+    return [Shard(dim) for dim, size in enumerate(shape) if size % ranks == 0]
+
+
+def _wanted(found: Choices) -> dict[fx.Node, list[Placement]]:
+    """The shards in which the readers of each value would have it."""
+    wanted: dict[fx.Node, list[Placement]] = {}
+    for node, reads in found.reads.items():
         for place, value in enumerate(reads):
-            if value.node is node:
-                yield user, [way.operands[place] for way in found.ways.get(user, [])]
+            if value.node.op == "placeholder":
+                ways = found.ways[found.same[node]]
+                lies = [w.operands[place] for w in ways if isinstance(w.operands[place], Shard)]
+                wanted.setdefault(found.same[value.node], []).extend(lies)
+    return wanted
 
 
-def _closure(
-    found: Choices, loops: dict[fx.Node, list[Loop]], ranks: int
-) -> dict[fx.Node, set[int]]:
-    """The numbers of pieces that each operator's loops should be tried with.
+class _Spread:
+    """The numbers of pieces that each loop should be tried with.
 
     An interleaved shard arises at a view and is of use as far as operators hand it on, in both
-    directions: the pieces of a node's values are tried on its loops until nothing new comes up.
+    directions: the pieces of a value's dim are tried on the loops over it until nothing new
+    comes up.
     """
-    met: dict[tuple[Value, int], set[int]] = {}
-    pieces: dict[fx.Node, set[int]] = {node: {1} for node in loops}
-    before = -1
-    while before != (before := _size(pieces) + _size(met)):
-        for node in [*loops, *reversed(loops)]:
-            for loop in loops[node]:
-                for value, at in _places(found, node, loop):
-                    counts = met.get((value, at.dim), set())
-                    pieces[node] |= {
-                        count // at.interleave
-                        for count in counts
-                        if loop.free
-                        and count % at.interleave == 0
-                        and loop.size % (count // at.interleave * ranks) == 0
-                    }
-                for made in fitting(loop, ranks, sorted(pieces[node])):
-                    for value, at in _places(found, node, made):
-                        met.setdefault((value, at.dim), set()).add(at.interleave)
-    return pieces
+
+    def __init__(
+        self,
+        loops: Mapping[fx.Node, Sequence[Loop]],
+        reads: Mapping[fx.Node, Sequence[Value]],
+        same: Mapping[fx.Node, fx.Node],
+        ranks: int,
+    ) -> None:
+        self.given, self.ranks = loops, ranks
+        self.pieces = {(node, i): {1} for node, own in loops.items() for i in range(len(own))}
+        self.over: dict[tuple[Value, int], list[tuple[fx.Node, int, int]]] = {}
+        self.places: dict[tuple[fx.Node, int], set[tuple[Value, int, int]]] = {}
+        self.met: dict[tuple[Value, int], set[int]] = {}
+        self.new: list[tuple[Value, int, int]] = []
+        for node, values in reads.items():
+            stands = same[node]
+            alike = [Value(same[v.node], v.place) for v in values]
+            for i, loop in enumerate(loops[stands]):
+                places = self.places.setdefault((stands, i), set())
+                places |= {(v, at.dim, at.interleave) for v, at in _places(stands, alike, loop)}
+        for (node, i), places in self.places.items():
+            for value, dim, interleave in places:
+                self.over.setdefault((value, dim), []).append((node, i, interleave))
+
+    def loops(self, node: fx.Node) -> list[Loop]:
+        """The loops of a node in all numbers of pieces found."""
+        return [
+            made
+            for i, loop in enumerate(self.given[node])
+            for made in fitting(loop, self.ranks, sorted(self.pieces[node, i]))
+        ]
+
+    def run(self) -> None:
+        """Spreads what every loop asks of its values by itself, and what that leads to."""
+        for node, i in self.pieces:
+            self.tell(node, i, 1)
+        while self.new:
+            value, dim, count = self.new.pop()
+            for node, i, interleave in self.over.get((value, dim), ()):
+                if count % interleave == 0:
+                    self.attempt(node, i, count // interleave)
+
+    def attempt(self, node: fx.Node, i: int, pieces: int) -> None:
+        """Tries a loop in so many pieces."""
+        if self.given[node][i].free and pieces not in self.pieces[node, i]:
+            self.pieces[node, i].add(pieces)
+            self.tell(node, i, pieces)
+
+    def tell(self, node: fx.Node, i: int, pieces: int) -> None:
+        """A loop in so many pieces shards the values that it runs over accordingly."""
+        if any(fitting(self.given[node][i], self.ranks, (pieces,))):
+            for value, dim, interleave in self.places.get((node, i), ()):
+                self.meet(value, dim, interleave * pieces)
+
+    def meet(self, value: Value, dim: int, count: int) -> None:
+        """A value may lie in shards of `dim` in so many pieces."""
+        counts = self.met.setdefault((value, dim), set())
+        if count not in counts:
+            counts.add(count)
+            self.new.append((value, dim, count))
 
 
-def _size(table: Mapping[Any, set[int]]) -> int:
-    return sum(map(len, table.values()))
-
-
-def _places(found: Choices, node: fx.Node, loop: Loop) -> Iterator[tuple[Value, At]]:
+def _places(node: fx.Node, reads: Sequence[Value], loop: Loop) -> Iterator[tuple[Value, At]]:
     """The values that a loop of a node runs over, and where."""
-    results = (Value(node, place) for place in range(len(loop.results)))
+    results: list[Any] = [Value(node, place) for place in range(len(loop.results))]
     for value, at in [
-        *zip(found.reads[node], loop.operands, strict=True),
+        *zip(reads, loop.operands, strict=True),
         *zip(results, loop.results, strict=True),
     ]:
         if isinstance(at, At):
             yield value, at
-
-
-def repeated(graph: TrainingGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each node and the one that stands for it: its like in the first of equal blocks.
-
-    Blocks whose names differ in a number are equal if they hold the same operators at the same
-    shapes in the same order.
-    """
-    blocks: dict[str, list[fx.Node]] = {}
-    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
-    for node in graph.graph.nodes:
-        role = roles.get(node)
-        block = node.meta.get("block") or ""
-        if isinstance(role, Parameter):
-            block = graph.parameters[role.name].block
-        elif isinstance(role, (Buffer, Input)):
-            block = ""
-        if node.op != "output" and block:
-            blocks.setdefault(block, []).append(node)
-        elif node.op != "output":
-            yield node, node
-    first: dict[tuple[str, tuple[str, ...]], list[fx.Node]] = {}
-    for name, nodes in blocks.items():
-        likeness = (re.sub(r"\d+", "*", name), tuple(map(_likeness, nodes)))
-        yield from zip(nodes, first.setdefault(likeness, nodes), strict=True)
-
-
-def _likeness(node: fx.Node) -> str:
-    shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in tensors(node)]
-    return f"{node.op} {node.target if node.op == 'call_function' else ''} {shapes}"

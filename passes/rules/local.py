@@ -72,5 +72,5 @@ def local_arguments(operator: Operator, way: Way, shards: Sequence[Any], ranks: 
     if place is not None:
         args[place] = local_shape(operator.results[0].shape, way.results[0], ranks)
     if operator.target is aten.native_group_norm.default:
-        args[3] = shards[0].shape[0]
+        args[3] = local_shape(operator.operands[0].shape, way.operands[0], ranks)[0]
     return replace(operator, args=tuple(args), kwargs=kwargs)
