@@ -3,10 +3,12 @@
 Supported: torch 2.11 to 2.13. A release that moves one of these breaks here and only here.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._C._autograd import _disable_profiler_legacy as stop_records
 from torch._C._autograd import _enable_profiler_legacy as start_records
@@ -38,6 +40,17 @@ from torch.distributed import ProcessGroup
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
 from torch.utils import _pytree as pytree
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """What models see as `torch.compiler.is_compiling()`, so that they do not look at values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def inductor_compile(
@@ -87,6 +100,7 @@ __all__ = [
     "TangentAOTInput",
     "aot_backend",
     "aot_export_joint_with_descriptors",
+    "compiling",
     "default_partition",
     "format_argument",
     "group_timeout",

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.optimizer import make_optimizer
+from autopar.cost_model.roofline import Roofline
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 SIZES = (16, 1 << 14, 1 << 18, 1 << 21)
@@ -42,6 +43,13 @@ class UpdateCost:
     per_gradient: float
     per_dtensor: float
     provenance: str
+
+    @classmethod
+    def modelled(cls, line: Roofline) -> UpdateCost:
+        """Of AdamW in one kernel: it reads four tensors of a parameter's size and writes three."""
+        sizes = tuple(4 * numel for numel in SIZES)
+        curve = Curve(sizes, tuple(line.seconds(0.0, 7 * size) for size in sizes))
+        return cls(curve, 0.0, 0.0, f"modelled by {line.source}")
 
     def seconds(self, sizes: Iterable[int], *, dtensors: bool) -> Cost:
         """Time for parameters of these sizes in bytes."""

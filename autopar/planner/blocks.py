@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.graph import Parameter, TrainingGraph, tensors
@@ -43,8 +44,7 @@ def repeated(
 def _blocks(graph: TrainingGraph) -> dict[fx.Node, str]:
     """The block of every node but the output.
 
-    Sums of gradients come from no line of the model: they belong to the block of their last
-    operand.
+    A sum of gradients comes from no line of the model: it belongs to the block of its last operand.
     """
     roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
     found: dict[fx.Node, str] = {}
@@ -53,9 +53,8 @@ def _blocks(graph: TrainingGraph) -> dict[fx.Node, str]:
         if isinstance(role, Parameter):
             found[node] = graph.parameters[role.name].block
         elif node.op == "call_function":
-            found[node] = node.meta.get("block") or ""
-            if not found[node] and node.meta["phase"] == "backward" and not node.meta["source"]:
-                found[node] = found[max(node.all_input_nodes)] if node.all_input_nodes else ""
+            summed = node.meta["phase"] == "backward" and node.target is torch.ops.aten.add.Tensor
+            found[node] = found[max(node.all_input_nodes)] if summed else node.meta["block"]
         elif node.op != "output":
             found[node] = ""
     return found

@@ -67,10 +67,11 @@ def measure_machine(
     name = device if live or cluster.device == "cpu" else cluster.device
     operators = OperatorTimes.load(name, sharing=sharing).measure(graphs, ranks)
     operators.save()
-    mesh = None
-    if several:
-        mesh = init_device_mesh(device.type, (world_size,))
-    update = measure_update(optimizer, device, mesh)
+    mesh = init_device_mesh(device.type, (world_size,)) if several else None
+    if operators.present:
+        update = measure_update(optimizer, device, mesh)
+    else:
+        update = UpdateCost.modelled(operators.roofline)
     return Machine(cluster, operators, update, measure_overhead(graphs, cluster, optimizer))
 
 

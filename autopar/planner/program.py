@@ -182,7 +182,8 @@ class _Program:
             self.rows.add(self.ways[node], (), 1.0)
         always = self.variable(0.0, False)
         self.rows.add((always,), (), 1.0)
-        for (value, readers), count in self.readers(always).items():
+        self.read = self.readers(always)
+        for (value, readers), count in self.read.items():
             self.flow(value, readers, count)
 
     def variable(self, cost: float, integral: bool) -> int:
@@ -200,13 +201,13 @@ class _Program:
                 by_value.setdefault(value, {})[wanted] = None
         inputs = dict(zip(self.graph.inputs, self.graph.placeholders, strict=True))
         whole: Wanted = ((Replicate(), (always,)),)
-        for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
-            if node is None:
+        for role, result in zip(self.graph.outputs, self.graph.results, strict=True):
+            if result is None:
                 continue
             wanted = whole
             if isinstance(role, Gradient) and isinstance(role.of, Parameter):
                 wanted = self.placed(found.same[inputs[role.of]], None)
-            by_value.setdefault(value_of(node), {})[wanted] = None
+            by_value.setdefault(value_of(result), {})[wanted] = None
         return Counter((found.alike(v), tuple(readers)) for v, readers in by_value.items())
 
     def placed(self, node: fx.Node, place: int | None) -> Wanted:
@@ -293,11 +294,18 @@ class _Program:
     def solution(self, result: OptimizeResult, held: Sequence[float], took_s: float) -> Solution:
         """What the chosen variables mean."""
         chosen = result.x > 0.5
+        nbytes = float(sum(h for h, taken in zip(held, chosen, strict=False) if taken))
         way = {
             node: self.found.ways[node][[chosen[v] for v in variables].index(True)]
             for node, variables in self.ways.items()
         }
         ways = {n: way[stands] for n, stands in self.found.same.items() if stands in way}
-        made = tuple(made for variable, made in self.paid.items() if chosen[variable])
-        nbytes = float(sum(h for h, taken in zip(held, chosen, strict=False) if taken))
-        return Solution(ways, float(result.fun), result.mip_gap or 0.0, took_s, made, nbytes)
+        made = {
+            Conversion(value, way[value.node].results[value.place], after, count): None
+            for (value, readers), count in self.read.items()
+            for wanted in readers
+            for after, variables in wanted
+            if chosen[list(variables)].any()
+        }
+        converted = tuple(c for c in made if c.before != c.after)
+        return Solution(ways, float(result.fun), result.mip_gap or 0.0, took_s, converted, nbytes)

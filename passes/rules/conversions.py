@@ -14,6 +14,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,6 +51,30 @@ class Step:
             ranks: of the axis.
         """
         return whole // ranks if self.kind == "all_to_all" else whole
+
+    def copied(self, shape: Sequence[int], ranks: int) -> int:
+        """The elements that are read and written beside its collective, which is over dim 0.
+
+        Args:
+            shape: of the whole tensor.
+            ranks: of the axis.
+        """
+        whole = math.prod(shape)
+        moved = [p for p in (self.before, self.after) if isinstance(p, Shard)]
+        copies = sum(not _in_front(shape, shard) for shard in moved)
+        match self.kind:
+            case "all_gather" | "reduce_scatter":
+                return 2 * whole * copies
+            case "all_to_all" | "slice":
+                return 2 * whole // ranks * copies
+            case "keep_first":
+                return whole
+        return 0
+
+
+def _in_front(shape: Sequence[int], shard: Shard) -> bool:
+    """Whether the chunks of a dim lie one after the other in memory."""
+    return math.prod(shape[: shard.dim]) == 1 and shard.interleave == 1
 
 
 def steps(before: Placement, after: Placement) -> tuple[Step, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,6 +54,11 @@ def filled(operator: Operator, shards: Sequence[Any]) -> tuple[list[Any], dict[s
 
     args, kwargs = pytree.tree_map(fill, (list(operator.args), operator.kwargs))
     return args, kwargs
+
+
+def local_bytes(tensor: torch.Tensor, placement: Placement, ranks: int) -> int:
+    """The bytes of what one rank holds."""
+    return math.prod(local_shape(tensor.shape, placement, ranks)) * tensor.element_size()
 
 
 def local_arguments(operator: Operator, way: Way, shards: Sequence[Any], ranks: int) -> Operator:

@@ -1,0 +1,144 @@
+"""Partitioning along an axis: which way every operator is computed, at real prices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost_model.aliases import find_storages
+from autopar.cost_model.shape import GroupShape
+from autopar.graph import Parameter, TrainingGraph, elements
+from autopar.passes.rules.local import local_bytes
+from autopar.passes.rules.loops import Way
+from autopar.placement import Placement
+from autopar.planner.machine import Machine
+from autopar.planner.pins import resolve
+from autopar.planner.prices import Prices
+from autopar.planner.program import Solution, Weight, solve
+from autopar.planner.ways import Value
+
+AXIS = "tp"
+
+
+def partition(
+    graph: TrainingGraph,
+    ranks: int,
+    machine: Machine,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    axis: str = AXIS,
+    pins: Mapping[str, Placement] | None = None,
+    memory: int | None = None,
+    state_ratio: float = 2.0,
+    time_limit_s: float = 30.0,
+) -> Solution:
+    """The cheapest placements of a graph along an axis.
+
+    Args:
+        graph: captured, on whole tensors.
+        ranks: of the axis.
+        machine: times of collectives, operators and the optimizer's step.
+        mesh: size of each axis, outermost first; by default data-parallel ranks around this axis.
+        axis: the name of this axis there.
+        pins: where parameters must lie, by pattern of their names.
+        memory: cap in bytes per rank on parameters, gradients, optimizer state and activations
+            saved for the backward; if it cannot be met, the solution holds the least possible.
+        state_ratio: bytes of optimizer state by those of the parameter.
+        time_limit_s: after which the best known solution is taken.
+
+    Raises:
+        StrategyError: a pin cannot hold.
+        PlanError: no solution was found in time.
+    """
+    prices = prices_along(ranks, machine, mesh=mesh, axis=axis)
+    held = Held.of(graph, ranks, 2.0 + state_ratio)
+    weight = None if memory is None else Weight(held.way, held.conversion, memory)
+    return solve(
+        graph,
+        ranks,
+        lambda value, before, after: prices.conversion(value, before, after).seconds,
+        lambda node, way: prices.operator(node, way).seconds,
+        update=lambda node, way: prices.step(node, way).seconds if node in held.trained else 0.0,
+        pins=resolve(pins or {}, graph.parameters, ranks),
+        weight=weight,
+        time_limit_s=time_limit_s,
+    )
+
+
+def prices_along(
+    ranks: int, machine: Machine, *, mesh: Mapping[str, int] | None = None, axis: str = AXIS
+) -> Prices:
+    """What things cost along an axis of a mesh, as `partition` describes them."""
+    cluster = machine.cluster
+    mesh = mesh or {"dp": max(1, cluster.world_size // ranks), axis: ranks}
+    shape = GroupShape.of_axis(mesh, axis, cluster.ranks_per_node)
+    return Prices(shape, cluster, machine.operators, machine.update)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What stays in memory on a rank over a step, in bytes.
+
+    Attributes:
+        ranks: of the axis.
+        copies: how often a trained parameter is held: with its gradient and optimizer state.
+        trained: placeholders of parameters that are trained.
+        parameters: placeholders of all parameters.
+        saved: by operator of the forward, which of its results the backward reads.
+    """
+
+    ranks: int
+    copies: float
+    trained: frozenset[fx.Node]
+    parameters: frozenset[fx.Node]
+    saved: Mapping[fx.Node, frozenset[int]]
+
+    @classmethod
+    def of(cls, graph: TrainingGraph, ranks: int, copies: float) -> Held:
+        """Of a captured graph."""
+        inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
+        names = {node: role.name for node, role in inputs.items() if isinstance(role, Parameter)}
+        trained = {node for node, name in names.items() if graph.parameters[name].requires_grad}
+        return cls(ranks, copies, frozenset(trained), frozenset(names), _saved(graph))
+
+    def way(self, node: fx.Node, way: Way) -> float:
+        """Bytes of a parameter and what belongs to it, or of what the backward reads."""
+        if node in self.parameters:
+            once = local_bytes(elements(node)[0], way.results[0], self.ranks)
+            return once * (self.copies if node in self.trained else 1.0)
+        return sum(
+            local_bytes(elements(node)[place], way.results[place], self.ranks)
+            for place in self.saved.get(node, ())
+        )
+
+    def conversion(self, value: Value, before: Placement, after: Placement) -> float:
+        """Bytes of a converted activation: forward and backward share it."""
+        if value.place not in self.saved.get(value.node, ()):
+            return 0.0
+        return local_bytes(value.tensor, after, self.ranks)
+
+
+def _saved(graph: TrainingGraph) -> dict[fx.Node, frozenset[int]]:
+    """The results of forward operators whose memory backward operators read."""
+    storages, behind = find_storages(graph.graph)
+    read = {
+        storage
+        for node in graph.calls()
+        if node.meta["phase"] == "backward"
+        for source in node.all_input_nodes
+        for storage in behind[source]
+    }
+    places: dict[fx.Node, list[int]] = {}
+    for storage, made in enumerate(storages):
+        places.setdefault(made.maker, []).append(storage)
+    return {
+        maker: frozenset(p for p, s in zip(_tensors(maker), own, strict=False) if s in read)
+        for maker, own in places.items()
+        if maker.op == "call_function" and maker.meta["phase"] == "forward"
+    }
+
+
+def _tensors(node: fx.Node) -> list[int]:
+    return [place for place, tensor in enumerate(elements(node)) if hasattr(tensor, "shape")]

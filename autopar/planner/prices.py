@@ -1,0 +1,154 @@
+"""`Prices`: what conversions and operators cost along an axis, from the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch import pytree
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cost import Cost
+from autopar.cost_model.operators import OperatorTimes
+from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.update import UpdateCost
+from autopar.graph import elements, tensor_bytes, tensors
+from autopar.passes.rules.conversions import steps
+from autopar.passes.rules.local import local_arguments, local_bytes, local_shape
+from autopar.passes.rules.loops import Operator, Way
+from autopar.placement import Placement
+from autopar.planner.ways import Value
+
+NOTHING = Cost(0.0, "modelled by nothing to do")
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Times of conversions, operators and the optimizer's step along one axis.
+
+    Attributes:
+        shape: the groups of ranks along the axis.
+        cluster: times of collectives.
+        operators: times of operators.
+        update: time of the optimizer's step, None for none.
+        seen: what was asked before.
+    """
+
+    shape: GroupShape
+    cluster: Cluster
+    operators: OperatorTimes
+    update: UpdateCost | None = None
+    seen: dict[object, Cost] = field(default_factory=dict, compare=False, repr=False)
+
+    def conversion(self, value: Value, before: Placement, after: Placement) -> Cost:
+        """The time of a conversion: its collectives, and the copies around them."""
+        tensor = value.tensor
+        key = (tuple(tensor.shape), tensor.dtype, before, after)
+        if key not in self.seen:
+            self.seen[key] = self._conversion(tensor, before, after)
+        return self.seen[key]
+
+    def _conversion(self, tensor: torch.Tensor, before: Placement, after: Placement) -> Cost:
+        made = steps(before, after)
+        assert made is not None, f"there is no way from {before} to {after}"
+        costs = []
+        for step in made:
+            if step.collective is not None:
+                size = step.message_bytes(tensor_bytes(tensor), self.shape.ranks)
+                costs.append(self.sent(step.collective, size, tensor.dtype))
+            copied = step.copied(tuple(tensor.shape), self.shape.ranks) * tensor.element_size()
+            costs.append(self._streamed(copied, tensor.element_size()))
+        return _sum(costs)
+
+    def sent(self, collective: str, nbytes: int, dtype: torch.dtype) -> Cost:
+        """The time of one collective along the axis.
+
+        Args:
+            collective: its kind.
+            nbytes: the size of its message, as `cost_model.collectives` means it.
+            dtype: of what is sent.
+        """
+        name = str(dtype).removeprefix("torch.")
+        return self.cluster.seconds(collective, nbytes, self.shape, name)
+
+    def _streamed(self, nbytes: int, item: int) -> Cost:
+        """The time of an operator that only moves bytes, or looks at them in another way."""
+        line = self.operators.roofline
+        return Cost(line.seconds(0.0, nbytes, item), f"modelled by {line.source}")
+
+    def operator(self, node: fx.Node, way: Way) -> Cost:
+        """The time of an operator on one rank's shards, and of what its own lowering sends."""
+        places = (*way.operands, *way.results)
+        key = (node, way.own, tuple(map(self._cut, _all(node), places)))
+        if key not in self.seen:
+            cost = self.operators.seconds(local_node(node, way, self.shape.ranks))
+            self.seen[key] = _sum([cost, *self._traffic(node, way)])
+        return self.seen[key]
+
+    def _cut(self, tensor: torch.Tensor | None, placement: Placement) -> object:
+        """What the time depends on: the local shape alone."""
+        if tensor is None:
+            return None
+        return tuple(local_shape(tensor.shape, placement, self.shape.ranks))
+
+    def _traffic(self, node: fx.Node, way: Way) -> list[Cost]:
+        if not way.own:
+            return []
+        from autopar.passes.rules.own import OWN
+
+        dtype = tensors(node)[0].dtype
+        sent = OWN[way.own].traffic(Operator.of(node), way, self.shape.ranks)
+        return [self.sent(collective, nbytes, dtype) for collective, nbytes in sent]
+
+    def step(self, node: fx.Node, way: Way) -> Cost:
+        """The time of the optimizer's step over a parameter that lies in some way."""
+        if self.update is None:
+            return NOTHING
+        size = local_bytes(tensors(node)[0], way.results[0], self.shape.ranks)
+        return self.update.seconds([size], dtensors=False)
+
+
+def local_node(node: fx.Node, way: Way, ranks: int) -> fx.Node:
+    """An operator on one rank's shards, as a node of a graph of its own."""
+    graph = fx.Graph()
+    operator = Operator.of(node)
+    shards = []
+    for tensor, placement in zip(operator.operands, way.operands, strict=True):
+        shard = graph.placeholder("shard")
+        shard.meta["val"] = _shard(tensor, placement, ranks)
+        shards.append(shard)
+    local = local_arguments(operator, way, shards, ranks)
+    made = graph.call_function(local.target, local.args, local.kwargs)
+    results = iter(way.results)
+    made.meta["val"] = pytree.tree_map(
+        lambda leaf: _shard(leaf, next(results), ranks) if leaf is not None else leaf,
+        node.meta["val"],
+    )
+    return made
+
+
+def _all(node: fx.Node) -> Sequence[Any]:
+    return (*Operator.of(node).operands, *elements(node))
+
+
+def _shard(tensor: Any, placement: Placement, ranks: int) -> Any:
+    """What one rank holds of a tensor, its dims in memory in the same order."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    shape = local_shape(tensor.shape, placement, ranks)
+    if shape == list(tensor.shape):
+        return tensor
+    strides, size = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (tensor.stride(d), -d)):
+        if tensor.stride(dim):
+            strides[dim], size = size, size * shape[dim]
+    return tensor.new_empty_strided(shape, strides)
+
+
+def _sum(costs: Sequence[Cost]) -> Cost:
+    """The time of several in a row; where it comes from, as of the longest."""
+    longest = max(costs, key=lambda cost: cost.seconds, default=NOTHING)
+    return Cost(sum(cost.seconds for cost in costs), longest.provenance, longest.error)
