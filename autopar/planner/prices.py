@@ -80,12 +80,11 @@ class Prices:
         return Cost(line.seconds(0.0, nbytes, item), f"modelled by {line.source}")
 
     def operator(self, node: fx.Node, way: Way) -> Cost:
-        """The time of an operator on one rank's shards, and of what its own lowering sends."""
+        """The time of an operator on one rank's shards."""
         places = (*way.operands, *way.results)
         key = (node, way.own, tuple(map(self._cut, _all(node), places)))
         if key not in self.seen:
-            cost = self.operators.seconds(local_node(node, way, self.shape.ranks))
-            self.seen[key] = _sum([cost, *self._traffic(node, way)])
+            self.seen[key] = self.operators.seconds(local_node(node, way, self.shape.ranks))
         return self.seen[key]
 
     def _cut(self, tensor: torch.Tensor | None, placement: Placement) -> object:
@@ -93,15 +92,6 @@ class Prices:
         if tensor is None:
             return None
         return tuple(local_shape(tensor.shape, placement, self.shape.ranks))
-
-    def _traffic(self, node: fx.Node, way: Way) -> list[Cost]:
-        if not way.own:
-            return []
-        from autopar.passes.rules.own import OWN
-
-        dtype = tensors(node)[0].dtype
-        sent = OWN[way.own].traffic(Operator.of(node), way, self.shape.ranks)
-        return [self.sent(collective, nbytes, dtype) for collective, nbytes in sent]
 
     def step(self, node: fx.Node, way: Way) -> Cost:
         """The time of the optimizer's step over a parameter that lies in some way."""
