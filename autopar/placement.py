@@ -8,6 +8,7 @@ and all that is computed from them).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -55,6 +56,30 @@ class Varying:
 
 
 Placement = Replicate | Shard | Partial | Varying
+
+
+def placement_of(text: str) -> Placement:
+    """The placement that prints as `text`.
+
+    Raises:
+        ValueError: none does.
+
+    >>> placement_of("S(0, x3)")
+    Shard(dim=0, interleave=3)
+    """
+    kind, *options = re.findall(r"\w+", text)
+    match kind, options:
+        case "R", []:
+            return Replicate()
+        case "V", []:
+            return Varying()
+        case "S", [dim]:
+            return Shard(int(dim))
+        case "S", [dim, pieces]:
+            return Shard(int(dim), int(pieces[1:]))
+        case "P", [op]:
+            return Partial(op)
+    raise ValueError(f"{text!r} is no placement")
 
 
 def chunk_rows(rows: int, parts: int) -> tuple[int, ...]:

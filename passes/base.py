@@ -48,5 +48,10 @@ def pass_name(item: Pass) -> str:
 
 def describe(item: Pass) -> str:
     """A pass and its options as one line."""
-    options = ", ".join(f"{f.name}={getattr(item, f.name)!r}" for f in fields(item))  # type: ignore[arg-type]
+    options = ", ".join(f"{f.name}={_short(getattr(item, f.name))}" for f in fields(item))  # type: ignore[arg-type]
     return f"{pass_name(item)}({options})"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 400 else f"{text[:80]}... ({len(text)} characters)"

@@ -145,7 +145,7 @@ def viewable(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     """Whether a tensor's strides allow to look at it in another shape."""
     try:
         tensor.view(list(shape))
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return False
     return True
 

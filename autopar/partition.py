@@ -1,0 +1,137 @@
+"""`Partition`: how a graph lies along an axis that it is partitioned over, as a plan keeps it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.graph import Buffer, Input, Parameter, TrainingGraph, elements, operands
+from autopar.passes.rules.loops import Way
+from autopar.placement import Placement, Replicate, Shard, placement_of
+
+Ways = tuple[tuple[str, Way], ...]
+"""The ways of nodes by their names; those that are whole on every rank are left out."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What was decided along one axis.
+
+    Attributes:
+        axis: its name.
+        ranks: its size.
+        parameters: how each parameter lies that is not whole, by name, as text.
+        graph: mark of the graph that `ways` are of.
+        rows: of the first rank's batch, at which they were decided.
+        ways: each way, as text, and the names of the nodes that are computed so.
+    """
+
+    axis: str
+    ranks: int
+    parameters: tuple[tuple[str, str], ...] = ()
+    graph: str = ""
+    rows: int = 0
+    ways: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @staticmethod
+    def of(axis: str, ranks: int, graph: TrainingGraph, rows: int, ways: Ways) -> Partition:
+        """The partition that ways of a graph make, decided at some rows a rank."""
+        roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
+        names = {n.name: r.name for n, r in roles.items() if isinstance(r, Parameter)}
+        table: dict[str, list[str]] = {}
+        for name, way in ways:
+            table.setdefault(str(way), []).append(name)
+        return Partition(
+            axis,
+            ranks,
+            tuple((names[name], str(way.results[0])) for name, way in ways if name in names),
+            mark(graph),
+            rows,
+            tuple((text, tuple(nodes)) for text, nodes in table.items()),
+        )
+
+    def ways_of(self, graph: TrainingGraph, rows: int) -> Ways | None:
+        """The ways of a graph, None if they were decided for another.
+
+        Args:
+            graph: as captured.
+            rows: of the first rank's batch.
+        """
+        if (mark(graph), rows) != (self.graph, self.rows):
+            return None
+        return tuple((name, way_of(text)) for text, names in self.ways for name in names)
+
+    @property
+    def layouts(self) -> dict[str, Placement]:
+        """How each parameter lies that is not whole."""
+        return {name: placement_of(text) for name, text in self.parameters}
+
+
+def named(ways: Mapping[fx.Node, Way]) -> Ways:
+    """Ways by the names of nodes, without those that are whole on every rank."""
+    return tuple((node.name, way) for node, way in ways.items() if not is_whole(way))
+
+
+def way_of(text: str) -> Way:
+    """The way that prints as `text`."""
+    text, _, own = text.partition(" by ")
+    operands, _, results = text.partition("->")
+    return Way(_placements(operands), _placements(results), own)
+
+
+def _placements(text: str) -> tuple[Placement, ...]:
+    return tuple(map(placement_of, re.findall(r"[A-Z](?:\([^)]*\))?", text)))
+
+
+def is_whole(way: Way) -> bool:
+    """Whether every tensor of a way is whole on every rank."""
+    return not way.own and all(p == Replicate() for p in (*way.operands, *way.results))
+
+
+def mark(graph: TrainingGraph) -> str:
+    """A hash of what a graph computes, equal on ranks whose numbers of rows differ."""
+    lines = [f"{node.name} {node.target}" for node in graph.graph.nodes if node.op != "output"]
+    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if isinstance(role, (Input, Parameter, Buffer)):
+            lines.append(f"{role} {list(_shapes(node))}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _shapes(node: fx.Node) -> Iterable[tuple[object, ...]]:
+    """The shapes that a node yields, dims over rows as a word."""
+    for tensor, over in zip(elements(node), _rows(node), strict=True):
+        yield tuple("rows" if d in over else size for d, size in enumerate(tensor.shape))
+
+
+def _rows(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """For each tensor that a node yields, the dims that run over the rows of the batch."""
+    return node.meta.get("rows") or ((),) * len(elements(node))
+
+
+def scaled(ways: Ways, graph: TrainingGraph, planned: int, rows: int) -> Ways:
+    """Ways that were decided at a rank of `planned` rows, at one of `rows`.
+
+    A shard that is cut inside of each row has as many interleaved pieces as there are rows.
+    """
+    if planned == rows:
+        return ways
+    nodes = {node.name: node for node in graph.graph.nodes}
+
+    def at(placement: Placement, over: tuple[int, ...]) -> Placement:
+        if not isinstance(placement, Shard) or placement.dim not in over:
+            return placement
+        return Shard(placement.dim, placement.interleave * rows // planned)
+
+    def mapped(node: fx.Node, way: Way) -> Way:
+        reads = (_rows(n)[0] for n in operands(node))
+        return replace(
+            way,
+            operands=tuple(map(at, way.operands, reads)),
+            results=tuple(map(at, way.results, _rows(node))),
+        )
+
+    return tuple((name, mapped(nodes[name], way)) for name, way in ways)

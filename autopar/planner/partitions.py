@@ -1,0 +1,65 @@
+"""How a graph is partitioned where nothing was measured, or a plan has fixed the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import fx
+
+from autopar.graph import TrainingGraph, tensor_bytes
+from autopar.partition import Ways, named
+from autopar.passes.rules.conversions import steps
+from autopar.passes.rules.loops import Operator, Way
+from autopar.passes.rules.table import loops_of
+from autopar.placement import Placement, Shard
+from autopar.planner.program import solve
+from autopar.planner.ways import Value
+
+ITERATION_S = 1e-10
+"""Seconds of one iteration of an operator's loops, on no machine in particular."""
+
+BYTE_S = 1e-10
+"""Seconds to move a byte."""
+
+STEP_S = 1e-9
+"""Seconds of a conversion of nothing."""
+
+
+def partition_by_bytes(
+    graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
+) -> Ways:
+    """The ways that move the fewest bytes for the work that they divide.
+
+    It depends on nothing but the graph, so that every process finds the same.
+
+    Args:
+        graph: as captured, on whole tensors.
+        ranks: of the axis.
+        pins: how parameters lie, by patterns of their names.
+    """
+
+    def price(value: Value, before: Placement, after: Placement) -> float:
+        whole = tensor_bytes(value.tensor)
+        moved = (s.message_bytes(whole, ranks) for s in steps(before, after) or () if s.collective)
+        return STEP_S + BYTE_S * sum(moved) * (ranks - 1) / ranks
+
+    iterations: dict[fx.Node, int] = {}
+
+    def work(node: fx.Node, way: Way) -> float:
+        if node not in iterations:
+            iterations[node] = _iterations(node)
+        divided = any(isinstance(p, Shard) for p in (*way.operands, *way.results))
+        return ITERATION_S * iterations[node] / (ranks if divided else 1)
+
+    return named(solve(graph, ranks, price, work).ways)
+
+
+def _iterations(node: fx.Node) -> int:
+    """How often the loops of an operator run."""
+    if node.op != "call_function":
+        return 0
+    operator = Operator.of(node)
+    looped = prod(loop.size for loop in loops_of(operator))
+    return max([looped, *(t.numel() for t in operator.results if isinstance(t, torch.Tensor))])

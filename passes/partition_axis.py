@@ -1,0 +1,275 @@
+"""Partitions a graph along a mesh axis: what every rank computes of it, and what moves between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from operator import getitem
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import fx
+
+from autopar.graph import (
+    Gradient,
+    OutputRole,
+    Parameter,
+    TrainingGraph,
+    Value,
+    elements,
+    operands,
+    tensors,
+    value_of,
+)
+from autopar.passes.base import PassResult
+from autopar.passes.build import aten, call, fake_mode_of
+from autopar.passes.build import value as fakes
+from autopar.passes.rules.conversions import Step, steps
+from autopar.passes.rules.doubled import doubled_operator, doubled_placement, mark_rows
+from autopar.passes.rules.emission import Emission, viewable
+from autopar.passes.rules.local import local_arguments, local_shape
+from autopar.passes.rules.loops import Operator, Way
+from autopar.placement import Placement, Replicate
+
+WHOLE = Replicate()
+
+
+@dataclass(frozen=True)
+class PartitionAxis:
+    """Turns a graph on whole tensors into that of one rank of an axis.
+
+    Before: a graph as captured, or as partitioned along another axis. After: parameters are this
+    rank's shards, and so are their gradients; every operator runs on what its way says this rank
+    holds; between them stand conversions, each value converted once to each placement, at its
+    first reader. Other inputs and outputs are whole on every rank. Tier: exact.
+
+    Attributes:
+        axis: the mesh axis.
+        rank: this rank's place on it.
+        ways: by the name of their node, how operators and parameters lie; what is not named is
+            whole on every rank.
+    """
+
+    axis: str
+    rank: int
+    ways: tuple[tuple[str, Way], ...]
+    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to `graph`, which stays as it is."""
+        if not self.ways:
+            return PassResult(graph, "everything is whole on every rank")
+        return PassResult(_Partition(graph, self).run())
+
+
+class _Partition:
+    """One walk over the graph, which writes another."""
+
+    def __init__(self, graph: TrainingGraph, options: PartitionAxis) -> None:
+        self.old, self.new = graph, fx.Graph()
+        self.axis, self.rank = options.axis, options.rank
+        self.ranks = graph.axes[options.axis]
+        self.ways = dict(options.ways)
+        self.made: dict[Value, tuple[fx.Node, Placement]] = {}
+        self.converted: dict[tuple[Value, Placement], fx.Node] = {}
+        self.tuples: dict[fx.Node, fx.Node] = {}
+        self.placed: dict[str, Placement] = {}
+
+    def run(self) -> TrainingGraph:
+        """The graph of this rank."""
+        with fake_mode_of(self.old):
+            return self.walk()
+
+    def walk(self) -> TrainingGraph:
+        """Writes what this rank runs for every node in turn."""
+        roles = dict(zip(self.old.placeholders, self.old.inputs, strict=True))
+        results: dict[OutputRole, fx.Node | None] = {}
+        for node in self.old.graph.nodes:
+            if node is self.old.backward_start:
+                results |= self.returned("forward")
+            if node.op == "placeholder":
+                self.input(node, roles[node])
+            elif node.op == "get_attr":
+                self.keep(node, WHOLE, self.copied(node))
+            elif node.op == "call_function":
+                self.operator(node)
+        results |= self.returned("backward")
+        output = self.new.output([results[role] for role in self.old.outputs])
+        output.meta = dict(self.old.output_node.meta)
+        return replace(
+            self.old,
+            graph=self.new,
+            parameters={n: self.local(info) for n, info in self.old.parameters.items()},
+            partitioned=(*self.old.partitioned, self.axis),
+        )
+
+    def input(self, node: fx.Node, role: object) -> None:
+        """A placeholder: a parameter lies as its way says."""
+        way = self.ways.get(node.name)
+        placement = way.results[0] if way else WHOLE
+        copy = self.copied(node)
+        if placement != WHOLE:
+            whole = node.meta["val"]
+            copy.meta["val"] = whole.new_empty(local_shape(whole.shape, placement, self.ranks))
+            assert isinstance(role, Parameter)
+            self.placed[role.name] = placement
+        self.keep(node, placement, copy)
+
+    def operator(self, node: fx.Node) -> None:
+        """One operator on what this rank holds."""
+        if node.target is getitem:
+            return self.element(node)
+        given = operands(node)
+        if not all(isinstance(n.meta["val"], torch.Tensor) for n in given):
+            return self.whole_tuples(node)
+        operator = Operator.of(node)
+        way = self.ways.get(node.name) or _whole(operator)
+        shards = [
+            self.operand(value_of(n), wanted, node)
+            for n, wanted in zip(given, way.operands, strict=True)
+        ]
+        if way.own:
+            return self.own(node, operator, way, shards)
+        local = local_arguments(operator, way, shards, self.ranks)
+        if local.target in VIEWS:
+            local = self.viewable(local, node)
+        self.write(node, local.target, local.args, local.kwargs, way.results)
+        return None
+
+    def own(self, node: fx.Node, operator: Operator, way: Way, shards: list[fx.Node]) -> None:
+        """What a lowering of its own writes for an operator."""
+        from autopar.passes.rules.own import OWN  # type: ignore
+
+        emit = OWN[way.own].emit
+        place = (self.ranks, self.rank, self.axis)
+        end = self.last
+        made = emit(self.new, node, operator, way, shards, *place)
+        if "rows" in node.meta:
+            read = [n.meta["rows"][0] for n in operands(node)]
+            twice = doubled_operator(operator, way, read, node.meta["rows"])
+            mark_rows(self.since(end), shards, lambda g, x: emit(g, node, *twice, x, *place))
+        for index, result in enumerate(made):
+            if result is not None:
+                self.made[Value(node, index)] = (result, way.results[index])
+
+    @property
+    def last(self) -> fx.Node:
+        """The node that was written last."""
+        return next(iter(reversed(self.new.nodes)))
+
+    def since(self, end: fx.Node) -> list[fx.Node]:
+        """The nodes that were written since."""
+        return list(takewhile(lambda node: node is not end, reversed(self.new.nodes)))[::-1]
+
+    def write(
+        self, node: fx.Node, target: Any, args: Any, kwargs: Any, placements: Sequence[Placement]
+    ) -> None:
+        """The operator that stands for a node, by the same name."""
+        copy = self.new.create_node("call_function", target, tuple(args), kwargs, node.name)
+        copy.meta = {**node.meta, "val": target(*fakes(args), **fakes(kwargs))}
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            self.tuples[node] = copy
+            for place, placement in enumerate(placements):
+                self.made[Value(node, place)] = (copy, placement)
+        else:
+            self.keep(node, placements[0], copy)
+
+    def element(self, node: fx.Node) -> None:
+        """An element of a tuple, taken where it was taken."""
+        value = value_of(node)
+        source, placement = self.made[value]
+        if source is self.tuples.get(value.node):
+            copy = self.new.create_node(
+                "call_function", getitem, (source, value.place), name=node.name
+            )
+            copy.meta = {**node.meta, "val": elements(source)[value.place]}
+            self.made[value] = (copy, placement)
+
+    def whole_tuples(self, node: fx.Node) -> None:
+        """An operator that is given tuples, on whole values."""
+
+        def whole(operand: fx.Node) -> fx.Node:
+            if isinstance(operand.meta["val"], torch.Tensor):
+                return self.operand(value_of(operand), WHOLE, node)
+            return self.tuples[operand]
+
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), whole)
+        self.write(node, node.target, args, kwargs, [WHOLE] * len(elements(node)))
+
+    def viewable(self, local: Operator, node: fx.Node) -> Operator:
+        """A view of a shard, copied if its strides do not allow what those of the whole did."""
+        source, shape, *rest = local.args
+        if viewable(tensors(source)[0], shape):
+            return local
+        contiguous = torch.contiguous_format
+        copy = call(self.new, node, aten.clone.default, source, memory_format=contiguous)
+        copy.meta |= {k: source.meta[k] for k in ("rows",) if k in source.meta}
+        return replace(local, args=(copy, shape, *rest))
+
+    def operand(self, value: Value, wanted: Placement, reader: fx.Node) -> fx.Node:
+        """A value as its reader wants it, converted where nobody wanted it so before."""
+        node, placement = self.made[value]
+        conversion = steps(placement, wanted)
+        if conversion is None:
+            raise ValueError(f"{reader} wants {value.node} as {wanted}, which is {placement}")
+        for step in conversion:
+            key = (value, step.after)
+            if key not in self.converted:
+                self.converted[key] = self.convert(step, node, reader)
+            node = self.converted[key]
+        return node
+
+    def convert(self, step: Step, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """Writes one step of a conversion for a reader."""
+        place = (self.ranks, self.rank, self.axis)
+        end = self.last
+        result = Emission(self.new, reader, *place).emit(step, node)
+        if "rows" in reader.meta:
+            (rows,) = node.meta["rows"]
+            twice = replace(
+                step,
+                before=doubled_placement(step.before, rows),
+                after=doubled_placement(step.after, rows),
+            )
+            mark_rows(
+                self.since(end), [node], lambda g, x: Emission(g, reader, *place).emit(twice, *x)
+            )
+        return result
+
+    def returned(self, phase: str) -> dict[OutputRole, fx.Node | None]:
+        """What a phase returns: whole, but gradients as their parameters."""
+        end, found = self.last, dict[OutputRole, fx.Node | None]()
+        for role, node in zip(self.old.outputs, self.old.results, strict=True):
+            late = isinstance(role, Gradient) or (
+                node is not None and node.meta.get("phase") == "backward"
+            )
+            if late != (phase == "backward"):
+                continue
+            wanted: Placement = WHOLE
+            if isinstance(role, Gradient) and isinstance(role.of, Parameter):
+                wanted = self.placed.get(role.of.name, WHOLE)
+            found[role] = None if node is None else self.operand(value_of(node), wanted, node)
+        for node in self.since(end):
+            node.meta["phase"] = phase
+        return found
+
+    def local(self, info: Any) -> Any:
+        """What is known of this rank's part of a parameter."""
+        placement = self.placed.get(info.name, WHOLE)
+        return replace(info, shape=tuple(local_shape(info.shape, placement, self.ranks)))
+
+    def copied(self, node: fx.Node) -> fx.Node:
+        copy = self.new.node_copy(node)
+        copy.meta = dict(node.meta)
+        return copy
+
+    def keep(self, node: fx.Node, placement: Placement, copy: fx.Node) -> None:
+        self.made[Value(node)] = (copy, placement)
+
+
+VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
+
+
+def _whole(operator: Operator) -> Way:
+    return Way((WHOLE,) * len(operator.operands), (WHOLE,) * len(operator.results))
