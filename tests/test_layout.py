@@ -18,7 +18,7 @@ MAX_LINES = 450
 GROUND = frozenset({"autopar._torch", "autopar.errors", "autopar.graph", "autopar.placement"})
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
-PLAN = PASSES | {"autopar.plan", "autopar.plan_text"}
+PLAN = PASSES | {"autopar.partition", "autopar.plan", "autopar.plan_text"}
 PLAN_AND_CAPTURE = PLAN | {"autopar.capture", "autopar.provenance", "autopar.rows"}
 
 MAY_IMPORT = {
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "autopar.provenance": GROUND,
     "autopar.capture": GROUND | {"autopar.capture", "autopar.provenance"},
     "autopar.rows": GROUND | {"autopar.capture", "autopar.rows"},
+    "autopar.partition": PASSES,
     "autopar.plan": PLAN | {"autopar.plan_text"},
     "autopar.plan_text": PLAN | {"autopar.plan_text"},
     "autopar.planner": PLAN_AND_CAPTURE | {"autopar.planner"},

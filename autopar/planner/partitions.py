@@ -14,6 +14,7 @@ from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.table import loops_of
 from autopar.placement import Placement, Shard
+from autopar.planner.pins import resolve
 from autopar.planner.program import solve
 from autopar.planner.ways import Value
 
@@ -53,7 +54,8 @@ def partition_by_bytes(
         divided = any(isinstance(p, Shard) for p in (*way.operands, *way.results))
         return ITERATION_S * iterations[node] / (ranks if divided else 1)
 
-    return named(solve(graph, ranks, price, work).ways)
+    found = resolve(pins or {}, graph.parameters, ranks)
+    return named(solve(graph, ranks, price, work, pins=found).ways)
 
 
 def _iterations(node: fx.Node) -> int:
