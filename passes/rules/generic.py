@@ -27,6 +27,26 @@ def pointwise(operator: Operator) -> list[Loop]:
     ]
 
 
+def created(operator: Operator) -> list[Loop]:
+    """Each dim of a result that is made of a shape and one number.
+
+    An operand is not looked at: it may be split at the same dim, or at any while the result is
+    whole.
+    """
+    shape = operator.results[0].shape
+    like = operator.operands
+
+    def same(tensor: torch.Tensor, dim: int) -> At | None:
+        return At(dim) if tensor.shape == shape else None
+
+    loops = [
+        Loop(size, tuple(same(t, dim) for t in like), (At(dim),)) for dim, size in enumerate(shape)
+    ]
+    for tensor in like:
+        loops += [Loop(size, (At(dim),), (None,)) for dim, size in enumerate(tensor.shape)]
+    return loops
+
+
 def along(place: int, default: int = 0) -> Rule:
     """All dims but one, at the same place in operands and results.
 
@@ -118,6 +138,38 @@ def contraction(equation: str, added: bool = False) -> Rule:
         return loops
 
     return rule
+
+
+def grouped_mm(operator: Operator) -> list[Loop]:
+    """(a, b, ends): products of groups of rows, of one matrix of each; rows stay whole.
+
+    Kernels want strides of a multiple of 16 bytes, of shards too.
+
+    | a | b | result |
+    |---|---|---|
+    | rows, k | group, k, n | rows, n |
+    | m, rows | rows, n | group, m, n |
+    | group, m, k | k, rows | m, rows |
+    | group, m, k | group, k, n | group, m, n |
+    """
+    a, b = operator.operands[:2]
+    if len(operator.operands) != (2 if a.dim() == b.dim() == 3 else 3):
+        return []
+    letters = {(2, 3): "Rk,gkn->Rn", (2, 2): "mR,Rn->Gmn", (3, 2): "gmk,kR->mR"}
+    equation = letters.get((a.dim(), b.dim()), "gmk,gkn->gmn")
+    loops = []
+    left, result = equation.split("->")
+    first, second = left.split(",")
+    free = "mnk" if a.dim() + b.dim() < 6 else "gmnk"
+    for letter in free:
+        places = [At(w.index(letter)) if letter in w else None for w in (first, second)]
+        if any(places):
+            size = next(t.shape[p.dim] for t, p in zip((a, b), places, strict=True) if p)
+            at: At | Reduced = At(result.index(letter)) if letter in result else "sum"
+            rest = (None,) * (len(operator.operands) - 2)
+            unit = 1 if letter == "g" else max(1, 16 // a.dtype.itemsize)
+            loops.append(Loop(size // unit, (*places, *rest), (at,)))
+    return loops
 
 
 def every_dim_but(operator: Operator, dims: int | Sequence[int]) -> list[Loop]:

@@ -26,12 +26,23 @@ SIZES: Mapping[OpOverload, int] = {
     aten.new_ones.default: 1,
     aten.new_empty.default: 1,
     aten.new_full.default: 1,
+    aten.upsample_nearest2d_backward.default: 2,
+    aten.upsample_bilinear2d_backward.default: 2,
+    aten.upsample_bicubic2d_backward.default: 2,
     aten.full.default: 0,
     aten.zeros.default: 0,
     aten.ones.default: 0,
     aten.empty.memory_format: 0,
 }
 """The place of the argument that holds the sizes of the first result."""
+
+COUNTS: Mapping[OpOverload, tuple[tuple[int, int, int], ...]] = {
+    aten.native_group_norm.default: ((3, 0, 0),),
+    aten.native_group_norm_backward.default: ((5, 0, 0),),
+    aten.convolution.default: ((8, 1, 0),),
+    aten.convolution_backward.default: ((3, 0, 1), (9, 2, 0)),
+}
+"""Places of arguments that count rows, groups or channels; of which operand, along which dim."""
 
 SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
 """What drops dims of one element: of shards, also dims that only a shard has one element of."""
@@ -77,6 +88,15 @@ def local_arguments(operator: Operator, way: Way, shards: Sequence[Any], ranks: 
         return replace(operator, target=aten.view.default, args=(args[0], shape), kwargs={})
     if place is not None:
         args[place] = local_shape(operator.results[0].shape, way.results[0], ranks)
-    if operator.target is aten.native_group_norm.default:
-        args[3] = local_shape(operator.operands[0].shape, way.operands[0], ranks)[0]
+    for place, of, dim in COUNTS.get(operator.target, ()):
+        lies = way.operands[of]
+        if isinstance(lies, Shard) and lies.dim == dim:
+            args[place] = _share(args[place], ranks)
     return replace(operator, args=tuple(args), kwargs=kwargs)
+
+
+def _share(count: Any, ranks: int) -> Any:
+    """One rank's share of a number of things, or of each of several; one thing all have."""
+    if isinstance(count, (list, tuple)):
+        return [_share(each, ranks) for each in count]
+    return count // ranks if count and count > 1 else count

@@ -1,7 +1,8 @@
 """All ranks of one axis in one process: their graphs run in lockstep, collectives combined.
 
 For proofs: what a pass or a lowering wrote for every rank is run on real tensors. Collectives are
-those of `passes/collectives.py`, not lowered yet, and must all be over the same axis.
+those of `passes/collectives.py`, not lowered yet, and must all be over the same axis. Each rank has
+a random generator of its own; all start where torch's stands.
 """
 
 from __future__ import annotations
@@ -42,14 +43,17 @@ def run(
     """
     programs = [_interpret(g, list(a)) for g, a in zip(graphs, arguments, strict=True)]
     answers: list[Any] = [None] * len(programs)
+    random = [torch.get_rng_state() for _ in programs]
     with torch.no_grad():
         while True:
             asked, ended = [], []
-            for program, answer in zip(programs, answers, strict=True):
+            for rank, (program, answer) in enumerate(zip(programs, answers, strict=True)):
+                torch.set_rng_state(random[rank])
                 try:
                     asked.append(program.send(answer))
                 except StopIteration as stop:
                     ended.append(stop.value)
+                random[rank] = torch.get_rng_state()
             if not asked:
                 return ended
             answers = _combined([node for node, _ in asked], [given for _, given in asked], ended)

@@ -11,7 +11,9 @@ import torch
 from autopar._torch import pytree
 from autopar.errors import PassError
 from autopar.passes.rules.local import local_arguments
+from autopar.passes.rules.lockstep import run
 from autopar.passes.rules.loops import Operator, Way
+from autopar.passes.rules.own import program
 from autopar.placement import Partial, Placement, Shard
 
 
@@ -54,13 +56,11 @@ def joined(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor 
 
 def holds(operator: Operator, way: Way, ranks: int) -> bool:
     """Whether an operator on real tensors gives the same by a way as in one piece."""
-    want = results_of(operator)
-    whole = operator.operands
-    shards = [cut(t, p, ranks) for t, p in zip(whole, way.operands, strict=True)]
-    got = []
-    for rank in range(ranks):
-        local = local_arguments(operator, way, [s[rank] for s in shards], ranks)
-        got.append(results_of(local))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        got = on_shards(operator, way, ranks)
+        torch.manual_seed(0)
+        want = results_of(operator)
     for place, placement in enumerate(way.results):
         parts = [results[place] for results in got]
         if want[place] is None:
@@ -74,6 +74,16 @@ def holds(operator: Operator, way: Way, ranks: int) -> bool:
         if made is None or not equal(made, want[place]):
             return False
     return True
+
+
+def on_shards(operator: Operator, way: Way, ranks: int) -> Sequence[Sequence[Any]]:
+    """What each rank yields for an operator on real tensors, computed by a way."""
+    whole = operator.operands
+    cuts = [cut(t, p, ranks) for t, p in zip(whole, way.operands, strict=True)]
+    shards = [[parts[rank] for parts in cuts] for rank in range(ranks)]
+    if way.own:
+        return run([program(operator, way, ranks, rank) for rank in range(ranks)], shards)
+    return [results_of(local_arguments(operator, way, own, ranks)) for own in shards]
 
 
 def results_of(operator: Operator) -> tuple[Any, ...]:

@@ -8,16 +8,20 @@ from typing import Any
 import torch
 
 from autopar._torch import OpOverload
-from autopar.passes.rules import special, views
+from autopar.passes.rules import attention, indexing, special, views
 from autopar.passes.rules.generic import (
     along,
     contraction,
+    created,
     every_dim_but,
+    grouped_mm,
     pointwise,
     reduction,
     unpadded,
 )
 from autopar.passes.rules.loops import Loop, Operator, Rule
+from autopar.passes.rules.own import OWN, own_loops
+from autopar.passes.rules.probing import probed
 
 aten = torch.ops.aten
 
@@ -32,6 +36,7 @@ RULES: Mapping[OpOverload, Rule] = {
     aten.baddbmm.default: contraction("bmn,bmk,bkn->bmn", added=True),
     aten.mv.default: contraction("mk,k->m"),
     aten.dot.default: contraction("k,k->"),
+    aten._grouped_mm.default: grouped_mm,
     # reductions
     aten.sum.default: reduction("sum"),
     aten.sum.dim_IntList: reduction("sum"),
@@ -61,8 +66,11 @@ RULES: Mapping[OpOverload, Rule] = {
     aten.squeeze.dim: views.squeeze,
     aten.squeeze.dims: views.squeeze,
     aten.expand.default: views.expand,
+    aten.repeat.default: views.repeat,
     aten.select.int: views.select,
     aten.select_backward.default: views.select_backward,
+    aten.select_scatter.default: views.select_scatter,
+    aten.slice_scatter.default: along(2),
     aten.stack.default: views.stack,
     aten.unbind.int: views.unbind,
     aten.slice.Tensor: along(1),
@@ -81,36 +89,67 @@ RULES: Mapping[OpOverload, Rule] = {
     aten._log_softmax_backward_data.default: _softmax_backward,
     aten.cumsum.default: along(1),
     aten.cumprod.default: along(1),
+    aten.tril.default: lambda op: every_dim_but(op, (-2, -1)),
+    aten.triu.default: lambda op: every_dim_but(op, (-2, -1)),
     aten.sort.default: along(1, -1),
     aten.sort.stable: along(2, -1),
     aten.topk.default: along(2, -1),
-    aten.gather.default: special.gather,
-    aten.scatter.src: special.scatter,
-    aten.scatter.value: special.scatter,
-    aten.scatter_add.default: special.scatter,
-    aten.index.Tensor: special.index,
-    aten.index_select.default: special.index_select,
+    aten.gather.default: indexing.gather,
+    aten.scatter.src: indexing.scatter,
+    aten.scatter.value: indexing.scatter,
+    aten.scatter_add.default: indexing.scatter,
+    aten.index.Tensor: indexing.index,
+    aten.index_put.default: indexing.index_put,
+    aten.index_add.default: indexing.index_add,
+    aten.index_select.default: indexing.index_select,
     # norms
     aten.native_layer_norm.default: special.layer_norm,
     aten.native_layer_norm_backward.default: special.layer_norm_backward,
+    aten._fused_rms_norm.default: special.layer_norm,
+    aten._fused_rms_norm_backward.default: special.rms_norm_backward,
     aten.native_group_norm.default: special.group_norm,
+    aten.native_group_norm_backward.default: special.group_norm_backward,
     aten._native_batch_norm_legit_functional.default: special.batch_norm_channels,
     aten.native_batch_norm_backward.default: special.batch_norm_channels,
     # loss
     aten.nll_loss_forward.default: special.nll_loss,
     aten.nll_loss_backward.default: special.nll_loss_backward,
     # embedding
-    aten.embedding.default: special.embedding,
-    aten.embedding_dense_backward.default: special.embedding_backward,
+    aten.embedding.default: indexing.embedding,
+    aten.embedding_dense_backward.default: indexing.embedding_backward,
     # attention
-    aten._scaled_dot_product_flash_attention_for_cpu.default: special.attention(1, masked=True),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: special.attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: attention.attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention.attention_backward,
+    aten._scaled_dot_product_flash_attention.default: attention.heads,
+    aten._scaled_dot_product_flash_attention_backward.default: attention.heads,
+    aten._scaled_dot_product_efficient_attention.default: attention.heads,
+    aten._scaled_dot_product_efficient_attention_backward.default: attention.heads,
+    aten._scaled_dot_product_cudnn_attention.default: attention.heads,
+    aten._scaled_dot_product_cudnn_attention_backward.default: attention.heads,
     # convolution
     aten.convolution.default: special.convolution,
     aten.convolution_backward.default: special.convolution_backward,
     aten.max_pool2d_with_indices.default: special.pooling,
     aten.avg_pool2d.default: special.pooling,
     aten._adaptive_avg_pool2d.default: special.pooling,
+    aten.max_pool2d_with_indices_backward.default: special.pooling,
+    aten.avg_pool2d_backward.default: special.pooling,
+    aten._adaptive_avg_pool2d_backward.default: special.pooling,
+    aten.upsample_nearest2d.default: special.pooling,
+    aten.upsample_bilinear2d.default: special.pooling,
+    aten.upsample_bicubic2d.default: special.pooling,
+    aten.upsample_nearest2d_backward.default: special.pooling,
+    aten.upsample_bilinear2d_backward.default: special.pooling,
+    aten.upsample_bicubic2d_backward.default: special.pooling,
+    # a shape and a number
+    aten.full.default: created,
+    aten.zeros.default: created,
+    aten.ones.default: created,
+    aten.empty.memory_format: created,
+    aten.new_zeros.default: created,
+    aten.new_ones.default: created,
+    aten.new_full.default: created,
+    aten.new_empty.default: created,
 }
 
 
@@ -118,9 +157,10 @@ def rule_of(target: Any) -> Rule | None:
     """The rule of an operator: its own, or that of pointwise operators; None if it has none."""
     if target in RULES:
         return RULES[target]
-    if torch.Tag.pointwise in getattr(target, "tags", ()) or target in POINTWISE:
-        return pointwise
-    return None
+    tags = getattr(target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return None
+    return pointwise if torch.Tag.pointwise in tags or target in POINTWISE else None
 
 
 POINTWISE = frozenset(
@@ -134,6 +174,10 @@ POINTWISE = frozenset(
         aten.ones_like.default,
         aten.full_like.default,
         aten.empty_like.default,
+        aten.fill.Scalar,
+        aten.fill.Tensor,
+        aten.softplus_backward.default,
+        aten.copy.default,
         aten.masked_fill.Scalar,
         aten.masked_fill.Tensor,
     }
@@ -142,6 +186,19 @@ POINTWISE = frozenset(
 
 
 def loops_of(operator: Operator) -> list[Loop]:
-    """The loops of an operator; none if it has no rule."""
+    """The loops of an operator; those with a lowering of their own come last.
+
+    Of an operator that is not known they are found by running it.
+    """
     rule = rule_of(operator.target)
-    return [] if rule is None else rule(operator)
+    by_rule = [] if rule is None else rule(operator)
+    found = [*by_rule, *own_loops(operator)]
+    return found if is_known(operator.target) else probed(operator)
+
+
+def is_known(target: Any) -> bool:
+    """Whether there is a rule for an operator, a lowering of its own, or nothing to split."""
+    if rule_of(target) is not None or any(target in own.targets for own in OWN.values()):
+        return True
+    schema = getattr(target, "_schema", None)
+    return schema is not None and not any("Tensor" in str(a.type) for a in schema.arguments)

@@ -115,6 +115,16 @@ def expand(operator: Operator) -> list[Loop]:
     ]
 
 
+def repeat(operator: Operator) -> list[Loop]:
+    """(source, repeats): every dim of the source; a repeated one comes in as many pieces."""
+    source, repeats = operator.operands[0], operator.args[1]
+    lead = len(repeats) - source.dim()
+    return [
+        Loop(size, (At(dim),), (At(dim + lead, repeats[dim + lead]),))
+        for dim, size in enumerate(source.shape)
+    ]
+
+
 def select(operator: Operator) -> list[Loop]:
     """Every dim but the one that an element is taken of."""
     shape = operator.operands[0].shape
@@ -129,6 +139,17 @@ def select_backward(operator: Operator) -> list[Loop]:
     shape = operator.results[0].shape
     new = operator.args[2] % len(shape)
     return [Loop(size, (At(d - (d > new)),), (At(d),)) for d, size in enumerate(shape) if d != new]
+
+
+def select_scatter(operator: Operator) -> list[Loop]:
+    """(source, element, dim, place): every dim but the one that an element is put into."""
+    shape = operator.operands[0].shape
+    gone = operator.args[2] % len(shape)
+    return [
+        Loop(size, (At(d), At(d - (d > gone))), (At(d),))
+        for d, size in enumerate(shape)
+        if d != gone
+    ]
 
 
 def stack(operator: Operator) -> list[Loop]:

@@ -129,6 +129,28 @@ def where(d: Draw) -> tuple[Any, ...]:
     return (d.rand(*shape) > 0.5, d.rand(*shape), d.rand(*(shape if d.flag() else [])))
 
 
+@sample(aten.fill.Scalar)
+def fill(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()), 2.5)
+
+
+@sample(aten.fill.Tensor)
+def fill_by(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()), d.rand())
+
+
+@sample(aten.softplus_backward.default)
+def softplus_backward(d: Draw) -> tuple[Any, ...]:
+    shape = d.sizes()
+    return (d.rand(*shape), d.rand(*shape), 1.0, 20.0)
+
+
+@sample(aten.copy.default)
+def copy(d: Draw) -> tuple[Any, ...]:
+    shape = d.sizes()
+    return (d.rand(*shape), d.rand(*shape[d.below(len(shape)) :]))
+
+
 @sample(aten.masked_fill.Scalar)
 def masked_fill(d: Draw) -> tuple[Any, ...]:
     shape = d.sizes()
@@ -184,6 +206,15 @@ def baddbmm(d: Draw) -> tuple[Any, ...]:
 def mv(d: Draw) -> tuple[Any, ...]:
     m, k = d.size(), d.size()
     return (d.rand(m, k), d.rand(k))
+
+
+@sample(aten._grouped_mm.default)
+def grouped_mm(d: Draw) -> tuple[Any, ...]:
+    groups, rows, m, k, n = 2, 8, 4 * d.size(), 4 * d.size(), 4 * d.size()
+    ends = torch.tensor([2, rows], dtype=torch.int32)
+    shapes = (((rows, k), (groups, k, n)), ((m, rows), (rows, n)), ((groups, m, k), (k, rows)))
+    a, b = d.data.draw(st.sampled_from(shapes))
+    return (d.rand(*a).float(), d.rand(*b).float(), ends)
 
 
 @sample(aten.dot.default)
@@ -297,6 +328,13 @@ def expand(d: Draw) -> tuple[Any, ...]:
     return (d.rand(*source), result)
 
 
+@sample(aten.repeat.default)
+def repeat(d: Draw) -> tuple[Any, ...]:
+    shape = d.sizes(1, 3)
+    repeats = [1 + d.flag() for _ in range(len(shape) + d.flag())]
+    return (d.rand(*shape), repeats)
+
+
 @sample(aten.select.int)
 def select(d: Draw) -> tuple[Any, ...]:
     shape = d.sizes()
@@ -327,6 +365,18 @@ def slice_backward(d: Draw) -> tuple[Any, ...]:
     start = shape[dim] // 3
     part[dim] -= start
     return (d.rand(*part), shape, dim, start, 2**62, 1)
+
+
+@sample(aten.slice_scatter.default)
+def slice_scatter(d: Draw) -> tuple[Any, ...]:
+    part, shape, dim, start, *_ = slice_backward(d)
+    return (d.rand(*shape), part, dim, start)
+
+
+@sample(aten.select_scatter.default)
+def select_scatter(d: Draw) -> tuple[Any, ...]:
+    element, shape, dim, place = select_backward(d)
+    return (d.rand(*shape), element, dim, place)
 
 
 @sample(aten.stack.default)
@@ -382,6 +432,30 @@ def roll(d: Draw) -> tuple[Any, ...]:
     return (d.rand(*shape), [1], [d.below(len(shape)) % len(shape)])
 
 
+# -- a shape and a number ----------------------------------------------------------------------
+
+
+@sample(aten.zeros.default, aten.ones.default)
+def created(d: Draw) -> tuple[Any, ...]:
+    return (d.sizes(),)
+
+
+@sample(aten.full.default)
+def full(d: Draw) -> tuple[Any, ...]:
+    return (d.sizes(), 2.5)
+
+
+@sample(aten.new_zeros.default, aten.new_ones.default)
+def created_like(d: Draw) -> tuple[Any, ...]:
+    shape = d.sizes()
+    return (d.rand(*shape), shape if d.flag() else d.sizes())
+
+
+@sample(aten.new_full.default)
+def full_like(d: Draw) -> tuple[Any, ...]:
+    return (*created_like(d), 2.5)
+
+
 # -- along a dim -------------------------------------------------------------------------------
 
 
@@ -401,6 +475,11 @@ def scan(d: Draw) -> tuple[Any, ...]:
 def softmax_backward(d: Draw) -> tuple[Any, ...]:
     shape = d.sizes()
     return (d.rand(*shape), d.rand(*shape), d.below(len(shape)), d.dtype)
+
+
+@sample(aten.tril.default, aten.triu.default)
+def triangle(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes(2, 4)),)
 
 
 @sample(aten.sort.default)
@@ -459,6 +538,21 @@ def index(d: Draw) -> tuple[Any, ...]:
     return (d.rand(*shape), chosen)
 
 
+@sample(aten.index_put.default)
+def index_put(d: Draw) -> tuple[Any, ...]:
+    source, chosen = index(d)
+    wanted = aten.index.Tensor(source, chosen).shape
+    return (source, chosen, d.rand(*wanted), True)
+
+
+@sample(aten.index_add.default)
+def index_add(d: Draw) -> tuple[Any, ...]:
+    target, dim, numbers = index_select(d)
+    summands = list(target.shape)
+    summands[dim] = len(numbers)
+    return (target, dim, numbers, d.rand(*summands))
+
+
 @sample(aten.index_select.default)
 def index_select(d: Draw) -> tuple[Any, ...]:
     shape = d.sizes()
@@ -482,6 +576,20 @@ def layer_norm_backward(d: Draw) -> tuple[Any, ...]:
     _, mean, rstd = aten.native_layer_norm.default(source, normal, weight, bias, eps)
     mask = [True, weight is not None, bias is not None]
     return (d.rand(*source.shape), source, normal, mean, rstd, weight, bias, mask)
+
+
+@sample(aten._fused_rms_norm.default)
+def rms_norm(d: Draw) -> tuple[Any, ...]:
+    shape = d.sizes(2, 4)
+    return (d.rand(*shape), [shape[-1]], d.rand(shape[-1]) if d.flag() else None, 1e-5)
+
+
+@sample(aten.native_group_norm_backward.default)
+def group_norm_backward(d: Draw) -> tuple[Any, ...]:
+    source, weight, _, *sizes, groups, _ = group_norm(d)
+    mean, rstd = (d.rand(source.shape[0], groups) for _ in range(2))
+    mask = [True, True, True]
+    return (d.rand(*source.shape), source, mean, rstd, weight, *sizes, groups, mask)
 
 
 @sample(aten.native_group_norm.default)
@@ -511,18 +619,19 @@ def batch_norm_backward(d: Draw) -> tuple[Any, ...]:
 @sample(aten.nll_loss_forward.default)
 def nll_loss(d: Draw) -> tuple[Any, ...]:
     rows, classes = d.size(), d.size()
-    reduction = d.data.draw(st.sampled_from([0, 2]))
-    return (d.rand(rows, classes), d.randint(classes, rows), None, reduction, -100)
+    reduction = d.data.draw(st.sampled_from([0, 1, 2]))
+    weights, ignored = (d.rand(classes) if d.flag() else None), (0 if d.flag() else -100)
+    targets = d.randint(classes, rows)
+    targets[0] = classes - 1  # of a mean something has to count
+    return (d.rand(rows, classes), targets, weights, reduction, ignored if classes > 1 else -100)
 
 
 @sample(aten.nll_loss_backward.default)
 def nll_loss_backward(d: Draw) -> tuple[Any, ...]:
-    rows, classes = d.size(), d.size()
-    reduction = d.data.draw(st.sampled_from([0, 1, 2]))
-    gradient = d.rand(rows) if reduction == 0 else d.rand()
-    total = torch.tensor(float(rows), dtype=d.dtype)
-    targets = d.randint(classes, rows)
-    return (gradient, d.rand(rows, classes), targets, None, reduction, -100, total)
+    source, targets, weights, reduction, ignored = nll_loss(d)
+    gradient = d.rand(*targets.shape) if reduction == 0 else d.rand()
+    total = torch.tensor(3.5, dtype=d.dtype)
+    return (gradient, source, targets, weights, reduction, ignored, total)
 
 
 @sample(aten.embedding.default)
@@ -535,6 +644,59 @@ def embedding(d: Draw) -> tuple[Any, ...]:
 def embedding_backward(d: Draw) -> tuple[Any, ...]:
     entries, shape = d.size(), d.sizes(1, 3)
     return (d.rand(*shape, d.size()), d.randint(entries, *shape), entries, -1, False)
+
+
+# -- random numbers ----------------------------------------------------------------------------
+
+
+@sample(aten.bernoulli.p, aten.uniform.default, aten.exponential.default)
+def draw_like(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()), 0.3)
+
+
+@sample(aten.normal_functional.default, aten.rand_like.default, aten.randn_like.default)
+def draw_like_plain(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()),)
+
+
+@sample(aten.randint_like.default)
+def draw_integers_like(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()), 7)
+
+
+@sample(aten.randint_like.low_dtype)
+def draw_integers_from_like(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()), 3, 7)
+
+
+@sample(aten.rand.default, aten.randn.default)
+def draw_of_shape(d: Draw) -> tuple[Any, ...]:
+    return (d.sizes(),)
+
+
+@sample(aten.randint.default)
+def draw_integers(d: Draw) -> tuple[Any, ...]:
+    return (7, d.sizes())
+
+
+@sample(aten.randint.low)
+def draw_integers_from(d: Draw) -> tuple[Any, ...]:
+    return (3, 7, d.sizes())
+
+
+@sample(aten.normal.float_float)
+def draw_normal(d: Draw) -> tuple[Any, ...]:
+    return (1.0, 2.0, d.sizes())
+
+
+@sample(aten.bernoulli.default, aten.poisson.default)
+def draw_each(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()) / 2,)
+
+
+@sample(aten.native_dropout.default)
+def dropout(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()), 0.3, True)
 
 
 # -- attention, convolution, pooling -----------------------------------------------------------
@@ -570,11 +732,11 @@ def attention_backward(d: Draw) -> tuple[Any, ...]:
 @sample(aten.convolution.default)
 def convolution(d: Draw) -> tuple[Any, ...]:
     rows, into, out = d.size(), d.size(), d.size()
-    transposed = d.flag()
-    weight = (into, out) if transposed else (out, into)
-    bias = d.rand(out) if d.flag() else None
-    rest = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], 1)
-    return (d.rand(rows, into, 5, 5), d.rand(*weight, 3, 3), bias, *rest)
+    transposed, groups = d.flag(), d.size()
+    weight = (into * groups, out) if transposed else (out * groups, into)
+    bias = d.rand(out * groups) if d.flag() else None
+    rest = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
+    return (d.rand(rows, into * groups, 5, 5), d.rand(*weight, 3, 3), bias, *rest)
 
 
 @sample(aten.convolution_backward.default)
@@ -588,6 +750,46 @@ def convolution_backward(d: Draw) -> tuple[Any, ...]:
 @sample(aten.max_pool2d_with_indices.default, aten.avg_pool2d.default)
 def pooling(d: Draw) -> tuple[Any, ...]:
     return (d.rand(d.size(), d.size(), 6, 6), [2, 2])
+
+
+@sample(aten.max_pool2d_with_indices_backward.default)
+def max_pooling_backward(d: Draw) -> tuple[Any, ...]:
+    source, size = pooling(d)
+    out, places = aten.max_pool2d_with_indices.default(source, size)
+    return (d.rand(*out.shape), source, size, [2, 2], [0, 0], [1, 1], False, places)
+
+
+@sample(aten.avg_pool2d_backward.default)
+def mean_pooling_backward(d: Draw) -> tuple[Any, ...]:
+    source, size = pooling(d)
+    return (d.rand(*source.shape[:2], 3, 3), source, size, [2, 2], [0, 0], False, True, None)
+
+
+@sample(aten._adaptive_avg_pool2d_backward.default)
+def adaptive_pooling_backward(d: Draw) -> tuple[Any, ...]:
+    source, size = adaptive_pooling(d)
+    return (d.rand(*source.shape[:2], *size), source)
+
+
+@sample(aten.upsample_nearest2d.default)
+def upsampled_nearest(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(d.size(), d.size(), 3, 2), [5, 4])
+
+
+@sample(aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default)
+def upsampled(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(d.size(), d.size(), 3, 2), [5, 4], False)
+
+
+@sample(aten.upsample_nearest2d_backward.default)
+def upsampled_nearest_backward(d: Draw) -> tuple[Any, ...]:
+    rows, channels = d.size(), d.size()
+    return (d.rand(rows, channels, 5, 4), [5, 4], [rows, channels, 3, 2])
+
+
+@sample(aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default)
+def upsampled_backward(d: Draw) -> tuple[Any, ...]:
+    return (*upsampled_nearest_backward(d), False)
 
 
 @sample(aten._adaptive_avg_pool2d.default)

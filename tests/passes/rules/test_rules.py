@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from autopar.passes.rules.linear import linear_ways
 from autopar.passes.rules.loops import ways
 from autopar.passes.rules.oracle import holds
+from autopar.passes.rules.own import OWN
 from autopar.passes.rules.table import RULES, loops_of
 from tests.passes.rules.samples import SAMPLES, draw_operator
 
+aten = torch.ops.aten
 PROVEN = {"cases": 0}
 
 
@@ -28,6 +30,21 @@ def test_ways_hold(target: Any, data: st.DataObject) -> None:
         PROVEN["cases"] += 1
 
 
+UNPROVEN = {
+    aten.empty.memory_format,
+    aten.new_empty.default,
+    aten._fused_rms_norm_backward.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+}
+"""Without numbers to compare, or without a kernel for CPUs."""
+
+
 def test_every_rule_is_proven() -> None:
-    assert set(RULES) <= set(SAMPLES)
+    known = {*RULES, *(target for own in OWN.values() for target in own.targets)}
+    assert known - UNPROVEN <= set(SAMPLES)
     print(f"{len(SAMPLES)} operators, {PROVEN['cases']} cases, 0 disagreements")

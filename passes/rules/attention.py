@@ -1,0 +1,73 @@
+"""Rules for scaled dot product attention, in all its kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.passes.rules.loops import At, Loop, Operator
+
+
+def heads(operator: Operator) -> list[Loop]:
+    """softmax(q k) v over [batch, heads, sequence, width], forward or backward: batch and heads.
+
+    Whatever has the batch or the heads at its dim 0 or 1 is split, masks and statistics too. Where
+    heads of keys are shared by several of queries, these are split as the groups are.
+    """
+    if _keyword(operator, "dropout_p"):
+        return []
+    shapes = {name: _keyword(operator, name).shape for name in ("query", "key")}
+    loops = []
+    for dim in (0, 1):
+        sizes = {shape[dim] for shape in shapes.values()}
+        if max(sizes) % min(sizes) == 0:
+            operands, results = (
+                tuple(_leading(tensor, dim, sizes) for tensor in tensors)
+                for tensors in (operator.operands, operator.results)
+            )
+            loops.append(Loop(min(sizes), operands, results))
+    return loops
+
+
+def _leading(tensor: Any, dim: int, sizes: set[int]) -> At | None:
+    """The dim, in what has batch and heads in front and runs over them."""
+    fits = isinstance(tensor, torch.Tensor) and tensor.dim() > 2 and tensor.shape[dim] in sizes
+    return At(dim) if fits and tensor.shape[dim] > 1 else None
+
+
+def attention(operator: Operator) -> list[Loop]:
+    """(q, k, v, dropout, causal; mask) for CPUs: batch, heads and, if not causal, queries.
+
+    Where queries are split keys and values are whole: context parallelism that gathers them.
+    """
+    loops = heads(operator)
+    if loops and not _keyword(operator, "is_causal"):
+        q, _, _, *mask = operator.operands
+        places = tuple(_mask_place(m, q, 2) for m in mask)
+        loops.append(Loop(q.shape[2], (At(2), None, None, *places), (At(2), At(2))))
+    return loops
+
+
+def attention_backward(operator: Operator) -> list[Loop]:
+    """(gradient, q, k, v, out, logsumexp, dropout, causal; mask) for CPUs: as the forward."""
+    loops = heads(operator)
+    if loops and not _keyword(operator, "is_causal"):
+        _, q, _, _, _, _, *mask = operator.operands
+        places = tuple(_mask_place(m, q, 2) for m in mask)
+        at = (At(2), At(2), None, None, At(2), At(2))
+        loops.append(Loop(q.shape[2], at + places, (At(2), "sum", "sum")))
+    return loops
+
+
+def _mask_place(mask: torch.Tensor, q: torch.Tensor, dim: int) -> At | None:
+    own = dim - 4 + mask.dim()
+    return At(own) if own >= 0 and mask.shape[own] == q.shape[dim] != 1 else None
+
+
+def _keyword(operator: Operator, name: str) -> Any:
+    """An argument by the name that the schema gives it."""
+    for place, argument in enumerate(operator.target._schema.arguments):
+        if argument.name == name:
+            return operator.argument(place, name, argument.default_value)
+    return None

@@ -1,0 +1,108 @@
+"""Own lowerings of the negative log-likelihood: its classes sharded, or the rows of a mean.
+
+With those of log-softmax a cross-entropy never gathers the logits, of which each rank has a part of
+the vocabulary: what is sent are numbers a row.
+"""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.passes.rules.loops import At, Loop, Operator
+from autopar.passes.rules.own_lookup import places, zero_unless
+from autopar.passes.rules.site import Site, aten, value
+
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def _classes(operator: Operator) -> list[Loop]:
+    """(log-probabilities [rows, classes], targets, weights, reduction, ignored): classes."""
+    source, *others = operator.operands
+    if source.dim() != 2:
+        return []
+    rest = (None,) * len(others)
+    return [Loop(source.shape[1], (At(1), *rest), ("sum", None), free=False)]
+
+
+def _nll_loss(site: Site) -> list[fx.Node]:
+    log, target, weights, reduction, ignored = site.arguments.args
+    place, known = places(site, target, value(log).shape[1])
+    column = site.op(aten.unsqueeze.default, place, 1)
+    found = site.op(aten.squeeze.dim, site.op(aten.gather.default, log, 1, column), 1)
+    counted = site.op(aten.ne.Scalar, target, ignored)
+    each = _weights(site, target, counted, weights, value(log).dtype)
+    loss = site.op(aten.neg.default, site.op(aten.mul.Tensor, found, each))
+    loss = zero_unless(site, site.op(aten.logical_and.default, known, counted), loss)
+    if reduction == NONE:
+        return [loss, site.op(aten.new_zeros.default, log, [])]
+    total = site.op(aten.sum.default, each)
+    loss = site.op(aten.sum.default, loss)
+    return [site.op(aten.div.Tensor, loss, total) if reduction == MEAN else loss, total]
+
+
+def _weights(
+    site: Site, target: fx.Node, counted: fx.Node, weights: fx.Node | None, dtype: torch.dtype
+) -> fx.Node:
+    """What each row counts: its class's weight or 1, nothing if it is ignored."""
+    if weights is None:
+        return site.cast(counted, dtype)
+    number = site.op(aten.where.ScalarOther, counted, target, 0)
+    return zero_unless(site, counted, site.op(aten.index.Tensor, weights, [number]))
+
+
+def _rows(operator: Operator) -> list[Loop]:
+    """As `_classes`: rows of a mean, which is over how many of all rows count."""
+    source, *others = operator.operands
+    if source.dim() != 2 or operator.args[3] != MEAN:
+        return []
+    rest = (None,) * (len(others) - 1)
+    return [Loop(source.shape[0], (At(0), At(0), *rest), ("sum", None))]
+
+
+def _nll_loss_rows(site: Site) -> list[fx.Node]:
+    """A rank's sum, over the total weight of all rows."""
+    log, target, weights, _, ignored = site.arguments.args
+    pair = site.op(site.operator.target, log, target, weights, SUM, ignored)
+    loss = site.op(getitem, pair, 0)
+    (total,) = site.reduced(site.op(getitem, pair, 1))
+    return [site.op(aten.div.Tensor, loss, total), total]
+
+
+def _classes_backward(operator: Operator) -> list[Loop]:
+    """(gradient, log-probabilities, targets, weights, reduction, ignored, total): classes."""
+    _, source, *others = operator.operands
+    if source.dim() != 2:
+        return []
+    rest = (None,) * len(others)
+    return [Loop(source.shape[1], (None, At(1), *rest), (At(1),), free=False)]
+
+
+def _nll_loss_backward(site: Site) -> list[fx.Node]:
+    gradient, log, target, weights, reduction, ignored, total = site.arguments.args
+    place, known = places(site, target, value(log).shape[1])
+    each = site.op(aten.neg.default, gradient)
+    if reduction == MEAN:
+        each = site.op(aten.div.Tensor, each, total)
+    counted = site.op(aten.ne.Scalar, target, ignored)
+    counts = _weights(site, target, counted, weights, value(log).dtype)
+    known = site.op(aten.logical_and.default, known, counted)
+    each = zero_unless(site, known, site.op(aten.mul.Tensor, each, counts))
+    zeros = site.op(aten.new_zeros.default, log, list(value(log).shape))
+    place, each = (site.op(aten.unsqueeze.default, n, 1) for n in (place, each))
+    return [site.op(aten.scatter.src, zeros, 1, place, each)]
+
+
+LOWERINGS: dict[str, Any] = {
+    "nll_loss": ((aten.nll_loss_forward.default,), _classes, _nll_loss),
+    "nll_loss_rows": ((aten.nll_loss_forward.default,), _rows, _nll_loss_rows),
+    "nll_loss_backward": (
+        (aten.nll_loss_backward.default,),
+        _classes_backward,
+        _nll_loss_backward,
+    ),
+}
+"""Targets, loops and lowering, by name."""

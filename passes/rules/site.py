@@ -1,0 +1,95 @@
+"""`Site`: where an own lowering writes, and what it is given there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.graph import elements
+from autopar.passes.build import call
+from autopar.passes.collectives import collective, start_all_reduce
+from autopar.passes.rules.local import filled
+from autopar.passes.rules.loops import Operator, Way
+from autopar.placement import Placement, Shard
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Site:
+    """The place of an operator in one rank's graph.
+
+    Attributes:
+        graph: written to at its insertion point.
+        like: the node that is lowered, for what new nodes take from it.
+        operator: the operator, on whole tensors.
+        way: how it is split.
+        shards: what this rank has of each operand.
+        ranks: of the axis.
+        rank: this one.
+        axis: its name.
+    """
+
+    graph: fx.Graph
+    like: fx.Node
+    operator: Operator
+    way: Way
+    shards: tuple[fx.Node, ...]
+    ranks: int
+    rank: int
+    axis: str
+
+    @cached_property
+    def arguments(self) -> Operator:
+        """The operator with this rank's nodes in the place of tensors, by place or name."""
+        args, kwargs = filled(self.operator, self.shards)
+        return Operator(self.operator.target, tuple(args), kwargs, self.operator.results)
+
+    @property
+    def shard(self) -> Shard:
+        """How the first tensor that is sharded lies."""
+        return next(p for p in (*self.way.operands, *self.way.results) if isinstance(p, Shard))
+
+    def op(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A new operator."""
+        known = (*self.operator.operands, *self.operator.results)
+        with next(t.fake_mode for t in known if t is not None):
+            return call(self.graph, self.like, target, *args, **kwargs)
+
+    def reduced(self, *nodes: fx.Node, op: str = "sum") -> list[fx.Node]:
+        """These nodes summed over the ranks (or their maximum), in one message."""
+        return collective(self.graph, self.like, start_all_reduce, nodes, self.axis, op)
+
+    def mine(self, node: fx.Node, placement: Placement) -> fx.Node:
+        """This rank's shard of what is whole; anything else as it is."""
+        if not isinstance(placement, Shard):
+            return node
+        dim, pieces = placement.dim, placement.interleave
+        size = value(node).shape[dim]
+        width = size // (pieces * self.ranks)
+        starts = range(self.rank * width, size, width * self.ranks)
+        parts = [self.op(aten.slice.Tensor, node, dim, s, s + width) for s in starts]
+        return self.op(aten.cat.default, parts, dim) if pieces > 1 else parts[0]
+
+    def accurate(self, node: fx.Node) -> fx.Node:
+        """In the precision that sums are computed in: at least float32."""
+        dtype = value(node).dtype
+        return self.cast(node, torch.float32 if dtype.itemsize < 4 else dtype)
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """In another dtype."""
+        return node if value(node).dtype == dtype else self.op(_TO, node, dtype=dtype)
+
+
+_TO = aten._to_copy.default
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of a node that yields one."""
+    (fake,) = elements(node)
+    return fake
