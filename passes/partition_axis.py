@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from operator import getitem
 from typing import Any, ClassVar, Literal
@@ -30,6 +31,7 @@ from autopar.passes.rules.doubled import doubled_operator, doubled_placement, ma
 from autopar.passes.rules.emission import Emission, viewable
 from autopar.passes.rules.local import local_arguments, local_shape
 from autopar.passes.rules.loops import Operator, Way
+from autopar.passes.rules.own import OWN
 from autopar.placement import Placement, Replicate
 
 WHOLE = Replicate()
@@ -139,16 +141,13 @@ class _Partition:
 
     def own(self, node: fx.Node, operator: Operator, way: Way, shards: list[fx.Node]) -> None:
         """What a lowering of its own writes for an operator."""
-        from autopar.passes.rules.own import OWN  # type: ignore
-
-        emit = OWN[way.own].emit
-        place = (self.ranks, self.rank, self.axis)
+        emit = partial(OWN[way.own].emit, ranks=self.ranks, rank=self.rank, axis=self.axis)
         end = self.last
-        made = emit(self.new, node, operator, way, shards, *place)
+        made = emit(self.new, node, operator, way, shards)
         if "rows" in node.meta:
             read = [n.meta["rows"][0] for n in operands(node)]
             twice = doubled_operator(operator, way, read, node.meta["rows"])
-            mark_rows(self.since(end), shards, lambda g, x: emit(g, node, *twice, x, *place))
+            mark_rows(self.since(end), shards, lambda g, x: emit(g, node, *twice, x))
         for index, result in enumerate(made):
             if result is not None:
                 self.made[Value(node, index)] = (result, way.results[index])
