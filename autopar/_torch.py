@@ -54,15 +54,17 @@ def compiling() -> Iterator[None]:
 
 
 def inductor_compile(
-    module: fx.GraphModule, given: Sequence[Tensor], donated: Sequence[int], *, reorder: bool
+    module: fx.GraphModule, given: Sequence[Tensor], donated: Sequence[int]
 ) -> Callable[[list[Any]], Any]:
     """A module of one argument, a list marked `steal_arg`, compiled by inductor; it empties it.
+
+    Operators keep their order: inductor's own puts all that could run at the start of a backward
+    there, where it fills memory and is cold again before it is read.
 
     Args:
         module: what to compile.
         given: tensors like those in the list that it will be called with.
         donated: places of those whose storage nothing else looks at: kernels may write there.
-        reorder: whether operators may change places, to lower the peak of memory.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -74,7 +76,7 @@ def inductor_compile(
             options |= {"is_backward": True, "is_inference": False}  # only there it looks at them
         return compile_fx_inner(graph, inputs, **options)
 
-    options = config.patch(reorder_for_peak_memory=reorder)
+    options = config.patch(reorder_for_peak_memory=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = [mode.from_tensor(tensor) for tensor in given]  # what it is given it never lets go of
     with tracing(TracingContext(mode)), options:

@@ -32,7 +32,7 @@ class Row:
         ratio: median over the rounds of this step time by the peer's of the same round.
         ratio_quartiles: first and third quartile of the same.
         ratio_of_medians: this median by the peer's.
-        peak_bytes: tensor bytes of a rank at the peak of a step (benchmarks/memory.py).
+        peak_bytes: tensor bytes of a rank at the peak of a step (benchmarks/counting.py).
         peak_ratio: this peak by the peer's.
         loss_difference: worst relative difference of losses over the whole run.
         loss_reference: whose losses these are compared with.

@@ -17,6 +17,7 @@ from dataclasses import field as default
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contenders import Contender, Step, build_plain, field
+from benchmarks.counting import counter
 from benchmarks.launch import Job, write_at_once
-from benchmarks.memory import PeakBytes
 from benchmarks.models import CASES
 
-COUNTED_STEPS = 6  # under the memory profiler
-WARM_STEPS = 2  # more, without the profiler
+COUNTED_STEPS = 6  # whose bytes are counted
+WARM_STEPS = 2  # more, not counted
 SEED = 0
 
 
@@ -128,12 +129,13 @@ class Race:
     def prepare(self, entry: Entry) -> None:
         """Build, count bytes, warm up."""
         torch.manual_seed(SEED)
-        with PeakBytes() as memory:
+        gc.collect()  # what others left is theirs
+        with counter() as counting:
             entry.step = entry.contender.build(self.case)
             for batch in self.batches[:COUNTED_STEPS]:
-                with memory.step():
+                with counting.step("training"):
                     entry.run(batch)
-        entry.peak_bytes = memory.steady_peak
+        entry.peak_bytes = round(median(counting.peaks()["training"]))
         for batch in self.batches[COUNTED_STEPS:][:WARM_STEPS]:
             entry.run(batch)
 
@@ -146,14 +148,14 @@ class Race:
         entry.seconds.append(time.perf_counter() - start)
 
     def gather(self, entry: Entry) -> dict[str, Any]:
-        """Return what all ranks know of a contender: slowest steps, least count of bytes."""
+        """Return what all ranks know of a contender: slowest steps, most bytes."""
         result: dict[str, Any] = {"contender": entry.contender.name, "error": entry.error}
         if entry.error is None:
             seconds = torch.tensor(entry.seconds, dtype=torch.float64)
             peak = torch.tensor(entry.peak_bytes)
             losses = torch.stack(entry.losses).double() / self.world_size
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self.control)
-            dist.all_reduce(peak, dist.ReduceOp.MIN, group=self.control)
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.control)
             dist.all_reduce(losses, group=self.control)
             result["seconds"] = seconds.tolist()
             result["peak_bytes"] = peak.item()

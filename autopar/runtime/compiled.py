@@ -16,11 +16,6 @@ from autopar.passes.build import is_view
 
 Boxed = Callable[[list[Any]], list[Any]]
 
-GATHERS = ("_c10d_functional.all_gather", "_c10d_functional.all_to_all")
-"""What parameters of stage 3 come by. There inductor's order for peak memory pays: it saved 40 % of
-a GPT's peak. Elsewhere it puts all that could run at the start of a backward there, where it fills
-memory and is cold again before it is read."""
-
 
 def compiled(module: fx.GraphModule, backend: str, donated: Sequence[int] = ()) -> Boxed:
     """A function that takes the module's arguments in a list and empties it.
@@ -100,13 +95,12 @@ def _inductor(module: fx.GraphModule, donated: Sequence[int]) -> Boxed:
     them what the forward saved: 1.3 times the peak memory of a GPT's step.
     """
     found: dict[Any, Callable[[list[Any]], Any]] = {}
-    gathers = any(str(node.target).startswith(GATHERS) for node in module.graph.nodes)
 
     def run(arguments: list[Any]) -> list[Any]:
         strides = tuple(value.stride() for value in arguments)
         with torch.no_grad():
             if strides not in found:
-                found[strides] = inductor_compile(module, arguments, donated, reorder=gathers)
+                found[strides] = inductor_compile(module, arguments, donated)
             return list(found[strides](arguments))
 
     return run

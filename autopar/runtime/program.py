@@ -31,6 +31,14 @@ from autopar.runtime.compiled import Boxed, compiled, donated_by
 from autopar.runtime.recorder import Recorder
 
 c10d = torch.ops._c10d_functional
+aten = torch.ops.aten
+
+ELSEWHERE = {
+    c10d.all_reduce_.default: c10d.all_reduce.default,
+    aten.add_.Tensor: aten.add.Tensor,
+}
+"""What lowering does in place, for compilers, which choose their buffers themselves: they take no
+collective in place, and of a sum into a piece of a bucket they make a copy of all the bucket."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +173,9 @@ def generate(
         if "_c10d_functional" in str(node.target) and node.args[-1] in groups:
             node.args = (*node.args[:-1], groups[node.args[-1]])
     if compile_backend != "eager":
-        for node in module.graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
-            node.target = c10d.all_reduce.default  # compilers take no collective in place
+        for before, after in ELSEWHERE.items():
+            for node in module.graph.find_nodes(op="call_function", target=before):
+                node.target = after
         module.recompile()
         return compiled(module, compile_backend, donated)
     wrap = recorder.watched(module.graph) if recorder else None

@@ -27,8 +27,8 @@ from autopar.cost_model.memory import Memory, simulate_memory
 from autopar.cost_model.optimizer import OptimizerMemory
 from autopar.cost_model.scratch import Scratch
 from autopar.runtime.module import DistributedModule
+from benchmarks.counting import counter
 from benchmarks.models import CASES
-from benchmarks.prediction.counting import counter
 from tests.models import MODELS
 from tests.worlds import close
 from tests.worlds import run as run_world
