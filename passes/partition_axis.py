@@ -29,6 +29,7 @@ from autopar.passes.build import value as fakes
 from autopar.passes.rules.conversions import Step, steps
 from autopar.passes.rules.doubled import doubled_operator, doubled_placement, mark_rows
 from autopar.passes.rules.emission import Emission, viewable
+from autopar.passes.rules.fallback import fallback_notes
 from autopar.passes.rules.local import local_arguments, local_shape
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.own import OWN
@@ -104,6 +105,7 @@ class _Partition:
             graph=self.new,
             parameters={n: self.local(info) for n, info in self.old.parameters.items()},
             partitioned=(*self.old.partitioned, self.axis),
+            notes=(*self.old.notes, *fallback_notes(self.old, self.axis)),
         )
 
     def input(self, node: fx.Node, role: object) -> None:

@@ -1,6 +1,8 @@
 """Sixteen architectures of transformers, small and with random weights, and a batch for each.
 
 Built from their configuration classes: nothing is downloaded. Every `make` gives the same weights.
+Models that compute norms and softmax in float32 whatever they are given do so in float64 here, or
+nothing could be compared to 1e-9.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,20 +11,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 VOCAB, WIDTH, INNER, LAYERS, HEADS, SEQ = 96, 48, 96, 2, 12, 12
 IMAGE, LABELS = 16, 12
 
 
+class _Double(TorchFunctionMode):
+    """Has float64 wherever float32 is asked for."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def double(leaf: Any) -> Any:
+            return torch.float64 if leaf is torch.float32 else leaf
+
+        args, kwargs = pytree.tree_map(double, (args, kwargs or {}))
+        return (Tensor.double if function is Tensor.float else function)(*args, **kwargs)
+
+
 class Loss(nn.Module):
-    """A model of transformers that returns its loss alone."""
+    """A model of transformers that computes in float64 and returns its loss alone."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, **batch: Tensor) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
+        with _Double():
+            loss: Tensor = self.model(**batch).loss
         return loss
 
 
@@ -45,7 +63,7 @@ class Architecture:
     inputs: Callable[[int, torch.Generator], dict[str, Tensor]]
 
     def make(self, dropout: float = 0.0, **changes: Any) -> nn.Module:
-        """The model in training mode.
+        """The model in float64 and training mode.
 
         Args:
             dropout: every probability of dropout.
@@ -57,7 +75,7 @@ class Architecture:
         settings = dict(self.settings) | dict.fromkeys(self.dropouts, dropout) | changes
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return Loss(cls(cls.config_class(**settings))).train()
+            return Loss(cls(cls.config_class(**settings))).double().train()
 
     def batch(self, rows: int, seed: int = 0) -> dict[str, Tensor]:
         """Keyword arguments of a call."""
@@ -80,7 +98,7 @@ def _masked_tokens(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
 def _images(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
     pixels = torch.rand(rows, 3, IMAGE, IMAGE, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, LABELS, (rows,), generator=generator)
-    return {"pixel_values": pixels.to(torch.get_default_dtype()), "labels": labels}
+    return {"pixel_values": pixels, "labels": labels}
 
 
 _SIZES = {

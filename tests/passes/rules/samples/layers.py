@@ -1,0 +1,248 @@
+"""Random calls of what layers are made of: norms, losses, draws, attention, convolution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from tests.passes.rules.samples.draw import Draw, sample
+
+aten = torch.ops.aten
+
+# -- norms, losses, embedding ------------------------------------------------------------------
+
+
+@sample(aten.native_layer_norm.default)
+def layer_norm(d: Draw) -> tuple[Any, ...]:
+    shape = d.sizes(2, 4)
+    weight = (d.rand(shape[-1]), d.rand(shape[-1])) if d.flag() else (None, None)
+    return (d.rand(*shape), [shape[-1]], *weight, 1e-5)
+
+
+@sample(aten.native_layer_norm_backward.default)
+def layer_norm_backward(d: Draw) -> tuple[Any, ...]:
+    source, normal, weight, bias, eps = layer_norm(d)
+    _, mean, rstd = aten.native_layer_norm.default(source, normal, weight, bias, eps)
+    mask = [True, weight is not None, bias is not None]
+    return (d.rand(*source.shape), source, normal, mean, rstd, weight, bias, mask)
+
+
+@sample(aten._fused_rms_norm.default)
+def rms_norm(d: Draw) -> tuple[Any, ...]:
+    shape = d.sizes(2, 4)
+    return (d.rand(*shape), [shape[-1]], d.rand(shape[-1]) if d.flag() else None, 1e-5)
+
+
+@sample(aten.native_group_norm_backward.default)
+def group_norm_backward(d: Draw) -> tuple[Any, ...]:
+    source, weight, _, *sizes, groups, _ = group_norm(d)
+    mean, rstd = (d.rand(source.shape[0], groups) for _ in range(2))
+    mask = [True, True, True]
+    return (d.rand(*source.shape), source, mean, rstd, weight, *sizes, groups, mask)
+
+
+@sample(aten.native_group_norm.default)
+def group_norm(d: Draw) -> tuple[Any, ...]:
+    rows, groups, each, width = d.size(), 2, 3, d.size()
+    channels = groups * each
+    weights = (d.rand(channels), d.rand(channels))
+    return (d.rand(rows, channels, width), *weights, rows, channels, width, groups, 1e-5)
+
+
+@sample(aten._native_batch_norm_legit_functional.default)
+def batch_norm(d: Draw) -> tuple[Any, ...]:
+    rows, channels, width = d.size() + 1, d.size(), d.size()
+    stats = [d.rand(channels) for _ in range(4)]
+    return (d.rand(rows, channels, width, 2), *stats, True, 0.1, 1e-5)
+
+
+@sample(aten.native_batch_norm_backward.default)
+def batch_norm_backward(d: Draw) -> tuple[Any, ...]:
+    rows, channels, width = d.size() + 1, d.size(), d.size()
+    source = d.rand(rows, channels, width, 2)
+    weight, mean, var, save_mean, save_rstd = (d.rand(channels) for _ in range(5))
+    known = (weight, mean, var, save_mean, save_rstd)
+    return (d.rand(*source.shape), source, *known, True, 1e-5, [True, True, True])
+
+
+@sample(aten.nll_loss_forward.default)
+def nll_loss(d: Draw) -> tuple[Any, ...]:
+    rows, classes = d.size(), d.size()
+    reduction = d.data.draw(st.sampled_from([0, 1, 2]))
+    weights, ignored = (d.rand(classes) if d.flag() else None), (0 if d.flag() else -100)
+    targets = d.randint(classes, rows)
+    targets[0] = classes - 1  # of a mean something has to count
+    return (d.rand(rows, classes), targets, weights, reduction, ignored if classes > 1 else -100)
+
+
+@sample(aten.nll_loss_backward.default)
+def nll_loss_backward(d: Draw) -> tuple[Any, ...]:
+    source, targets, weights, reduction, ignored = nll_loss(d)
+    gradient = d.rand(*targets.shape) if reduction == 0 else d.rand()
+    total = torch.tensor(3.5, dtype=d.dtype)
+    return (gradient, source, targets, weights, reduction, ignored, total)
+
+
+@sample(aten.embedding.default)
+def embedding(d: Draw) -> tuple[Any, ...]:
+    entries = d.size()
+    return (d.rand(entries, d.size()), d.randint(entries, *d.sizes(1, 3)))
+
+
+@sample(aten.embedding_dense_backward.default)
+def embedding_backward(d: Draw) -> tuple[Any, ...]:
+    entries, shape = d.size(), d.sizes(1, 3)
+    return (d.rand(*shape, d.size()), d.randint(entries, *shape), entries, -1, False)
+
+
+# -- random numbers ----------------------------------------------------------------------------
+
+
+@sample(aten.bernoulli.p, aten.uniform.default, aten.exponential.default)
+def draw_like(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()), 0.3)
+
+
+@sample(aten.normal_functional.default, aten.rand_like.default, aten.randn_like.default)
+def draw_like_plain(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()),)
+
+
+@sample(aten.randint_like.default)
+def draw_integers_like(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()), 7)
+
+
+@sample(aten.randint_like.low_dtype)
+def draw_integers_from_like(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()), 3, 7)
+
+
+@sample(aten.rand.default, aten.randn.default)
+def draw_of_shape(d: Draw) -> tuple[Any, ...]:
+    return (d.sizes(),)
+
+
+@sample(aten.randint.default)
+def draw_integers(d: Draw) -> tuple[Any, ...]:
+    return (7, d.sizes())
+
+
+@sample(aten.randint.low)
+def draw_integers_from(d: Draw) -> tuple[Any, ...]:
+    return (3, 7, d.sizes())
+
+
+@sample(aten.normal.float_float)
+def draw_normal(d: Draw) -> tuple[Any, ...]:
+    return (1.0, 2.0, d.sizes())
+
+
+@sample(aten.bernoulli.default, aten.poisson.default)
+def draw_each(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()) / 2,)
+
+
+@sample(aten.native_dropout.default)
+def dropout(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()), 0.3, True)
+
+
+# -- attention, convolution, pooling -----------------------------------------------------------
+
+
+def _qkv(d: Draw) -> tuple[Any, ...]:
+    batch, heads, queries, width = d.size(), d.size(), d.size(), 4
+    keys = d.size()
+    q = d.rand(batch, heads, queries, width)
+    k, v = (d.rand(batch, heads, keys, width) for _ in range(2))
+    mask = None
+    if d.flag():
+        mask = d.rand(*(1 if d.flag() else size for size in (batch, heads)), queries, keys)
+    return q, k, v, mask, mask is None and d.flag()
+
+
+FLASH = aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@sample(FLASH.default)
+def attention(d: Draw) -> tuple[Any, ...]:
+    q, k, v, mask, causal = _qkv(d)
+    return (q, k, v, 0.0, causal, {} if mask is None else {"attn_mask": mask})
+
+
+@sample(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def attention_backward(d: Draw) -> tuple[Any, ...]:
+    q, k, v, _, causal = _qkv(d)
+    out, statistics = FLASH.default(q, k, v, 0.0, causal)
+    return (d.rand(*out.shape), q, k, v, out, statistics, 0.0, causal)
+
+
+@sample(aten.convolution.default)
+def convolution(d: Draw) -> tuple[Any, ...]:
+    rows, into, out = d.size(), d.size(), d.size()
+    transposed, groups = d.flag(), d.size()
+    weight = (into * groups, out) if transposed else (out * groups, into)
+    bias = d.rand(out * groups) if d.flag() else None
+    rest = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
+    return (d.rand(rows, into * groups, 5, 5), d.rand(*weight, 3, 3), bias, *rest)
+
+
+@sample(aten.convolution_backward.default)
+def convolution_backward(d: Draw) -> tuple[Any, ...]:
+    source, weight, bias, *rest = convolution(d)
+    out = aten.convolution.default(source, weight, bias, *rest)
+    sizes, mask = [out.shape[1]], [True, True, bias is not None]
+    return (d.rand(*out.shape), source, weight, sizes, *rest, mask)
+
+
+@sample(aten.max_pool2d_with_indices.default, aten.avg_pool2d.default)
+def pooling(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(d.size(), d.size(), 6, 6), [2, 2])
+
+
+@sample(aten.max_pool2d_with_indices_backward.default)
+def max_pooling_backward(d: Draw) -> tuple[Any, ...]:
+    source, size = pooling(d)
+    out, places = aten.max_pool2d_with_indices.default(source, size)
+    return (d.rand(*out.shape), source, size, [2, 2], [0, 0], [1, 1], False, places)
+
+
+@sample(aten.avg_pool2d_backward.default)
+def mean_pooling_backward(d: Draw) -> tuple[Any, ...]:
+    source, size = pooling(d)
+    return (d.rand(*source.shape[:2], 3, 3), source, size, [2, 2], [0, 0], False, True, None)
+
+
+@sample(aten._adaptive_avg_pool2d_backward.default)
+def adaptive_pooling_backward(d: Draw) -> tuple[Any, ...]:
+    source, size = adaptive_pooling(d)
+    return (d.rand(*source.shape[:2], *size), source)
+
+
+@sample(aten.upsample_nearest2d.default)
+def upsampled_nearest(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(d.size(), d.size(), 3, 2), [5, 4])
+
+
+@sample(aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default)
+def upsampled(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(d.size(), d.size(), 3, 2), [5, 4], False)
+
+
+@sample(aten.upsample_nearest2d_backward.default)
+def upsampled_nearest_backward(d: Draw) -> tuple[Any, ...]:
+    rows, channels = d.size(), d.size()
+    return (d.rand(rows, channels, 5, 4), [5, 4], [rows, channels, 3, 2])
+
+
+@sample(aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default)
+def upsampled_backward(d: Draw) -> tuple[Any, ...]:
+    return (*upsampled_nearest_backward(d), False)
+
+
+@sample(aten._adaptive_avg_pool2d.default)
+def adaptive_pooling(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(d.size(), d.size(), 6, 6), [2, 3])

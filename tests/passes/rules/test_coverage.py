@@ -1,0 +1,73 @@
+"""Sixteen architectures: no operator without a rule, and a partition computes what one device does.
+
+Dropout is on: what is sharded is drawn as one device draws it.
+"""
+
+import warnings
+from collections import Counter
+from dataclasses import replace
+from operator import getitem
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.api import capture_of_rank
+from autopar.graph import Buffer, Input, InputRole, Parameter, TrainingGraph
+from autopar.passes.rules.table import is_known
+from autopar.placement import Shard
+from autopar.planner.partitions import partition_by_bytes
+from tests.architectures import ARCHITECTURES
+from tests.models import relative_error
+from tests.passes.test_partition_axis import AXIS, partitioned, whole
+
+pytest.importorskip("transformers", reason="transformers is a test extra: pip install .[test]")
+
+ROWS, RANKS, EXACT = 5, 2, 1e-9  # an odd number of rows, so that something else is split
+COVERED: Counter[str] = Counter()
+
+
+def captured(name: str) -> tuple[TrainingGraph, dict[InputRole, Tensor]]:
+    """The graph of an architecture, and what it is given."""
+    architecture = ARCHITECTURES[name]
+    model, batch = architecture.make(dropout=0.1), architecture.batch(ROWS)
+    graph = capture_of_rank(model, batch, 0, 1, "global", None, None)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    leaves = pytree.tree_leaves(((), batch))
+    values: dict[InputRole, Tensor] = {}
+    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
+        match role:
+            case Parameter(key) | Buffer(key):
+                values[role] = state[key].detach()
+            case Input(index):
+                values[role] = leaves[index]
+            case _:
+                values[role] = torch.ones(node.meta["val"].shape, dtype=torch.float64)
+    return graph, values
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_operator_is_known_and_the_partition_exact(name: str) -> None:
+    warnings.simplefilter("ignore")
+    graph, values = captured(name)
+    operators = Counter(node.target for node in graph.calls() if node.target is not getitem)
+    assert not [str(target) for target in operators if not is_known(target)]
+    COVERED.update(map(str, operators))
+    graph = replace(graph, axes={AXIS: RANKS})
+    ways = partition_by_bytes(graph, RANKS)
+    own = Counter(way.own for _, way in ways if way.own)
+    shards = sum(isinstance(p, Shard) for _, way in ways for p in way.results)
+    print(f"{name}: {len(operators)} operators, {shards} values sharded, own lowerings {dict(own)}")
+    assert shards
+    torch.manual_seed(0)
+    want = whole(graph, values)
+    torch.manual_seed(0)
+    for role, made in partitioned(graph, RANKS, ways, values).items():
+        assert made is not None, f"ranks disagree about {role}"
+        assert relative_error(made, want[role]) <= EXACT, role
+
+
+def test_total() -> None:
+    print(f"{len(COVERED)} operators in {len(ARCHITECTURES)} architectures, none without a rule")
+    assert not COVERED or len(COVERED) >= 100

@@ -1,0 +1,70 @@
+"""Operators without a rule: their loops are found by running them, and kept."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.passes.rules import probing
+from autopar.passes.rules.loops import At, Loop, Operator, split
+from autopar.passes.rules.oracle import holds, results_of
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test alone."""
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def called(target: object, *args: object) -> Operator:
+    made = Operator(target, args, {}, ())
+    return Operator(target, args, {}, results_of(made))
+
+
+def test_found_at_small_sizes_for_large_ones() -> None:
+    operator = called(aten.diagonal_copy.default, torch.rand(400, 30, 30), 0, 1, 2)
+    assert probing.probed(operator) == [Loop(400, (At(0),), (At(0),), free=False)]
+
+
+def test_what_is_found_holds_where_sizes_are_among_the_arguments() -> None:
+    operator = called(aten.unfold_copy.default, torch.rand(4, 6), 1, 2, 2)
+    loops = probing.probed(operator)
+    assert [loop.operands for loop in loops] == [(At(0),)]
+    assert all(holds(operator, split(loop), 2) for loop in loops)
+
+
+def test_two_operands_that_are_split_together() -> None:
+    operator = called(
+        aten._cdist_forward.default, torch.rand(6, 4, 5), torch.rand(6, 3, 5), 2.0, None
+    )
+    assert {loop.operands for loop in probing.probed(operator)} == {
+        (At(0), At(0)),
+        (At(1), None),
+        (None, At(1)),
+    }
+
+
+def test_kept_on_disk(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = called(aten.trace.default, torch.rand(6, 6))
+    assert probing.probed(operator) == []  # a scalar
+    operator = called(aten.diagonal_copy.default, torch.rand(6, 6, 6))
+    first = probing.probed(operator)
+    assert first
+    monkeypatch.setattr(probing, "holds", lambda *_: pytest.fail("it was run again"))
+    assert probing.probed(operator) == first
+    assert len(list(shelf.glob("probes/*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.multinomial.default, (torch.rand(6, 6), 2)),
+        (aten.add_.Tensor, (torch.rand(6), torch.rand(6))),
+        (aten.nonzero.default, (torch.rand(6),)),
+    ],
+)
+def test_not_probed(target: object, args: tuple[object, ...]) -> None:
+    assert not probing.can_be_probed(called(target, *args))
