@@ -19,12 +19,12 @@ from autopar.passes.rules.table import is_known
 from autopar.placement import Shard
 from autopar.planner.partitions import partition_by_bytes
 from tests.architectures import ARCHITECTURES
-from tests.models import relative_error
 from tests.passes.test_partition_axis import AXIS, partitioned, whole
 
 pytest.importorskip("transformers", reason="transformers is a test extra: pip install .[test]")
 
 ROWS, RANKS, EXACT = 5, 2, 1e-9  # an odd number of rows, so that something else is split
+ZERO = 1e-9  # gradients of less are rounding: keys' biases have none
 COVERED: Counter[str] = Counter()
 
 
@@ -65,7 +65,8 @@ def test_every_operator_is_known_and_the_partition_exact(name: str) -> None:
     torch.manual_seed(0)
     for role, made in partitioned(graph, RANKS, ways, values).items():
         assert made is not None, f"ranks disagree about {role}"
-        assert relative_error(made, want[role]) <= EXACT, role
+        scale = max(want[role].norm().item(), ZERO)
+        assert (made - want[role]).norm().item() <= EXACT * scale, role
 
 
 def test_total() -> None:
