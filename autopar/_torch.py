@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
 from torch.utils import _pytree as pytree
@@ -108,11 +109,20 @@ __all__ = [
     "group_timeout",
     "inductor_compile",
     "keeps_graph",
+    "laid_as",
     "make_boxed_func",
     "pytree",
     "start_records",
     "stop_records",
 ]
+
+
+def laid_as(part: Tensor, like: DTensor) -> DTensor:
+    """A DTensor around this rank's part that lies as another one does, of the same shape.
+
+    The public way, `DTensor.from_local`, takes 60 us, which a step would pay for every parameter.
+    """
+    return DTensor(part, like._spec, requires_grad=False)
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar._torch import laid_as
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.optimizer import make_optimizer
@@ -23,6 +24,7 @@ SIZES = (16, 1 << 14, 1 << 18, 1 << 21)
 """Elements of the parameters that are stepped: beyond 2**18 each temporary is fresh memory."""
 
 COUNT, ROUNDS = 8, 5
+BETWEEN = 1 << 24  # elements written between two steps: what a step finds is no longer in caches
 TOTAL = 1 << 22  # elements of all parameters of one size, at most
 DTENSOR_S = 3.5e-4  # measured once for AdamW on CPU, torch 2.13: 52 parameters took 18 ms longer
 
@@ -87,10 +89,12 @@ def _steps(optimizer: Optimizer, values: Sequence[torch.Tensor]) -> list[float]:
     """Seconds of each step, after the first two."""
     parameters = [torch.nn.Parameter(value) for value in values]
     stepped = make_optimizer(optimizer, parameters)
+    between = torch.zeros(BETWEEN, device=values[0].device)
     taken = []
     for _ in range(ROUNDS + 2):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
+        between += 1
         _synchronize(values[0].device)
         begin = time.perf_counter()
         stepped.step(lambda: 0.0)
@@ -118,7 +122,7 @@ class _Around(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.parameters = parameters
-        local = [_local(parameter.detach()) for parameter in parameters]
+        local = [_local(parameter).detach() for parameter in parameters]
         return local[0].new_zeros(())
 
     @staticmethod
@@ -127,20 +131,12 @@ class _Around(torch.autograd.Function):
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _wrapped(like: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    if not isinstance(like, DTensor):
-        return gradient
-    return DTensor.from_local(
-        gradient,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return laid_as(gradient, like) if isinstance(like, DTensor) else gradient
 
 
 def _synchronize(device: torch.device) -> None:

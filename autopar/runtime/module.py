@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import pytree
+from autopar._torch import laid_as, pytree
 from autopar.capture import Call, Capture, TensorSpec, capture
 from autopar.errors import CaptureError
 from autopar.graph import Buffer, Evidence, Input, Parameter, ParameterInfo, RowWeight
@@ -27,7 +27,6 @@ from autopar.runtime.groups import backend_of, group_names, make_mesh, rank
 from autopar.runtime.parameters import (
     as_dtensors,
     broadcast_state,
-    from_local,
     laid_out_as,
     lay_out,
     local,
@@ -363,7 +362,7 @@ class DistributedModule(nn.Module):
         for role in program.forward.inputs:
             match role:
                 case Parameter(name):
-                    values.append(local(named[name].detach()))
+                    values.append(local(named[name]).detach())
                 case Buffer(name):
                     values.append(buffers[name])
                 case Input(index):
@@ -426,7 +425,7 @@ class DistributedModule(nn.Module):
         parameter = self._inside.parameters[name]
         if not isinstance(parameter, DTensor):
             return gradient
-        return from_local(gradient, parameter.device_mesh, parameter.placements[0], parameter)
+        return laid_as(gradient, parameter)
 
 
 SHARED = {"plan", "mesh", "_infos", "_device", "_options", "_programs", "_captures"} | {

@@ -119,8 +119,9 @@ def broadcast_state(model: nn.Module) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a tensor; of a DTensor, without a gradient."""
+    with torch.no_grad():  # where DTensor hands it out without more ado
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
