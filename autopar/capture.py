@@ -22,6 +22,7 @@ from torch.fx import traceback as fx_traceback
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.errors import CaptureError, StrategyError
+from autopar.expansion import expand
 from autopar.graph import (
     Buffer,
     Gradient,
@@ -36,6 +37,7 @@ from autopar.graph import (
     Update,
 )
 from autopar.provenance import Annotate, annotate_nodes, is_library
+from autopar.repeats import Repeats
 
 TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -153,19 +155,38 @@ def capture(
             program.requires_grad_(False)
             inputs = [tensor.detach() for tensor in inputs]
     random_state = _random_state()
-    with _explained(model), contextlib.ExitStack() as stack, fx_traceback.preserve_node_meta():
-        stack.enter_context(torch.set_grad_enabled(differentiate))
-        stack.enter_context(_without_autocast_cache())
-        joint = _torch.aot_export_joint_with_descriptors(stack, program, tuple(inputs))
+    with _explained(model):
+        module = _traced(program, tuple(inputs), differentiate)
     if _random_state() != random_state:
         raise CaptureError(
             f"{type(model).__name__} draws numbers from Python's or numpy's `random` while it "
             "runs; a graph would repeat the first draw for ever. Draw with torch instead."
         )
-    graph = _to_training_graph(joint.graph_module, program, parameters)
+    graph = _to_training_graph(module, program, parameters)
     return Capture(
         graph, program.leaves, program.tensor_leaves, program.differentiable, program.structure
     )
+
+
+def _traced(
+    program: _Program, inputs: tuple[torch.Tensor, ...], differentiate: bool
+) -> fx.GraphModule:
+    """The joint graph; repeated blocks are traced once if they turn out to be alike."""
+
+    def attempt() -> fx.GraphModule:
+        with contextlib.ExitStack() as stack, fx_traceback.preserve_node_meta():
+            stack.enter_context(torch.set_grad_enabled(differentiate))
+            stack.enter_context(_without_autocast_cache())
+            return _torch.aot_export_joint_with_descriptors(stack, program, inputs).graph_module
+
+    if program.repeats.kinds:
+        try:
+            module = attempt()
+            expand(module.graph)
+            return module
+        except Exception:  # whatever it is, it counts if it happens without this too
+            program.repeats = Repeats(program.model[0], ())
+    return attempt()
 
 
 class _Program(nn.Module):
@@ -183,6 +204,8 @@ class _Program(nn.Module):
         super().__init__()
         self.model = (model,)  # in a tuple, so that its own parameters are not this module's
         self.loss_fn = (loss_fn,)
+        blocks = dict.fromkeys(info.block for info in parameters.values() if info.block)
+        self.repeats = Repeats(model, tuple(blocks))
         self.call, self.all_tangents = call, all_tangents
         self.names = tuple(parameters)
         self.values = nn.ParameterList(
@@ -208,7 +231,7 @@ class _Program(nn.Module):
         known = dict(zip(self.names, self.values, strict=True))
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         state = {name: known[first] for name, first in _places(model).items()}
-        with Annotate(model) as annotate, _torch.compiling():
+        with Annotate(model) as annotate, _torch.compiling(), self.repeats.marking():
             target = None
             if loss_fn is not None:
                 *args, target = args

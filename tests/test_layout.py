@@ -19,14 +19,17 @@ GROUND = frozenset({"autopar._torch", "autopar.errors", "autopar.graph", "autopa
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
 PLAN = PASSES | {"autopar.partition", "autopar.plan", "autopar.plan_text"}
-PLAN_AND_CAPTURE = PLAN | {"autopar.capture", "autopar.provenance", "autopar.rows"}
+TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
+PLAN_AND_CAPTURE = PLAN | TRACING | {"autopar.capture", "autopar.rows"}
 
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "autopar.cost_model": COST_MODEL,
     "autopar.passes": PASSES,
     "autopar.provenance": GROUND,
-    "autopar.capture": GROUND | {"autopar.capture", "autopar.provenance"},
+    "autopar.repeats": GROUND,
+    "autopar.expansion": GROUND | {"autopar.repeats"},
+    "autopar.capture": GROUND | TRACING | {"autopar.capture"},
     "autopar.rows": GROUND | {"autopar.capture", "autopar.rows"},
     "autopar.partition": PASSES,
     "autopar.plan": PLAN | {"autopar.plan_text"},
