@@ -25,6 +25,14 @@ _CACHE_BYTES = 32 * 2**20
 _MEMORY_SHARE = 0.25  # of what is free, that the tensors of one operator may take
 
 
+_CPU_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (0, 2),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 5),
+}
+"""Where its queries stand, and how many products over queries, keys and width it does; torch's
+counter knows those of GPUs alone."""
+
+
 @dataclass
 class Trial:
     """An operator under test.
@@ -121,7 +129,12 @@ def time_dispatch(device: str) -> float:
 
 def flops_of(node: fx.Node) -> float:
     """Floating-point operations of a matrix product, convolution or attention, 0 of others."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _CPU_ATTENTION:
+        place, products = _CPU_ATTENTION[packet]
+        q, k = (node.args[place + i].meta["val"] for i in (0, 1))  # type: ignore[union-attr]
+        return 2.0 * products * q.numel() * k.shape[-2]
+    formula = flop_registry.get(packet)
     if formula is None:
         return 0.0
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])

@@ -28,7 +28,7 @@ def repeated(
         pins: where parameters must lie; blocks that differ in it are not equal.
     """
     blocks: dict[str, list[fx.Node]] = {}
-    for node, block in _blocks(graph).items():
+    for node, block in block_of_nodes(graph).items():
         if block:
             blocks.setdefault(block, []).append(node)
         else:
@@ -41,7 +41,7 @@ def repeated(
         yield from zip(nodes, first.setdefault(likeness, nodes), strict=True)
 
 
-def _blocks(graph: TrainingGraph) -> dict[fx.Node, str]:
+def block_of_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
     """The block of every node but the output.
 
     A sum of gradients comes from no line of the model: it belongs to the block of its last operand.

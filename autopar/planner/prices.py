@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import pytree
+from autopar._torch import OpOverload, pytree
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.operators import OperatorTimes
@@ -19,6 +19,7 @@ from autopar.graph import elements, tensor_bytes, tensors
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.local import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator, Way
+from autopar.passes.rules.own import OWN, program
 from autopar.placement import Placement
 from autopar.planner.ways import Value
 
@@ -80,12 +81,27 @@ class Prices:
         return Cost(line.seconds(0.0, nbytes, item), f"modelled by {line.source}")
 
     def operator(self, node: fx.Node, way: Way) -> Cost:
-        """The time of an operator on one rank's shards."""
+        """The time of an operator on one rank's shards, or by its own lowering."""
         places = (*way.operands, *way.results)
         key = (node, way.own, tuple(map(self._cut, _all(node), places)))
         if key not in self.seen:
-            self.seen[key] = self.operators.seconds(local_node(node, way, self.shape.ranks))
+            self.seen[key] = self._own(node, way) if way.own else self._on_shards(node, way)
         return self.seen[key]
+
+    def _on_shards(self, node: fx.Node, way: Way) -> Cost:
+        return self.operators.seconds(local_node(node, way, self.shape.ranks))
+
+    def _own(self, node: fx.Node, way: Way) -> Cost:
+        """The time of all that an own lowering runs and sends."""
+        run = program(Operator.of(node), way, self.shape.ranks, 0)
+        costs = [self.operators.seconds(n) for n in run.nodes if isinstance(n.target, OpOverload)]
+        dtype = tensors(node)[0].dtype
+        costs += [self.sent(kind, nbytes, dtype) for kind, nbytes in self.traffic(node, way)]
+        return _sum(costs)
+
+    def traffic(self, node: fx.Node, way: Way) -> tuple[tuple[str, int], ...]:
+        """The collectives of an own lowering, and the sizes of their messages in bytes."""
+        return OWN[way.own].traffic(Operator.of(node), way, self.shape.ranks) if way.own else ()
 
     def _cut(self, tensor: torch.Tensor | None, placement: Placement) -> object:
         """What the time depends on: the local shape alone."""
@@ -114,8 +130,7 @@ def local_node(node: fx.Node, way: Way, ranks: int) -> fx.Node:
     made = graph.call_function(local.target, local.args, local.kwargs)
     results = iter(way.results)
     made.meta["val"] = pytree.tree_map(
-        lambda leaf: _shard(leaf, next(results), ranks) if leaf is not None else leaf,
-        node.meta["val"],
+        lambda leaf: _shard(leaf, next(results), ranks), node.meta["val"]
     )
     return made
 

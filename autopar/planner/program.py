@@ -24,6 +24,7 @@ from autopar.graph import Gradient, Parameter, TrainingGraph
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.loops import Way
 from autopar.placement import Placement, Replicate
+from autopar.planner.conversions import Conversion, conversions
 from autopar.planner.ways import Choices, Value, choices, value_of
 
 Price = Callable[[Value, Placement, Placement], float]
@@ -37,23 +38,6 @@ INFEASIBLE = 2  # scipy's status
 
 Wanted = tuple[tuple[Placement, tuple[int, ...]], ...]
 """The variables of the ways of a reader, by the placement that they want a value in."""
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A conversion of a value and of those like it in repeated blocks.
-
-    Attributes:
-        value: the first of them.
-        before: how it is made.
-        after: how it is read.
-        count: how many there are.
-    """
-
-    value: Value
-    before: Placement
-    after: Placement
-    count: int
 
 
 @dataclass(frozen=True)
@@ -182,8 +166,7 @@ class _Program:
             self.rows.add(self.ways[node], (), 1.0)
         always = self.variable(0.0, False)
         self.rows.add((always,), (), 1.0)
-        self.read = self.readers(always)
-        for (value, readers), count in self.read.items():
+        for (value, readers), count in self.readers(always).items():
             self.flow(value, readers, count)
 
     def variable(self, cost: float, integral: bool) -> int:
@@ -300,12 +283,5 @@ class _Program:
             for node, variables in self.ways.items()
         }
         ways = {n: way[stands] for n, stands in self.found.same.items() if stands in way}
-        made = {
-            Conversion(value, way[value.node].results[value.place], after, count): None
-            for (value, readers), count in self.read.items()
-            for wanted in readers
-            for after, variables in wanted
-            if chosen[list(variables)].any()
-        }
-        converted = tuple(c for c in made if c.before != c.after)
+        converted = conversions(self.graph, self.found.same, ways)
         return Solution(ways, float(result.fun), result.mip_gap or 0.0, took_s, converted, nbytes)

@@ -65,6 +65,13 @@ def value_of(node: fx.Node) -> Value:
     return Value(node)
 
 
+def reads_of(node: fx.Node) -> list[Value]:
+    """The tensors that an operator reads, in order and as often as they occur."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, dict(node.kwargs)), found.append)
+    return [value_of(source) for source in found]
+
+
 def choices(
     graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
 ) -> Choices:
@@ -78,7 +85,7 @@ def choices(
     pins = pins or {}
     same = dict(repeated(graph, pins))
     calls = [node for node in graph.calls() if node.target is not getitem]
-    reads = {node: [value_of(n) for n in _operands(node)] for node in calls}
+    reads = {node: reads_of(node) for node in calls}
     loops = {
         node: loops_of(Operator.of(node)) if _known(reads[node]) else []
         for node in calls
@@ -120,16 +127,9 @@ def _known(reads: Sequence[Value]) -> bool:
     return all(isinstance(value.tensor, torch.Tensor) for value in reads)
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments, in order and as often as they occur."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, dict(node.kwargs)), found.append)
-    return found
-
-
 def _whole(node: fx.Node, reads: Mapping[fx.Node, Sequence[Value]]) -> Way:
     whole = Replicate()
-    return Way((whole,) * len(reads[node]), (whole,) * max(1, len(tensors(node))))
+    return Way((whole,) * len(reads[node]), (whole,) * len(elements(node)))
 
 
 def _shards(node: fx.Node, ranks: int) -> list[Placement]:

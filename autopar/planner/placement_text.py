@@ -1,0 +1,120 @@
+"""What `autopar show --placements` prints: where everything lies, and what is converted."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from rich.table import Table
+from torch import fx
+
+from autopar.cost_model.aliases import is_view
+from autopar.graph import Parameter, TrainingGraph, elements, tensor_bytes
+from autopar.passes.rules.conversions import steps
+from autopar.passes.rules.loops import Way
+from autopar.passes.rules.table import rule_of
+from autopar.placement import Replicate
+from autopar.plan_text import human_bytes
+from autopar.planner.blocks import block_of_nodes, repeated
+from autopar.planner.conversions import Conversion, conversions
+from autopar.planner.prices import Prices
+
+COLUMNS = ("", "what", "shape", "lies", "converted", "sends", "takes")
+
+
+def placement_tables(
+    graph: TrainingGraph, ways: Mapping[fx.Node, Way], prices: Prices
+) -> Iterator[Table | str]:
+    """A table for each kind of block, then the operators that every rank runs whole.
+
+    Args:
+        graph: as captured, on whole tensors.
+        ways: of every operator and placeholder.
+        prices: along the axis.
+    """
+    same: dict[fx.Node, fx.Node] = dict(repeated(graph))
+    blocks = block_of_nodes(graph)
+    alike: dict[str, dict[str, None]] = {}
+    for node, stands in same.items():
+        alike.setdefault(blocks[stands], {})[blocks[node]] = None
+    converted: dict[fx.Node, list[Conversion]] = {}
+    for made in conversions(graph, same, ways):
+        converted.setdefault(made.value.node, []).append(made)
+    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    names = {node: role.name for node, role in roles.items() if isinstance(role, Parameter)}
+    for first, members in alike.items():
+        nodes = [n for n in graph.graph.nodes if n in same and same[n] is n and blocks[n] == first]
+        table = Table(*COLUMNS, title=_title(list(members)), title_justify="left")
+        for node in nodes:
+            for row in _rows(node, names.get(node), ways, converted.get(node, ()), prices):
+                table.add_row(*row)
+        yield table
+    yield from _whole(graph, ways)
+
+
+def _title(members: Sequence[str]) -> str:
+    if members == [""]:
+        return "outside of blocks"
+    return members[0] if len(members) == 1 else f"{members[0]} and {len(members) - 1} like it"
+
+
+def _rows(
+    node: fx.Node,
+    name: str | None,
+    ways: Mapping[fx.Node, Way],
+    converted: Sequence[Conversion],
+    prices: Prices,
+) -> Iterator[tuple[str, ...]]:
+    """A parameter, or an operator that computes something or is converted; its conversions."""
+    if node not in ways or (name is None and not converted and (is_view(node) or _is_input(node))):
+        return
+    way = ways[node]
+    results = [t for t in elements(node) if isinstance(t, torch.Tensor)]
+    what = re.sub(r"\.\d+\.", ".*.", name) if name else _target(node)
+    sent, seconds = "", ""
+    if way.own:
+        sent = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in prices.traffic(node, way))
+        seconds = f"by {way.own}"
+    phase = "parameter" if name else node.meta.get("phase", "")
+    lies = ", ".join(dict.fromkeys(map(str, way.results)))
+    yield phase, what, str(list(results[0].shape)) if results else "", lies, "", sent, seconds
+    for made in converted:
+        kinds = [step for step in steps(made.before, made.after) or () if step.collective]
+        whole = tensor_bytes(made.value.tensor)
+        size = sum(step.message_bytes(whole, prices.shape.ranks) for step in kinds)
+        cost = prices.conversion(made.value, made.before, made.after)
+        yield (
+            "",
+            "",
+            "",
+            "",
+            f"{made.before} -> {made.after}" + (f" x{made.count}" if made.count > 1 else ""),
+            f"{', '.join(step.kind for step in kinds)} {human_bytes(size)}" if kinds else "",
+            f"{cost.seconds * 1e6:.0f} us {cost.kind}",
+        )
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op != "call_function"
+
+
+def _target(node: fx.Node) -> str:
+    return str(node.target).removeprefix("aten.").removesuffix(".default")
+
+
+def _whole(graph: TrainingGraph, ways: Mapping[fx.Node, Way]) -> Iterator[str]:
+    """The operators that compute, and that every rank runs on whole tensors."""
+    ruled: Counter[str] = Counter()
+    unruled: Counter[str] = Counter()
+    for node in graph.calls():
+        way = ways.get(node)
+        if way is None or is_view(node) or way.own:
+            continue
+        if all(placement == Replicate() for placement in (*way.operands, *way.results)):
+            (unruled if rule_of(node.target) is None else ruled)[_target(node)] += 1
+    for title, found in (("without a rule", unruled), ("cheapest whole", ruled)):
+        if found:
+            each = ", ".join(f"{name} x{count}" for name, count in found.most_common())
+            yield f"run whole on every rank, {title}: {each}"
