@@ -4,8 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 
+from autopar._torch import FakeTensorMode
+from autopar.graph import Input, Output, TrainingGraph
+from autopar.passes.build import call
 from autopar.passes.rules import probing
+from autopar.passes.rules.fallback import fallback_notes
 from autopar.passes.rules.loops import At, Loop, Operator, split
 from autopar.passes.rules.oracle import holds, results_of
 
@@ -56,6 +61,19 @@ def test_kept_on_disk(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "holds", lambda *_: pytest.fail("it was run again"))
     assert probing.probed(operator) == first
     assert len(list(shelf.glob("probes/*.json"))) == 1
+
+
+def test_a_note_for_what_stays_whole() -> None:
+    graph = fx.Graph()
+    matrix = graph.placeholder("matrix")
+    with FakeTensorMode():
+        matrix.meta["val"] = torch.empty(6, 6)
+        traces = [call(graph, matrix, aten.trace.default, matrix) for _ in range(2)]
+        known = call(graph, matrix, aten.exp.default, matrix)
+    graph.output([*traces, known])
+    whole = TrainingGraph(graph, (Input(0),), (Output(0), Output(1), Output(2)), {})
+    (note,) = fallback_notes(whole, "tp")
+    assert note == "aten.trace.default has no rule: whole on every rank of tp (2x)"
 
 
 @pytest.mark.parametrize(
