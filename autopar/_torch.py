@@ -38,6 +38,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
 from torch.utils import _pytree as pytree
@@ -100,6 +101,7 @@ __all__ = [
     "PlainAOTOutput",
     "ProfilerConfig",
     "ProfilerState",
+    "StridedShard",
     "TangentAOTInput",
     "aot_backend",
     "aot_export_joint_with_descriptors",

@@ -20,16 +20,19 @@ from autopar.capture import Call, Capture, capture
 from autopar.cost_model.cluster import Cluster
 from autopar.errors import CaptureError, StrategyError
 from autopar.graph import TrainingGraph
+from autopar.partition import Partition, Ways, rows_of, scaled
 from autopar.passes.runner import run_passes
 from autopar.plan import Plan, Strategy, fingerprint
 from autopar.planner.decide import Question, decide, measured
+from autopar.planner.partitions import repartition
 from autopar.profiling import profiler
 from autopar.rows import mark_rows
 from autopar.runtime.agreement import decided_by_first, same_everywhere, together
 from autopar.runtime.batch import share_of
 from autopar.runtime.fallback import fall_back
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
-from autopar.runtime.module import DistributedModule, Options
+from autopar.runtime.module import DistributedModule
+from autopar.runtime.options import Options
 from autopar.runtime.parameters import (
     check_plain,
     describe_buffers,
@@ -105,12 +108,16 @@ def compile(
     ours = (fingerprint(parameters.values()), describe_buffers(model))
     same_everywhere({"model": ours}, "Build the same model on every rank.")
     recorder = profiler(optimizer, device)
-    options = Options(_batch(batch), loss_fn, _precision(precision), backend, ranks, recorder)
+    chosen = Strategy.of(strategy)
+    tensor_ranks = plan.tensor_ranks if plan is not None else chosen.tensor_ranks
+    options = Options(
+        _batch(batch), loss_fn, _precision(precision), backend, ranks, tensor_ranks, recorder
+    )
     question = Question(
         model=type(model).__name__,
         parameters=parameters,
         world_size=ranks,
-        strategy=Strategy.of(strategy),
+        strategy=chosen,
         memory=_bytes(memory),
         batch=batch,
         precision=str(options.precision)[6:] if options.precision else None,
@@ -145,8 +152,14 @@ def compile(
             raise reason
         return _fall_back(inner, question, reason)
 
-    module = DistributedModule(model, parameters, device, options, make_plan, make_fallback)
-    late = plan is None and example_inputs is None and question.strategy.zero != 0
+    def make_ways(graph: TrainingGraph, partition: Partition) -> Ways:
+        return decided_by_first(lambda: repartition(graph, partition))
+
+    module = DistributedModule(
+        model, parameters, device, options, make_plan, make_fallback, make_ways
+    )
+    sharded = chosen.zero != 0 or tensor_ranks > 1
+    late = plan is None and example_inputs is None and sharded
     module.prepare(replicated_dtensors=late)
     if example_inputs is not None:
         module.plan_for(*_flatten(example_inputs))
@@ -189,7 +202,8 @@ def plan(
         comm_backend=cluster.backend if cluster else ("gloo" if device.type == "cpu" else "nccl"),
         live=False,
     )
-    graph = capture_of_rank(model, example_inputs, 0, world_size, batch, autocast, loss_fn)
+    ranks = question.mesh[0][1]
+    graph = capture_of_rank(model, example_inputs, 0, ranks, batch, autocast, loss_fn)
     return decide(question, graph, measured(question, graph))
 
 
@@ -198,11 +212,18 @@ def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int
     parameters = describe_parameters(model)
     plan.check(model, parameters.values(), plan.world_size)
     autocast = getattr(torch, plan.precision) if plan.precision else None
-    graph = capture_of_rank(
-        model, example_inputs, rank, plan.world_size, plan.batch, autocast, None
-    )
     backend = "gloo" if device_of(model).type == "cpu" else "nccl"
-    return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend)))
+    row = rank // plan.tensor_ranks
+    graph = capture_of_rank(model, example_inputs, row, plan.data_ranks, plan.batch, autocast, None)
+    ways: Ways = ()
+    if plan.partition is not None:
+        first = capture_of_rank(
+            model, example_inputs, 0, plan.data_ranks, plan.batch, autocast, None
+        )
+        planned = plan.partition.ways_of(first, rows_of(first))
+        ways = repartition(first, plan.partition) if planned is None else planned
+        ways = scaled(ways, graph, rows_of(first), rows_of(graph))
+    return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend, ways=ways)))
 
 
 def capture_of_rank(

@@ -64,7 +64,13 @@ class RowWeight:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Input: float64 vector that the ranks add up to find out whether they agree."""
+    """Input: float64 vector that the ranks of an axis add up to find out whether they agree.
+
+    Attributes:
+        axis: its name; "" for the axis of the data.
+    """
+
+    axis: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,9 @@ class Update:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Output: the sum over ranks of `Evidence`."""
+    """Output: the sum over the ranks of an axis of `Evidence`."""
+
+    axis: str = ""
 
 
 @dataclass(frozen=True)

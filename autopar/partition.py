@@ -26,7 +26,7 @@ class Partition:
         ranks: its size.
         parameters: how each parameter lies that is not whole, by name, as text.
         graph: mark of the graph that `ways` are of.
-        rows: of the first rank's batch, at which they were decided.
+        rows: of the first rank's batch, at which they were decided; 0 if it has them all.
         ways: each way, as text, and the names of the nodes that are computed so.
     """
 
@@ -38,8 +38,8 @@ class Partition:
     ways: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @staticmethod
-    def of(axis: str, ranks: int, graph: TrainingGraph, rows: int, ways: Ways) -> Partition:
-        """The partition that ways of a graph make, decided at some rows a rank."""
+    def of(axis: str, ranks: int, graph: TrainingGraph, ways: Ways) -> Partition:
+        """The partition that ways of the first rank's graph make."""
         roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
         names = {n.name: r.name for n, r in roles.items() if isinstance(r, Parameter)}
         table: dict[str, list[str]] = {}
@@ -50,7 +50,7 @@ class Partition:
             ranks,
             tuple((names[name], str(way.results[0])) for name, way in ways if name in names),
             mark(graph),
-            rows,
+            rows_of(graph),
             tuple((text, tuple(nodes)) for text, nodes in table.items()),
         )
 
@@ -59,7 +59,7 @@ class Partition:
 
         Args:
             graph: as captured.
-            rows: of the first rank's batch.
+            rows: of the first rank's batch; 0 if it has them all.
         """
         if (mark(graph), rows) != (self.graph, self.rows):
             return None
@@ -112,6 +112,24 @@ def _rows(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     return node.meta.get("rows") or ((),) * len(elements(node))
 
 
+def rows_of(graph: TrainingGraph) -> int:
+    """The rows that a graph was captured at; 0 if its rank has them all."""
+    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
+        for dim in _rows(node)[0] if isinstance(role, Input) else ():
+            return int(node.meta["val"].shape[dim])
+    return 0
+
+
+def splits_rows(ways: Ways, graph: TrainingGraph, rows: int) -> bool:
+    """Whether some shard holds whole rows of a batch of `rows`, instead of a part of each."""
+    nodes = {node.name: node for node in graph.graph.nodes}
+    return any(
+        isinstance(p, Shard) and p.dim in over and p.interleave % rows
+        for name, way in ways
+        for p, over in zip(way.results, _rows(nodes[name]), strict=True)
+    )
+
+
 def scaled(ways: Ways, graph: TrainingGraph, planned: int, rows: int) -> Ways:
     """Ways that were decided at a rank of `planned` rows, at one of `rows`.
 
@@ -122,9 +140,10 @@ def scaled(ways: Ways, graph: TrainingGraph, planned: int, rows: int) -> Ways:
     nodes = {node.name: node for node in graph.graph.nodes}
 
     def at(placement: Placement, over: tuple[int, ...]) -> Placement:
-        if not isinstance(placement, Shard) or placement.dim not in over:
-            return placement
-        return Shard(placement.dim, placement.interleave * rows // planned)
+        match placement:
+            case Shard(dim, pieces) if dim in over and pieces % planned == 0:
+                return Shard(dim, pieces // planned * rows)
+        return placement
 
     def mapped(node: fx.Node, way: Way) -> Way:
         reads = (_rows(n)[0] for n in operands(node))

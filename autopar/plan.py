@@ -16,17 +16,21 @@ from autopar.cost_model.streams import Event
 from autopar.cost_model.timeline import chrome_trace, write_trace
 from autopar.errors import PlanError, StrategyError
 from autopar.graph import ParameterInfo
+from autopar.partition import Partition, Ways
+from autopar.passes.agree_on_batch import AgreeOnBatch
 from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets
 from autopar.passes.checkpoint_activations import CheckpointActivations, Level
 from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.lower_collectives import LowerCollectives
+from autopar.passes.partition_axis import PartitionAxis
 from autopar.passes.schedule_overlap import ScheduleOverlap
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
+from autopar.placement import Placement, Replicate, Shard, placement_of
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
@@ -43,6 +47,8 @@ class Strategy:
         activation_bytes: bytes of activations that may be kept for the backward; blocks are
             computed again as far as that needs.
         batch_statistics: batch norm over the "global" batch (exact) or each rank's "local" rows.
+        tp: over how many ranks the model itself is partitioned; None and 1 for not at all.
+        placements: where parameters must lie along that axis, by pattern of their names.
     """
 
     zero: int | Mapping[str, int] | None = None
@@ -52,6 +58,8 @@ class Strategy:
     prefetch: int | None = None
     activation_bytes: int | None = None
     batch_statistics: Literal["global", "local"] = "global"
+    tp: int | None = None
+    placements: Mapping[str, Shard | Replicate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
@@ -65,6 +73,16 @@ class Strategy:
             raise StrategyError(
                 f"batch_statistics={self.batch_statistics!r}: choose 'global' or 'local'"
             )
+
+        if self.tp is not None and self.tp < 1:
+            raise StrategyError(f"tp={self.tp!r}: give a number of ranks")
+        if self.placements and self.tensor_ranks == 1:
+            raise StrategyError("placements are along the axis of tp: give Strategy(tp=...) too")
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Over how many ranks the model itself is partitioned."""
+        return self.tp or 1
 
     @staticmethod
     def of(strategy: str | Strategy) -> Strategy:
@@ -151,7 +169,8 @@ class Plan:
         optimizer: name of the optimizer assumed, and bytes of its state per byte of parameter.
         optimizer_state_ratio: bytes of optimizer state per byte of parameter.
         memory_cap: bytes per rank that had to suffice; None for no cap.
-        placements: how each parameter lies between steps.
+        placements: how each parameter lies between steps, along the axis of the data.
+        partition: how the model is partitioned along the axis behind that; None if it is not.
         parameter_bytes: size of each whole parameter.
         prediction: predicted cost; None if it was not asked for.
         runners_up: what else was considered.
@@ -179,6 +198,7 @@ class Plan:
     optimizer_state_ratio: float = 2.0
     memory_cap: int | None = None
     placements: tuple[tuple[str, str], ...] = ()
+    partition: Partition | None = None
     parameter_bytes: tuple[tuple[str, int], ...] = ()
     prediction: Prediction | None = None
     runners_up: tuple[RunnerUp, ...] = ()
@@ -193,15 +213,49 @@ class Plan:
         return self.mesh[0][0]
 
     @property
+    def data_ranks(self) -> int:
+        """Over how many ranks the rows of a batch are divided."""
+        return self.mesh[0][1]
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Over how many ranks the model itself is partitioned."""
+        return self.world_size // self.data_ranks
+
+    @property
     def shards_parameters(self) -> bool:
-        """Whether any block keeps its parameters sharded between steps."""
-        return self.world_size > 1 and any(stage for _, stage in self.stages)
+        """Whether any rank keeps less than all parameters between steps."""
+        sharded = self.data_ranks > 1 and any(stage for _, stage in self.stages)
+        return sharded or bool(self.partition and self.partition.parameters)
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether some parameter lies in interleaved shards."""
+        layouts = self.partition.layouts.values() if self.partition is not None else ()
+        return any(isinstance(p, Shard) and p.interleave > 1 for p in layouts)
+
+    def share_of(self, name: str) -> float:
+        """The fraction of a parameter that a rank holds between steps."""
+        sizes, share = dict(self.mesh), 1.0
+        for axis, placement in self.layout(name).items():
+            share /= sizes[axis] if isinstance(placement, Shard) else 1
+        return share
+
+    def layout(self, name: str) -> dict[str, Placement]:
+        """How a parameter lies between steps along each axis, in the order of cutting it."""
+        found = {}
+        if self.partition is not None:
+            found[self.partition.axis] = self.partition.layouts.get(name, Replicate())
+        if self.data_ranks > 1 or self.partition is None:
+            found[self.axis] = placement_of(dict(self.placements)[name])
+        return found
 
     def passes(
         self,
         rank: int,
         backend: str,
         *,
+        ways: Ways = (),
         hold: bool = False,
         held: tuple[str, ...] = (),
         compiled: bool = False,
@@ -209,25 +263,33 @@ class Plan:
         """The passes that turn a captured graph into the program of a rank.
 
         Args:
-            rank: this rank's place on the data-parallel axis.
+            rank: this rank in the world.
             backend: the torch.distributed backend that collectives are lowered for.
+            ways: of the graph, where the model is partitioned.
             hold: under `no_sync`: keep gradients instead of reducing them.
             held: parameters with gradients kept from earlier calls.
             compiled: whether a compiler follows that fuses operators by itself.
         """
+        row, column = divmod(rank, self.tensor_ranks)
         fuse = () if compiled else (FuseCrossEntropy(),)
         checkpoint = CheckpointActivations(self.recompute, self.activation_bytes, compiled)
-        if self.world_size == 1:
-            return (*fuse, checkpoint)
+        split = self.partition.axis if self.partition is not None else ""
+        first = (PartitionAxis(split, column, ways), AgreeOnBatch(split)) if split else ()
+        overlap = ScheduleOverlap(self.prefetch, self.in_flight)
+        last = (LowerCollectives(backend, column, split),) if split else ()
+        if self.data_ranks == 1:
+            return (*first, *fuse, checkpoint, *([overlap] if split else []), *last)
         return (
+            *first,
             SynchronizeStatistics(self.axis, self.batch_statistics),  # type: ignore[arg-type]
             *fuse,
             checkpoint,
-            ShardParameters(self.axis, rank, self.stages),
-            SynchronizeGradients(self.axis, rank, hold, held),
+            ShardParameters(self.axis, row, self.stages),
+            SynchronizeGradients(self.axis, row, hold, held),
             BucketCollectives(self.buckets),
-            ScheduleOverlap(self.prefetch, self.in_flight),
-            LowerCollectives(backend, rank),
+            overlap,
+            LowerCollectives(backend, row, self.axis),
+            *last,
         )
 
     def check(self, model: nn.Module, parameters: Iterable[ParameterInfo], world_size: int) -> None:
@@ -295,6 +357,8 @@ class Plan:
         values["buckets"] = Buckets(**_frozen_dict(document["buckets"]))
         if document["prediction"] is not None:
             values["prediction"] = Prediction(**_frozen_dict(document["prediction"]))
+        if document["partition"] is not None:
+            values["partition"] = Partition(**_frozen_dict(document["partition"]))
         values["runners_up"] = tuple(RunnerUp(**r) for r in document["runners_up"])
         return Plan(**values)
 

@@ -27,14 +27,10 @@ def table(plan: Plan) -> str:
     for blocks, stage, level in _runs(plan):
         names = [n for n in sizes if _block_of(n, plan) in blocks]
         whole = sum(sizes[n] for n in names)
-        layouts = dict(plan.placements)
-        held = sum(
-            sizes[n] / (plan.world_size if layouts.get(n, "R").startswith("S") else 1)
-            for n in names
-        )
+        held = sum(sizes[n] * plan.share_of(n) for n in names)
         if not names:
             continue
-        kinds = "sharded on dim 0" if held < whole else "whole"
+        kinds = "sharded" if held < whole else "whole"
         grid.add_row(_span(blocks), str(stage), kinds, human_bytes(whole), human_bytes(held), level)
     lines = [_render(grid)]
     lines.append(f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}")

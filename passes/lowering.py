@@ -209,4 +209,4 @@ READ_UNTIL_WAITED = (
     c10d.reduce_scatter_tensor.default,
     c10d.all_to_all_single.default,
 )
-TAGS = ("gathered", "gradient", "placement")
+TAGS = ("gathered", "gradient", "placement", "rows")

@@ -10,7 +10,7 @@ from torch import fx
 from autopar.graph import TrainingGraph
 from autopar.passes.base import PassResult
 from autopar.passes.bucket_collectives import gathers
-from autopar.passes.collectives import results_of, start_all_reduce, starts, wait_of
+from autopar.passes.collectives import results_of, starts, wait_of
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class ScheduleOverlap:
     Before: each collective is waited for at once. After: a gather starts when the one `prefetch`
     before it is waited for, and is waited for at its first use; a reduction is waited for when
     `in_flight` later ones have started, or at the end. The order in which collectives start is
-    not changed within a kind, so that all ranks start them alike. Statistics of the forward are
-    waited for at their first use. Tier: exact.
+    not changed within a kind, so that all ranks start them alike. What is neither, statistics and
+    conversions between placements, is waited for at its first use. Tier: exact.
 
     Attributes:
         prefetch: how many gathers are under way ahead of the one needed; 0 for none.
@@ -40,9 +40,11 @@ class ScheduleOverlap:
         for phase in ("forward", "backward"):
             self.prefetch_gathers(graph, phase)
         self.delay_reductions(graph)
+        gathered = {s for p in ("forward", "backward") for _, s in gathers(graph, p)}
         for start in list(starts(graph)):
-            if start.meta["phase"] == "forward" and start.target is start_all_reduce:
-                _sink(wait_of(start), graph.backward_start)
+            if start not in gathered and "gradient" not in start.meta:
+                early = start.meta["phase"] == "forward"
+                _sink(wait_of(start), graph.backward_start if early else None)
         return PassResult(graph)
 
     def prefetch_gathers(self, graph: TrainingGraph, phase: str) -> None:

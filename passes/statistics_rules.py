@@ -62,9 +62,11 @@ def reduce_loss(work: Typing, node: fx.Node) -> bool:
 def reduce_nll(work: Typing, node: fx.Node) -> bool:
     """Negative log likelihood: sum of losses over sum of weights, ignored targets left out."""
     if _argument(node, "reduction") == 2:
-        loss = _getitem(work, node, 0)
-        work.type(node, V)
-        work.type(loss, V)
+        loss, count = _getitem(work, node, 0), _getitem(work, node, 1)
+        for item in (node, loss, count):
+            work.type(item, V)
+        if any(user.target is not aten.nll_loss_backward.default for user in count.users):
+            reduce_sum(work, count)  # a lowering divides by it
         return reduce_sum(work, loss)
     arguments = list(node.args)
     arguments[3] = 2

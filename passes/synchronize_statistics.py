@@ -117,6 +117,8 @@ class Typing:
                 self.type(node, V if source is not None and has_rows(source) else R)
             elif isinstance(role, (Parameter, Buffer)):
                 self.type(node, R)
+            elif isinstance(role, Evidence):
+                self.type(node, V)
         for role, node in zip(self.graph.inputs, self.graph.placeholders, strict=True):
             if isinstance(role, Tangent) and node.meta["placement"] == V:
                 self.weigh_uses(node, V)

@@ -13,6 +13,7 @@ from autopar.cost_model.simulate import Simulation, simulate
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.update import UpdateCost
 from autopar.graph import Parameter, ParameterInfo, TrainingGraph, tensor_bytes, tensors
+from autopar.partition import Ways
 from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.checkpoint_activations import Level
 from autopar.passes.runner import run_passes
@@ -94,6 +95,7 @@ class Evaluator:
         update: time of the optimizer's step.
         overhead: bytes that are allocated beside the graph's tensors.
         comm_backend: what collectives are lowered for.
+        ways: of the graph, where the model is partitioned.
     """
 
     graph: TrainingGraph
@@ -104,6 +106,7 @@ class Evaluator:
     update: UpdateCost
     overhead: Overhead
     comm_backend: str
+    ways: Ways = ()
 
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice, buckets filled in the order of the graph."""
@@ -145,33 +148,36 @@ class Evaluator:
             for role, node in zip(graph.inputs, graph.placeholders, strict=True)
             if isinstance(role, Parameter) and graph.parameters[role.name].requires_grad
         ]
-        return self.update.seconds(trained, dtensors=bool(graph.layouts))
+        return self.update.seconds(trained, dtensors=bool(graph.layouts or graph.partitioned))
 
     def _plan(self, choice: Choice) -> tuple[Plan, TrainingGraph]:
         stages = dict(choice.stages)
-        ranks = self.base.world_size
+        (_, ranks), *others = self.base.mesh
         axis = "dp_shard" if any(stages.values()) else "dp_replicate"
         plan = replace(
             self.base,
-            name=str(choice),
-            mesh=((axis, ranks),),
+            name=", ".join([*(f"{name}{size}" for name, size in others), str(choice)]),
+            mesh=((axis, ranks), *others),
             stages=choice.stages,
             recompute=choice.recompute,
             prefetch=choice.prefetch,
             in_flight=IN_FLIGHT if any(stages.values()) else 0,
             placements=tuple(
-                (name, str(Shard(0) if ranks > 1 and shards(p, stages[p.block]) else Replicate()))
+                (
+                    name,
+                    str(Shard(0) if ranks > 1 and shards(p, stages[p.block]) else Replicate()),
+                )
                 for name, p in self.parameters.items()
             ),
         )
-        graph = replace(self.graph, axes={axis: ranks})
-        passes = plan.passes(0, self.comm_backend)
+        graph = replace(self.graph, axes=dict(plan.mesh))
+        passes = plan.passes(0, self.comm_backend, ways=self.ways)
         first = next(
             (i for i, p in enumerate(passes) if isinstance(p, BucketCollectives)), len(passes)
         )
         graph = run_passes(graph, passes[:first])
         if first < len(passes):
             buckets = propose_buckets(graph, choice.gather_bytes, choice.reduce_bytes)
-            plan = replace(plan, buckets=buckets, notes=graph.notes)
-            graph = run_passes(graph, plan.passes(0, self.comm_backend)[first:])
+            plan = replace(plan, buckets=buckets, notes=(*plan.notes, *graph.notes))
+            graph = run_passes(graph, plan.passes(0, self.comm_backend, ways=self.ways)[first:])
         return plan, graph

@@ -14,9 +14,13 @@ from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.optimizer import optimizer_state_ratio
 from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo, TrainingGraph
+from autopar.partition import Partition, Ways, named
 from autopar.plan import Plan, Strategy, fingerprint
 from autopar.planner.candidates import Evaluator
 from autopar.planner.machine import Machine, measure_machine
+from autopar.planner.partitions import partition_by_bytes
+from autopar.planner.placements import AXIS as TENSOR_AXIS
+from autopar.planner.placements import partition
 from autopar.planner.search import choose, default_choice, first_choice
 
 
@@ -53,6 +57,11 @@ class Question:
     live: bool
 
     def __post_init__(self) -> None:
+        if self.world_size % self.strategy.tensor_ranks:
+            raise StrategyError(
+                f"tp={self.strategy.tp} does not divide {self.world_size} ranks: choose one of "
+                f"{[n for n in range(2, self.world_size + 1) if self.world_size % n == 0]}"
+            )
         zero = self.strategy.zero
         strange = sorted(set(zero) - set(self.blocks)) if isinstance(zero, Mapping) else []
         if strange:
@@ -66,6 +75,13 @@ class Question:
         """The blocks that have parameters, "" first."""
         return ("", *dict.fromkeys(p.block for p in self.parameters.values() if p.block))
 
+    @property
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """The axis of the data, and behind it that of the model, if there is one."""
+        ranks = self.strategy.tensor_ranks
+        data = ("dp_replicate", self.world_size // ranks)
+        return (data, (TENSOR_AXIS, ranks)) if ranks > 1 else (data,)
+
     def base(self) -> Plan:
         """The plan with nothing chosen."""
         ratio = optimizer_state_ratio(self.optimizer)
@@ -74,7 +90,7 @@ class Question:
             model=self.model,
             fingerprint=fingerprint(self.parameters.values()),
             world_size=self.world_size,
-            mesh=(("dp_replicate", self.world_size),),
+            mesh=self.mesh,
             stages=tuple((block, 0) for block in self.blocks),
             batch=self.batch,
             activation_bytes=self.strategy.activation_bytes,
@@ -99,7 +115,7 @@ def measured(question: Question, graph: TrainingGraph) -> Machine | None:
     if not needs_machine(question):
         return None
     evaluator = evaluator_of(question, graph, None)
-    stages = (0, 3) if question.world_size > 1 else (0,)
+    stages = (0, 3) if question.mesh[0][1] > 1 else (0,)
     choices = [first_choice(question.strategy, question.blocks, stage) for stage in stages]
     graphs = [evaluator.lowered(choice) for choice in dict.fromkeys(choices)]
     return measure_machine(
@@ -121,13 +137,34 @@ def decide(question: Question, graph: TrainingGraph, machine: Machine | None) ->
     return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
 
 
+def ways_of(question: Question, graph: TrainingGraph, machine: Machine | None) -> Ways:
+    """How the model is partitioned: at real prices where there is a machine."""
+    ranks, pins = question.strategy.tensor_ranks, question.strategy.placements
+    if ranks == 1:
+        return ()
+    if machine is None:
+        return partition_by_bytes(graph, ranks, pins)
+    solution = partition(
+        graph, ranks, machine, mesh=dict(question.mesh), axis=TENSOR_AXIS, pins=pins
+    )
+    return named(solution.ways)
+
+
 def evaluator_of(question: Question, graph: TrainingGraph, machine: Machine | None) -> Evaluator:
     """What turns choices into plans and, if there is a machine, prices them."""
-    batches = question.world_size if question.batch == "global" else 1
+    batches = question.mesh[0][1] if question.batch == "global" else 1
+    ways = ways_of(question, graph, machine)
+    base = question.base()
+    for axis, size in question.mesh[1:]:
+        base = replace(base, partition=Partition.of(axis, size, graph, ways))
+        if not ways:
+            note = f"nothing is worth dividing over {axis}: each rank of it does the same"
+            base = replace(base, notes=(*base.notes, note))
     return Evaluator(
         graph=graph,
         parameters=question.parameters,
-        base=question.base(),
+        base=base,
+        ways=ways,
         cluster=machine.cluster if machine else None,  # type: ignore[arg-type]
         operators=machine.operators if machine else None,  # type: ignore[arg-type]
         update=machine.update if machine else None,  # type: ignore[arg-type]

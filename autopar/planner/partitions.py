@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from glob import escape
 from math import prod
 
 import torch
 from torch import fx
 
 from autopar.graph import TrainingGraph, tensor_bytes
-from autopar.partition import Ways, named
+from autopar.partition import Partition, Ways, named
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.table import loops_of
-from autopar.placement import Placement, Shard
+from autopar.placement import Placement, Replicate, Shard
 from autopar.planner.pins import resolve
 from autopar.planner.program import solve
 from autopar.planner.ways import Value
@@ -56,6 +57,13 @@ def partition_by_bytes(
 
     found = resolve(pins or {}, graph.parameters, ranks)
     return named(solve(graph, ranks, price, work, pins=found).ways)
+
+
+def repartition(graph: TrainingGraph, partition: Partition) -> Ways:
+    """The ways of another call of a model whose parameters lie as a plan has laid them out."""
+    pins: dict[str, Placement] = {escape(name): Replicate() for name in graph.parameters}
+    pins |= {escape(name): placement for name, placement in partition.layouts.items()}
+    return partition_by_bytes(graph, partition.ranks, pins)
 
 
 def _iterations(node: fx.Node) -> int:

@@ -77,7 +77,7 @@ class _Search:
         self.seen: dict[Choice, Evaluated] = {}
 
     def run(self) -> Evaluated:
-        one = self.evaluator.base.world_size == 1
+        one = self.evaluator.base.data_ranks == 1
         free = self.strategy.zero is None and not one
         stages = (0, 1, 2, 3) if free else (0,)
         starts = [first_choice(self.strategy, self.blocks, stage) for stage in stages]

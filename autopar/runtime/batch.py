@@ -102,15 +102,35 @@ def check_verdict(verdict: torch.Tensor, ranks: int, mode: str) -> None:
         BatchError: under batch="local", ranks brought different numbers of rows.
     """
     check, check_squares, rows, rows_squares = (int(v) for v in verdict.tolist())
-    if ranks * check_squares != check**2:
+    if not _all_equal(check, check_squares, ranks):
         raise DisagreementError(
             "the ranks were given different batches, but batch='global' means that every rank is "
             "given the same one and takes its own rows. Seed the sampler alike on all ranks, or "
             "use batch='local' and let each rank bring its rows."
         )
-    if ranks * rows_squares != rows**2:
+    if not _all_equal(rows, rows_squares, ranks):
         raise BatchError(
             f"the ranks brought different numbers of rows ({rows} in all over {ranks} ranks). "
             "With batch='local' every rank must bring as many: drop or pad the last batch "
             "(DistributedSampler does), or use batch='global'."
         )
+
+
+def check_twins(verdict: torch.Tensor, ranks: int) -> None:
+    """Raises on every rank alike if ranks that share a model were not given the same rows.
+
+    Raises:
+        DisagreementError: they were not.
+    """
+    check, squares, *_ = (int(v) for v in verdict.tolist())
+    if not _all_equal(check, squares, ranks):
+        raise DisagreementError(
+            f"{ranks} ranks that share one model (tp) were given different batches. Give all of "
+            "them the same: choose rows by model.data_parallel_rank and data_parallel_size, not by "
+            "the rank in the world."
+        )
+
+
+def _all_equal(total: int, squares: int, ranks: int) -> bool:
+    """Whether numbers of this sum, and sum of squares, are all equal: then only they are."""
+    return ranks * squares == total**2

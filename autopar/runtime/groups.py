@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 from collections.abc import Iterator
 
 import torch
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import CommunicationError, StrategyError
 
@@ -55,11 +56,19 @@ def _contradiction(world_size: int, running: int) -> StrategyError:
 
 
 def make_mesh(device: torch.device, axes: tuple[tuple[str, int], ...]) -> DeviceMesh | None:
-    """The mesh of a plan's axes; None for one rank."""
-    if all(size == 1 for _, size in axes):
+    """The mesh of a plan's axes of more than one rank; None for one rank.
+
+    The last axis is that of neighbours; the mesh names it first, since parameters are cut along it
+    first, and a DTensor's placements are read from left to right.
+    """
+    sizes = [size for _, size in axes]
+    kept = [(name, size) for name, size in reversed(axes) if size > 1]
+    if not kept:
         return None
-    names, sizes = zip(*axes, strict=True)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    order = list(reversed(range(len(axes))))
+    ranks = torch.arange(math.prod(sizes)).view(sizes).permute(order)
+    names, shape = zip(*kept, strict=True)
+    return DeviceMesh(device.type, ranks.reshape(shape), mesh_dim_names=names)
 
 
 def group_names(mesh: DeviceMesh | None) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,14 +16,26 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import laid_as, pytree
 from autopar.capture import Call, Capture, TensorSpec, capture
-from autopar.errors import CaptureError
-from autopar.graph import Buffer, Evidence, Input, Parameter, ParameterInfo, RowWeight
-from autopar.placement import Replicate, Shard
+from autopar.errors import BatchError, CaptureError
+from autopar.graph import (
+    Buffer,
+    Evidence,
+    Input,
+    Parameter,
+    ParameterInfo,
+    RowWeight,
+    TrainingGraph,
+)
+from autopar.partition import Partition, Ways, rows_of, scaled, splits_rows
+from autopar.placement import even_rows
 from autopar.plan import Plan
 from autopar.rows import mark_rows
-from autopar.runtime.batch import Share, check_verdict, evidence, share_of
+from autopar.runtime.batch import Share, check_twins, check_verdict, evidence, share_of
 from autopar.runtime.fallback import as_global
 from autopar.runtime.groups import backend_of, group_names, make_mesh, rank
+from autopar.runtime.inside import Inside
+from autopar.runtime.interleaved import support_interleaved
+from autopar.runtime.options import Options
 from autopar.runtime.parameters import (
     as_dtensors,
     broadcast_state,
@@ -33,53 +45,11 @@ from autopar.runtime.parameters import (
 )
 from autopar.runtime.program import Half, Program, build
 from autopar.runtime.random import RandomStream
-from autopar.runtime.recorder import Recorder
 from autopar.runtime.step import Differentiable, Running, Step, run_forward
 
 MakePlan = Callable[[Callable[[], Capture]], Plan]
+MakeWays = Callable[[TrainingGraph, Partition], Ways]
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a module captures and runs its calls.
-
-    Attributes:
-        batch: "global" or "local".
-        loss_fn: computes the loss inside of the graph.
-        precision: dtype of autocast, None for none.
-        backend: "eager" or a backend of torch.compile.
-        ranks: size of the world.
-        recorder: is told when each operator of each step runs, if the backend is "eager".
-    """
-
-    batch: str = "global"
-    loss_fn: Callable[..., Any] | None = None
-    precision: torch.dtype | None = None
-    backend: str = "eager"
-    ranks: int = 1
-    recorder: Recorder | None = None
-
-
-@dataclass(frozen=True)
-class _Inside:
-    """The modules and parameters of a model, and where its buffers are kept."""
-
-    modules: tuple[nn.Module, ...]
-    parameters: Mapping[str, nn.Parameter]
-    places: Mapping[str, tuple[nn.Module, str]]
-
-    @staticmethod
-    def of(model: nn.Module) -> _Inside:
-        places = {
-            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, _ in model.named_buffers()
-        }
-        return _Inside(tuple(model.modules()), dict(model.named_parameters()), places)
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers as they are now: assigning to one replaces it."""
-        return {name: module._buffers[key] for name, (module, key) in self.places.items()}  # type: ignore[misc]
 
 
 class DistributedModule(nn.Module):
@@ -101,6 +71,7 @@ class DistributedModule(nn.Module):
         options: Options,
         make_plan: MakePlan,
         make_fallback: MakeFallback,
+        make_ways: MakeWays,
     ) -> None:
         super().__init__()
         self._wrapped = (model,)
@@ -109,7 +80,7 @@ class DistributedModule(nn.Module):
         self.training = model.training
         self._infos = dict(parameters)
         self._device, self._options, self._make_plan = device, options, make_plan
-        self._make_fallback = make_fallback
+        self._make_fallback, self._make_ways = make_fallback, make_ways
         self._fallback: tuple[nn.Module, ...] = ()
         self.plan: Plan | None = None
         self.mesh: DeviceMesh | None = None
@@ -118,19 +89,21 @@ class DistributedModule(nn.Module):
         self._held: dict[str, torch.Tensor] = {}
         self._hold = False
         self._all_tangents = False
-        self._random = RandomStream(rank(), options.ranks, device)
+        self._random = RandomStream(
+            self.data_parallel_rank, options.data_ranks, device, shared=options.tensor_ranks > 1
+        )
 
     # What a training script asks of it.
 
     @property
     def data_parallel_size(self) -> int:
         """Among how many ranks the rows of a batch are divided."""
-        return self._options.ranks
+        return self._options.data_ranks
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of these ranks this one is."""
-        return rank() if self._options.ranks > 1 else 0
+        """Which of these ranks this one is; ranks that share a model are the same one."""
+        return rank() // self._options.tensor_ranks if self._options.ranks > 1 else 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -142,7 +115,7 @@ class DistributedModule(nn.Module):
             with getattr(self._fallback[0], "no_sync", contextlib.nullcontext)():
                 yield
             return
-        before, self._hold = self._hold, self._options.ranks > 1
+        before, self._hold = self._hold, self._options.data_ranks > 1
         try:
             yield
         finally:
@@ -163,9 +136,9 @@ class DistributedModule(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        share = self._share(leaves, structure)
         if self.plan is None and not self._fallback:
-            self._plan_on(share)
+            self._plan_on(self._share(leaves, structure))
+        share = self._share(leaves, structure)
         if self._fallback:
             return self._run_fallback(leaves, share)
         return self._run(leaves, share)
@@ -207,11 +180,10 @@ class DistributedModule(nn.Module):
         """Takes a plan: makes the mesh and lays the parameters out."""
         self.mesh = make_mesh(self._device, plan.mesh)
         if self.mesh is not None and plan.shards_parameters:
-            layouts = {
-                name: Shard(0) if text.startswith("S") else Replicate()
-                for name, text in plan.placements
-            }
-            lay_out(self, self.mesh, layouts, plan.axis)
+            layouts = {name: plan.layout(name) for name in self._infos}
+            if plan.interleaves:
+                support_interleaved()
+            lay_out(self, self.mesh, layouts)
             self.__dict__.pop("_inside", None)
         self.plan = plan
 
@@ -231,16 +203,17 @@ class DistributedModule(nn.Module):
         self._plan_on(self._share(leaves, structure))
 
     def _share(self, leaves: list[Any], structure: Any) -> Share:
-        options = self._options
-        return share_of(
-            leaves, structure, mode=options.batch, rank=self.data_parallel_rank, ranks=options.ranks
-        )
+        mode, ranks = self._options.batch, self._options.data_ranks
+        return share_of(leaves, structure, mode=mode, rank=self.data_parallel_rank, ranks=ranks)
 
     def _plan_on(self, share: Share) -> None:
         """Plans on the arguments of a call, or falls back."""
         try:
             self.adopt(self._make_plan(lambda: self._capture(share, for_planning=True)))
         except CaptureError as error:
+            if self._options.tensor_ranks > 1 and self._options.batch == "local":
+                raise  # its ranks bring the same rows, which torch's fallbacks would count twice
+            self._options = replace(self._options, tensor_ranks=1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
 
     def _run_fallback(self, leaves: list[Any], share: Share) -> Any:
@@ -260,9 +233,9 @@ class DistributedModule(nn.Module):
         )
 
     @cached_property
-    def _inside(self) -> _Inside:
+    def _inside(self) -> Inside:
         """What the model holds, looked up once: calls are many, and modules do not change."""
-        return _Inside.of(self)
+        return Inside.of(self)
 
     def _capture(self, share: Share, for_planning: bool = False) -> Capture:
         """Captures a call; the backward too, if it may be wanted."""
@@ -292,9 +265,9 @@ class DistributedModule(nn.Module):
                 )
             return replace(made, graph=replace(made.graph, parameters=self._infos))
 
-        if options.ranks == 1:
+        if options.data_ranks == 1:
             return attempt(share.call)
-        return mark_rows(attempt, share.call, share.rows, share.total, options.ranks)
+        return mark_rows(attempt, share.call, share.rows, share.total, options.data_ranks)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._options.precision is None:
@@ -315,10 +288,12 @@ class DistributedModule(nn.Module):
         assert self.plan is not None
         key = (*self._key(share), torch.is_grad_enabled(), hold, held)
         if key not in self._programs:
+            captured = self._capture(share)
             self._programs[key] = build(
-                self._capture(share),
+                captured,
                 self.plan,
-                rank=self.data_parallel_rank,
+                rank=rank(),
+                ways=self._ways(captured.graph, share),
                 comm_backend=backend_of(self._device),
                 groups=group_names(self.mesh),
                 compile_backend=self._options.backend,
@@ -327,6 +302,26 @@ class DistributedModule(nn.Module):
                 recorder=self._options.recorder,
             )
         return self._programs[key]
+
+    def _ways(self, graph: TrainingGraph, share: Share) -> Ways:
+        """How a call is partitioned: as planned, or, for another call, as the first rank finds.
+
+        Raises:
+            BatchError: ranks have different numbers of rows, and whole rows are divided.
+        """
+        assert self.plan is not None
+        if self.plan.partition is None:
+            return ()
+        rows = rows_of(graph)
+        first = even_rows(share.total, self._options.data_ranks)[0] if rows else 0
+        found = self.plan.partition.ways_of(graph, first)
+        ways = self._make_ways(graph, self.plan.partition) if found is None else found
+        if first * self._options.data_ranks != share.total and splits_rows(ways, graph, first):
+            raise BatchError(
+                f"a batch of {share.total} rows is uneven over {self._options.data_ranks} ranks, "
+                "and each of them would divide its rows further. Give a batch that divides evenly."
+            )
+        return scaled(ways, graph, first, rows)
 
     def _run(self, leaves: list[Any], share: Share) -> Any:
         hold = self._hold
@@ -370,8 +365,8 @@ class DistributedModule(nn.Module):
                 case RowWeight():
                     weight = share.rows / share.total
                     values.append(torch.tensor(weight, dtype=torch.float64, device=self._device))
-                case Evidence():
-                    mode = self._options.batch
+                case Evidence(axis):
+                    mode = "global" if axis else self._options.batch
                     values.append(evidence(leaves, share.rows, mode, self._device))
         return values
 
@@ -408,8 +403,11 @@ class DistributedModule(nn.Module):
             return self._program(share, hold)
 
     def _finish(self, running: Running, share: Share) -> None:
-        if running.verdict is not None:
-            check_verdict(running.verdict, self._options.ranks, self._options.batch)
+        for axis, verdict in running.verdicts.items():
+            if axis:
+                check_twins(verdict, self._options.tensor_ranks)
+            else:
+                check_verdict(verdict, self._options.data_ranks, self._options.batch)
         buffers = self._inside.buffers()
         inputs = iter(share.tensors)
         positions = {
@@ -431,6 +429,7 @@ class DistributedModule(nn.Module):
 SHARED = {"plan", "mesh", "_infos", "_device", "_options", "_programs", "_captures"} | {
     "_make_plan",
     "_make_fallback",
+    "_make_ways",
 }
 
 

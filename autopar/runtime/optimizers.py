@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import StrategyError
+from autopar.runtime.layout import laid_out
 
 
 class BeforeStep:
@@ -69,4 +70,4 @@ def refuse_optimizers_of(parameters: Iterable[nn.Parameter]) -> None:
 def _as(parameter: DTensor, value: Any) -> Any:
     if not isinstance(value, DTensor) or value.shape != parameter.shape:
         return value
-    return value.redistribute(parameter.device_mesh, parameter.placements)
+    return laid_out(value.full_tensor(), parameter.device_mesh, parameter.placements)

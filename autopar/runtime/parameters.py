@@ -11,13 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo
-from autopar.placement import Placement, Shard, chunk_rows
 from autopar.provenance import block_of
+from autopar.runtime.layout import Layout, laid_out, torch_placements
 from autopar.runtime.optimizers import expect_states, refuse_optimizers_of
 
 
@@ -126,8 +125,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
     """Turns every parameter into a replicated DTensor, which can later be swapped for a shard."""
+    whole = [TorchReplicate()] * mesh.ndim
     replicated = {
-        id(p): _parameter(p, DTensor.from_local(p.detach(), mesh, [TorchReplicate()]))
+        id(p): _parameter(p, DTensor.from_local(p.detach(), mesh, whole))
         for p in model.parameters()
     }
     refuse_optimizers_of(model.parameters())
@@ -137,9 +137,7 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
                 module._parameters[name] = replicated[id(parameter)]
 
 
-def lay_out(
-    model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Placement], axis: str
-) -> None:
+def lay_out(model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]) -> None:
     """Swaps each parameter, in place, for its part under `layouts`.
 
     Parameters that are DTensors keep their identity, so that an optimizer made before holds the
@@ -149,16 +147,12 @@ def lay_out(
         as_dtensors(model, mesh)
     else:
         expect_states(model.parameters())
-    rank, ranks = mesh.get_local_rank(axis), mesh.size()
     for name, parameter in model.named_parameters():
-        layout = layouts.get(name)
-        if isinstance(layout, Shard):
-            whole = local(parameter.detach())
-            sizes = chunk_rows(whole.shape[0], ranks)
-            begin = sum(sizes[:rank])
-            part = whole[begin : begin + sizes[rank]].clone()
-            sharded = from_local(part, mesh, TorchShard(layout.dim), parameter)
-            _swap(parameter, _parameter(parameter, sharded))
+        placements = torch_placements(layouts[name], mesh)
+        assert isinstance(parameter, DTensor)
+        if parameter.device_mesh != mesh or parameter.placements != placements:
+            part = laid_out(local(parameter.detach()), mesh, placements)
+            _swap(parameter, _parameter(parameter, part))
 
 
 def _swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
@@ -177,35 +171,15 @@ def laid_out_as(parameter: torch.Tensor | None, value: Any) -> Any:
     """A value of a state dict, whole or not, as its parameter lies."""
     if not isinstance(parameter, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
-    if isinstance(value, DTensor) or value.shape != parameter.shape:
+    if value.shape != parameter.shape:
         return value
-    part, mesh = local(parameter.detach()), parameter.device_mesh
-    shard = parameter.placements[0]
-    if shard.is_shard():
-        begin = sum(chunk_rows(parameter.shape[0], mesh.size())[: mesh.get_local_rank()])
-        value = value[begin : begin + part.shape[0]]
-    return from_local(value.to(part), mesh, shard, parameter)
-
-
-def from_local(
-    part: torch.Tensor, mesh: DeviceMesh, placement: object, whole: torch.Tensor
-) -> DTensor:
-    """A DTensor of the shape of `whole` around this rank's part."""
-    return DTensor.from_local(
-        part,
-        mesh,
-        [placement],  # type: ignore[list-item]
-        run_check=False,
-        shape=whole.shape,
-        stride=_contiguous_stride(whole.shape),
-    )
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    stride = [1]
-    for size in reversed(shape[1:]):
-        stride.append(stride[-1] * max(size, 1))
-    return tuple(reversed(stride))[: len(shape)]
+    if isinstance(value, DTensor):
+        alike = value.device_mesh == parameter.device_mesh
+        if alike and value.placements == parameter.placements:
+            return value
+        value = value.full_tensor()
+    part = local(parameter.detach())
+    return laid_out(value.to(part), parameter.device_mesh, parameter.placements)
 
 
 def _parameter(like: torch.Tensor, value: torch.Tensor) -> nn.Parameter:

@@ -23,6 +23,7 @@ from autopar.graph import (
     render_node,
     tensors,
 )
+from autopar.partition import Ways
 from autopar.passes.build import is_random
 from autopar.passes.runner import run_passes
 from autopar.passes.split_forward_backward import split_forward_backward
@@ -110,6 +111,7 @@ def build(
     plan: Plan,
     *,
     rank: int,
+    ways: Ways = (),
     comm_backend: str,
     groups: Mapping[str, str],
     compile_backend: str = "eager",
@@ -122,7 +124,8 @@ def build(
     Args:
         capture: the call.
         plan: what to do.
-        rank: this rank's place on the data-parallel axis.
+        rank: this rank in the world.
+        ways: of the graph, where the model is partitioned.
         comm_backend: what collectives are lowered for.
         groups: process group of each mesh axis.
         compile_backend: "eager" for generated Python, or a backend of torch.compile.
@@ -131,7 +134,7 @@ def build(
         recorder: is told when each operator runs.
     """
     through = compile_backend != "eager"
-    passes = plan.passes(rank, comm_backend, hold=hold, held=held, compiled=through)
+    passes = plan.passes(rank, comm_backend, ways=ways, hold=hold, held=held, compiled=through)
     graph = run_passes(with_axes(capture.graph, plan), passes)
     split = split_forward_backward(graph)
 

@@ -7,16 +7,27 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar.runtime.agreement import decided_by_first
+
 
 class RandomStream:
     """Draws for this rank's rows, independent of other ranks' and reproducible from a seed.
 
     With one rank it is torch's default generator, so that results are those of the plain model.
     With more, it is seeded by this process's `torch.initial_seed()` and the rank, at its first use.
+    Ranks that share a model draw the same: as the first rank of the world would, for their rows.
+
+    Args:
+        rank: among those that have different rows.
+        ranks: how many there are of these.
+        device: on which numbers are drawn.
+        shared: whether several ranks have the same rows.
     """
 
-    def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
-        self.own = ranks > 1
+    def __init__(
+        self, rank: int, ranks: int, device: torch.device, *, shared: bool = False
+    ) -> None:
+        self.own, self.ranks, self.shared = ranks > 1 or shared, ranks, shared
         self.rank, self.device = rank, device
         self.state: torch.Tensor | None = None
 
@@ -25,7 +36,7 @@ class RandomStream:
         if not self.own:
             return self._default_state()
         if self.state is None:
-            self.state = self._seeded()
+            self.state = self._seeded(torch.initial_seed())
         return self.state.clone()
 
     def set(self, state: torch.Tensor) -> None:
@@ -42,6 +53,8 @@ class RandomStream:
             yield
             return
         outside = self._default_state()
+        if self.shared and self.state is None:
+            self.state = self._agreed()
         self._set_default(self.get())
         try:
             yield
@@ -49,10 +62,15 @@ class RandomStream:
             self.state = self._default_state()
             self._set_default(outside)
 
-    def _seeded(self) -> torch.Tensor:
+    def _seeded(self, seed: int) -> torch.Tensor:
         generator = torch.Generator(self.device)
-        generator.manual_seed((torch.initial_seed() * 1_000_003 + self.rank) % 2**63)
+        generator.manual_seed((seed * 1_000_003 + self.rank) % 2**63)
         return generator.get_state()
+
+    def _agreed(self) -> torch.Tensor:
+        """The stream as the first rank of the world has it."""
+        seed, state = decided_by_first(lambda: (torch.initial_seed(), self._default_state()))
+        return self._seeded(seed) if self.ranks > 1 else state
 
     def _default_state(self) -> torch.Tensor:
         if self.device.type == "cuda":

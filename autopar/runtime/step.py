@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Running:
         held: local gradients of earlier calls, by parameter.
         wrap: makes a parameter's gradient out of its local part.
         updates: new values of buffers and inputs.
-        verdict: what the ranks added up of their evidence.
+        verdicts: what the ranks of each axis added up of their evidence.
     """
 
     program: Program
@@ -52,7 +52,7 @@ class Running:
     held: dict[str, torch.Tensor]
     wrap: Callable[[str, torch.Tensor], torch.Tensor]
     updates: dict[Any, torch.Tensor]
-    verdict: torch.Tensor | None = None
+    verdicts: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def run_forward(running: Running, program: Program) -> tuple[list[torch.Tensor], list[Any]]:
@@ -68,7 +68,7 @@ def run_forward(running: Running, program: Program) -> tuple[list[torch.Tensor],
         elif isinstance(role, Update):
             running.updates[role.of] = value
         elif isinstance(role, Verdict):
-            running.verdict = value
+            running.verdicts[role.axis] = value
     return outputs, saved
 
 

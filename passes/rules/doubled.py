@@ -51,14 +51,12 @@ def mark_rows(
 
 
 def doubled(tensor: torch.Tensor, rows: Dims) -> torch.Tensor:
-    """A tensor like this of twice the rows: strides in the same order, or zero."""
-    shape = [size * 2 if d in rows else size for d, size in enumerate(tensor.shape)]
-    stored = [1 if not tensor.stride()[d] else size for d, size in enumerate(shape)]
+    """A tensor like this of twice the rows, contiguous where it is."""
     strides = tensor.stride()
-    order = sorted(range(len(shape)), key=lambda d: -strides[d])
-    made = tensor.new_empty([stored[d] for d in order])
-    back = sorted(range(len(shape)), key=order.__getitem__)
-    return made.permute(back).expand(shape)
+    return tensor.new_empty_strided(
+        [size * 2 if d in rows else size for d, size in enumerate(tensor.shape)],
+        [own * 2 ** sum(strides[d] < own for d in rows) for own in strides],
+    )
 
 
 def doubled_placement(placement: Placement, rows: Dims) -> Placement:

@@ -1,0 +1,39 @@
+"""How a module captures and runs its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.runtime.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a module captures and runs its calls.
+
+    Attributes:
+        batch: "global" or "local".
+        loss_fn: computes the loss inside of the graph.
+        precision: dtype of autocast, None for none.
+        backend: "eager" or a backend of torch.compile.
+        ranks: size of the world.
+        tensor_ranks: over how many of them the model itself is partitioned.
+        recorder: is told when each operator of each step runs, if the backend is "eager".
+    """
+
+    batch: str = "global"
+    loss_fn: Callable[..., Any] | None = None
+    precision: torch.dtype | None = None
+    backend: str = "eager"
+    ranks: int = 1
+    tensor_ranks: int = 1
+    recorder: Recorder | None = None
+
+    @property
+    def data_ranks(self) -> int:
+        """Over how many ranks the rows of a batch are divided."""
+        return self.ranks // self.tensor_ranks

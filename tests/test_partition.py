@@ -1,0 +1,190 @@
+"""Models partitioned over ranks train exactly as on one, also over data-parallel ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import autopar
+from autopar.placement import Replicate, Shard
+from tests.models import MODELS, Reference, to_dtype
+from tests.training import ADAMW, Pair, assert_same_training, close, fixed, plain, whole_state
+from tests.worlds import run
+
+EXACT = 1e-9
+ROWS = 12
+f64 = torch.float64
+FUSED = {"*.attention.qkv.*": Shard(0, 3)}
+"""Heads of a fused projection: the shards are interleaved."""
+
+
+def batch_of(name: str, step: int, rows: int = ROWS) -> Any:
+    return to_dtype(MODELS[name].batch(rows, step), f64)
+
+
+def steps(model: Any, optimizer: Any, name: str, which: range) -> list[float]:
+    losses = []
+    for step in which:
+        args, kwargs = batch_of(name, step)
+        loss = MODELS[name].loss(model(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train(rank: int, world_size: int, name: str, setups: list[dict[str, Any]]) -> list[Reference]:
+    found = []
+    for options in setups:
+        model = autopar.compile(
+            MODELS[name].make().double(), strategy=fixed(**options), fallback=False
+        )
+        losses = steps(model, ADAMW(model.parameters()), name, range(10))
+        assert model.plan is not None
+        assert model.plan.partition is not None
+        assert model.plan.partition.parameters or name == "odd"
+        found.append(Reference(losses, whole_state(model)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "setups"),
+    [
+        ("gpt", 2, [{"tp": 2, "placements": FUSED}, {"tp": 2, "recompute": "full"}]),
+        ("gpt", 4, [{"tp": 2, "zero": 0}, {"tp": 2, "zero": 3, "placements": FUSED}, {"tp": 4}]),
+        ("encoder", 4, [{"tp": 2, "zero": 3}, {"tp": 4}]),
+        ("moe", 4, [{"tp": 2, "zero": 2}, {"tp": 4}]),
+        ("conv", 4, [{"tp": 2, "zero": 3}, {"tp": 4}]),
+        ("encdec", 4, [{"tp": 2, "zero": 1}]),
+        ("odd", 4, [{"tp": 2, "zero": 3}]),
+        ("gpt", 3, [{"tp": 3}]),
+    ],
+)
+def test_partitioned_models_train_exactly(
+    name: str, world_size: int, setups: list[dict[str, Any]]
+) -> None:
+    want = plain(name, f64, ROWS)
+    for rank, answers in enumerate(run(train, world_size, name=name, setups=setups, timeout=300)):
+        for got, setup in zip(answers, setups, strict=True):
+            assert_same_training(got, want, EXACT, f"rank {rank} under {setup}")
+
+
+# -- what a training loop does beside steps ----------------------------------------------------
+
+
+def loop(rank: int, world_size: int) -> None:
+    """Gradients accumulate and are clipped, and an evaluation in between changes nothing."""
+    pair = Pair("gpt", strategy=fixed(3, tp=2, placements=FUSED))
+    assert pair.parallel.data_parallel_size == world_size // 2
+    assert pair.parallel.data_parallel_rank == rank // 2
+    for step in range(3):
+        for part in range(2):
+            args, _ = batch_of("gpt", 2 * step + part, 8)
+            losses = [model(*args) for model in pair.models]
+            close(losses[1], losses[0])
+            for loss in losses:
+                loss.backward()
+        pair.check_gradients()
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in pair.models]
+        close(norms[1], norms[0])
+        pair.step()
+        with torch.no_grad():
+            for model in pair.models:
+                model.eval()
+            close(*(model(*batch_of("gpt", 9, 4)[0]) for model in reversed(pair.models)))
+            for model in pair.models:
+                model.train()
+    pair.check_state()
+    state = pair.plain.state_dict()
+    pair.parallel.load_state_dict(state)
+    close(whole_state(pair.parallel), state, 0)
+
+
+def test_loops() -> None:
+    run(loop, 4, timeout=300)
+
+
+def held_back(rank: int, world_size: int) -> None:
+    pair = Pair("encoder", strategy=fixed(0, tp=2))
+    for part in range(2):
+        args, kwargs = batch_of("encoder", part, 8)
+        for model in pair.models:
+            (MODELS["encoder"].loss(model(*args, **kwargs)) / 2).backward()
+    pair.check_gradients()
+
+
+def test_dropout_is_that_of_one_device() -> None:
+    run(draw, 2)
+
+
+def draw(rank: int, world_size: int) -> None:
+    torch.manual_seed(7 + rank)
+    pair = Pair("dropout", strategy=fixed(0, tp=2))
+    state = torch.Generator().manual_seed(7).get_state()
+    for step in range(2):
+        args, _ = batch_of("dropout", step, 8)
+        parallel = pair.parallel(*args)
+        outside = torch.get_rng_state()
+        torch.set_rng_state(state)
+        want = pair.plain(*args)
+        state = torch.get_rng_state()
+        torch.set_rng_state(outside)
+        close(parallel, want)
+        for loss in (parallel, want):
+            loss.backward()
+        pair.check_gradients()
+        pair.step()
+
+
+def differ(rank: int, world_size: int) -> None:
+    model = autopar.compile(MODELS["gpt"].make(), strategy=fixed(0, tp=2))
+    with pytest.raises(autopar.DisagreementError, match="share one model"):
+        model(*MODELS["gpt"].batch(6, rank)[0])
+
+
+def test_twins_with_other_rows_are_told() -> None:
+    run(differ, 2)
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def resume(
+    rank: int, world_size: int, source: str | None, target: str, which: range, **options: Any
+) -> Reference:
+    """Trains on from a checkpoint, if there is one, and writes another."""
+    model = autopar.compile(MODELS["encoder"].make().double(), strategy=fixed(**options))
+    optimizer = ADAMW(model.parameters())
+    if source is not None:
+        parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        checkpoint.load(parts, checkpoint_id=source)
+        set_state_dict(
+            model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
+        )
+    losses = steps(model, optimizer, "encoder", which)
+    parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    checkpoint.save(parts, checkpoint_id=target)
+    return Reference(losses, whole_state(model))
+
+
+def test_checkpoints_move_between_partitions(tmp_path: Path) -> None:
+    want = plain("encoder", f64, ROWS, 9)
+    setups: list[tuple[int, dict[str, Any]]] = [
+        (4, {"zero": 3, "tp": 2, "placements": FUSED}),
+        (2, {"zero": 3}),
+        (2, {"zero": 0, "tp": 2, "placements": {**FUSED, "*.mlp.*": Replicate()}}),
+    ]
+    losses: list[float] = []
+    source = None
+    for turn, (ranks, options) in enumerate(setups):
+        target, which = str(tmp_path / str(turn)), range(3 * turn, 3 * turn + 3)
+        answers = run(resume, ranks, source=source, target=target, which=which, **options)
+        source = target
+        losses += answers[0].losses
+    got = Reference(losses, answers[0].state)
+    assert_same_training(got, want, EXACT)
