@@ -72,7 +72,7 @@ def test_the_graph_of_a_rank_has_provenance_and_source(
     ("change", "message"),
     [
         (lambda text: text[:50], "is not a plan"),
-        (lambda text: text.replace('"schema_version": 1', '"schema_version": 0'), "schema 0"),
+        (lambda text: text.replace('"schema_version": 2', '"schema_version": 0'), "schema 0"),
         (lambda text: json.dumps({**json.loads(text), "stranger": 1}), "stranger"),
     ],
 )
