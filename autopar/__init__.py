@@ -14,6 +14,7 @@ from autopar.errors import (
     PlanError,
     StrategyError,
 )
+from autopar.placement import Replicate, Shard
 from autopar.plan import Plan, Strategy
 from autopar.runtime.module import DistributedModule
 from autopar.verification import Verification, verify
@@ -32,6 +33,8 @@ __all__ = [
     "PassError",
     "Plan",
     "PlanError",
+    "Replicate",
+    "Shard",
     "Strategy",
     "StrategyError",
     "Verification",

@@ -211,19 +211,30 @@ def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int
     """The program of one rank under a plan: provenance, then a line for every operator."""
     parameters = describe_parameters(model)
     plan.check(model, parameters.values(), plan.world_size)
-    autocast = getattr(torch, plan.precision) if plan.precision else None
     backend = "gloo" if device_of(model).type == "cpu" else "nccl"
-    row = rank // plan.tensor_ranks
-    graph = capture_of_rank(model, example_inputs, row, plan.data_ranks, plan.batch, autocast, None)
+    graph = _capture_under(plan, model, example_inputs, rank // plan.tensor_ranks)
     ways: Ways = ()
     if plan.partition is not None:
-        first = capture_of_rank(
-            model, example_inputs, 0, plan.data_ranks, plan.batch, autocast, None
-        )
-        planned = plan.partition.ways_of(first, rows_of(first))
-        ways = repartition(first, plan.partition) if planned is None else planned
+        first, ways = planned_ways(model, example_inputs, plan)
         ways = scaled(ways, graph, rows_of(first), rows_of(graph))
     return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend, ways=ways)))
+
+
+def planned_ways(model: nn.Module, example_inputs: Any, plan: Plan) -> tuple[TrainingGraph, Ways]:
+    """The first rank's graph as captured, and the ways in which a plan partitions it."""
+    graph = _capture_under(plan, model, example_inputs, 0)
+    if plan.partition is None:
+        return graph, ()
+    ways = plan.partition.ways_of(graph, rows_of(graph))
+    return graph, repartition(graph, plan.partition) if ways is None else ways
+
+
+def _capture_under(
+    plan: Plan, model: nn.Module, example_inputs: Any, data_rank: int
+) -> TrainingGraph:
+    autocast = getattr(torch, plan.precision) if plan.precision else None
+    ranks, batch = plan.data_ranks, plan.batch
+    return capture_of_rank(model, example_inputs, data_rank, ranks, batch, autocast, None)
 
 
 def capture_of_rank(

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import runpy
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from autopar.api import plan as make_plan
-from autopar.api import program_text
-from autopar.commands import collectives, import_nccl_tests, measure, profile
+from autopar.commands import collectives, import_nccl_tests, measure, profile, show
 from autopar.commands.launch import add_script, launch
+from autopar.commands.script import load
 from autopar.cost_model.cluster import Cluster
-from autopar.errors import AutoparError, StrategyError
-from autopar.plan import Plan
+from autopar.errors import AutoparError
+from autopar.plan import Plan, Strategy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,19 +38,14 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("script", help="Python file with make() -> (model, example inputs)")
     plan.add_argument("--world-size", type=int, required=True)
     plan.add_argument("--strategy", default="auto")
+    plan.add_argument("--tp", type=int, help="ranks over which the model itself is partitioned")
     plan.add_argument("--memory", help="cap per rank, such as 24GiB")
     plan.add_argument("--cluster", help="JSON file of a cluster, or one that ships")
     plan.add_argument("--out", help="write the plan as JSON")
     plan.add_argument("--html", help="write the report")
     plan.set_defaults(command=run_plan)
 
-    show = commands.add_parser("show", help="print a plan")
-    show.add_argument("plan", help="JSON file of a plan")
-    show.add_argument("--explain", action="store_true", help="why this plan")
-    show.add_argument("--graph", metavar="SCRIPT", help="the program of one rank, for make() there")
-    show.add_argument("--rank", type=int, default=0)
-    show.add_argument("--timeline", metavar="FILE", help="write the predicted step as a trace")
-    show.set_defaults(command=run_show)
+    show.add_to(commands)
 
     diff = commands.add_parser("diff", help="what differs between two plans")
     diff.add_argument("first")
@@ -80,7 +74,7 @@ def run_plan(options: argparse.Namespace) -> None:
         model,
         options.world_size,
         example_inputs=inputs,
-        strategy=options.strategy,
+        strategy=replace(Strategy.of(options.strategy), tp=options.tp),
         memory=options.memory,
         cluster=Cluster.load(options.cluster) if options.cluster else None,
     )
@@ -89,19 +83,6 @@ def run_plan(options: argparse.Namespace) -> None:
         plan.save(options.out)
     if options.html:
         plan.report(options.html)
-
-
-def run_show(options: argparse.Namespace) -> None:
-    """`autopar show`."""
-    plan = Plan.load(options.plan)
-    if options.graph:
-        print(program_text(*load(options.graph), plan=plan, rank=options.rank))
-        return
-    if options.timeline:
-        plan.timeline(options.timeline)
-    print(plan)
-    if options.explain:
-        print(plan.explain())
 
 
 def run_diff(options: argparse.Namespace) -> int:
@@ -114,19 +95,6 @@ def run_diff(options: argparse.Namespace) -> int:
 def run_script(options: argparse.Namespace) -> int:
     """`autopar run`: torchrun on this machine, with cores shared out."""
     return launch(options.script, options.nproc, options.rest)
-
-
-def load(script: str) -> tuple[Any, Any]:
-    """The model and example inputs that a script's make() returns."""
-    names = runpy.run_path(script, run_name="autopar_script")
-    if "make" not in names:
-        raise StrategyError(
-            f"{script} has no make(). Define make() that returns (model, example inputs)."
-        )
-    made = names["make"]()
-    if not (isinstance(made, tuple) and len(made) == 2):
-        raise StrategyError(f"make() in {script} returned {made!r:.60}, not (model, inputs)")
-    return made
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import getitem
 
 from torch import fx
 
@@ -74,6 +75,17 @@ class Partition:
 def named(ways: Mapping[fx.Node, Way]) -> Ways:
     """Ways by the names of nodes, without those that are whole on every rank."""
     return tuple((node.name, way) for node, way in ways.items() if not is_whole(way))
+
+
+def complete(graph: TrainingGraph, ways: Ways) -> dict[fx.Node, Way]:
+    """The way of every operator and placeholder: those that are not named are whole."""
+    found, whole = dict(ways), Replicate()
+    return {
+        node: found.get(node.name)
+        or Way((whole,) * len(operands(node)), (whole,) * len(elements(node)))
+        for node in graph.graph.nodes
+        if node.op != "output" and node.target is not getitem
+    }
 
 
 def way_of(text: str) -> Way:

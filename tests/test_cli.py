@@ -9,6 +9,7 @@ import pytest
 
 import autopar
 from autopar.cli import main
+from autopar.commands.script import load
 
 MAKE = """
 import torch
@@ -66,6 +67,26 @@ def test_the_graph_of_a_rank_has_provenance_and_source(
     assert "return self.layer(x).square().mean()" in text
     assert "all_to_all_single" in text
     assert "backward:" in text
+
+
+def test_the_placements_of_a_plan(
+    make: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "plan.json")
+    pins = {"layer.weight": autopar.Shard(0)}
+    strategy = autopar.Strategy(tp=2, placements=pins)
+    model, inputs = load(str(make))
+    autopar.plan(model, 2, example_inputs=inputs, strategy=strategy).save(path)
+    assert main(["show", path, "--placements", str(make), "--cluster", "dgx-h100"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("along tp, 2 ranks; dgx-h100")
+    (weight,) = [line for line in text.splitlines() if "layer.weight" in line]
+    assert [cell.strip() for cell in weight.strip("│").split("│")][2:4] == ["[4, 4]", "S(0)"]
+    assert "all_" in text[text.index("layer.weight") :]
+    assert main(["plan", str(make), "--world-size", "2", "--strategy", "ddp", "--out", path]) == 0
+    capsys.readouterr()
+    assert main(["show", path, "--placements", str(make)]) == 0
+    assert "the model is not partitioned" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,10 @@ def placement_tables(
         ways: of every operator and placeholder.
         prices: along the axis.
     """
-    same: dict[fx.Node, fx.Node] = dict(repeated(graph))
+    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    names = {node: role.name for node, role in roles.items() if isinstance(role, Parameter)}
+    lies = {name: ways[node].results[0] for node, name in names.items()}
+    same = dict(repeated(graph, lies))
     blocks = block_of_nodes(graph)
     alike: dict[str, dict[str, None]] = {}
     for node, stands in same.items():
@@ -42,8 +45,6 @@ def placement_tables(
     converted: dict[fx.Node, list[Conversion]] = {}
     for made in conversions(graph, same, ways):
         converted.setdefault(made.value.node, []).append(made)
-    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
-    names = {node: role.name for node, role in roles.items() if isinstance(role, Parameter)}
     for first, members in alike.items():
         nodes = [n for n in graph.graph.nodes if n in same and same[n] is n and blocks[n] == first]
         table = Table(*COLUMNS, title=_title(list(members)), title_justify="left")

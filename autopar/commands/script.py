@@ -1,0 +1,21 @@
+"""Python files that say what to plan: each has `make()`."""
+
+from __future__ import annotations
+
+import runpy
+from typing import Any
+
+from autopar.errors import StrategyError
+
+
+def load(script: str) -> tuple[Any, Any]:
+    """The model and example inputs that a script's make() returns."""
+    names = runpy.run_path(script, run_name="autopar_script")
+    if "make" not in names:
+        raise StrategyError(
+            f"{script} has no make(). Define make() that returns (model, example inputs)."
+        )
+    made = names["make"]()
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise StrategyError(f"make() in {script} returned {made!r:.60}, not (model, inputs)")
+    return made

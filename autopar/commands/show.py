@@ -1,0 +1,95 @@
+"""`autopar show`: a plan, the program that it means for one rank, or where everything lies."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from autopar.api import planned_ways, program_text
+from autopar.commands.script import load
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.operators import OperatorTimes
+from autopar.cost_model.shape import GroupShape
+from autopar.partition import complete
+from autopar.plan import Plan
+from autopar.planner.placement_text import placement_tables
+from autopar.planner.prices import Prices
+from autopar.runtime.parameters import describe_parameters, device_of
+
+_WIDTH = 160
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser's subcommands."""
+    parser = commands.add_parser("show", help="print a plan")
+    parser.add_argument("plan", help="JSON file of a plan")
+    parser.add_argument("--explain", action="store_true", help="why this plan")
+    parser.add_argument("--timeline", metavar="FILE", help="write the predicted step as a trace")
+    parser.add_argument(
+        "--graph", metavar="SCRIPT", help="the program of one rank, for make() there"
+    )
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument(
+        "--placements",
+        metavar="SCRIPT",
+        help="where parameters and activations of make() there lie along the axis that the model "
+        "is partitioned over, block by block, and every conversion",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="whose times to show with --placements; by default they are modelled",
+    )
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """`autopar show`."""
+    plan = Plan.load(options.plan)
+    if options.graph:
+        print(program_text(*load(options.graph), plan=plan, rank=options.rank))
+        return
+    if options.placements:
+        cluster = Cluster.load(options.cluster) if options.cluster else None
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        for item in placements(*load(options.placements), plan, cluster):
+            console.print(item, markup=False, highlight=False, soft_wrap=isinstance(item, str))
+        return
+    if options.timeline:
+        plan.timeline(options.timeline)
+    print(plan)
+    if options.explain:
+        print(plan.explain())
+
+
+def placements(
+    model: nn.Module, example_inputs: Any, plan: Plan, cluster: Cluster | None
+) -> Iterator[Table | str]:
+    """Where everything lies along the axis that a plan partitions the model over.
+
+    Args:
+        model: the one that was planned.
+        example_inputs: arguments of a call.
+        plan: how it is partitioned.
+        cluster: whose times are shown; None for one of which nothing was measured.
+
+    Raises:
+        PlanError: the plan is for another model.
+    """
+    plan.check(model, describe_parameters(model).values(), plan.world_size)
+    if plan.partition is None:
+        yield f"{plan.name}: the model is not partitioned; plan with Strategy(tp=...), or --tp"
+        return
+    graph, ways = planned_ways(model, example_inputs, plan)
+    cluster = cluster or Cluster.default(plan.world_size, device_of(model).type)
+    axis = plan.partition.axis
+    shape = GroupShape.of_axis(dict(plan.mesh), axis, cluster.ranks_per_node)
+    yield f"along {axis}, {plan.partition.ranks} ranks; {cluster.name}, {cluster.provenance}"
+    prices = Prices(shape, cluster, OperatorTimes.load(cluster.device))
+    yield from placement_tables(graph, complete(graph, ways), prices)
