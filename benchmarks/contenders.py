@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from benchmarks import megatron
 from benchmarks.models import Case
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -38,6 +41,7 @@ class Contender:
         alone: runs at world size 1 (True), at more (False), at any (None).
         module: the importable module without which it is skipped.
         statistics: which rows BatchNorm normalises over; None where it makes no difference.
+        models: those that it can train, or is of interest for; () for all.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Contender:
     alone: bool | None = False
     module: str = "torch"
     statistics: Statistics | None = None
+    models: tuple[str, ...] = ()
 
     def absence(self) -> str | None:
         """Return why it cannot run here, or None."""
@@ -129,11 +134,26 @@ def build_deepspeed(case: Case, *, stage: int) -> Step:
     return step
 
 
+def build_megatron(case: Case, *, sequence: bool) -> Step:
+    """Return torch's parallelize_module under a plan written by hand."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = megatron.parallelized(megatron.like(case.build()), mesh, sequence=sequence)
+    train = training_step(model, case, local=False)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with loss_parallel():
+            loss = train(x, y)
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+    return step
+
+
 def build_autopar(
     case: Case, *, strategy: str, backend: str, statistics: Statistics | None = None
 ) -> Step:
     """Return autopar, planned from the first batch."""
-    chosen = autopar.Strategy.of(strategy)
+    tensor = autopar.Strategy(tp=dist.get_world_size()) if strategy == "tp" else None
+    chosen = tensor or autopar.Strategy.of(strategy)
     if statistics:
         chosen = replace(chosen, batch_statistics=statistics)
     model = autopar.compile(
@@ -147,17 +167,28 @@ def build_autopar(
 
 
 def _autopar(
-    strategy: str, *peers: str, backend: str = "eager", alone: bool | None = False
+    strategy: str,
+    *peers: str,
+    backend: str = "eager",
+    alone: bool | None = False,
+    models: tuple[str, ...] = (),
 ) -> Contender:
     name = f"autopar-{strategy}" + ("" if backend == "eager" else f"+{backend}")
     build = partial(build_autopar, strategy=strategy, backend=backend)
-    return Contender(name, build, peers, alone, module="autopar")
+    return Contender(name, build, peers, alone, module="autopar", models=models)
 
 
 def _deepspeed(stage: int) -> Contender:
     build = partial(build_deepspeed, stage=stage)
     return Contender(f"deepspeed-{stage}", build, ("ddp",), module="deepspeed")
 
+
+def _megatron(name: str, *peers: str, sequence: bool) -> Contender:
+    build = partial(build_megatron, sequence=sequence)
+    return Contender(name, build, peers, models=TRANSFORMERS)
+
+
+TRANSFORMERS = ("gpt", "encoder")
 
 CONTENDERS = (
     Contender("plain", build_plain, alone=True),
@@ -174,6 +205,9 @@ CONTENDERS = (
     _autopar("auto", "ddp", "plain", alone=None),
     _autopar("ddp", "ddp+compile", "torch.compile", backend="inductor", alone=None),
     _autopar("zero3", "fully_shard+compile", backend="inductor"),
+    _megatron("megatron", "ddp", sequence=False),
+    _megatron("megatron+sequence", "megatron", sequence=True),
+    _autopar("tp", "megatron", models=TRANSFORMERS),
 )
 
 
@@ -183,6 +217,7 @@ def field(case: Case, world_size: int, names: Collection[str] = ()) -> list[Cont
     Where batch statistics make a difference, the peers have local ones, and autopar enters twice.
     """
     chosen = [c for c in CONTENDERS if c.alone in (None, world_size == 1)]
+    chosen = [c for c in chosen if not c.models or case.name in c.models]
     chosen = [c for c in chosen if not names or c.name in names]
     if not case.batch_statistics or world_size == 1:
         return chosen

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.api import capture_of_rank
-from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.measure import measure
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.rehearsal import Ranks
@@ -32,7 +31,6 @@ from autopar.cost_model.update import measure_update
 from autopar.plan import Strategy
 from autopar.planner.candidates import Choice, Evaluator
 from autopar.planner.decide import Question, evaluator_of
-from autopar.planner.machine import Machine
 from autopar.planner.search import first_choice
 from autopar.runtime.parameters import describe_parameters
 from tests.models import MODELS, Case
@@ -53,14 +51,18 @@ class Contender:
     """A plan, the step that trains under it, and what is known of both.
 
     Attributes:
+        tp: over how many ranks the model itself is partitioned.
+        evaluator: what makes the plan of `choice`; it knows of no times.
         predicted: seconds of a step, by each cycle's measurements.
         measured: of each cycle, seconds of the slowest rank's steps.
         parts: what each prediction is made of.
     """
 
+    tp: int
     zero: int
     recompute: str
     choice: Choice
+    evaluator: Evaluator
     step: Callable[[int], None]
     predicted: list[float] = field(default_factory=list)
     measured: list[list[float]] = field(default_factory=list)
@@ -77,6 +79,7 @@ class Contender:
         predicted = median(self.predicted[i] for i in chosen)
         measured = median(seconds for i in chosen for seconds in self.measured[i])
         return {
+            "tp": self.tp,
             "zero": self.zero,
             "recompute": self.recompute,
             "predicted": predicted,
@@ -126,16 +129,26 @@ def trainer(case: Case, plan: autopar.Plan, rows: int) -> Callable[[int], None]:
     return step
 
 
-def contenders(
-    case: Case, rows: int
-) -> tuple[list[Contender], Callable[[Machine | None], Evaluator]]:
-    """All plans of a model, ready to train, and what predicts them on a machine."""
+def contenders(case: Case, rows: int) -> list[Contender]:
+    """Plans of a model, ready to train: divided by rows, and the model itself partitioned."""
+    world_size = dist.get_world_size()
+    return [
+        made
+        for tensor_ranks, stages in ((1, STAGES), (world_size, (0,)))
+        for made in divided(case, rows, tensor_ranks, stages)
+    ]
+
+
+def divided(
+    case: Case, rows: int, tensor_ranks: int, stages: tuple[int, ...]
+) -> Iterator[Contender]:
+    """The plans over so many ranks of the model's axis."""
     model = case.make()
     question = Question(
         model=type(model).__name__,
         parameters=describe_parameters(model),
         world_size=dist.get_world_size(),
-        strategy=Strategy(),
+        strategy=Strategy(tp=tensor_ranks),
         memory=None,
         batch="global",
         precision=None,
@@ -147,20 +160,19 @@ def contenders(
     )
     args, kwargs = case.batch(rows, 0)
     inputs = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    graph = capture_of_rank(model, inputs, 0, dist.get_world_size(), "global", None, None)
-    planner = evaluator_of(question, graph, None)
-    made = []
-    for zero in STAGES:
+    graph = capture_of_rank(model, inputs, 0, question.mesh[0][1], "global", None, None)
+    evaluator = evaluator_of(question, graph, None)
+    for zero in stages:
         for level in LEVELS:
             strategy = Strategy(zero=zero, recompute=level)  # type: ignore[arg-type]
             choice = first_choice(strategy, question.blocks, zero)
-            made.append(Contender(zero, level, choice, trainer(case, planner.plan(choice), rows)))
-    return made, lambda machine: evaluator_of(question, graph, machine)
+            step = trainer(case, evaluator.plan(choice), rows)
+            yield Contender(tensor_ranks, zero, level, choice, evaluator, step)
 
 
-def predict(field: list[Contender], planner: Callable[[Machine | None], Evaluator]) -> None:
+def predict(field: list[Contender]) -> None:
     """One prediction of every plan, from new measurements alone."""
-    graphs = [planner(None).lowered(contender.choice) for contender in field]
+    graphs = [contender.evaluator.lowered(contender.choice) for contender in field]
     world_size, device = dist.get_world_size(), torch.device("cpu")
     cluster = measure(mesh={"dp": world_size}, budget_s=COLLECTIVES_S, cache=False)
     ranks = Ranks.live()
@@ -168,8 +180,10 @@ def predict(field: list[Contender], planner: Callable[[Machine | None], Evaluato
     operators = unknown.measure(graphs, ranks, budget_s=OPERATORS_S)
     mesh = init_device_mesh("cpu", (world_size,))
     update = measure_update(torch.optim.AdamW, device, mesh)
-    evaluator = planner(Machine(cluster, operators, update, Overhead()))
     for contender in field:
+        evaluator = replace(
+            contender.evaluator, cluster=cluster, operators=operators, update=update
+        )
         made = evaluator.evaluate(contender.choice).prediction
         contender.predicted.append(made.step_s)
         names = ("compute_s", "communication_s", "exposed_s", "update_s")
@@ -197,7 +211,7 @@ def main() -> None:
     result, name, *numbers = sys.argv[1:]
     rows, cycles, steps = map(int, numbers)
     dist.init_process_group("gloo")
-    field, planner = contenders(MODELS[name], rows)
+    field = contenders(MODELS[name], rows)
     for contender in field:
         for number in range(WARM_STEPS):
             contender.step(number)
@@ -206,7 +220,7 @@ def main() -> None:
     shares = []
     for cycle in range(cycles):
         others = Others()
-        predict(field, planner)
+        predict(field)
         train(field, steps, cycle)
         shares.append(others.share())
     if dist.get_rank() == 0:
