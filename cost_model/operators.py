@@ -206,8 +206,12 @@ class OperatorTimes:
         if size and 1 / _NEAR <= done / size <= _NEAR:
             rest = max(0.0, taken - line.launch_s) * size / done
             return Cost(line.launch_s + rest, f"modelled by {kind} of another size, timed here")
+        return Cost(self.by_roofline(node), f"modelled by {line.source}")
+
+    def by_roofline(self, node: fx.Node) -> float:
+        """The seconds of an operator by the roofline alone, whatever was timed."""
         item = min((t.element_size() for t in tensors(node)), default=4)
-        return Cost(line.seconds(flops, nbytes, item), f"modelled by {line.source}")
+        return self.roofline.seconds(flops_of(node), moved_bytes(node), item)
 
     @cached_property
     def _kinds(self) -> dict[str, list[tuple[float, float]]]:

@@ -26,7 +26,7 @@ def make():
 
 SCRIPT = """
 import os, sys
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
+print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}", flush=True)
 sys.exit(int(os.environ["RANK"] == "1" and "fail" in sys.argv))
 """
 

@@ -118,6 +118,8 @@ def measured(question: Question, graph: TrainingGraph) -> Machine | None:
     stages = (0, 3) if question.mesh[0][1] > 1 else (0,)
     choices = [first_choice(question.strategy, question.blocks, stage) for stage in stages]
     graphs = [evaluator.lowered(choice) for choice in dict.fromkeys(choices)]
+    if question.strategy.tensor_ranks > 1:
+        graphs.append(replace(evaluator, ways=()).lowered(choices[0]))
     return measure_machine(
         graphs, question.device, question.cluster, question.optimizer, live=question.live
     )

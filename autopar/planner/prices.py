@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autopar._torch import OpOverload, pytree
+from autopar.cost_model.aliases import is_view
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.operators import OperatorTimes
@@ -89,7 +90,17 @@ class Prices:
         return self.seen[key]
 
     def _on_shards(self, node: fx.Node, way: Way) -> Cost:
-        return self.operators.seconds(local_node(node, way, self.shape.ranks))
+        """The time of the whole operator, in the proportion that the roofline gives its shards.
+
+        Ways are compared with each other: were one timed and another modelled, the error of the
+        model would choose.
+        """
+        whole = self.operators.seconds(node)
+        if is_view(node):
+            return whole
+        local = self.operators.by_roofline(local_node(node, way, self.shape.ranks))
+        share = local / self.operators.by_roofline(node)
+        return Cost(whole.seconds * share, whole.provenance, whole.error)
 
     def _own(self, node: fx.Node, way: Way) -> Cost:
         """The time of all that an own lowering runs and sends."""

@@ -1,0 +1,27 @@
+"""Prices along an axis."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.operators import OperatorTimes, Timing
+from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.signature import time_key
+from autopar.passes.rules.loops import Operator, split
+from autopar.passes.rules.table import loops_of
+from autopar.planner.prices import Prices, local_node
+from tests.planner.blocks import Stack, captured
+
+
+def test_half_of_an_operator_takes_half_of_its_time() -> None:
+    graph = captured(Stack(lambda: nn.Linear(512, 512, bias=False), 1), (1024, 512))
+    node = next(n for n in graph.calls() if n.target is torch.ops.aten.mm.default)
+    (rows, *_) = map(split, loops_of(Operator.of(node)))
+    taken = {time_key(node): 0.1, time_key(local_node(node, rows, 2)): 0.3}
+    times = {key: Timing(seconds, 1e9, 0, "2026-01-01") for key, seconds in taken.items()}
+    operators = replace(OperatorTimes.load("cpu"), times=times)
+    prices = Prices(GroupShape(2, 2, 1), Cluster.default(2), operators)
+    assert 0.045 < prices.operator(node, rows).seconds < 0.06
+    assert prices.operator(node, rows).kind == "measured"
