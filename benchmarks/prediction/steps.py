@@ -5,8 +5,9 @@
 recomputation, on 2 and 4 processes, on one host and on the emulated cluster. In each setting the
 ranks live for all plans of a model. They measure collectives and operators, as `autopar.compile`
 does, predict, and then train all plans in turn; all this several times over, for the machine
-drifts. Nothing is fitted to measured steps. Each case says what part of the cores other processes
-took meanwhile (`others`).
+drifts. Nothing is fitted to measured steps. Denormal numbers are flushed: time that depends on
+values is not predicted. Each case says what part of the cores other processes took meanwhile
+(`others`).
 """
 
 from __future__ import annotations
