@@ -15,17 +15,15 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import torch
 from torch.utils import cpp_extension
 
 from autopar.cost_model.store import cache_directory, digest
-from benchmarks.memory import PeakBytes
+from benchmarks.memory import UNSTEADY, ProfilerCounter
 
 SOURCE = Path(__file__).with_name("counting.cpp")
-UNSTEADY = 1  # first steps of each kind that do not count: optimizer state is made in them
 
 
 class Counter(Protocol):
@@ -76,41 +74,6 @@ class AllocatorCounter:
     def peaks(self) -> dict[str, list[int]]:
         """The most bytes in each steady step of each kind."""
         return {kind: peaks[UNSTEADY:] for kind, peaks in self.steps.items()}
-
-
-class ProfilerCounter:
-    """Counts by the profiler's records."""
-
-    def __init__(self) -> None:
-        self.bytes = PeakBytes()
-        self.kinds: list[str] = []
-
-    def __enter__(self) -> ProfilerCounter:
-        self.bytes.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.bytes.__exit__(kind, error, trace)
-
-    def step(self, kind: str) -> contextlib.AbstractContextManager[object]:
-        """Mark one training step."""
-        self.kinds.append(kind)
-        return self.bytes.step()
-
-    def peaks(self) -> dict[str, list[int]]:
-        """The most bytes in each steady step of each kind, had all begun with as few as one."""
-        found = {}
-        for kind in dict.fromkeys(self.kinds):
-            pairs = zip(self.kinds, self.bytes.steps, strict=True)
-            steady = [step for name, step in pairs if name == kind][UNSTEADY:]
-            least = min(step.start for step in steady)
-            found[kind] = [least + step.peak - step.start for step in steady]
-        return found
 
 
 @functools.cache

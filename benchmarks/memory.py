@@ -1,4 +1,4 @@
-"""Peak tensor bytes of one contender on one rank, counted alike for every contender.
+"""Peak tensor bytes of steps on one rank, where there is no compiler to count in the allocator.
 
 Counted are the blocks that torch's CPU allocator hands out between `build` and the end of the
 steps: parameters, gradients, optimizer state, buckets, activations saved for the backward,
@@ -12,10 +12,9 @@ Limits:
 - Only what the thread of the training loop allocates is recorded. On CPU the backward runs there
   too, so what is missing is scratch of gloo's threads; and the workspaces of MKL and oneDNN.
 - Where gloo's thread happens to drop the last reference to a block, its end is not recorded, and
-  it counts until its address is used again: 0 to 3 % too much, growing over the steps. Hence the
-  least over several steps, of what they start with and of what they add to it; and over ranks,
-  which all contenders here load alike.
-- The batches belong to no contender and are not counted.
+  it counts until its address is used again: 0 to 3 % too much, growing over the steps. Hence every
+  step is taken to begin with the least that any of its kind began with.
+- What was there before, such as the batches, is not counted.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+UNSTEADY = 1  # first steps of each kind that do not count: optimizer state is made in them
 _MARK = "benchmarks.memory.step"
 
 
@@ -41,22 +41,23 @@ class StepBytes:
     peak: int
 
 
-class PeakBytes:
+class ProfilerCounter:
     """Counts what is allocated inside the context, and its peak in each marked step.
 
-    with PeakBytes() as memory:
+    with ProfilerCounter() as counting:
         step = build()
         for _ in range(6):
-            with memory.step():
+            with counting.step("training"):
                 step()
-    memory.steady_peak  # bytes
+    counting.peaks()  # bytes
     """
 
     def __init__(self) -> None:
+        self.kinds: list[str] = []
         self.steps: list[StepBytes] = []
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
-    def __enter__(self) -> PeakBytes:
+    def __enter__(self) -> ProfilerCounter:
         """Start counting from zero."""
         self._profile.__enter__()
         return self
@@ -75,15 +76,20 @@ class PeakBytes:
                 self._profile.export_chrome_trace(str(path))
                 self.steps = _read(json.loads(path.read_text())["traceEvents"])
 
-    def step(self) -> record_function:
+    def step(self, kind: str) -> record_function:
         """Mark one training step, as a context."""
+        self.kinds.append(kind)
         return record_function(_MARK)
 
-    @property
-    def steady_peak(self) -> int:
-        """Peak of a step in bytes, once optimizer state and buckets exist: from the third on."""
-        steady = self.steps[2:]
-        return min(step.start for step in steady) + min(step.peak - step.start for step in steady)
+    def peaks(self) -> dict[str, list[int]]:
+        """The most bytes in each steady step of each kind, had all begun with as few as one."""
+        found = {}
+        for kind in dict.fromkeys(self.kinds):
+            pairs = zip(self.kinds, self.steps, strict=True)
+            steady = [step for name, step in pairs if name == kind][UNSTEADY:]
+            least = min(step.start for step in steady)
+            found[kind] = [least + step.peak - step.start for step in steady]
+        return found
 
 
 def _read(events: list[dict[str, Any]]) -> list[StepBytes]:

@@ -134,11 +134,12 @@ class _Run:
         call = self.operators.call_of_collective(node)
         call = call or Cost(slowdown.issue_s, slowdown.provenance)
         self.compute(node.name, call)
-        price = self.price(node)
+        sent = Transfer.of(node, self.graph.axes, self.cluster.ranks_per_node)
+        price = self.cluster.seconds(sent.collective, sent.nbytes, sent.shape, sent.dtype)
         self.sources[price.kind] += 1
         self.communication_s += price.seconds
         rest = max(0.0, price.seconds - slowdown.issue_s)
-        self.issued[node] = self.clock.issue(node.name, self.transfer(node), rest)
+        self.issued[node] = self.clock.issue(node.name, sent, rest)
 
     def wait(self, node: fx.Node, flight: Flight) -> None:
         """Stand still until a collective has ended, and for ranks that are late.
@@ -158,14 +159,6 @@ class _Run:
             late_s = max(0.0, rehearsed.seconds - max(0.0, empty - since_s))
             waited_s += self.clock.stand(node.name, late_s)
         self.waits[kind] = self.waits.get(kind, 0.0) + waited_s
-
-    def transfer(self, node: fx.Node) -> Transfer:
-        return Transfer.of(node, self.graph.axes, self.cluster.ranks_per_node)
-
-    def price(self, node: fx.Node) -> Cost:
-        """The seconds of a collective, alone."""
-        sent = self.transfer(node)
-        return self.cluster.seconds(sent.collective, sent.nbytes, sent.shape, sent.dtype)
 
     def finish(self) -> None:
         """Nothing is under way when a step ends."""

@@ -9,10 +9,9 @@ from operator import getitem
 
 from torch import fx
 
-from autopar.graph import Gradient, Parameter, TrainingGraph
+from autopar.graph import Gradient, Parameter, TrainingGraph, Value, operands, value_of
 from autopar.passes.rules.loops import Way
 from autopar.placement import Placement, Replicate
-from autopar.planner.ways import Value, reads_of, value_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def _read(graph: TrainingGraph, ways: Mapping[fx.Node, Way]) -> Iterator[tuple[V
     """
     for node in graph.calls():
         if node.target is not getitem:
-            yield from zip(reads_of(node), ways[node].operands, strict=True)
+            yield from zip(map(value_of, operands(node)), ways[node].operands, strict=True)
     inputs = dict(zip(graph.inputs, graph.placeholders, strict=True))
     for role, result in zip(graph.outputs, graph.results, strict=True):
         if result is not None:

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import fx
 
-from autopar.graph import TrainingGraph, tensor_bytes
+from autopar.graph import TrainingGraph, Value, tensor_bytes
 from autopar.partition import Partition, Ways, named
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.loops import Operator, Way
@@ -17,7 +17,6 @@ from autopar.passes.rules.table import loops_of
 from autopar.placement import Placement, Replicate, Shard
 from autopar.planner.pins import resolve
 from autopar.planner.program import solve
-from autopar.planner.ways import Value
 
 ITERATION_S = 1e-10
 """Seconds of one iteration of an operator's loops, on no machine in particular."""

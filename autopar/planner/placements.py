@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.cost_model.aliases import find_storages
 from autopar.cost_model.shape import GroupShape
-from autopar.graph import Parameter, TrainingGraph, elements
+from autopar.graph import Parameter, TrainingGraph, Value, elements
 from autopar.passes.rules.local import local_bytes
 from autopar.passes.rules.loops import Way
 from autopar.placement import Placement
@@ -17,7 +17,6 @@ from autopar.planner.machine import Machine
 from autopar.planner.pins import resolve
 from autopar.planner.prices import Prices
 from autopar.planner.program import Solution, Weight, solve
-from autopar.planner.ways import Value
 
 AXIS = "tp"
 

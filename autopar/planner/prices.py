@@ -16,13 +16,12 @@ from autopar.cost_model.cost import Cost
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.update import UpdateCost
-from autopar.graph import elements, tensor_bytes, tensors
+from autopar.graph import Value, elements, tensor_bytes, tensors
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.local import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.own import OWN, program
 from autopar.placement import Placement
-from autopar.planner.ways import Value
 
 NOTHING = Cost(0.0, "modelled by nothing to do")
 

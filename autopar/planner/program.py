@@ -20,12 +20,12 @@ from scipy.sparse import csr_array
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.graph import Gradient, Parameter, TrainingGraph
+from autopar.graph import Gradient, Parameter, TrainingGraph, Value, value_of
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.loops import Way
 from autopar.placement import Placement, Replicate
 from autopar.planner.conversions import Conversion, conversions
-from autopar.planner.ways import Choices, Value, choices, value_of
+from autopar.planner.ways import Choices, choices
 
 Price = Callable[[Value, Placement, Placement], float]
 """Seconds to convert a value from one placement to another."""

@@ -10,30 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import Parameter, TrainingGraph, elements, tensors
+from autopar.graph import Parameter, TrainingGraph, Value, elements, operands, tensors, value_of
 from autopar.passes.rules.linear import linear_ways
 from autopar.passes.rules.loops import At, Loop, Operator, Way, fitting, replicated, split
 from autopar.passes.rules.table import loops_of
 from autopar.placement import Placement, Replicate, Shard
 from autopar.planner.blocks import repeated
-
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor of the graph: one result of a node.
-
-    Attributes:
-        node: what makes it.
-        place: which of its results.
-    """
-
-    node: fx.Node
-    place: int = 0
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """Its fake tensor."""
-        return elements(self.node)[self.place]
 
 
 @dataclass(frozen=True)
@@ -57,21 +39,6 @@ class Choices:
         return Value(self.same[value.node], value.place)
 
 
-def value_of(node: fx.Node) -> Value:
-    """The tensor that a node stands for: an element of a tuple belongs to what made the tuple."""
-    if node.op == "call_function" and node.target is getitem:
-        source, place = node.args
-        return Value(source, place)  # type: ignore[arg-type]
-    return Value(node)
-
-
-def reads_of(node: fx.Node) -> list[Value]:
-    """The tensors that an operator reads, in order and as often as they occur."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, dict(node.kwargs)), found.append)
-    return [value_of(source) for source in found]
-
-
 def choices(
     graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
 ) -> Choices:
@@ -85,7 +52,7 @@ def choices(
     pins = pins or {}
     same = dict(repeated(graph, pins))
     calls = [node for node in graph.calls() if node.target is not getitem]
-    reads = {node: reads_of(node) for node in calls}
+    reads = {node: [value_of(source) for source in operands(node)] for node in calls}
     loops = {
         node: loops_of(Operator.of(node)) if _known(reads[node]) else []
         for node in calls

@@ -9,13 +9,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.cost_model.timing import flops_of
-from autopar.graph import Gradient, Parameter, TrainingGraph, tensor_bytes, tensors
+from autopar.graph import (
+    Gradient,
+    Parameter,
+    TrainingGraph,
+    Value,
+    tensor_bytes,
+    tensors,
+    value_of,
+)
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.local import local_bytes
 from autopar.passes.rules.loops import Way
 from autopar.placement import Placement, Replicate, Shard
 from autopar.planner.program import Weight, solve
-from autopar.planner.ways import Choices, Value, choices, value_of
+from autopar.planner.ways import Choices, choices
 from tests.passes.parity import World
 from tests.planner.blocks import GPTBlock, Stack, captured
 
