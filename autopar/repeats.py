@@ -124,7 +124,7 @@ class Repeats:
             for known in alike:
                 if (known.given, known.structure) == (given, structure):
                     return _repeated(known, self.calls, _tensors(leaves))
-            entered = _Enter.apply(self.calls, *_tensors(leaves))
+            entered = _Border.apply("enter", self.calls, *_tensors(leaves))
             state, args, kwargs = pytree.tree_unflatten(_filled(leaves, entered), structure)
             with _hidden(kind, block), _unchanged(block, entered), _unpatched(block, forward):
                 result = torch.func.functional_call(block, state, args, kwargs, tie_weights=False)
@@ -141,7 +141,7 @@ def _left(number: int, returned: Sequence[Any], entered: Sequence[Tensor]) -> li
     out = _tensors(returned)
     if not _are_plain(returned) or any(o._base is t for o in out for t in entered):
         raise Unlike("a block returns something else than new tensors")
-    return _filled(returned, _Leave.apply(number, *out)) if out else list(returned)
+    return _filled(returned, _Border.apply("leave", number, *out)) if out else list(returned)
 
 
 def _joins(kind: Kind, modules: list[nn.Module]) -> bool:
@@ -252,45 +252,24 @@ def _repeated(known: Traced, number: int, tensors: Sequence[Tensor]) -> Any:
     return pytree.tree_unflatten(_filled(known.returned, made), known.result)
 
 
-class _Enter(torch.autograd.Function):
-    """Marks what a block is given, and in the backward the gradients that leave it."""
+class _Border(torch.autograd.Function):
+    """Marks what passes the border of a block, and in the backward the gradients that pass it."""
 
     @staticmethod
-    def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.number = number
-        return _passed(ctx, "enter", tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return (None, *_passed_back("enter_back", ctx.number, gradients))
-
-
-class _Leave(torch.autograd.Function):
-    """Marks what a block returns, and in the backward the gradients that enter it."""
-
-    @staticmethod
-    def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.number = number
-        return _passed(ctx, "leave", tensors)
+    def forward(ctx: Any, what: str, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.what, ctx.number = what, number
+        made = MARK(tensors, tensors, range(len(tensors)), what, number)
+        ctx.set_materialize_grads(False)
+        wanted = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(t for t, need in zip(made, wanted, strict=True) if not need))
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return (None, *_passed_back("leave_back", ctx.number, gradients))
-
-
-def _passed(ctx: Any, what: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    made = MARK(tensors, tensors, range(len(tensors)), what, ctx.number)
-    ctx.set_materialize_grads(False)
-    wanted = ctx.needs_input_grad[1:]
-    ctx.mark_non_differentiable(*(t for t, need in zip(made, wanted, strict=True) if not need))
-    return tuple(made)
-
-
-def _passed_back(what: str, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    given = [gradient for gradient in gradients if gradient is not None]
-    made = iter(MARK(given, given, places, what, number)) if given else iter(())
-    return [None if gradient is None else next(made) for gradient in gradients]
+        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        given = [gradient for gradient in gradients if gradient is not None]
+        made = iter(MARK(given, given, places, f"{ctx.what}_back", ctx.number) if given else ())
+        return (None, None, *(None if gradient is None else next(made) for gradient in gradients))
 
 
 class _Repeat(torch.autograd.Function):

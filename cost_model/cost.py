@@ -40,3 +40,6 @@ def check_provenance(text: str) -> None:
     """Raise unless a provenance starts with one of KINDS."""
     if not isinstance(text, str) or not text.startswith(KINDS):
         raise ClusterError(f"provenance {text!r} starts with none of {KINDS}")
+
+
+NOTHING = Cost(0.0, "modelled by nothing to do")

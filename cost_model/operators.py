@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.cost_model.aliases import is_view
 from autopar.cost_model.collectives import collective_of, is_wait
-from autopar.cost_model.cost import ClusterError, Cost
+from autopar.cost_model.cost import NOTHING, ClusterError, Cost
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.rehearsal import ALONE, Ranks, rehearse
 from autopar.cost_model.roofline import Roofline
@@ -176,7 +176,7 @@ class OperatorTimes:
         the output nothing.
         """
         if node.op != "call_function":
-            return _NOTHING
+            return NOTHING
         cost = self._costs.get(time_key(node))
         if cost is None:
             cost = self._modelled(node) if _is_timed(node) else self._dispatch
@@ -243,9 +243,6 @@ class OperatorTimes:
     def _dispatch(self) -> Cost:
         modelled = Cost(self.roofline.launch_s, f"modelled by {self.roofline.source}")
         return self._costs.get(_DISPATCH, modelled)
-
-
-_NOTHING = Cost(0.0, "modelled by nothing to do")
 
 
 def _is_sent(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from torch import fx
 from autopar._torch import OpOverload, pytree
 from autopar.cost_model.aliases import is_view
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.cost import Cost
+from autopar.cost_model.cost import NOTHING, Cost
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.update import UpdateCost
@@ -22,8 +22,6 @@ from autopar.passes.rules.local import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.own import OWN, program
 from autopar.placement import Placement
-
-NOTHING = Cost(0.0, "modelled by nothing to do")
 
 
 @dataclass(frozen=True)
