@@ -111,6 +111,9 @@ class Cut:
         changed = {role.of for role in graph.outputs if isinstance(role, Update)}
         roles = zip(graph.placeholders, graph.inputs, strict=True)
         self.changed = {node for node, role in roles if role in changed}
+        for node in self.nodes:
+            if is_view(node) and node.all_input_nodes[0] in self.changed:
+                self.changed.add(node)
 
     def kept(self) -> list[fx.Node]:
         """The values to keep, in order."""
