@@ -5,7 +5,7 @@ float32 and float64 and take milliseconds a step.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -374,15 +374,29 @@ def reference(
     """Train the plain model on one process; step `i` sees `case.batch(rows, seed=i)`."""
     model = case.make().to(dtype)
     optimizer = optimizer_factory(model.parameters())
+    losses = train_steps(model, optimizer, case, batches(case, range(steps), rows, dtype))
+    return Reference(losses, snapshot(model.state_dict()))
+
+
+def batches(
+    case: Case, steps: Iterable[int], rows: int, dtype: torch.dtype = torch.float64
+) -> Iterator[Batch]:
+    """The batch of each step."""
+    return (to_dtype(case.batch(rows, step), dtype) for step in steps)
+
+
+def train_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, given: Iterable[Batch]
+) -> list[float]:
+    """One step on each batch; the losses."""
     losses = []
-    for step in range(steps):
-        args, kwargs = to_dtype(case.batch(rows, step), dtype)
+    for args, kwargs in given:
         loss = case.loss(model(*args, **kwargs))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Reference(losses, snapshot(model.state_dict()))
+    return losses
 
 
 def snapshot(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -391,11 +405,14 @@ def snapshot(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def relative_error(got: Tensor | float, want: Tensor | float) -> float:
-    """The norm of the difference over that of `want`; absolute at zero, inf for NaN."""
-    a, b = (torch.as_tensor(value).detach().to(torch.float64) for value in (got, want))
+    """The norm of the difference over that of `want`; absolute near zero, inf for NaN.
+
+    Near zero lies what is zero but for rounding: a bias of keys has no gradient.
+    """
+    a, b = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (got, want))
     assert a.shape == b.shape, f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}"
     difference, norm = (a - b).norm().item(), b.norm().item()
-    error = difference / norm if norm else difference
+    error = difference / norm if norm > 1e-9 else difference
     return math.inf if math.isnan(error) else error
 
 

@@ -1,5 +1,6 @@
 """Models partitioned over ranks train exactly as on one, also over data-parallel ranks."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import autopar
 from autopar.placement import Replicate, Shard
-from tests.models import MODELS, Reference, to_dtype
+from tests.models import MODELS, Reference, batches, to_dtype, train_steps
 from tests.training import ADAMW, Pair, assert_same_training, close, fixed, plain, whole_state
 from tests.worlds import run
 
@@ -26,25 +27,14 @@ def batch_of(name: str, step: int, rows: int = ROWS) -> Any:
     return to_dtype(MODELS[name].batch(rows, step), f64)
 
 
-def steps(model: Any, optimizer: Any, name: str, which: range) -> list[float]:
-    losses = []
-    for step in which:
-        args, kwargs = batch_of(name, step)
-        loss = MODELS[name].loss(model(*args, **kwargs))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def train(rank: int, world_size: int, name: str, setups: list[dict[str, Any]]) -> list[Reference]:
     found = []
     for options in setups:
         model = autopar.compile(
             MODELS[name].make().double(), strategy=fixed(**options), fallback=False
         )
-        losses = steps(model, ADAMW(model.parameters()), name, range(10))
+        given = batches(MODELS[name], range(10), ROWS)
+        losses = train_steps(model, ADAMW(model.parameters()), MODELS[name], given)
         assert model.plan is not None
         assert model.plan.partition is not None
         assert model.plan.partition.parameters or name == "odd"
@@ -110,12 +100,18 @@ def test_loops() -> None:
 
 
 def held_back(rank: int, world_size: int) -> None:
-    pair = Pair("encoder", strategy=fixed(0, tp=2))
-    for part in range(2):
+    """Gradients inside of no_sync stay where they are until the next call, over rows alone."""
+    pair = Pair("encoder", strategy=fixed(3, tp=2))
+    for part in range(3):
         args, kwargs = batch_of("encoder", part, 8)
-        for model in pair.models:
-            (MODELS["encoder"].loss(model(*args, **kwargs)) / 2).backward()
+        with pair.parallel.no_sync() if part < 2 else contextlib.nullcontext():
+            for model in pair.models:
+                (MODELS["encoder"].loss(model(*args, **kwargs)) / 3).backward()
     pair.check_gradients()
+
+
+def test_gradients_are_held_back() -> None:
+    run(held_back, 4)
 
 
 def test_dropout_is_that_of_one_device() -> None:
@@ -166,7 +162,8 @@ def resume(
         set_state_dict(
             model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
         )
-    losses = steps(model, optimizer, "encoder", which)
+    given = batches(MODELS["encoder"], which, ROWS)
+    losses = train_steps(model, optimizer, MODELS["encoder"], given)
     parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.save(parts, checkpoint_id=target)
     return Reference(losses, whole_state(model))

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import autopar
-from tests.models import MODELS, Reference, to_dtype
+from tests.models import MODELS, Reference, batches, to_dtype, train_steps
 from tests.training import (
     ADAMW,
     EXACT,
@@ -86,22 +86,10 @@ def test_state_dicts_load_between_compiled_models() -> None:
 # -- checkpoints -------------------------------------------------------------------------------
 
 
-def train(model: nn.Module, optimizer: Any, name: str, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        args, kwargs = to_dtype(MODELS[name].batch(12, step), f64)
-        loss = MODELS[name].loss(model(*args, **kwargs))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def save(rank: int, world_size: int, name: str, folder: str) -> None:
     model = autopar.compile(MODELS[name].make().double(), strategy=fixed(3))
     optimizer = ADAMW(model.parameters())
-    train(model, optimizer, name, range(3))
+    train_steps(model, optimizer, MODELS[name], batches(MODELS[name], range(3), 12))
     parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.save(parts, checkpoint_id=folder)
 
@@ -118,7 +106,8 @@ def resume(rank: int, world_size: int, name: str, folder: str, zero: Any, early:
     set_state_dict(
         model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
     )
-    losses = train(model, optimizer, name, range(3, 6))
+    given = batches(MODELS[name], range(3, 6), 12)
+    losses = train_steps(model, optimizer, MODELS[name], given)
     check_layout(model, optimizer)
     return Reference(losses, whole_state(model))
 

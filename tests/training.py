@@ -12,7 +12,16 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.capture import Call, Capture, capture
-from tests.models import MODELS, Batch, Reference, reference, relative_error, to_dtype, worst_error
+from tests.models import (
+    MODELS,
+    Batch,
+    Reference,
+    batches,
+    reference,
+    relative_error,
+    train_steps,
+    worst_error,
+)
 
 STEPS = 10
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -83,17 +92,10 @@ def train(
         **options,
     )
     optimizer = optimizer_of(dtype)(model.parameters())
-    losses = []
-    for step in steps:
-        batch = to_dtype(case.batch(setup.rows, step), dtype)
-        if setup.batch == "local":
-            batch = rows_of(batch, rank, world_size)
-        loss = case.loss(model(*batch[0], **batch[1]))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Reference(losses, whole_state(model))
+    given = batches(case, steps, setup.rows, dtype)
+    if setup.batch == "local":
+        given = (rows_of(batch, rank, world_size) for batch in given)
+    return Reference(train_steps(model, optimizer, case, given), whole_state(model))
 
 
 class Pair:

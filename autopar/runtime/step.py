@@ -150,7 +150,7 @@ def _gradients(half: Half, results: list[Any], running: Running) -> list[torch.T
             if role.name in running.held:
                 running.held[role.name] += value
             else:
-                running.held[role.name] = value
+                running.held[role.name] = value.contiguous()  # as the program that adds it expects
         elif isinstance(role, Gradient) and value is not None:
             is_parameter = isinstance(role.of, Parameter)
             found[role.of] = running.wrap(role.of.name, value) if is_parameter else value  # type: ignore[union-attr]

@@ -5,82 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-from autopar.capture import Call, TensorSpec, capture
-from autopar.graph import (
-    Buffer,
-    Input,
-    InputRole,
-    OutputRole,
-    Parameter,
-    Tangent,
-    TrainingGraph,
-)
+from autopar.graph import TrainingGraph
 from autopar.partition import Ways
 from autopar.passes.partition_axis import PartitionAxis
-from autopar.passes.rules.lockstep import run
 from autopar.passes.rules.loops import Way
-from autopar.passes.rules.oracle import cut, equal, joined
+from autopar.passes.rules.oracle import equal
 from autopar.passes.runner import run_passes
 from autopar.placement import Partial, Replicate, Shard
 from autopar.planner.partitions import partition_by_bytes
-from autopar.runtime.parameters import describe_parameters
 from tests.models import MODELS, to_dtype
 from tests.passes.golden import changes, two_layers
-
-AXIS = "tp"
-WHOLE = Replicate()
-Values = dict[InputRole, Tensor]
-
-
-def captured(name: str, ranks: int, rows: int) -> tuple[TrainingGraph, Values]:
-    """The graph of a model at some rows, and what it is given."""
-    case = MODELS[name]
-    model = case.make().double()
-    leaves, structure = pytree.tree_flatten(to_dtype(case.batch(rows, 0), torch.float64))
-    specs = tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves)
-    call = Call(specs, structure, tuple(isinstance(x, Tensor) and x.dim() > 0 for x in leaves))
-    parameters = describe_parameters(model)
-    graph = capture(model, call, parameters, device=torch.device("cpu")).graph
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values: Values = {}
-    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
-        match role:
-            case Parameter(n) | Buffer(n):
-                values[role] = state[n].detach()
-            case Input(index):
-                values[role] = leaves[index]
-            case Tangent():
-                values[role] = torch.ones(node.meta["val"].shape, dtype=torch.float64)
-    return replace(graph, axes={AXIS: ranks}), values
-
-
-def partitioned(
-    graph: TrainingGraph, ranks: int, ways: Ways, values: Values
-) -> dict[OutputRole, Tensor | None]:
-    """What all ranks return together; None where they should agree and do not."""
-    graphs = [run_passes(graph, [PartitionAxis(AXIS, r, ways)]) for r in range(ranks)]
-    lies = {n.name: r for n, r in zip(graph.placeholders, graph.inputs, strict=True)}
-    placed = {lies[name]: way.results[0] for name, way in ways if name in lies}
-    parts = [cut(values[role], placed.get(role, WHOLE), ranks) for role in graph.inputs]
-    found = run([_module(g) for g in graphs], list(zip(*parts, strict=True)))
-    return {
-        role: joined(results, placed.get(getattr(role, "of", None), WHOLE))  # type: ignore[call-overload]
-        for role, results in zip(graph.outputs, zip(*found, strict=True), strict=True)
-        if results[0] is not None
-    }
-
-
-def whole(graph: TrainingGraph, values: Values) -> dict[OutputRole, Tensor]:
-    """What one device returns."""
-    (found,) = run([_module(graph)], [[values[role] for role in graph.inputs]])
-    return dict(zip(graph.outputs, found, strict=True))
-
-
-def _module(graph: TrainingGraph) -> fx.GraphModule:
-    return fx.GraphModule(dict(graph.constants), graph.graph)
+from tests.passes.partitions import AXIS, captured, partitioned, whole
 
 
 @pytest.mark.parametrize(
@@ -96,7 +32,9 @@ def _module(graph: TrainingGraph) -> fx.GraphModule:
     ],
 )
 def test_ranks_compute_what_one_device_does(name: str, ranks: int, rows: int) -> None:
-    graph, values = captured(name, ranks, rows)
+    case = MODELS[name]
+    batch = to_dtype(case.batch(rows, 0), torch.float64)
+    graph, values = captured(case.make().double(), batch, ranks)
     want = whole(graph, values)
     ways = partition_by_bytes(graph, ranks)
     assert any(isinstance(p, Shard) for _, way in ways for p in way.results)

@@ -5,21 +5,16 @@ Dropout is on: what is sharded is drawn as one device draws it.
 
 import warnings
 from collections import Counter
-from dataclasses import replace
 from operator import getitem
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from autopar.api import capture_of_rank
-from autopar.graph import Buffer, Input, InputRole, Parameter, TrainingGraph
 from autopar.passes.rules.table import is_known
 from autopar.placement import Shard
 from autopar.planner.partitions import partition_by_bytes
 from tests.architectures import ARCHITECTURES
-from tests.passes.test_partition_axis import AXIS, partitioned, whole
+from tests.passes.partitions import captured, partitioned, whole
 
 pytest.importorskip("transformers", reason="transformers is a test extra: pip install .[test]")
 
@@ -28,33 +23,15 @@ ZERO = 1e-9  # gradients of less are rounding: keys' biases have none
 COVERED: Counter[str] = Counter()
 
 
-def captured(name: str) -> tuple[TrainingGraph, dict[InputRole, Tensor]]:
-    """The graph of an architecture, and what it is given."""
-    architecture = ARCHITECTURES[name]
-    model, batch = architecture.make(dropout=0.1), architecture.batch(ROWS)
-    graph = capture_of_rank(model, batch, 0, 1, "global", None, None)
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    leaves = pytree.tree_leaves(((), batch))
-    values: dict[InputRole, Tensor] = {}
-    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
-        match role:
-            case Parameter(key) | Buffer(key):
-                values[role] = state[key].detach()
-            case Input(index):
-                values[role] = leaves[index]
-            case _:
-                values[role] = torch.ones(node.meta["val"].shape, dtype=torch.float64)
-    return graph, values
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_operator_is_known_and_the_partition_exact(name: str) -> None:
     warnings.simplefilter("ignore")
-    graph, values = captured(name)
+    architecture = ARCHITECTURES[name]
+    batch = ((), architecture.batch(ROWS))
+    graph, values = captured(architecture.make(dropout=0.1), batch, RANKS)
     operators = Counter(node.target for node in graph.calls() if node.target is not getitem)
     assert not [str(target) for target in operators if not is_known(target)]
     COVERED.update(map(str, operators))
-    graph = replace(graph, axes={AXIS: RANKS})
     ways = partition_by_bytes(graph, RANKS)
     own = Counter(way.own for _, way in ways if way.own)
     shards = sum(isinstance(p, Shard) for _, way in ways for p in way.results)

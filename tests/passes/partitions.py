@@ -1,0 +1,69 @@
+"""The graph of a model, partitioned for all ranks of an axis and run in lockstep."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar.capture import capture
+from autopar.graph import Buffer, Input, InputRole, OutputRole, Parameter, TrainingGraph
+from autopar.partition import Ways
+from autopar.passes.partition_axis import PartitionAxis
+from autopar.passes.rules.lockstep import run
+from autopar.passes.rules.oracle import cut, joined
+from autopar.passes.runner import run_passes
+from autopar.placement import Replicate
+from autopar.runtime.batch import share_of
+from autopar.runtime.parameters import describe_parameters
+
+AXIS = "tp"
+WHOLE = Replicate()
+Values = dict[InputRole, Tensor]
+
+
+def captured(
+    model: nn.Module, batch: tuple[Any, dict[str, Any]], ranks: int
+) -> tuple[TrainingGraph, Values]:
+    """The graph of a call of a model, over `ranks`, and what it is given."""
+    leaves, structure = pytree.tree_flatten(batch)
+    call = share_of(leaves, structure, mode="global", rank=0, ranks=1).call
+    graph = capture(model, call, describe_parameters(model), device=torch.device("cpu")).graph
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values: Values = {}
+    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
+        match role:
+            case Parameter(name) | Buffer(name):
+                values[role] = state[name].detach()
+            case Input(index):
+                values[role] = leaves[index]
+            case _:
+                values[role] = torch.ones(node.meta["val"].shape, dtype=torch.float64)
+    return replace(graph, axes={AXIS: ranks}), values
+
+
+def partitioned(
+    graph: TrainingGraph, ranks: int, ways: Ways, values: Values
+) -> dict[OutputRole, Tensor | None]:
+    """What all ranks return together; None where they should agree and do not."""
+    graphs = [run_passes(graph, [PartitionAxis(AXIS, r, ways)]) for r in range(ranks)]
+    lies = {n.name: r for n, r in zip(graph.placeholders, graph.inputs, strict=True)}
+    placed = {lies[name]: way.results[0] for name, way in ways if name in lies}
+    parts = [cut(values[role], placed.get(role, WHOLE), ranks) for role in graph.inputs]
+    found = run([_module(g) for g in graphs], list(zip(*parts, strict=True)))
+    return {
+        role: joined(results, placed.get(getattr(role, "of", None), WHOLE))  # type: ignore[call-overload]
+        for role, results in zip(graph.outputs, zip(*found, strict=True), strict=True)
+        if results[0] is not None
+    }
+
+
+def whole(graph: TrainingGraph, values: Values) -> dict[OutputRole, Tensor]:
+    """What one device returns."""
+    (found,) = run([_module(graph)], [[values[role] for role in graph.inputs]])
+    return dict(zip(graph.outputs, found, strict=True))
+
+
+def _module(graph: TrainingGraph) -> fx.GraphModule:
+    return fx.GraphModule(dict(graph.constants), graph.graph)
