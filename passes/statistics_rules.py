@@ -59,13 +59,16 @@ def reduce_loss(work: Typing, node: fx.Node) -> bool:
     return reduce_mean(work, node)
 
 
+NLL_BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+
+
 def reduce_nll(work: Typing, node: fx.Node) -> bool:
     """Negative log likelihood: sum of losses over sum of weights, ignored targets left out."""
     if _argument(node, "reduction") == 2:
         loss, count = _getitem(work, node, 0), _getitem(work, node, 1)
         for item in (node, loss, count):
             work.type(item, V)
-        if any(user.target is not aten.nll_loss_backward.default for user in count.users):
+        if any(user.target not in NLL_BACKWARD for user in count.users):
             reduce_sum(work, count)  # a lowering divides by it
         return reduce_sum(work, loss)
     arguments = list(node.args)

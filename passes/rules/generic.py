@@ -84,10 +84,7 @@ def reduction(how: Reduced | None, place: int = 1, keep: int = 2) -> Rule:
     """
 
     def rule(operator: Operator) -> list[Loop]:
-        source = operator.operands[0]
-        given = operator.argument(place, "dim")
-        over = [given] if isinstance(given, int) else list(given or range(source.dim()))
-        over = [dim % max(source.dim(), 1) for dim in over]
+        source, over = operator.operands[0], reduced_dims(operator, place)
         kept = bool(operator.argument(keep, "keepdim", False))
         loops = []
         for dim, size in enumerate(source.shape):
@@ -99,6 +96,14 @@ def reduction(how: Reduced | None, place: int = 1, keep: int = 2) -> Rule:
         return loops
 
     return rule
+
+
+def reduced_dims(operator: Operator, place: int) -> list[int]:
+    """The dims that argument `place` of a reduction names; all if it names none."""
+    count = operator.operands[0].dim()
+    given = operator.argument(place, "dim")
+    dims = [given] if isinstance(given, int) else list(given or range(count))
+    return sorted({dim % count for dim in dims}) if count else []
 
 
 def contraction(equation: str, added: bool = False) -> Rule:

@@ -9,6 +9,7 @@ collectives that one rank runs in the place of the operator.
 | `own_loss` | the classes of a negative log-likelihood, the rows that it is averaged over |
 | `own_softmax` | the dim that a softmax, log-softmax or log-sum-exp runs over |
 | `own_norms` | the dim that a layer norm, mean, variance or norm runs over |
+| `own_scan` | the dim that a cumulative sum runs over, or in which an extremum is looked for |
 | `own_random` | what is drawn at random: drawn whole everywhere, as one device draws it |
 """
 
@@ -23,8 +24,15 @@ from torch import fx
 
 from autopar._torch import FakeTensorMode, OpOverload, pytree
 from autopar.graph import tensor_bytes, tensors
-from autopar.passes.collectives import STARTS
-from autopar.passes.rules import own_lookup, own_loss, own_norms, own_random, own_softmax
+from autopar.passes.collectives import STARTS, start_all_gather
+from autopar.passes.rules import (
+    own_lookup,
+    own_loss,
+    own_norms,
+    own_random,
+    own_scan,
+    own_softmax,
+)
 from autopar.passes.rules.local import local_shape
 from autopar.passes.rules.loops import Loop, Operator, Rule, Way
 from autopar.passes.rules.site import Site
@@ -81,8 +89,9 @@ class Own:
         for node in program(operator, way, ranks, 0).nodes:
             if node.target in STARTS:
                 kind = node.target.__name__.removeprefix("start_")
-                sent = (t for n in node.args[0] for t in tensors(n))
-                found.append((kind, sum(map(tensor_bytes, sent))))
+                whole = [node] if node.target is start_all_gather else node.args[0]
+                sizes = (tensor_bytes(t) for n in whole for t in tensors(n))
+                found.append((kind, sum(sizes)))
         return tuple(found)
 
 
@@ -129,7 +138,7 @@ def _faked(operator: Operator) -> Operator:
 
 OWN: Mapping[str, Own] = {
     name: Own(*parts)
-    for family in (own_lookup, own_loss, own_softmax, own_norms, own_random)
+    for family in (own_lookup, own_loss, own_softmax, own_norms, own_scan, own_random)
     for name, parts in family.LOWERINGS.items()
 }
 """Every own lowering, by name."""

@@ -1,4 +1,4 @@
-"""Own lowerings of the negative log-likelihood: its classes sharded, or the rows of a mean.
+"""Own lowerings of the negative log-likelihood: its classes sharded, or what a mean is over.
 
 With those of log-softmax a cross-entropy never gathers the logits, of which each rank has a part of
 the vocabulary: what is sent are numbers a row.
@@ -15,14 +15,17 @@ from torch import fx
 from autopar.passes.rules.loops import At, Loop, Operator
 from autopar.passes.rules.own_lookup import places, zero_unless
 from autopar.passes.rules.site import Site, aten, value
+from autopar.passes.rules.special import targets
 
 NONE, MEAN, SUM = 0, 1, 2
+LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
 def _classes(operator: Operator) -> list[Loop]:
-    """(log-probabilities [rows, classes], targets, weights, reduction, ignored): classes."""
+    """(log-probabilities [rows, classes, ...], targets, weights, reduction, ignored): classes."""
     source, *others = operator.operands
-    if source.dim() != 2:
+    if source.dim() < 2:
         return []
     rest = (None,) * len(others)
     return [Loop(source.shape[1], (At(1), *rest), ("sum", None), free=False)]
@@ -55,12 +58,14 @@ def _weights(
 
 
 def _rows(operator: Operator) -> list[Loop]:
-    """As `_classes`: rows of a mean, which is over how many of all rows count."""
+    """As `_classes`: all else of a mean, which is over how many of all targets count."""
     source, *others = operator.operands
-    if source.dim() != 2 or operator.args[3] != MEAN:
-        return []
     rest = (None,) * (len(others) - 1)
-    return [Loop(source.shape[0], (At(0), At(0), *rest), ("sum", None))]
+    return [
+        Loop(source.shape[dim], (At(dim), At(place), *rest), ("sum", None))
+        for dim, place in targets(source)
+        if operator.args[3] == MEAN
+    ]
 
 
 def _nll_loss_rows(site: Site) -> list[fx.Node]:
@@ -75,7 +80,7 @@ def _nll_loss_rows(site: Site) -> list[fx.Node]:
 def _classes_backward(operator: Operator) -> list[Loop]:
     """(gradient, log-probabilities, targets, weights, reduction, ignored, total): classes."""
     _, source, *others = operator.operands
-    if source.dim() != 2:
+    if source.dim() < 2:
         return []
     rest = (None,) * len(others)
     return [Loop(source.shape[1], (None, At(1), *rest), (At(1),), free=False)]
@@ -97,12 +102,8 @@ def _nll_loss_backward(site: Site) -> list[fx.Node]:
 
 
 LOWERINGS: dict[str, Any] = {
-    "nll_loss": ((aten.nll_loss_forward.default,), _classes, _nll_loss),
-    "nll_loss_rows": ((aten.nll_loss_forward.default,), _rows, _nll_loss_rows),
-    "nll_loss_backward": (
-        (aten.nll_loss_backward.default,),
-        _classes_backward,
-        _nll_loss_backward,
-    ),
+    "nll_loss": (LOSSES, _classes, _nll_loss),
+    "nll_loss_rows": (LOSSES, _rows, _nll_loss_rows),
+    "nll_loss_backward": (BACKWARD, _classes_backward, _nll_loss_backward),
 }
 """Targets, loops and lowering, by name."""

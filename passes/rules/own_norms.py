@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from autopar.passes.rules.generic import reduced_dims
 from autopar.passes.rules.loops import At, Loop, Operator, Reduced, Rule
 from autopar.passes.rules.site import Site, aten, value
 
@@ -102,21 +103,15 @@ def _over_rows(site: Site, node: fx.Node, rows: list[int]) -> fx.Node:
 # -- means and variances -----------------------------------------------------------------------
 
 
-def _over(operator: Operator, place: int) -> list[int]:
-    """The dims that a reduction runs over."""
-    count = operator.operands[0].dim()
-    given = operator.argument(place, "dim")
-    dims = [given] if isinstance(given, int) else list(given or range(count))
-    return sorted({dim % count for dim in dims}) if count else []
-
-
 def _over_dims(result: Reduced | None, place: int = 1) -> Rule:
     """The dims that are reduced; every result is whole or a part of a sum."""
 
     def rule(operator: Operator) -> list[Loop]:
         source = operator.operands[0]
         results = (result,) * len(operator.results)
-        return [Loop(source.shape[dim], (At(dim),), results) for dim in _over(operator, place)]
+        return [
+            Loop(source.shape[dim], (At(dim),), results) for dim in reduced_dims(operator, place)
+        ]
 
     return rule
 
@@ -131,7 +126,7 @@ def _mean(site: Site) -> list[fx.Node]:
 def _variance(site: Site) -> list[fx.Node]:
     correction = site.operator.kwargs.get("correction")
     x = site.accurate(site.shards[0])
-    dims = _over(site.operator, 1)
+    dims = reduced_dims(site.operator, 1)
     mean, variance, _ = _moments(site, x, dims, 1 if correction is None else correction)
     results = site.operator.results
     return [
@@ -147,7 +142,7 @@ def _is_euclidean(operator: Operator) -> list[Loop]:
 def _vector_norm(site: Site) -> list[fx.Node]:
     x, result = site.accurate(site.shards[0]), site.operator.results[0]
     square = site.op(aten.mul.Tensor, x, x)
-    (total,) = site.reduced(site.op(aten.sum.dim_IntList, square, _over(site.operator, 2)))
+    (total,) = site.reduced(site.op(aten.sum.dim_IntList, square, reduced_dims(site.operator, 2)))
     norm = site.op(aten.view.default, site.op(aten.sqrt.default, total), list(result.shape))
     return [site.cast(norm, result.dtype)]
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.graph import elements
 from autopar.passes.build import call
-from autopar.passes.collectives import collective, start_all_reduce
+from autopar.passes.collectives import collective, start_all_gather, start_all_reduce
 from autopar.passes.rules.local import filled
 from autopar.passes.rules.loops import Operator, Way
 from autopar.placement import Placement, Shard
@@ -64,6 +64,14 @@ class Site:
     def reduced(self, *nodes: fx.Node, op: str = "sum") -> list[fx.Node]:
         """These nodes summed over the ranks (or their maximum), in one message."""
         return collective(self.graph, self.like, start_all_reduce, nodes, self.axis, op)
+
+    def stacked(self, node: fx.Node) -> fx.Node:
+        """What every rank has of this node, in a new first dim."""
+        row = self.op(aten.unsqueeze.default, node, 0)
+        (found,) = collective(
+            self.graph, self.like, start_all_gather, [row], [self.ranks], self.axis
+        )
+        return found
 
     def mine(self, node: fx.Node, placement: Placement) -> fx.Node:
         """This rank's shard of what is whole; anything else as it is."""

@@ -71,24 +71,44 @@ def _channel(tensor: torch.Tensor) -> At | None:
 # -- softmax and cross-entropy -----------------------------------------------------------------
 
 
+def targets(source: torch.Tensor) -> list[tuple[int, int]]:
+    """The dims of log-probabilities [rows, classes, ...] that targets have too, and where those do.
+
+    None if there are no rows.
+    """
+    return [(dim, max(dim - 1, 0)) for dim in range(source.dim()) if dim != 1 < source.dim()]
+
+
 def nll_loss(operator: Operator) -> list[Loop]:
-    """(log-probabilities [rows, classes], targets, weights, reduction, ignored): rows of a sum."""
-    if operator.operands[0].dim() != 2 or operator.args[3] == 1:
-        return []  # a mean divides by how many rows count: that is for a lowering of its own
-    rows = operator.operands[0].shape[0]
-    kept: At | Reduced = At(0) if operator.args[3] == 0 else "sum"
+    """(log-probabilities [rows, classes, ...], targets, weights, reduction, ignored): all of a sum
+    but classes."""
+    source = operator.operands[0]
+    if operator.args[3] == 1:
+        return []  # a mean divides by how many targets count: that is for a lowering of its own
     weights = (None,) * (len(operator.operands) - 2)
-    return [Loop(rows, (At(0), At(0), *weights), (kept, "sum"))]
+
+    def kept(place: int) -> At | Reduced:
+        return At(place) if operator.args[3] == 0 else "sum"
+
+    return [
+        Loop(source.shape[dim], (At(dim), At(place), *weights), (kept(place), "sum"))
+        for dim, place in targets(source)
+    ]
 
 
 def nll_loss_backward(operator: Operator) -> list[Loop]:
-    """(gradient, log-probabilities, targets, weights, reduction, ignored, total weight): rows."""
+    """(gradient, log-probabilities, targets, weights, reduction, ignored, total weight): all but
+    classes."""
     gradient, source = operator.operands[:2]
-    if source.dim() != 2:
-        return []
-    of_rows = At(0) if gradient.dim() else None
     rest = (None,) * (len(operator.operands) - 3)
-    return [Loop(source.shape[0], (of_rows, At(0), At(0), *rest), (At(0),))]
+    return [
+        Loop(
+            source.shape[dim],
+            (At(place) if gradient.dim() else None, At(dim), At(place), *rest),
+            (At(dim),),
+        )
+        for dim, place in targets(source)
+    ]
 
 
 # -- convolution and pooling -------------------------------------------------------------------

@@ -44,6 +44,7 @@ RULES: Mapping[OpOverload, Rule] = {
     aten.mean.dim: reduction(None),
     aten.amax.default: reduction("max"),
     aten.amin.default: reduction(None),
+    aten.min.default: reduction(None),
     aten.max.default: reduction("max"),
     aten.var.correction: reduction(None, keep=3),
     aten.var_mean.correction: reduction(None, keep=3),
@@ -52,7 +53,9 @@ RULES: Mapping[OpOverload, Rule] = {
     aten.any.dim: reduction(None),
     aten.all.dim: reduction(None),
     aten.argmax.default: reduction(None),
+    aten.argmin.default: reduction(None),
     aten.max.dim: reduction(None),
+    aten.min.dim: reduction(None),
     aten.linalg_vector_norm.default: reduction(None, place=2, keep=3),
     # views
     aten.view.default: views.view,
@@ -114,6 +117,8 @@ RULES: Mapping[OpOverload, Rule] = {
     # loss
     aten.nll_loss_forward.default: special.nll_loss,
     aten.nll_loss_backward.default: special.nll_loss_backward,
+    aten.nll_loss2d_forward.default: special.nll_loss,
+    aten.nll_loss2d_backward.default: special.nll_loss_backward,
     # embedding
     aten.embedding.default: indexing.embedding,
     aten.embedding_dense_backward.default: indexing.embedding_backward,

@@ -77,9 +77,26 @@ def nll_loss(d: Draw) -> tuple[Any, ...]:
     return (d.rand(rows, classes), targets, weights, reduction, ignored if classes > 1 else -100)
 
 
+@sample(aten.nll_loss2d_forward.default)
+def nll_loss_of_images(d: Draw) -> tuple[Any, ...]:
+    source, targets, *rest = nll_loss(d)
+    high, wide = d.size(), d.size()
+    picture = targets[:, None, None].repeat(1, high, wide)
+    return (d.rand(*source.shape, high, wide), picture, *rest)
+
+
+@sample(aten.nll_loss2d_backward.default)
+def nll_loss_of_images_backward(d: Draw) -> tuple[Any, ...]:
+    return _nll_loss_backward(d, *nll_loss_of_images(d))
+
+
 @sample(aten.nll_loss_backward.default)
 def nll_loss_backward(d: Draw) -> tuple[Any, ...]:
-    source, targets, weights, reduction, ignored = nll_loss(d)
+    return _nll_loss_backward(d, *nll_loss(d))
+
+
+def _nll_loss_backward(d: Draw, *forward: Any) -> tuple[Any, ...]:
+    source, targets, weights, reduction, ignored = forward
     gradient = d.rand(*targets.shape) if reduction == 0 else d.rand()
     total = torch.tensor(3.5, dtype=d.dtype)
     return (gradient, source, targets, weights, reduction, ignored, total)

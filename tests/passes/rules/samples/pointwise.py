@@ -165,7 +165,7 @@ def dot(d: Draw) -> tuple[Any, ...]:
 # -- reductions --------------------------------------------------------------------------------
 
 
-@sample(aten.sum.default, aten.mean.default, aten.max.default)
+@sample(aten.sum.default, aten.mean.default, aten.max.default, aten.min.default)
 def everything(d: Draw) -> tuple[Any, ...]:
     return (d.rand(*d.sizes()),)
 
@@ -183,7 +183,14 @@ def logsumexp(d: Draw) -> tuple[Any, ...]:
     return (d.rand(*shape), [d.below(len(shape))], d.flag())
 
 
-@sample(aten.prod.dim_int, aten.max.dim, aten.argmax.default, aten.any.dim, aten.all.dim)
+@sample(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
+def extremum(d: Draw) -> tuple[Any, ...]:
+    """Of numbers that are often equal: the first counts."""
+    shape = d.sizes()
+    return (d.randint(3, *shape).to(d.dtype), d.below(len(shape)), d.flag())
+
+
+@sample(aten.prod.dim_int, aten.any.dim, aten.all.dim)
 def one_dim(d: Draw) -> tuple[Any, ...]:
     shape = d.sizes()
     return (d.rand(*shape), d.below(len(shape)), d.flag())
