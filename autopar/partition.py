@@ -29,6 +29,7 @@ class Partition:
         graph: mark of the graph that `ways` are of.
         rows: of the first rank's batch, at which they were decided; 0 if it has them all.
         ways: each way, as text, and the names of the nodes that are computed so.
+        bucket_bytes: of sums of gradients that travel together.
     """
 
     axis: str
@@ -37,6 +38,7 @@ class Partition:
     graph: str = ""
     rows: int = 0
     ways: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    bucket_bytes: int = 4 * 2**20
 
     @staticmethod
     def of(axis: str, ranks: int, graph: TrainingGraph, ways: Ways) -> Partition:

@@ -20,6 +20,7 @@ from autopar.partition import Partition, Ways
 from autopar.passes.agree_on_batch import AgreeOnBatch
 from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets
+from autopar.passes.bucket_sums import BucketSums
 from autopar.passes.checkpoint_activations import CheckpointActivations, Level
 from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.lower_collectives import LowerCollectives
@@ -275,15 +276,17 @@ class Plan:
         checkpoint = CheckpointActivations(self.recompute, self.activation_bytes, compiled)
         split = self.partition.axis if self.partition is not None else ""
         first = (PartitionAxis(split, column, ways), AgreeOnBatch(split)) if split else ()
+        sums = (BucketSums(split, self.partition.bucket_bytes),) if self.partition else ()
         overlap = ScheduleOverlap(self.prefetch, self.in_flight)
         last = (LowerCollectives(backend, column, split),) if split else ()
         if self.data_ranks == 1:
-            return (*first, *fuse, checkpoint, *([overlap] if split else []), *last)
+            return (*first, *fuse, checkpoint, *sums, *([overlap] if split else []), *last)
         return (
             *first,
             SynchronizeStatistics(self.axis, self.batch_statistics),  # type: ignore[arg-type]
             *fuse,
             checkpoint,
+            *sums,
             ShardParameters(self.axis, row, self.stages),
             SynchronizeGradients(self.axis, row, hold, held),
             BucketCollectives(self.buckets),

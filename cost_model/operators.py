@@ -20,7 +20,7 @@ from autopar.cost_model.cost import NOTHING, ClusterError, Cost
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.rehearsal import ALONE, Ranks, rehearse
 from autopar.cost_model.roofline import Roofline
-from autopar.cost_model.signature import kind_of, moved_bytes, time_key
+from autopar.cost_model.signature import kind_of, moved_bytes, signature, time_key
 from autopar.cost_model.store import cache_directory, digest, read_json, write_json
 from autopar.cost_model.timing import Stopwatch, flops_of, time_dispatch
 from autopar.graph import TrainingGraph, tensors
@@ -75,11 +75,14 @@ class OperatorTimes:
         setting: where they were taken.
         present: whether that device is in this machine, so that more can be timed.
         times: the timing of each signature.
+        alone: seconds by signature of operators that were timed alone, in turns with each other:
+            they tell in what proportion two stand.
     """
 
     setting: Setting
     present: bool
     times: Mapping[str, Timing] = field(default_factory=dict)
+    alone: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def load(cls, device: str | torch.device, *, sharing: int = 1) -> OperatorTimes:
@@ -91,8 +94,9 @@ class OperatorTimes:
         """
         setting, present = _resolve(str(device), sharing)
         kept = read_json(_path(setting))
-        times = _read(kept["times"]) if _of(kept, setting) else {}
-        return cls(setting, present, times)
+        if not _of(kept, setting):
+            return cls(setting, present)
+        return cls(setting, present, _read(kept["times"]), kept.get("alone", {}))
 
     def measure(
         self,
@@ -140,6 +144,26 @@ class OperatorTimes:
             times[_DISPATCH] = Timing(time_dispatch(device), 0, 0, today)
         return replace(self, times=times)
 
+    def measure_alone(
+        self, nodes: Mapping[str, fx.Node], ranks: Ranks = ALONE, *, budget_s: float = 0.02
+    ) -> OperatorTimes:
+        """These times and those of `nodes` alone, if one of them was missing on some rank.
+
+        Args:
+            nodes: operators by their signatures.
+            ranks: all of them call this at once.
+            budget_s: seconds to spend on each operator, but three runs at least.
+        """
+        known = not self.present or nodes.keys() <= self.alone.keys()
+        if all(ranks.gather(known)):
+            return self
+        ranks.line_up()
+        timed = ranks.gather(Stopwatch(budget_s, min).times(nodes))  # least disturbed
+        means = {
+            key: statistics.mean(times[key] for times in timed if key in times) for key in timed[0]
+        }
+        return replace(self, alone={**self.alone, **means})
+
     def _unrehearsed(self, graphs: Sequence[TrainingGraph], ranks: Ranks) -> list[TrainingGraph]:
         """The graphs with an operator that some rank does not know from a rehearsal."""
 
@@ -159,15 +183,21 @@ class OperatorTimes:
         """These times and the other's; where both have one, the other's."""
         if other.setting != self.setting:
             raise ClusterError(f"operators timed under {other.setting} are not of {self.setting}")
-        return replace(self, times={**self.times, **other.times})
+        both = {"times": {**self.times, **other.times}, "alone": {**self.alone, **other.alone}}
+        return replace(self, **both)
 
     def save(self) -> None:
         """Keep the times on disk, with those that other processes have kept meanwhile."""
         path = _path(self.setting)
         kept = read_json(path)
-        before = kept["times"] if _of(kept, self.setting) else {}
-        now = {key: asdict(timing) for key, timing in self.times.items()}
-        write_json(path, {"setting": asdict(self.setting), "times": {**before, **now}})
+        before = kept if _of(kept, self.setting) else {}
+        times = {key: asdict(timing) for key, timing in self.times.items()}
+        now = {
+            "setting": asdict(self.setting),
+            "times": {**before.get("times", {}), **times},
+            "alone": {**before.get("alone", {}), **self.alone},
+        }
+        write_json(path, now)
 
     def seconds(self, node: fx.Node) -> Cost:
         """The time of a node: measured if it was timed, otherwise modelled by the roofline.
@@ -212,6 +242,17 @@ class OperatorTimes:
         """The seconds of an operator by the roofline alone, whatever was timed."""
         item = min((t.element_size() for t in tensors(node)), default=4)
         return self.roofline.seconds(flops_of(node), moved_bytes(node), item)
+
+    def share(self, part: fx.Node, whole: fx.Node) -> float:
+        """The time of an operator on shards by that of the whole: both alone, or by the roofline.
+
+        Both from one source: were one timed and the other modelled, the error of the model would
+        choose between ways.
+        """
+        alone = [self.alone.get(signature(node)) for node in (part, whole)]
+        if None not in alone:
+            return min(1.0, alone[0] / alone[1])  # type: ignore[operator]
+        return self.by_roofline(part) / self.by_roofline(whole)
 
     @cached_property
     def _kinds(self) -> dict[str, list[tuple[float, float]]]:

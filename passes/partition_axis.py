@@ -26,6 +26,7 @@ from autopar.graph import (
 from autopar.passes.base import PassResult
 from autopar.passes.build import aten, call, fake_mode_of
 from autopar.passes.build import value as fakes
+from autopar.passes.collectives import start_all_reduce, start_reduce_scatter
 from autopar.passes.rules.conversions import Step, steps
 from autopar.passes.rules.doubled import doubled_operator, doubled_placement, mark_rows
 from autopar.passes.rules.emission import Emission, viewable
@@ -78,6 +79,10 @@ class _Partition:
         self.converted: dict[tuple[Value, Placement], fx.Node] = {}
         self.tuples: dict[fx.Node, fx.Node] = {}
         self.placed: dict[str, Placement] = {}
+        self.gradients: dict[fx.Node, list[str]] = {}
+        for role, node in zip(graph.outputs, graph.results, strict=True):
+            if isinstance(role, Gradient) and isinstance(role.of, Parameter) and node is not None:
+                self.gradients.setdefault(node, []).append(role.of.name)
 
     def run(self) -> TrainingGraph:
         """The graph of this rank."""
@@ -97,6 +102,7 @@ class _Partition:
                 self.keep(node, WHOLE, self.copied(node))
             elif node.op == "call_function":
                 self.operator(node)
+                self.reduce(node)
         results |= self.returned("backward")
         output = self.new.output([results[role] for role in self.old.outputs])
         output.meta = dict(self.old.output_node.meta)
@@ -140,6 +146,15 @@ class _Partition:
             local = self.viewable(local, node)
         self.write(node, local.target, local.args, local.kwargs, way.results)
         return None
+
+    def reduce(self, node: fx.Node) -> None:
+        """Brings a gradient to where its parameter lies as soon as it is there."""
+        for name in self.gradients.get(node, ()) if node.meta["phase"] == "backward" else ():
+            end = self.last
+            self.operand(value_of(node), self.placed.get(name, WHOLE), node)
+            for made in self.since(end):
+                if made.target in (start_all_reduce, start_reduce_scatter):
+                    made.meta["summed"] = name
 
     def own(self, node: fx.Node, operator: Operator, way: Way, shards: list[fx.Node]) -> None:
         """What a lowering of its own writes for an operator."""

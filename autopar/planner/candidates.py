@@ -154,8 +154,10 @@ class Evaluator:
         stages = dict(choice.stages)
         (_, ranks), *others = self.base.mesh
         axis = "dp_shard" if any(stages.values()) else "dp_replicate"
+        split = self.base.partition
         plan = replace(
             self.base,
+            partition=split and replace(split, bucket_bytes=choice.reduce_bytes),
             name=", ".join([*(f"{name}{size}" for name, size in others), str(choice)]),
             mesh=((axis, ranks), *others),
             stages=choice.stages,

@@ -17,11 +17,13 @@ from autopar.graph import ParameterInfo, TrainingGraph
 from autopar.partition import Partition, Ways, named
 from autopar.plan import Plan, Strategy, fingerprint
 from autopar.planner.candidates import Evaluator
-from autopar.planner.machine import Machine, measure_machine
+from autopar.planner.machine import Machine, measure_machine, time_shards
 from autopar.planner.partitions import partition_by_bytes
 from autopar.planner.placements import AXIS as TENSOR_AXIS
 from autopar.planner.placements import partition
+from autopar.planner.prices import shards_of
 from autopar.planner.search import choose, default_choice, first_choice
+from autopar.planner.ways import choices
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,18 @@ def measured(question: Question, graph: TrainingGraph) -> Machine | None:
         return None
     evaluator = evaluator_of(question, graph, None)
     stages = (0, 3) if question.mesh[0][1] > 1 else (0,)
-    choices = [first_choice(question.strategy, question.blocks, stage) for stage in stages]
-    graphs = [evaluator.lowered(choice) for choice in dict.fromkeys(choices)]
+    tried = [first_choice(question.strategy, question.blocks, stage) for stage in stages]
+    graphs = [evaluator.lowered(choice) for choice in dict.fromkeys(tried)]
     if question.strategy.tensor_ranks > 1:
-        graphs.append(replace(evaluator, ways=()).lowered(choices[0]))
-    return measure_machine(
+        graphs.append(replace(evaluator, ways=()).lowered(tried[0]))
+    machine = measure_machine(
         graphs, question.device, question.cluster, question.optimizer, live=question.live
     )
+    ranks = question.strategy.tensor_ranks
+    if ranks > 1 and machine.operators.present:
+        nodes = shards_of(choices(graph, ranks).ways, ranks)
+        machine = time_shards(machine, nodes, live=question.live)
+    return machine
 
 
 def decide(question: Question, graph: TrainingGraph, machine: Machine | None) -> Plan:
@@ -147,7 +154,13 @@ def ways_of(question: Question, graph: TrainingGraph, machine: Machine | None) -
     if machine is None:
         return partition_by_bytes(graph, ranks, pins)
     solution = partition(
-        graph, ranks, machine, mesh=dict(question.mesh), axis=TENSOR_AXIS, pins=pins
+        graph,
+        ranks,
+        machine,
+        mesh=dict(question.mesh),
+        axis=TENSOR_AXIS,
+        pins=pins,
+        wrapped=question.mesh[0][1] > 1 and question.strategy.zero != 0,
     )
     return named(solution.ways)
 

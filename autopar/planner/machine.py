@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import distributed as dist
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.cost_model.cluster import Cluster
@@ -62,7 +63,7 @@ def measure_machine(
     if cluster is None:
         cluster = measure(collectives=_COLLECTIVES, mesh={"dp": world_size}, budget_s=_QUICK_S)
     several = live and world_size > 1
-    ranks = Ranks.live() if several else ALONE
+    ranks = _ranks(live)
     sharing = ranks.sharing if device.type == "cpu" else 1
     name = device if live or cluster.device == "cpu" else cluster.device
     operators = OperatorTimes.load(name, sharing=sharing).measure(graphs, ranks)
@@ -73,6 +74,25 @@ def measure_machine(
     else:
         update = UpdateCost.modelled(operators.roofline)
     return Machine(cluster, operators, update, measure_overhead(graphs, cluster, optimizer))
+
+
+def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -> Machine:
+    """The machine with operators timed alone; every rank of a live world calls it at once.
+
+    Args:
+        machine: as measured.
+        nodes: the operators by signature, some of them parts of others.
+        live: whether the ranks of the plan are running here.
+    """
+    operators = machine.operators.measure_alone(nodes, _ranks(live))
+    operators.save()
+    return replace(machine, operators=operators)
+
+
+def _ranks(live: bool) -> Ranks:
+    """Those who measure together."""
+    several = live and dist.is_initialized() and dist.get_world_size() > 1
+    return Ranks.live() if several else ALONE
 
 
 def measure_overhead(

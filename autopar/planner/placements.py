@@ -31,6 +31,7 @@ def partition(
     pins: Mapping[str, Placement] | None = None,
     memory: int | None = None,
     state_ratio: float = 2.0,
+    wrapped: bool = True,
     time_limit_s: float = 30.0,
 ) -> Solution:
     """The cheapest placements of a graph along an axis.
@@ -45,6 +46,7 @@ def partition(
         memory: cap in bytes per rank on parameters, gradients, optimizer state and activations
             saved for the backward; if it cannot be met, the solution holds the least possible.
         state_ratio: bytes of optimizer state by those of the parameter.
+        wrapped: whether parameters are DTensors even if all of them are whole.
         time_limit_s: after which the best known solution is taken.
 
     Raises:
@@ -62,6 +64,7 @@ def partition(
         update=lambda node, way: prices.step(node, way).seconds if node in held.trained else 0.0,
         pins=resolve(pins or {}, graph.parameters, ranks),
         weight=weight,
+        wrapping=0.0 if wrapped else prices.wrapping(len(held.trained)),
         time_limit_s=time_limit_s,
     )
 

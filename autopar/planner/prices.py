@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.cost import NOTHING, Cost
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.signature import moved_bytes, signature
+from autopar.cost_model.timing import flops_of
 from autopar.cost_model.update import UpdateCost
 from autopar.graph import Value, elements, tensor_bytes, tensors
 from autopar.passes.rules.conversions import steps
@@ -22,6 +24,9 @@ from autopar.passes.rules.local import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.own import OWN, program
 from autopar.placement import Placement
+
+_LEAST_BYTES = 2**20
+"""Moved by an operator without products that is worth timing on shards."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +92,11 @@ class Prices:
         return self.seen[key]
 
     def _on_shards(self, node: fx.Node, way: Way) -> Cost:
-        """The time of the whole operator, in the proportion that the roofline gives its shards.
-
-        Ways are compared with each other: were one timed and another modelled, the error of the
-        model would choose.
-        """
+        """The time of the whole operator as in a step, in the proportion that its shards take."""
         whole = self.operators.seconds(node)
         if is_view(node):
             return whole
-        local = self.operators.by_roofline(local_node(node, way, self.shape.ranks))
-        share = local / self.operators.by_roofline(node)
+        share = self.operators.share(local_node(node, way, self.shape.ranks), node)
         return Cost(whole.seconds * share, whole.provenance, whole.error)
 
     def _own(self, node: fx.Node, way: Way) -> Cost:
@@ -123,6 +123,27 @@ class Prices:
             return NOTHING
         size = local_bytes(tensors(node)[0], way.results[0], self.shape.ranks)
         return self.update.seconds([size], dtensors=False)
+
+    def wrapping(self, count: int) -> float:
+        """Seconds that a step takes longer if so many parameters are DTensors."""
+        return count * self.update.per_dtensor if self.update is not None else 0.0
+
+
+def shards_of(ways: Mapping[fx.Node, Sequence[Way]], ranks: int) -> dict[str, fx.Node]:
+    """The operators worth timing on shards: whole and in each of their ways, by signature.
+
+    Args:
+        ways: of operators, along an axis.
+        ranks: of the axis.
+    """
+    nodes: dict[str, fx.Node] = {}
+    for node, several in ways.items():
+        if node.op != "call_function" or is_view(node):
+            continue
+        if flops_of(node) or moved_bytes(node) >= _LEAST_BYTES:
+            for made in (node, *(local_node(node, w, ranks) for w in several if not w.own)):
+                nodes.setdefault(signature(made), made)
+    return nodes
 
 
 def local_node(node: fx.Node, way: Way, ranks: int) -> fx.Node:

@@ -35,6 +35,7 @@ Work = Callable[[fx.Node, Way], float]
 
 GAP = 1e-3
 INFEASIBLE = 2  # scipy's status
+WHOLE = Replicate()
 
 Wanted = tuple[tuple[Placement, tuple[int, ...]], ...]
 """The variables of the ways of a reader, by the placement that they want a value in."""
@@ -85,6 +86,7 @@ def solve(
     update: Work | None = None,
     pins: Mapping[str, Placement] | None = None,
     weight: Weight | None = None,
+    wrapping: float = 0.0,
     time_limit_s: float = 30.0,
 ) -> Solution:
     """The cheapest placements.
@@ -97,13 +99,14 @@ def solve(
         update: of a parameter that lies in some way: the optimizer's step.
         pins: where parameters must lie, by name.
         weight: what is held, and how much may be.
+        wrapping: seconds that a step takes longer if any parameter is not whole.
         time_limit_s: after which the best known is taken.
 
     Raises:
         PlanError: nothing was found in time.
     """
     start = time.perf_counter()
-    program = _Program(graph, choices(graph, ranks, pins), price, work, update)
+    program = _Program(graph, choices(graph, ranks, pins), price, work, update, wrapping)
     if weight is None:
         result, held = program.run(program.costs, time_limit_s), [0.0]
     else:
@@ -151,6 +154,7 @@ class _Program:
         price: Price,
         work: Work,
         update: Work | None,
+        wrapping: float,
     ) -> None:
         self.graph, self.found, self.price = graph, found, price
         self.count = Counter(found.same.values())
@@ -164,10 +168,20 @@ class _Program:
             costs = [seconds(node, way) * self.count[node] if seconds else 0.0 for way in ways]
             self.ways[node] = [self.variable(cost, True) for cost in costs]
             self.rows.add(self.ways[node], (), 1.0)
+        self.wrap(wrapping)
         always = self.variable(0.0, False)
         self.rows.add((always,), (), 1.0)
         for (value, readers), count in self.readers(always).items():
             self.flow(value, readers, count)
+
+    def wrap(self, seconds: float) -> None:
+        """Counts some seconds once if any parameter is not whole."""
+        wrapped = self.variable(seconds, False)
+        for node, variables in self.ways.items():
+            ways = zip(variables, self.found.ways[node], strict=True)
+            lies = [v for v, way in ways if node.op == "placeholder" and way.results[0] != WHOLE]
+            if lies:
+                self.rows.add((wrapped,), lies, 0.0, math.inf)
 
     def variable(self, cost: float, integral: bool) -> int:
         self.costs.append(cost)
@@ -183,7 +197,7 @@ class _Program:
                 wanted = self.placed(found.same[node], place)
                 by_value.setdefault(value, {})[wanted] = None
         inputs = dict(zip(self.graph.inputs, self.graph.placeholders, strict=True))
-        whole: Wanted = ((Replicate(), (always,)),)
+        whole: Wanted = ((WHOLE, (always,)),)
         for role, result in zip(self.graph.outputs, self.graph.results, strict=True):
             if result is None:
                 continue

@@ -90,7 +90,8 @@ class _Search:
             if found is None:
                 raise self.nothing_fits()
             best = found
-        return best if one else self.tune(best)
+        alone = one and self.evaluator.base.partition is None
+        return best if alone else self.tune(best)
 
     def look(self, choice: Choice) -> Evaluated:
         """Evaluates a choice once."""
@@ -233,7 +234,8 @@ def _what_runs(item: Evaluated) -> tuple[object, ...]:
     """What distinguishes a plan from others once buckets are filled."""
     plan = item.plan
     several = any(map(len, (plan.buckets.gather[1:], plan.buckets.regather[1:])))
-    return (plan.stages, plan.recompute, plan.buckets, plan.prefetch if several else 0)
+    sums = plan.partition.bucket_bytes if plan.partition is not None else 0
+    return (plan.stages, plan.recompute, plan.buckets, sums, plan.prefetch if several else 0)
 
 
 def _levels(blocks: Sequence[str], level: Level) -> tuple[tuple[str, Level], ...]:
