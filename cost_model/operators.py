@@ -183,8 +183,8 @@ class OperatorTimes:
         """These times and the other's; where both have one, the other's."""
         if other.setting != self.setting:
             raise ClusterError(f"operators timed under {other.setting} are not of {self.setting}")
-        both = {"times": {**self.times, **other.times}, "alone": {**self.alone, **other.alone}}
-        return replace(self, **both)
+        times, alone = {**self.times, **other.times}, {**self.alone, **other.alone}
+        return replace(self, times=times, alone=alone)
 
     def save(self) -> None:
         """Keep the times on disk, with those that other processes have kept meanwhile."""

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture import capture
 from autopar.graph import Buffer, Input, InputRole, OutputRole, Parameter, TrainingGraph
 from autopar.partition import Ways
+from autopar.passes.base import Pass
 from autopar.passes.partition_axis import PartitionAxis
 from autopar.passes.rules.lockstep import run
 from autopar.passes.rules.oracle import cut, joined
@@ -44,10 +45,10 @@ def captured(
 
 
 def partitioned(
-    graph: TrainingGraph, ranks: int, ways: Ways, values: Values
+    graph: TrainingGraph, ranks: int, ways: Ways, values: Values, *more: Pass
 ) -> dict[OutputRole, Tensor | None]:
-    """What all ranks return together; None where they should agree and do not."""
-    graphs = [run_passes(graph, [PartitionAxis(AXIS, r, ways)]) for r in range(ranks)]
+    """What all ranks return together after these and `more` passes; None where they disagree."""
+    graphs = [run_passes(graph, [PartitionAxis(AXIS, r, ways), *more]) for r in range(ranks)]
     lies = {n.name: r for n, r in zip(graph.placeholders, graph.inputs, strict=True)}
     placed = {lies[name]: way.results[0] for name, way in ways if name in lies}
     parts = [cut(values[role], placed.get(role, WHOLE), ranks) for role in graph.inputs]

@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.operators import OperatorTimes, Timing
 from autopar.cost_model.shape import GroupShape
-from autopar.cost_model.signature import time_key
+from autopar.cost_model.signature import signature, time_key
 from autopar.passes.rules.loops import Operator, split
 from autopar.passes.rules.table import loops_of
-from autopar.planner.prices import Prices, local_node
+from autopar.planner.prices import Prices, local_node, shards_of
+from autopar.planner.ways import choices
 from tests.planner.blocks import Stack, captured
 
 
@@ -25,3 +27,17 @@ def test_half_of_an_operator_takes_half_of_its_time() -> None:
     prices = Prices(GroupShape(2, 2, 1), Cluster.default(2), operators)
     assert 0.045 < prices.operator(node, rows).seconds < 0.06
     assert prices.operator(node, rows).kind == "measured"
+
+
+def test_shards_take_what_they_took_alone() -> None:
+    """The proportion is that of both timed alone; the seconds are those of a step."""
+    graph = captured(Stack(lambda: nn.Linear(512, 512, bias=False), 1), (1024, 512))
+    node = next(n for n in graph.calls() if n.target is torch.ops.aten.mm.default)
+    operators = OperatorTimes.load("cpu").measure_alone(shards_of(choices(graph, 2).ways, 2))
+    rehearsed = Timing(0.1, 1e9, 0, "2026-01-01", rehearsed=True)
+    operators = replace(operators, times={time_key(node): rehearsed})
+    prices = Prices(GroupShape(2, 2, 1), Cluster.default(2), operators)
+    for way in map(split, loops_of(Operator.of(node))):
+        parts = [signature(n) for n in (local_node(node, way, 2), node)]
+        part, whole = (operators.alone[key] for key in parts)
+        assert prices.operator(node, way).seconds == pytest.approx(0.1 * min(1, part / whole))

@@ -74,6 +74,24 @@ def test_nothing_is_cheaper(act: bool, rate: float) -> None:
     assert solution.gap <= 1e-3
 
 
+def test_wrapping_counts_once() -> None:
+    """A cheap optimizer's step is not worth distributed parameters; pinned, they are paid for."""
+    graph = World(Linear(act=False), ((torch.rand(6, 8),), {}), 1).graph(0)
+
+    def update(node: fx.Node, way: Way) -> float:
+        return 1e-4 / (RANKS if isinstance(way.results[0], Shard) else 1)
+
+    def found(wrapping: float, **pins: Placement) -> tuple[float, bool]:
+        it = solve(graph, RANKS, price, work(1e12), update=update, wrapping=wrapping, pins=pins)
+        lies = [w.results[0] for node, w in it.ways.items() if node.op == "placeholder"]
+        return it.seconds, any(isinstance(p, Shard) for p in lies)
+
+    assert found(0.0)[1]
+    assert not found(1e-3)[1]
+    pinned = {"weight": Shard(0)}
+    assert found(1e-3, **pinned)[0] == pytest.approx(found(0.0, **pinned)[0] + 1e-3)
+
+
 @dataclass
 class Every:
     """All combinations of ways, tried one by one; given up where they cost more than the best."""
