@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
@@ -75,8 +76,8 @@ class OperatorTimes:
         setting: where they were taken.
         present: whether that device is in this machine, so that more can be timed.
         times: the timing of each signature.
-        alone: seconds by signature of operators that were timed alone, in turns with each other:
-            they tell in what proportion two stand.
+        alone: seconds of the calling thread, by signature, of operators that were timed alone and
+            in turns with each other: they tell in what proportion two stand.
     """
 
     setting: Setting
@@ -158,7 +159,7 @@ class OperatorTimes:
         if all(ranks.gather(known)):
             return self
         ranks.line_up()
-        timed = ranks.gather(Stopwatch(budget_s, min).times(nodes))  # least disturbed
+        timed = ranks.gather(Stopwatch(budget_s, time.thread_time).times(nodes))
         means = {
             key: statistics.mean(times[key] for times in timed if key in times) for key in timed[0]
         }

@@ -61,17 +61,17 @@ class Stopwatch:
 
     Attributes:
         budget_s: seconds to spend on the runs of an operator, but at least three runs.
-        of: what counts of the seconds of several runs.
+        clock: seconds now; of this thread's own time, where others share the cores.
     """
 
     def __init__(
-        self, budget_s: float = 0.02, of: Callable[[list[float]], float] = statistics.median
+        self, budget_s: float = 0.02, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.budget_s, self.of = budget_s, of
+        self.budget_s, self.clock = budget_s, clock
         self._ballast = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
 
     def times(self, nodes: Mapping[str, fx.Node]) -> dict[str, float]:
-        """Seconds of each operator on random tensors like its own, by the same keys.
+        """Median seconds of each operator on random tensors like its own, by the same keys.
 
         Allocation of the result and the dispatch from Python are part of it. An operator that
         cannot be run is left out. The caller's random generators are left as they were.
@@ -97,10 +97,10 @@ class Stopwatch:
         while waiting := [t for t in trials.values() if t.wants_more(self.budget_s)]:
             self._ballast.fill_(1)  # few operators would not fill the cache themselves
             for trial in waiting:
-                start = time.perf_counter()
+                start = self.clock()
                 trial.call()
-                trial.runs.append(time.perf_counter() - start)
-        return found | {key: self.of(trial.runs) for key, trial in trials.items()}
+                trial.runs.append(self.clock() - start)
+        return found | {key: statistics.median(trial.runs) for key, trial in trials.items()}
 
     def _queued(self, call: Callable[[], object]) -> float:
         """On a GPU runs are queued, as in a step: a kernel hides the launch of the next."""
@@ -114,7 +114,7 @@ class Stopwatch:
             return (time.perf_counter() - start) / count
 
         count = max(1, min(100, int(self.budget_s / _LEAST_RUNS / several(3))))
-        return self.of([several(count) for _ in range(_LEAST_RUNS)])
+        return statistics.median(several(count) for _ in range(_LEAST_RUNS))
 
 
 def time_dispatch(device: str) -> float:

@@ -9,10 +9,10 @@ from torch import fx
 
 from autopar.cost_model.aliases import find_storages
 from autopar.cost_model.shape import GroupShape
-from autopar.graph import Parameter, TrainingGraph, Value, elements
+from autopar.graph import Gradient, Parameter, TrainingGraph, Value, elements, value_of
 from autopar.passes.rules.local import local_bytes
 from autopar.passes.rules.loops import Way
-from autopar.placement import Placement
+from autopar.placement import Partial, Placement
 from autopar.planner.machine import Machine
 from autopar.planner.pins import resolve
 from autopar.planner.prices import Prices
@@ -56,10 +56,16 @@ def partition(
     prices = prices_along(ranks, machine, mesh=mesh, axis=axis)
     held = Held.of(graph, ranks, 2.0 + state_ratio)
     weight = None if memory is None else Weight(held.way, held.conversion, memory)
+    late = _only_returned(graph)
+
+    def price(value: Value, before: Placement, after: Placement) -> float:
+        how = prices.sum if value in late and isinstance(before, Partial) else prices.conversion
+        return how(value, before, after).seconds
+
     return solve(
         graph,
         ranks,
-        lambda value, before, after: prices.conversion(value, before, after).seconds,
+        price,
         lambda node, way: prices.operator(node, way).seconds,
         update=lambda node, way: prices.step(node, way).seconds if node in held.trained else 0.0,
         pins=resolve(pins or {}, graph.parameters, ranks),
@@ -120,6 +126,16 @@ class Held:
         if value.place not in self.saved.get(value.node, ()):
             return 0.0
         return local_bytes(value.tensor, after, self.ranks)
+
+
+def _only_returned(graph: TrainingGraph) -> frozenset[Value]:
+    """The gradients of parameters that nothing but the optimizer reads."""
+    return frozenset(
+        value_of(node)
+        for role, node in zip(graph.outputs, graph.results, strict=True)
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and node is not None
+        if all(user.op == "output" for user in node.users)
+    )
 
 
 def _saved(graph: TrainingGraph) -> dict[fx.Node, frozenset[int]]:

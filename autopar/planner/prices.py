@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from autopar.passes.rules.local import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.own import OWN, program
 from autopar.placement import Placement
+
+BUCKET_BYTES = 4 * 2**20
+"""Of sums of gradients that travel together."""
 
 _LEAST_BYTES = 2**20
 """Moved by an operator without products that is worth timing on shards."""
@@ -66,6 +69,25 @@ class Prices:
             copied = step.copied(tuple(tensor.shape), self.shape.ranks) * tensor.element_size()
             costs.append(self._streamed(copied, tensor.element_size()))
         return _sum(costs)
+
+    def sum(self, value: Value, before: Placement, after: Placement) -> Cost:
+        """The time that the sum of a gradient adds, which only the step's end waits for.
+
+        It travels in a bucket, and costs what compute loses by running beside it (`Slowdown`).
+        """
+        tensor = value.tensor
+        key = ("sum", tuple(tensor.shape), tensor.dtype, before, after)
+        if key not in self.seen:
+            plain = self.conversion(value, before, after)
+            self.seen[key] = replace(plain, seconds=min(plain.seconds, self._beside(tensor, plain)))
+        return self.seen[key]
+
+    def _beside(self, tensor: torch.Tensor, plain: Cost) -> float:
+        size, slowdown = tensor_bytes(tensor), self.cluster.slowdown
+        bucket = self.sent("all_reduce", BUCKET_BYTES, tensor.dtype).seconds
+        alone = min(plain.seconds, bucket * size / BUCKET_BYTES)
+        lost = 1.0 - 1.0 / slowdown.of_compute(BUCKET_BYTES)
+        return alone * slowdown.of_communication(BUCKET_BYTES) * lost
 
     def sent(self, collective: str, nbytes: int, dtype: torch.dtype) -> Cost:
         """The time of one collective along the axis.
