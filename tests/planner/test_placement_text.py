@@ -5,6 +5,7 @@ import io
 from rich.console import Console
 from torch import nn
 
+from autopar.placement import Shard
 from autopar.planner.placement_text import placement_tables
 from autopar.planner.placements import partition, prices_along
 from tests.planner.blocks import GPTBlock, Stack, captured
@@ -27,15 +28,16 @@ class Odd(nn.Module):
 def test_tables() -> None:
     graph = captured(Odd(), (2, 1024, 1024))
     prices = prices_along(8, machine())
-    ways = partition(graph, 8, machine()).ways
+    pins = {"*.up.weight": Shard(0), "*.down.weight": Shard(1), "*.out.weight": Shard(1)}
+    ways = partition(graph, 8, machine(), pins={**pins, "*.qkv.*": Shard(0, 3)}).ways
     console = Console(width=200, file=io.StringIO())
     for item in placement_tables(graph, ways, prices):
         console.print(item)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "stack.blocks.1 and 1 like it" in text
     assert cells(text, "stack.blocks.*.qkv.weight")[2:4] == ["[3072, 1024]", "S(0, x3)"]
-    sums = [line for line in text.splitlines() if "all_reduce 8.0 MiB" in line]
-    assert len(sums) == 8
+    sums = [line for line in text.splitlines() if "x2 │ all_reduce 8.0 MiB" in line]
+    assert len(sums) == 4
     assert all("us imported" in line for line in sums)
     assert ", sort x1" in text[text.index("run whole on every rank, cheapest whole") :]
 
