@@ -152,8 +152,12 @@ def build_autopar(
     case: Case, *, strategy: str, backend: str, statistics: Statistics | None = None
 ) -> Step:
     """Return autopar, planned from the first batch."""
-    tensor = autopar.Strategy(tp=dist.get_world_size()) if strategy == "tp" else None
-    chosen = tensor or autopar.Strategy.of(strategy)
+    ranks = dist.get_world_size()
+    partitioned = {
+        "tp": autopar.Strategy(tp=ranks),
+        "megatron": autopar.Strategy(tp=ranks, placements=megatron.PINS.get(case.name, {})),
+    }
+    chosen = partitioned.get(strategy) or autopar.Strategy.of(strategy)
     if statistics:
         chosen = replace(chosen, batch_statistics=statistics)
     model = autopar.compile(
@@ -208,6 +212,7 @@ CONTENDERS = (
     _megatron("megatron", "ddp", sequence=False),
     _megatron("megatron+sequence", "megatron", sequence=True),
     _autopar("tp", "megatron", models=TRANSFORMERS),
+    _autopar("megatron", "megatron", models=TRANSFORMERS),
 )
 
 

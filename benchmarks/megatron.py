@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+import autopar
 from benchmarks.models import GPT, HEADS, LAYERS, SEQ, VOCABULARY, WIDTH
 
 
@@ -124,6 +125,26 @@ RENAMED = {
     ".down.": ".feedforward.down.",
 }
 """What torch's encoder layer and our decoder block call things, and where they are here."""
+
+
+PINS = {
+    "gpt": {
+        "token.weight": autopar.Shard(0),
+        "blocks.*.qkv.*": autopar.Shard(0, 3),
+        "blocks.*.up.*": autopar.Shard(0),
+        "blocks.*.out.weight": autopar.Shard(1),
+        "blocks.*.down.weight": autopar.Shard(1),
+    },
+    "encoder": {
+        "token.weight": autopar.Shard(0),
+        "head.*": autopar.Shard(0),
+        "blocks.*.in_proj_*": autopar.Shard(0, 3),
+        "blocks.*.linear1.*": autopar.Shard(0),
+        "blocks.*.out_proj.weight": autopar.Shard(1),
+        "blocks.*.linear2.weight": autopar.Shard(1),
+    },
+}
+"""The same layout of parameters for autopar; what lies between is left to it."""
 
 
 def parallelized(model: Transformer, mesh: DeviceMesh, *, sequence: bool) -> Transformer:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.update import UpdateCost
 from autopar.planner.machine import Machine
 from autopar.planner.placements import partition
+from benchmarks.report import machine, versions
 
 ROWS, LENGTH, RANKS, CLUSTER = 1, 2048, 8, "dgx-h100"
 
@@ -81,8 +83,8 @@ def plan(name: str) -> Row:
     captured = time.perf_counter()
     cluster = Cluster.named(CLUSTER)
     operators = OperatorTimes.load(cluster.device)
-    machine = Machine(cluster, operators, UpdateCost.modelled(operators.roofline), Overhead())
-    solution = partition(graph, RANKS, machine)
+    known = Machine(cluster, operators, UpdateCost.modelled(operators.roofline), Overhead())
+    solution = partition(graph, RANKS, known)
     end = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     parts = {"capture": captured - start, "placements": end - captured}
@@ -117,7 +119,13 @@ def main(arguments: list[str] | None = None) -> int:
             f"{row.peak_bytes / 2**30:.2f} GiB, gap {row.gap:.2%}"
         )
     if options.json:
-        options.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1))
+        found = {
+            "machine": machine(),
+            "versions": versions(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "rows": [asdict(row) for row in rows],
+        }
+        options.json.write_text(json.dumps(found, indent=1))
     return 0
 
 

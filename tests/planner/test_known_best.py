@@ -73,7 +73,7 @@ def units_per_layer(block: Callable[[], nn.Module], *shape: int) -> float:
     ids=["gpt", "llama", "t5"],
 )
 def test_no_more_bytes_than_megatron(block: Callable[[], nn.Module]) -> None:
-    """Of one long row: with more, gradients summed beside the backward are faster than activations."""
+    """Of one long row: with more, sums of gradients beside the backward are faster."""
     assert units_per_layer(block, 1, 2048, 4096) <= MEGATRON * 1.001
 
 
