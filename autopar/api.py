@@ -280,7 +280,8 @@ def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn
     shard = bool(fixed) if fixed is not None else question.memory is not None
     shard = shard and (fixed is not None or needed > (question.memory or needed))
     name = "fully_shard" if shard else "DistributedDataParallel"
-    warnings.warn(f"autopar trains with torch's {name} instead: {reason}", stacklevel=4)
+    undivided = " and does not divide the model" if question.strategy.tensor_ranks > 1 else ""
+    warnings.warn(f"autopar trains with torch's {name} instead{undivided}: {reason}", stacklevel=4)
     mesh = make_mesh(question.device, (("dp_shard", ranks),))
     assert mesh is not None
     return fall_back(model, mesh, shard=shard)

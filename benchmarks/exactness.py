@@ -160,8 +160,8 @@ def plain(name: str, dtype: torch.dtype, steps: int) -> Reference:
 def sweep(
     models: Sequence[str], setups: Sequence[str], dtype: torch.dtype, console: Console
 ) -> Iterator[Row]:
-    """Every model in every setup, the setups of one number of ranks after each other."""
-    for setup in sorted(setups, key=lambda name: SETUPS[name].ranks):
+    """Every model in every setup."""
+    for setup in setups:
         for name in models:
             if name == "dropout" and SETUPS[setup].is_divided:
                 continue  # ranks with other rows draw for themselves
@@ -209,22 +209,24 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the sweep, shows a table, writes the rows if asked to."""
+    """Runs the sweep, shows a table, writes the rows as they come if asked to."""
     options, console = parse_arguments(arguments), Console()
     torch.set_num_threads(1)
     dtype = DTYPES[options.dtype]
-    rows = list(sweep(options.models, options.setups, dtype, console))
+    about = {
+        "machine": machine(),
+        "versions": versions(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "dtype": options.dtype,
+        "tolerance": EXACT[dtype],
+    }
+    rows: list[Row] = []
+    for row in sweep(options.models, options.setups, dtype, console):
+        rows.append(row)
+        if options.json:
+            document = {**about, "rows": [asdict(row) for row in rows]}
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
     console.print(table(rows, EXACT[dtype]))
-    if options.json:
-        document = {
-            "machine": machine(),
-            "versions": versions(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "dtype": options.dtype,
-            "tolerance": EXACT[dtype],
-            "rows": [asdict(row) for row in rows],
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0 if all(row.is_exact(EXACT[dtype]) for row in rows) else 1
 
 

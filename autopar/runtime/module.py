@@ -211,8 +211,7 @@ class DistributedModule(nn.Module):
         try:
             self.adopt(self._make_plan(lambda: self._capture(share, for_planning=True)))
         except CaptureError as error:
-            if self._options.tensor_ranks > 1 and self._options.batch == "local":
-                raise  # its ranks bring the same rows, which torch's fallbacks would count twice
+            # ranks that bring the same rows count alike: means stay what they are
             self._options = replace(self._options, tensor_ranks=1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
 

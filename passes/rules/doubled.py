@@ -32,7 +32,8 @@ def mark_rows(
     Args:
         written: the new nodes, in order.
         given: the nodes that they were written for.
-        again: writes them into a graph for stand-ins of `given` at twice the rows.
+        again: writes them into a graph for stand-ins of `given` at twice the rows; where one row
+            lies as it should, more rows may have to be copied.
     """
     graph = fx.Graph()
     twins = []
@@ -41,8 +42,9 @@ def mark_rows(
         twin.meta = {**node.meta, "val": doubled(node.meta["val"], node.meta["rows"][0])}
         twins.append(twin)
     again(graph, twins)
-    others = [node for node in graph.nodes if node.op != "placeholder"]
-    for node, other in zip(written, others, strict=True):
+    others = iter([node for node in graph.nodes if node.op != "placeholder"])
+    for node in written:
+        other = next(twin for twin in others if twin.target is node.target)
         pairs = zip(elements(node), elements(other), strict=True)
         node.meta["rows"] = tuple(
             () if a is None else tuple(d for d, n in enumerate(a.shape) if b.shape[d] != n)

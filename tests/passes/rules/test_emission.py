@@ -7,12 +7,14 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensorMode
-from autopar.passes.rules.conversions import steps
+from autopar.passes.rules.conversions import Step, steps
+from autopar.passes.rules.doubled import mark_rows
 from autopar.passes.rules.emission import Emission
 from autopar.passes.rules.lockstep import run
 from autopar.passes.rules.oracle import cut, equal, joined
 from autopar.placement import Partial, Placement, Replicate, Shard
 
+aten = torch.ops.aten
 PLACEMENTS: tuple[Placement, ...] = (
     Replicate(),
     Partial(),
@@ -49,3 +51,22 @@ def test_converted_is_what_it_was(before: Placement, after: Placement, n: int) -
     for graph, result in zip(graphs, results, strict=True):
         (returned,) = graph.output_node().args[0]  # type: ignore[misc]
         assert returned.meta["val"].stride() == result.stride()
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "slice"])
+def test_rows_are_known_where_one_row_needs_no_copy(kind: str) -> None:
+    lies = (Shard(1), Replicate())
+    step = Step("all_gather", *lies) if kind == "all_gather" else Step("slice", *reversed(lies))
+
+    def emit(graph: fx.Graph, given: list[fx.Node]) -> fx.Node:
+        return Emission(graph, given[0], 2, 0, "tp").emit(step, given[0])
+
+    graph = fx.Graph()
+    row = graph.placeholder("row")
+    with FakeTensorMode():
+        row.meta = {"val": torch.empty(1, 4, 3), "rows": ((0,),), "phase": "forward"}
+        result = emit(graph, [row])
+        written = [node for node in graph.nodes if node is not row]
+        mark_rows(written, [row], emit)
+    assert result.meta["rows"] == ((0,),)
+    assert aten.clone.default not in {node.target for node in written}
