@@ -119,9 +119,11 @@ def recompute_derived(graph: TrainingGraph, parameter: fx.Node) -> None:
         if constant and node.op == "call_function" and not is_random(node):
             derived.add(node)
     clones: dict[fx.Node, fx.Node] = {}
-    for node in sorted(derived - {parameter}):
-        late = [u for u in node.users if u.meta["phase"] == "backward" and u.op != "output"]
-        for user in sorted(late):
+    derived.remove(parameter)
+    readers = {user for node in derived for user in node.users}
+    late = (u for u in readers if u.meta["phase"] == "backward" and u.op != "output")
+    for user in sorted(late):  # in order, so that each clone stands before all who read it
+        for node in filter(derived.__contains__, user.all_input_nodes):
             user.replace_input_with(node, _clone(graph.graph, node, user, derived, clones))
 
 
@@ -137,8 +139,6 @@ def _clone(
     derived: set[fx.Node],
     clones: dict[fx.Node, fx.Node],
 ) -> fx.Node:
-    if node.op == "placeholder":
-        return node
     if node not in clones:
         for source in node.all_input_nodes:
             if source in derived:
