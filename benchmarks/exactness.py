@@ -111,7 +111,7 @@ def measure(name: str, setup: str, dtype: torch.dtype = torch.float64, steps: in
     try:
         answers = run(trained, SETUPS[setup].ranks, timeout=600, **given)
     except RankError as error:
-        return Row(name, setup, error=str(error))
+        return Row(name, setup, error=_first_line(error))
     want = plain(name, dtype, steps)
     losses, states = [], []
     for got, _, _ in answers:
@@ -121,6 +121,13 @@ def measure(name: str, setup: str, dtype: torch.dtype = torch.float64, steps: in
     state, of = max(states)
     _, sharded, seconds = answers[0]
     return Row(name, setup, max(losses), state, of, *sharded, seconds)
+
+
+def _first_line(error: RankError) -> str:
+    """What the first rank raised; graphs that passes print with it would fill pages."""
+    trace = next(iter(error.errors.values()))
+    raised = [line for line in trace.splitlines() if line[:1].isalpha() and "Error" in line]
+    return raised[0][:400] if raised else "a rank failed"
 
 
 def trained(
@@ -166,7 +173,7 @@ def sweep(
             if name == "dropout" and SETUPS[setup].is_divided:
                 continue  # ranks with other rows draw for themselves
             row = measure(name, setup, dtype)
-            console.print(f"{setup} {name}: {row.error or row.parameter_error}", highlight=False)
+            console.print(f"{setup} {name}: {row.error or row.parameter_error}", markup=False)
             yield row
 
 

@@ -50,7 +50,7 @@ def one_block() -> nn.Module:
 
 def follow(rank: int, world_size: int, path: str) -> None:
     """A plan that is read from disk, at 13 rows that are uneven over data-parallel ranks."""
-    pair = Pair("gpt", strategy="auto", plan=autopar.Plan.load(path))
+    pair = Pair(one_block, strategy="auto", plan=autopar.Plan.load(path))
     assert pair.parallel.data_parallel_size == 2
     train(pair, "gpt", [13, 8])
     names = dict(pair.parallel.named_parameters())
@@ -66,9 +66,8 @@ def follow(rank: int, world_size: int, path: str) -> None:
 def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     path, inputs = str(tmp_path / "plan.json"), batch_of("gpt", 0, 13)[0]
     strategy = fixed(3, tp=2, placements=FUSED)
-    autopar.plan(MODELS["gpt"].make().double(), 4, example_inputs=inputs, strategy=strategy).save(
-        path
-    )
+    plan = autopar.plan(one_block().double(), 4, example_inputs=inputs, strategy=strategy)
+    plan.save(path)
     run(follow, 4, path=path)
 
 
@@ -205,7 +204,7 @@ def test_what_cannot_be_divided_trains_on_every_rank() -> None:
 
 def fail_alone(rank: int, world_size: int) -> None:
     """Between the calls of the others, which wait for it along tp."""
-    pair = Pair("gpt", strategy=fixed(3, tp=2))
+    pair = Pair(one_block, strategy=fixed(3, tp=2))
     for step in range(4):
         if (rank, step) == (1, 2):
             raise ValueError("the user's own mistake")
