@@ -106,6 +106,14 @@ def reduced_dims(operator: Operator, place: int) -> list[int]:
     return sorted({dim % count for dim in dims}) if count else []
 
 
+def counted(operator: Operator) -> list[Loop]:
+    """(source, bins, least, most): every dim, if the range is given and not that of the source."""
+    given = operator.argument(2, "min", 0) != operator.argument(3, "max", 0)
+    part: Reduced = "sum"
+    shape = operator.operands[0].shape if given else ()
+    return [Loop(size, (At(dim),), (part,)) for dim, size in enumerate(shape)]
+
+
 def contraction(equation: str, added: bool = False) -> Rule:
     """An einsum: letters of the result are its loops, letters that vanish are summed.
 

@@ -12,6 +12,7 @@ from autopar.passes.rules import attention, indexing, special, views
 from autopar.passes.rules.generic import (
     along,
     contraction,
+    counted,
     created,
     every_dim_but,
     grouped_mm,
@@ -56,6 +57,7 @@ RULES: Mapping[OpOverload, Rule] = {
     aten.argmin.default: reduction(None),
     aten.max.dim: reduction(None),
     aten.min.dim: reduction(None),
+    aten.histc.default: counted,
     aten.linalg_vector_norm.default: reduction(None, place=2, keep=3),
     # views
     aten.view.default: views.view,
@@ -183,6 +185,7 @@ POINTWISE = frozenset(
         aten.fill.Tensor,
         aten.softplus_backward.default,
         aten.copy.default,
+        aten.floor_divide.default,
         aten.masked_fill.Scalar,
         aten.masked_fill.Tensor,
     }

@@ -23,6 +23,7 @@ TWO = (
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default,
     aten.minimum.default, aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor,
     aten.gt.Tensor, aten.ge.Tensor, aten.pow.Tensor_Tensor, aten.atan2.default,
+    aten.floor_divide.default,
 )  # fmt: skip
 SCALAR = (
     aten.add.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.pow.Tensor_Scalar, aten.eq.Scalar,
@@ -175,6 +176,11 @@ def some_dims(d: Draw) -> tuple[Any, ...]:
     shape = d.sizes()
     dims = sorted({d.below(len(shape)) % len(shape) for _ in range(2)})
     return (d.rand(*shape), dims, d.flag())
+
+
+@sample(aten.histc.default)
+def counts(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(*d.sizes()), 4, *((0, 1) if d.flag() else ()))
 
 
 @sample(aten.logsumexp.default)
