@@ -68,7 +68,7 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     strategy = fixed(3, tp=2, placements=FUSED)
     plan = autopar.plan(one_block().double(), 4, example_inputs=inputs, strategy=strategy)
     plan.save(path)
-    run(follow, 4, path=path)
+    run(follow, 4, path=path, timeout=300)
 
 
 def verified(rank: int, world_size: int) -> Verification:
@@ -77,7 +77,7 @@ def verified(rank: int, world_size: int) -> Verification:
 
 
 def test_verify_compares_whole_parameters() -> None:
-    for found in run(verified, 4):
+    for found in run(verified, 4, timeout=300):
         assert found.worst < 1e-9, str(found)
 
 
