@@ -24,6 +24,8 @@ class Replicate:
 class Shard:
     """Rank r holds the r-th of n chunks of `dim`.
 
+    In one piece, `dim` may be uneven: chunks are then as torch.chunk and DTensor cut them.
+
     Attributes:
         dim: the dimension that is cut.
         interleave: cut `dim` into this many equal pieces first and shard each of them (the
@@ -82,14 +84,34 @@ def placement_of(text: str) -> Placement:
     raise ValueError(f"{text!r} is no placement")
 
 
+def can_cut(size: int, parts: int, interleave: int = 1) -> bool:
+    """Whether a dim of `size` can lie in shards: in equal ones, or in one piece with none empty.
+
+    >>> [can_cut(5, parts) for parts in (2, 3, 4, 5)]
+    [True, True, False, True]
+    """
+    evenly = size % (parts * interleave) == 0
+    return evenly or (interleave == 1 and chunk_of(size, parts, parts - 1)[1] > 0)
+
+
+def chunk_of(rows: int, parts: int, part: int) -> tuple[int, int]:
+    """Where one of the chunks of `chunk_rows` begins, and its size.
+
+    >>> chunk_of(10, 4, 3)
+    (9, 1)
+    """
+    step = -(-rows // parts)
+    begin = min(step * part, rows)
+    return begin, min(step, rows - begin)
+
+
 def chunk_rows(rows: int, parts: int) -> tuple[int, ...]:
     """Sizes of the `parts` chunks of a dimension of `rows`, as torch.chunk and DTensor cut it.
 
     >>> chunk_rows(10, 4)
     (3, 3, 3, 1)
     """
-    step = -(-rows // parts)
-    return tuple(max(0, min(step, rows - step * part)) for part in range(parts))
+    return tuple(chunk_of(rows, parts, part)[1] for part in range(parts))
 
 
 def even_rows(rows: int, parts: int) -> tuple[int, ...]:

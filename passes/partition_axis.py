@@ -34,6 +34,7 @@ from autopar.passes.rules.fallback import fallback_notes
 from autopar.passes.rules.local import local_arguments, local_shape
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.own import OWN
+from autopar.passes.rules.undivided import undivided_notes
 from autopar.placement import Placement, Replicate
 
 WHOLE = Replicate()
@@ -111,7 +112,11 @@ class _Partition:
             graph=self.new,
             parameters={n: self.local(info) for n, info in self.old.parameters.items()},
             partitioned=(*self.old.partitioned, self.axis),
-            notes=(*self.old.notes, *fallback_notes(self.old, self.axis)),
+            notes=(
+                *self.old.notes,
+                *fallback_notes(self.old, self.axis),
+                *undivided_notes(self.old, self.ways, self.axis),
+            ),
         )
 
     def input(self, node: fx.Node, role: object) -> None:
@@ -121,7 +126,8 @@ class _Partition:
         copy = self.copied(node)
         if placement != WHOLE:
             whole = node.meta["val"]
-            copy.meta["val"] = whole.new_empty(local_shape(whole.shape, placement, self.ranks))
+            shape = local_shape(whole.shape, placement, self.ranks, self.rank)
+            copy.meta["val"] = whole.new_empty(shape)
             assert isinstance(role, Parameter)
             self.placed[role.name] = placement
         self.keep(node, placement, copy)
@@ -141,7 +147,7 @@ class _Partition:
         ]
         if way.own:
             return self.own(node, operator, way, shards)
-        local = local_arguments(operator, way, shards, self.ranks)
+        local = local_arguments(operator, way, shards, self.ranks, self.rank)
         if local.target in VIEWS:
             local = self.viewable(local, node)
         self.write(node, local.target, local.args, local.kwargs, way.results)
@@ -232,15 +238,15 @@ class _Partition:
         for step in conversion:
             key = (value, step.after)
             if key not in self.converted:
-                self.converted[key] = self.convert(step, node, reader)
+                self.converted[key] = self.convert(step, node, value.tensor.shape, reader)
             node = self.converted[key]
         return node
 
-    def convert(self, step: Step, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """Writes one step of a conversion for a reader."""
+    def convert(self, step: Step, node: fx.Node, whole: Sequence[int], reader: fx.Node) -> fx.Node:
+        """Writes one step of a conversion of a tensor of some shape for a reader."""
         place = (self.ranks, self.rank, self.axis)
         end = self.last
-        result = Emission(self.new, reader, *place).emit(step, node)
+        result = Emission(self.new, reader, *place).emit(step, node, whole)
         if "rows" in reader.meta:
             (rows,) = node.meta["rows"]
             twice = replace(
@@ -248,8 +254,11 @@ class _Partition:
                 before=doubled_placement(step.before, rows),
                 after=doubled_placement(step.after, rows),
             )
+            size = [n * 2 if d in rows else n for d, n in enumerate(whole)]
             mark_rows(
-                self.since(end), [node], lambda g, x: Emission(g, reader, *place).emit(twice, *x)
+                self.since(end),
+                [node],
+                lambda g, x: Emission(g, reader, *place).emit(twice, x[0], size),
             )
         return result
 
@@ -273,7 +282,7 @@ class _Partition:
     def local(self, info: Any) -> Any:
         """What is known of this rank's part of a parameter."""
         placement = self.placed.get(info.name, WHOLE)
-        return replace(info, shape=tuple(local_shape(info.shape, placement, self.ranks)))
+        return replace(info, shape=tuple(local_shape(info.shape, placement, self.ranks, self.rank)))
 
     def copied(self, node: fx.Node) -> fx.Node:
         copy = self.new.node_copy(node)

@@ -26,6 +26,7 @@ from tests.model_parts import (
     SelfAttention,
     feed_forward,
     generator,
+    merge_heads,
     ragged_mask,
     token_ids,
     token_loss,
@@ -109,6 +110,53 @@ class GPT(nn.Module):
 
 case("gpt", next_token_batch)(GPT)
 case("dropout", next_token_batch)(GPT, dropout=0.1)
+
+
+# -- uneven ------------------------------------------------------------------------------------
+
+HEADS, NARROW, HIDDEN, ENTRIES = 5, 30, 151, 97
+
+
+class UnevenBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(NARROW)
+        self.qkv = nn.Linear(NARROW, 3 * NARROW)
+        self.out = nn.Linear(NARROW, NARROW)
+        self.norm2 = nn.LayerNorm(NARROW)
+        self.up = nn.Linear(NARROW, HIDDEN)
+        self.down = nn.Linear(HIDDEN, NARROW)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(merge_heads(y))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def uneven_batch(rows: int, seed: int) -> Batch:
+    ids = torch.randint(ENTRIES, (rows, SEQ + 1), generator=generator(seed))
+    return (ids[:, :-1].contiguous(), ids[:, 1:].contiguous()), {}
+
+
+@case("uneven", uneven_batch)
+class UnevenGPT(nn.Module):
+    """Five heads, a vocabulary of 97 and a feed-forward of 151, which hardly an axis divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ENTRIES, NARROW)
+        self.blocks = nn.ModuleList(UnevenBlock() for _ in range(2))
+        self.norm = nn.LayerNorm(NARROW)
+        self.head = nn.Linear(NARROW, ENTRIES, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return token_loss(self.head(self.norm(x)), targets)
 
 
 # -- encoder -----------------------------------------------------------------------------------

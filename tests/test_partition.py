@@ -21,6 +21,8 @@ ROWS = 12
 f64 = torch.float64
 FUSED = {"*.attention.qkv.*": Shard(0, 3)}
 """Heads of a fused projection: the shards are interleaved."""
+CUT = {"embedding.weight": Shard(0), "*.up.*": Shard(0), "*.down.weight": Shard(1)}
+"""A vocabulary and a feed-forward of sizes that no axis here divides."""
 
 
 def batch_of(name: str, step: int, rows: int = ROWS) -> Any:
@@ -53,6 +55,9 @@ def train(rank: int, world_size: int, name: str, setups: list[dict[str, Any]]) -
         ("encdec", 4, [{"tp": 2, "zero": 1}]),
         ("odd", 4, [{"tp": 2, "zero": 3}]),
         ("gpt", 3, [{"tp": 3}]),
+        ("uneven", 2, [{"tp": 2, "placements": CUT}]),
+        ("uneven", 3, [{"tp": 3, "placements": CUT}]),
+        ("uneven", 4, [{"tp": 2, "zero": 3, "placements": CUT}, {"tp": 4, "placements": CUT}]),
     ],
 )
 def test_partitioned_models_train_exactly(
@@ -151,10 +156,16 @@ def test_twins_with_other_rows_are_told() -> None:
 
 
 def resume(
-    rank: int, world_size: int, source: str | None, target: str, which: range, **options: Any
+    rank: int,
+    world_size: int,
+    name: str,
+    source: str | None,
+    target: str,
+    which: range,
+    **options: Any,
 ) -> Reference:
     """Trains on from a checkpoint, if there is one, and writes another."""
-    model = autopar.compile(MODELS["encoder"].make().double(), strategy=fixed(**options))
+    model = autopar.compile(MODELS[name].make().double(), strategy=fixed(**options))
     optimizer = ADAMW(model.parameters())
     if source is not None:
         parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -162,25 +173,43 @@ def resume(
         set_state_dict(
             model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
         )
-    given = batches(MODELS["encoder"], which, ROWS)
-    losses = train_steps(model, optimizer, MODELS["encoder"], given)
+    losses = train_steps(model, optimizer, MODELS[name], batches(MODELS[name], which, ROWS))
     parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.save(parts, checkpoint_id=target)
     return Reference(losses, whole_state(model))
 
 
-def test_checkpoints_move_between_partitions(tmp_path: Path) -> None:
-    want = plain("encoder", f64, ROWS, 9)
-    setups: list[tuple[int, dict[str, Any]]] = [
-        (4, {"zero": 3, "tp": 2, "placements": FUSED}),
-        (2, {"zero": 3}),
-        (2, {"zero": 0, "tp": 2, "placements": {**FUSED, "*.mlp.*": Replicate()}}),
-    ]
+@pytest.mark.parametrize(
+    ("name", "setups"),
+    [
+        (
+            "encoder",
+            [
+                (4, {"zero": 3, "tp": 2, "placements": FUSED}),
+                (2, {"zero": 3}),
+                (2, {"zero": 0, "tp": 2, "placements": {**FUSED, "*.mlp.*": Replicate()}}),
+            ],
+        ),
+        (
+            "uneven",
+            [
+                (4, {"zero": 3, "tp": 2, "placements": CUT}),
+                (1, {}),
+                (3, {"tp": 3, "placements": CUT}),
+            ],
+        ),
+    ],
+)
+def test_checkpoints_move_between_partitions(
+    name: str, setups: list[tuple[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    want = plain(name, f64, ROWS, 3 * len(setups))
     losses: list[float] = []
     source = None
     for turn, (ranks, options) in enumerate(setups):
         target, which = str(tmp_path / str(turn)), range(3 * turn, 3 * turn + 3)
-        answers = run(resume, ranks, source=source, target=target, which=which, **options)
+        places = {"source": source, "target": target}
+        answers = run(resume, ranks, name=name, which=which, **places, **options)
         source = target
         losses += answers[0].losses
     got = Reference(losses, answers[0].state)

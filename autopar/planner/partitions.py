@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import fx
 
-from autopar.graph import TrainingGraph, Value, tensor_bytes
+from autopar.graph import TrainingGraph, Value
 from autopar.partition import Partition, Ways, named
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.loops import Operator, Way
@@ -42,8 +42,8 @@ def partition_by_bytes(
     """
 
     def price(value: Value, before: Placement, after: Placement) -> float:
-        whole = tensor_bytes(value.tensor)
-        moved = (s.message_bytes(whole, ranks) for s in steps(before, after) or () if s.collective)
+        kind = value.tensor.shape, value.tensor.element_size(), ranks
+        moved = (s.message_bytes(*kind) for s in steps(before, after) or () if s.collective)
         return STEP_S + BYTE_S * sum(moved) * (ranks - 1) / ranks
 
     iterations: dict[fx.Node, int] = {}

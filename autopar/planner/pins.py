@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo
-from autopar.placement import Placement, Replicate, Shard
+from autopar.placement import Placement, Replicate, Shard, can_cut
 
 
 def resolve(
@@ -56,7 +56,8 @@ def _checked(pattern: str, placement: Placement, parameter: ParameterInfo, ranks
         raise refuse(f"it has {len(parameter.shape)} dims")
     dim = placement.dim % len(parameter.shape)
     size, pieces = parameter.shape[dim], placement.interleave
-    if pieces < 1 or size % (pieces * ranks):
-        into = f"{pieces} pieces of {ranks} chunks" if pieces != 1 else f"{ranks} chunks"
-        raise refuse(f"dim {dim} of {size} does not divide into {into}")
+    if pieces < 1 or not can_cut(size, ranks, pieces):
+        if pieces == 1:
+            raise refuse(f"dim {dim} of {size} leaves nothing for the last of them")
+        raise refuse(f"dim {dim} of {size} does not divide into {pieces} pieces of {ranks} chunks")
     return Shard(dim, pieces)

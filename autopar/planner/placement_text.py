@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import fx
 
 from autopar.cost_model.aliases import is_view
-from autopar.graph import Parameter, TrainingGraph, elements, tensor_bytes
+from autopar.graph import Parameter, TrainingGraph, elements
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.loops import Way
 from autopar.passes.rules.table import rule_of
@@ -83,8 +83,9 @@ def _rows(
     yield phase, what, str(list(results[0].shape)) if results else "", lies, "", sent, seconds
     for made in converted:
         kinds = [step for step in steps(made.before, made.after) or () if step.collective]
-        whole = tensor_bytes(made.value.tensor)
-        size = sum(step.message_bytes(whole, prices.shape.ranks) for step in kinds)
+        tensor = made.value.tensor
+        kind = tensor.shape, tensor.element_size(), prices.shape.ranks
+        size = sum(step.message_bytes(*kind) for step in kinds)
         cost = prices.conversion(made.value, made.before, made.after)
         yield (
             "",

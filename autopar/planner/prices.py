@@ -18,7 +18,7 @@ from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.signature import moved_bytes, signature
 from autopar.cost_model.timing import flops_of
 from autopar.cost_model.update import UpdateCost
-from autopar.graph import Value, elements, tensor_bytes, tensors
+from autopar.graph import Value, elements, tensors
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.local import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator, Way
@@ -64,7 +64,7 @@ class Prices:
         costs = []
         for step in made:
             if step.collective is not None:
-                size = step.message_bytes(tensor_bytes(tensor), self.shape.ranks)
+                size = step.message_bytes(tensor.shape, tensor.element_size(), self.shape.ranks)
                 costs.append(self.sent(step.collective, size, tensor.dtype))
             copied = step.copied(tuple(tensor.shape), self.shape.ranks) * tensor.element_size()
             costs.append(self._streamed(copied, tensor.element_size()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -14,7 +14,7 @@ from autopar.graph import Parameter, TrainingGraph, Value, elements, operands, t
 from autopar.passes.rules.linear import linear_ways
 from autopar.passes.rules.loops import At, Loop, Operator, Way, fitting, replicated, split
 from autopar.passes.rules.table import loops_of
-from autopar.placement import Placement, Replicate, Shard
+from autopar.placement import Placement, Replicate, Shard, can_cut
 from autopar.planner.blocks import repeated
 
 
@@ -54,9 +54,7 @@ def choices(
     calls = [node for node in graph.calls() if node.target is not getitem]
     reads = {node: [value_of(source) for source in operands(node)] for node in calls}
     loops = {
-        node: loops_of(Operator.of(node)) if _known(reads[node]) else []
-        for node in calls
-        if same[node] is node
+        node: _loops(node) if _known(reads[node]) else [] for node in calls if same[node] is node
     }
     spread = _Spread(loops, reads, same, ranks)
     inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
@@ -89,6 +87,22 @@ def _ways(node: fx.Node, loops: Sequence[Loop]) -> Sequence[Way]:
     return list(dict.fromkeys([replicated(operator), *map(split, loops), *linear_ways(operator)]))
 
 
+def _loops(node: fx.Node) -> list[Loop]:
+    """The loops of an operator; the rows of a batch are divided evenly.
+
+    Other data-parallel ranks may have fewer of them, and take the same ways.
+    """
+    over = [(n.meta.get("rows") or ((),))[0] for n in operands(node)]
+    made = node.meta.get("rows") or ((),) * len(elements(node))
+
+    def of_rows(loop: Loop) -> bool:
+        places = zip((*loop.operands, *loop.results), (*over, *made), strict=False)
+        return any(isinstance(at, At) and at.dim in dims for at, dims in places)
+
+    loops = loops_of(Operator.of(node))
+    return [replace(loop, even=True) if of_rows(loop) else loop for loop in loops]
+
+
 def _known(reads: Sequence[Value]) -> bool:
     """Whether every operand is a tensor, as rules expect."""
     return all(isinstance(value.tensor, torch.Tensor) for value in reads)
@@ -100,9 +114,9 @@ def _whole(node: fx.Node, reads: Mapping[fx.Node, Sequence[Value]]) -> Way:
 
 
 def _shards(node: fx.Node, ranks: int) -> list[Placement]:
-    """Every dim of a parameter that the ranks divide: it may lie so and be gathered."""
+    """Every dim of a parameter that ranks can cut: it may lie so and be gathered."""
     shape = tensors(node)[0].shape
-    return [Shard(dim) for dim, size in enumerate(shape) if size % ranks == 0]
+    return [Shard(dim) for dim, size in enumerate(shape) if can_cut(size, ranks)]
 
 
 def _wanted(found: Choices) -> dict[fx.Node, list[Placement]]:

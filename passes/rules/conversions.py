@@ -10,6 +10,8 @@
 | R | S(d) | slice |
 | R | P | kept by rank 0, zeros elsewhere |
 | S(d) | P | all-gather, kept by rank 0 |
+
+Of a dim that the ranks do not divide all chunks travel at the size of the largest.
 """
 
 from __future__ import annotations
@@ -43,14 +45,28 @@ class Step:
         """The collective that it is, None if ranks do it alone."""
         return None if self.kind in ("slice", "keep_first") else self.kind
 
-    def message_bytes(self, whole: int, ranks: int) -> int:
+    def message_bytes(self, shape: Sequence[int], item: int, ranks: int) -> int:
         """The size of its message as `cost_model.collectives` means it.
 
         Args:
-            whole: bytes of the whole tensor.
+            shape: of the whole tensor.
+            item: bytes of an element.
             ranks: of the axis.
         """
+        whole = math.prod(self.padded(shape, ranks)) * item
         return whole // ranks if self.kind == "all_to_all" else whole
+
+    def padded(self, shape: Sequence[int], ranks: int) -> list[int]:
+        """The shape of the whole if all chunks were as large as the largest."""
+        made = list(shape)
+        for shard in self.shards:
+            made[shard.dim] += -made[shard.dim] % ranks
+        return made
+
+    @property
+    def shards(self) -> list[Shard]:
+        """How the tensor is sharded before and after it."""
+        return [p for p in (self.before, self.after) if isinstance(p, Shard)]
 
     def copied(self, shape: Sequence[int], ranks: int) -> int:
         """The elements that are read and written beside its collective, which is over dim 0.
@@ -59,14 +75,18 @@ class Step:
             shape: of the whole tensor.
             ranks: of the axis.
         """
-        whole = math.prod(shape)
-        moved = [p for p in (self.before, self.after) if isinstance(p, Shard)]
-        copies = sum(not _in_front(shape, shard) for shard in moved)
+        whole = math.prod(self.padded(shape, ranks))
+        part, padded = whole // ranks, whole > math.prod(shape)
+        copies = sum(not _in_front(shape, shard) for shard in self.shards)
         match self.kind:
-            case "all_gather" | "reduce_scatter":
-                return 2 * whole * copies
-            case "all_to_all" | "slice":
-                return 2 * whole // ranks * copies
+            case "all_gather":
+                return 2 * (whole * copies + part * padded * (1 + copies))
+            case "reduce_scatter":
+                return 2 * (whole * max(copies, padded) + part * padded * copies)
+            case "all_to_all":
+                return 2 * part * (copies + 2 * padded)
+            case "slice":
+                return 2 * part * copies
             case "keep_first":
                 return whole
         return 0

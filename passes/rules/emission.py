@@ -1,8 +1,12 @@
-"""Conversions as nodes of a graph: a collective over dim 0, and what moves a dim there and back."""
+"""Conversions as nodes of a graph: a collective over dim 0, and what moves a dim there and back.
+
+Collectives gather and scatter uneven chunks of dim 0 as they are, so an uneven dim is moved there
+alone; for an all-to-all chunks are padded, and what arrives is cut.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +23,8 @@ from autopar.passes.collectives import (
     start_reduce_scatter,
 )
 from autopar.passes.rules.conversions import Step
-from autopar.placement import Partial, Shard
+from autopar.passes.rules.local import local_shape
+from autopar.placement import Partial, Shard, chunk_of
 
 
 class Emission:
@@ -37,17 +42,28 @@ class Emission:
         self.graph, self.like = graph, like
         self.ranks, self.rank, self.axis = ranks, rank, axis
 
-    def emit(self, step: Step, value: fx.Node) -> fx.Node:
-        """One step of a conversion of what this rank holds of a value."""
+    def emit(self, step: Step, value: fx.Node, whole: Sequence[int]) -> fx.Node:
+        """One step of a conversion of what this rank holds of a value.
+
+        Args:
+            step: of it.
+            value: what this rank holds.
+            whole: the shape of what all ranks hold together.
+        """
         match step:
             case Step("all_gather", Shard() as before):
-                return self.all_gather(value, before)
+                return self.all_gather(value, before, whole)
             case Step("all_reduce", Partial() as before):
                 return self.all_reduce(value, before.op)
             case Step("reduce_scatter", _, Shard() as after):
                 return self.reduce_scatter(value, after)
             case Step("all_to_all", Shard() as before, Shard() as after):
-                return self.all_to_all(value, before, after)
+                padded = step.padded(whole, self.ranks)
+                if padded == list(whole):
+                    return self.all_to_all(value, before, after)
+                value = self.pad(value, local_shape(padded, before, self.ranks))
+                made, shape = self.all_to_all(value, before, after), self.local(whole, after)
+                return self.cut(made, {p.dim: shape[p.dim] for p in (before, after)})
             case Step("slice", _, Shard() as after):
                 return self.slice(value, after)
             case Step("keep_first"):
@@ -63,44 +79,69 @@ class Emission:
         )
         return result
 
-    def all_gather(self, value: fx.Node, shard: Shard) -> fx.Node:
+    def all_gather(self, value: fx.Node, shard: Shard, whole: Sequence[int]) -> fx.Node:
         """The whole of what is sharded."""
-        shape = _shape(value)
-        if shard == Shard(0):
-            return self.start(start_all_gather, self.contiguous(value), [shape[0] * self.ranks])
+        shape, size = _shape(value), whole[shard.dim]
+        if shard == Shard(0) or size % self.ranks:
+            front = self.contiguous(self.moved(value, shard.dim, 0))
+            every = self.start(start_all_gather, front, [size])
+            return self.contiguous(self.moved(every, 0, shard.dim))
         one = self.view(self.contiguous(value), [1, *shape])
         every = self.start(start_all_gather, one, [self.ranks])
         return self.from_front(every, shape, shard)
 
     def reduce_scatter(self, value: fx.Node, shard: Shard) -> fx.Node:
         """This rank's shard of the sum of what ranks hold."""
-        shape = _shape(value)
-        shape[shard.dim] //= self.ranks
-        if shard == Shard(0):
-            return self.start(start_reduce_scatter, value, [shape[0]])
+        whole = _shape(value)
+        shape = self.local(whole, shard)
+        if shard == Shard(0) or whole[shard.dim] % self.ranks:
+            front = self.moved(value, shard.dim, 0)
+            chunk = self.start(start_reduce_scatter, front, [shape[shard.dim]])
+            return self.contiguous(self.moved(chunk, 0, shard.dim))
         chunks = self.contiguous(self.to_front(value, shard))
         return self.view(self.start(start_reduce_scatter, chunks, [1]), shape)
 
     def all_to_all(self, value: fx.Node, before: Shard, after: Shard) -> fx.Node:
-        """This rank's shard of another dim."""
-        shape = _shape(value)
-        shape[after.dim] //= self.ranks
+        """This rank's shard of another dim, both of them even."""
+        shape = self.local(_shape(value), after)
         chunks = self.contiguous(self.to_front(value, after))
         return self.from_front(self.start(start_all_to_all, chunks), shape, before)
 
     def slice(self, value: fx.Node, shard: Shard) -> fx.Node:
         """This rank's shard of what it has whole."""
-        shape = _shape(value)
-        shape[shard.dim] //= self.ranks
+        whole = _shape(value)
         if shard.interleave == 1:
-            begin = self.rank * shape[shard.dim]
-            end = begin + shape[shard.dim]
-            part = self.op(aten.slice.Tensor, value, shard.dim, begin, end)
+            begin, width = chunk_of(whole[shard.dim], self.ranks, self.rank)
+            part = self.op(aten.slice.Tensor, value, shard.dim, begin, begin + width)
             return self.contiguous(part)
         part = self.op(aten.select.int, self.to_front(value, shard), 0, self.rank)
-        return self.view(self.contiguous(part), shape)
+        return self.view(self.contiguous(part), self.local(whole, shard))
 
     # Pieces.
+
+    def local(self, whole: Sequence[int], shard: Shard) -> list[int]:
+        """The shape of this rank's shard."""
+        return local_shape(whole, shard, self.ranks, self.rank)
+
+    def moved(self, value: fx.Node, source: int, target: int) -> fx.Node:
+        """A dim at another place."""
+        if source == target:
+            return value
+        order = list(range(len(_shape(value))))
+        order.insert(target, order.pop(source))
+        return self.op(aten.permute.default, value, order)
+
+    def pad(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """A tensor with zeros behind it, up to a shape."""
+        missing = [n - have for n, have in zip(shape, _shape(value), strict=True)]
+        pads = [n for after in reversed(missing) for n in (0, after)]
+        return self.op(aten.constant_pad_nd.default, self.contiguous(value), pads)
+
+    def cut(self, value: fx.Node, sizes: Mapping[int, int]) -> fx.Node:
+        """The front of a tensor: so much of some dims."""
+        for dim, size in sizes.items():
+            value = self.op(aten.slice.Tensor, value, dim, 0, size)
+        return self.contiguous(value)
 
     def to_front(self, value: fx.Node, shard: Shard) -> fx.Node:
         """A whole dim [k n m] as its chunks [n, ..., k, m, ...]."""

@@ -11,7 +11,7 @@ import torch
 
 from autopar._torch import OpOverload, pytree
 from autopar.passes.rules.loops import Operator, Way
-from autopar.placement import Placement, Shard
+from autopar.placement import Placement, Shard, chunk_of
 
 aten = torch.ops.aten
 
@@ -48,11 +48,11 @@ SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 """What drops dims of one element: of shards, also dims that only a shard has one element of."""
 
 
-def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> list[int]:
-    """The shape of what one rank holds."""
+def local_shape(shape: Sequence[int], placement: Placement, ranks: int, rank: int = 0) -> list[int]:
+    """The shape of what one rank holds; the first has the largest chunks."""
     local = list(shape)
     if isinstance(placement, Shard):
-        local[placement.dim] //= ranks
+        local[placement.dim] = chunk_of(local[placement.dim], ranks, rank)[1]
     return local
 
 
@@ -68,11 +68,13 @@ def filled(operator: Operator, shards: Sequence[Any]) -> tuple[list[Any], dict[s
 
 
 def local_bytes(tensor: torch.Tensor, placement: Placement, ranks: int) -> int:
-    """The bytes of what one rank holds."""
+    """The bytes of what the first rank holds, which has the most."""
     return math.prod(local_shape(tensor.shape, placement, ranks)) * tensor.element_size()
 
 
-def local_arguments(operator: Operator, way: Way, shards: Sequence[Any], ranks: int) -> Operator:
+def local_arguments(
+    operator: Operator, way: Way, shards: Sequence[Any], ranks: int, rank: int = 0
+) -> Operator:
     """The operator on one rank's shards.
 
     Args:
@@ -80,23 +82,24 @@ def local_arguments(operator: Operator, way: Way, shards: Sequence[Any], ranks: 
         way: how it is split.
         shards: this rank's part of each operand, in order; nodes or tensors.
         ranks: of the axis.
+        rank: this one.
     """
     args, kwargs = filled(operator, shards)
     place = SIZES.get(operator.target)
     if operator.target in SQUEEZES:
-        shape = local_shape(operator.results[0].shape, way.results[0], ranks)
+        shape = local_shape(operator.results[0].shape, way.results[0], ranks, rank)
         return replace(operator, target=aten.view.default, args=(args[0], shape), kwargs={})
     if place is not None:
-        args[place] = local_shape(operator.results[0].shape, way.results[0], ranks)
+        args[place] = local_shape(operator.results[0].shape, way.results[0], ranks, rank)
     for place, of, dim in COUNTS.get(operator.target, ()):
         lies = way.operands[of]
         if isinstance(lies, Shard) and lies.dim == dim:
-            args[place] = _share(args[place], ranks)
+            args[place] = _share(args[place], ranks, rank)
     return replace(operator, args=tuple(args), kwargs=kwargs)
 
 
-def _share(count: Any, ranks: int) -> Any:
+def _share(count: Any, ranks: int, rank: int) -> Any:
     """One rank's share of a number of things, or of each of several; one thing all have."""
     if isinstance(count, (list, tuple)):
-        return [_share(each, ranks) for each in count]
-    return count // ranks if count and count > 1 else count
+        return [_share(each, ranks, rank) for each in count]
+    return chunk_of(count, ranks, rank)[1] if count and count > 1 else count

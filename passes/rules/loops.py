@@ -25,7 +25,7 @@ from torch import fx
 from autopar._torch import pytree
 from autopar.graph import elements
 from autopar.passes.build import value
-from autopar.placement import Partial, Placement, Replicate, Shard
+from autopar.placement import Partial, Placement, Replicate, Shard, can_cut
 
 Reduced = Literal["sum", "max"]
 
@@ -50,6 +50,7 @@ class Loop:
             comes to the whole result.
         free: whether its pieces may be interleaved: nothing depends on their order.
         own: the lowering that splits it (`own.OWN`), "" if the operator is run on shards.
+        even: whether only chunks of equal size will do.
     """
 
     size: int
@@ -57,6 +58,7 @@ class Loop:
     results: tuple[At | Reduced | None, ...]
     free: bool = True
     own: str = ""
+    even: bool = False
 
     def interleaved(self, pieces: int) -> Loop:
         """The loop inside of each of `pieces` equal pieces of it."""
@@ -148,10 +150,25 @@ def ways(loops: list[Loop], ranks: int, interleaves: Sequence[int] = (1,)) -> It
 
 
 def fitting(loop: Loop, ranks: int, interleaves: Iterable[int]) -> Iterator[Loop]:
-    """A loop in each of these numbers of pieces that `ranks` divide evenly."""
+    """A loop in each of these numbers of pieces that `ranks` divide, in one also unevenly."""
     for pieces in interleaves if loop.free else (1,):
-        if loop.size % (pieces * ranks) == 0:
+        evenly = loop.size % (pieces * ranks) == 0
+        if evenly or (not loop.even and can_cut(loop.size, ranks, pieces)):
             yield loop.interleaved(pieces)
+
+
+def fills_dims(loop: Loop, operator: Operator) -> bool:
+    """Whether a loop is all that there is of each dim that it runs over.
+
+    If it is but a factor of a dim, uneven chunks of the dim are not those of the loop.
+    """
+    tensors = (*operator.operands, *operator.results)
+    places = (*loop.operands, *loop.results)
+    return all(
+        at.interleave == 1 and tensor.shape[at.dim] == loop.size
+        for at, tensor in zip(places, tensors, strict=False)
+        if isinstance(at, At) and tensor is not None
+    )
 
 
 def split(loop: Loop) -> Way:

@@ -14,19 +14,22 @@ from autopar.passes.rules.local import local_arguments
 from autopar.passes.rules.lockstep import run
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.own import program
-from autopar.placement import Partial, Placement, Shard
+from autopar.placement import Partial, Placement, Shard, can_cut, chunk_rows
 
 
 def cut(tensor: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Tensor]:
     """What each rank holds of a tensor; summands of a partial one are random.
 
     Raises:
-        PassError: the dim cannot be cut evenly.
+        PassError: the dim cannot be cut so.
     """
     if isinstance(placement, Shard):
         size, pieces = tensor.shape[placement.dim], placement.interleave
-        if size % (pieces * ranks):
+        if not can_cut(size, ranks, pieces):
             raise PassError(f"{placement} does not cut {list(tensor.shape)} over {ranks} ranks")
+        if pieces == 1:
+            chunks = tensor.split(chunk_rows(size, ranks), placement.dim)
+            return [chunk.contiguous() for chunk in chunks]
         parts = tensor.unflatten(placement.dim, (pieces, ranks, size // (pieces * ranks)))
         return [
             parts.select(placement.dim + 1, rank)
@@ -44,6 +47,8 @@ def cut(tensor: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Te
 
 def joined(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor | None:
     """The whole that ranks hold parts of; None if they should agree and do not."""
+    if isinstance(placement, Shard) and placement.interleave == 1:
+        return torch.cat(list(parts), placement.dim)
     if isinstance(placement, Shard):
         pieces = [p.unflatten(placement.dim, (placement.interleave, -1)) for p in parts]
         return torch.cat(pieces, placement.dim + 1).flatten(placement.dim, placement.dim + 1)
@@ -83,7 +88,10 @@ def on_shards(operator: Operator, way: Way, ranks: int) -> Sequence[Sequence[Any
     shards = [[parts[rank] for parts in cuts] for rank in range(ranks)]
     if way.own:
         return run([program(operator, way, ranks, rank) for rank in range(ranks)], shards)
-    return [results_of(local_arguments(operator, way, own, ranks)) for own in shards]
+    return [
+        results_of(local_arguments(operator, way, own, ranks, rank))
+        for rank, own in enumerate(shards)
+    ]
 
 
 def results_of(operator: Operator) -> tuple[Any, ...]:

@@ -114,7 +114,7 @@ def program(operator: Operator, way: Way, ranks: int, rank: int, axis: str = "ax
         node = graph.placeholder(f"operand_{place}")
         node.meta = {
             **like.meta,
-            "val": tensor.new_empty(local_shape(tensor.shape, placement, ranks)),
+            "val": tensor.new_empty(local_shape(tensor.shape, placement, ranks, rank)),
         }
         shards.append(node)
     graph.output(OWN[way.own].emit(graph, like, operator, way, shards, ranks, rank, axis))

@@ -1,7 +1,7 @@
 """Own lowerings of what looks entries up by number, the numbered dim being sharded.
 
-A rank knows the entries from `rank * width` on. What is asked of others it answers with zero: the
-results are summands, or a rank's own part of a table. Nothing is sent.
+A rank knows the entries of its chunk. What is asked of others it answers with zero: the results are
+summands, or a rank's own part of a table. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from autopar.passes.rules.loops import At, Loop, Operator, Reduced
 from autopar.passes.rules.site import Site, aten, value
 
 
-def places(site: Site, numbers: fx.Node, width: int) -> tuple[fx.Node, fx.Node]:
-    """Where entries lie in this rank's part of `width`, 0 if they do not; and whether they do."""
-    place = site.op(aten.sub.Scalar, numbers, site.rank * width)
+def places(site: Site, numbers: fx.Node, entries: int) -> tuple[fx.Node, fx.Node]:
+    """Where some of `entries` lie in this rank's chunk, 0 if they do not; and whether they do."""
+    begin, width = site.chunk(entries)
+    place = site.op(aten.sub.Scalar, numbers, begin)
     known = site.op(
         aten.logical_and.default,
         site.op(aten.ge.Scalar, place, 0),
@@ -45,7 +46,7 @@ def _entries(operator: Operator) -> list[Loop]:
 
 def _embedding(site: Site) -> list[fx.Node]:
     weight, numbers = site.shards
-    place, known = places(site, numbers, value(weight).shape[0])
+    place, known = places(site, numbers, site.operator.operands[0].shape[0])
     return [zero_unless(site, known, site.op(aten.embedding.default, weight, place))]
 
 
@@ -59,8 +60,8 @@ def _entries_backward(operator: Operator) -> list[Loop]:
 def _embedding_backward(site: Site) -> list[fx.Node]:
     """What is not this rank's goes into one more entry, which is left out."""
     gradient, numbers, entries, padding, by_frequency = site.arguments.args
-    width = entries // site.ranks
-    place, known = places(site, numbers, width)
+    _, width = site.chunk(entries)
+    place, known = places(site, numbers, entries)
     if padding >= 0:
         real = site.op(aten.ne.Scalar, numbers, padding)
         known = site.op(aten.logical_and.default, known, real)
@@ -90,7 +91,7 @@ def _index_dim(operator: Operator) -> list[Loop]:
 def _index(site: Site) -> list[fx.Node]:
     source, numbers = site.shards
     dim = site.shard.dim
-    place, known = places(site, _positive(site, numbers, dim), value(source).shape[dim])
+    place, known = places(site, _positive(site, numbers, dim), _size(site, dim))
     found = site.op(aten.index.Tensor, source, [None] * dim + [place])
     return [zero_unless(site, known, found, dim)]
 
@@ -108,16 +109,20 @@ def _index_put_dim(operator: Operator) -> list[Loop]:
 def _index_put(site: Site) -> list[fx.Node]:
     target, numbers, values = site.shards
     dim = site.shard.dim
-    place, known = places(site, _positive(site, numbers, dim), value(target).shape[dim])
+    place, known = places(site, _positive(site, numbers, dim), _size(site, dim))
     values = zero_unless(site, known, values, dim)
     return [site.op(aten.index_put.default, target, [None] * dim + [place], values, True)]
 
 
 def _positive(site: Site, numbers: fx.Node, dim: int) -> fx.Node:
     """Numbers from the front: negative ones count from the end."""
-    size = site.operator.operands[0].shape[dim]
-    later = site.op(aten.add.Scalar, numbers, size)
+    later = site.op(aten.add.Scalar, numbers, _size(site, dim))
     return site.op(aten.where.self, site.op(aten.lt.Scalar, numbers, 0), later, numbers)
+
+
+def _size(site: Site, dim: int) -> int:
+    """The entries that there are on all ranks together."""
+    return site.operator.operands[0].shape[dim]
 
 
 def _along_dim(operator: Operator) -> list[Loop]:
@@ -132,7 +137,7 @@ def _along_dim(operator: Operator) -> list[Loop]:
 def _gather(site: Site) -> list[fx.Node]:
     source, numbers = site.shards
     dim = site.shard.dim
-    place, known = places(site, numbers, value(source).shape[dim])
+    place, known = places(site, numbers, _size(site, dim))
     found = site.op(site.operator.target, source, dim, place)
     first = dim if site.operator.target is aten.index_select.default else 0
     return [zero_unless(site, known, found, first)]
@@ -149,7 +154,7 @@ def _scatter_dim(operator: Operator) -> list[Loop]:
 def _scatter_add(site: Site) -> list[fx.Node]:
     target, numbers, summands = site.shards
     dim = site.shard.dim
-    place, known = places(site, numbers, value(target).shape[dim])
+    place, known = places(site, numbers, _size(site, dim))
     for each, size in enumerate(value(place).shape):
         summands = site.op(aten.slice.Tensor, summands, each, 0, size)
     summands = zero_unless(site, known, summands)

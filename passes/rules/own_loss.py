@@ -33,7 +33,7 @@ def _classes(operator: Operator) -> list[Loop]:
 
 def _nll_loss(site: Site) -> list[fx.Node]:
     log, target, weights, reduction, ignored = site.arguments.args
-    place, known = places(site, target, value(log).shape[1])
+    place, known = places(site, target, site.operator.operands[0].shape[1])
     column = site.op(aten.unsqueeze.default, place, 1)
     found = site.op(aten.squeeze.dim, site.op(aten.gather.default, log, 1, column), 1)
     counted = site.op(aten.ne.Scalar, target, ignored)
@@ -88,7 +88,7 @@ def _classes_backward(operator: Operator) -> list[Loop]:
 
 def _nll_loss_backward(site: Site) -> list[fx.Node]:
     gradient, log, target, weights, reduction, ignored, total = site.arguments.args
-    place, known = places(site, target, value(log).shape[1])
+    place, known = places(site, target, site.operator.operands[1].shape[1])
     each = site.op(aten.neg.default, gradient)
     if reduction == MEAN:
         each = site.op(aten.div.Tensor, each, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from torch import fx
@@ -117,10 +118,11 @@ def _over_dims(result: Reduced | None, place: int = 1) -> Rule:
 
 
 def _mean(site: Site) -> list[fx.Node]:
-    """A share of the mean: that of the shard over the ranks."""
+    """A share of the mean: that of the shard, which is of so many of the elements."""
     args = site.arguments
     own = site.op(args.target, *args.args, **args.kwargs)
-    return [site.op(aten.div.Scalar, own, site.ranks)]
+    whole = site.operator.operands[0].numel()
+    return [site.op(aten.div.Scalar, own, whole / value(site.shards[0]).numel())]
 
 
 def _variance(site: Site) -> list[fx.Node]:
@@ -164,9 +166,8 @@ def _means(
     site: Site, nodes: Sequence[fx.Node], dims: Sequence[int], correction: float = 0
 ) -> list[fx.Node]:
     """Sums over dims of the whole, over how many elements there are less a correction."""
-    count = site.ranks
-    for dim in dims:
-        count *= value(nodes[0]).shape[dim]
+    shape = site.operator.operands[0].shape
+    count = math.prod(shape[dim] for dim in dims)
     sums = [site.op(aten.sum.dim_IntList, node, list(dims), True) for node in nodes]
     over = max(count - correction, 0)
     scale = 1 / over if over else float("inf")

@@ -60,12 +60,13 @@ def _extremum(largest: bool, takes_dim: Callable[..., Any]) -> Callable[[Site], 
 
     def lower(site: Site) -> list[fx.Node]:
         source, dim = site.shards[0], site.shard.dim
-        width, size = value(source).shape[dim], site.operator.operands[0].shape[dim]
+        size = site.operator.operands[0].shape[dim]
+        begin, _ = site.chunk(size)
         pair = site.op(takes_dim, source, dim, True)
         own, place = (site.op(getitem, pair, i) for i in (0, 1))
         high = own if largest else site.op(aten.neg.default, own)
         (top,) = site.reduced(high, op="max")
-        place = site.op(aten.add.Scalar, place, site.rank * width)
+        place = site.op(aten.add.Scalar, place, begin)
         beaten = site.op(aten.lt.Tensor, high, top)
         place = site.op(aten.where.ScalarSelf, beaten, size, place)
         (first,) = site.reduced(site.op(aten.neg.default, place), op="max")

@@ -2,14 +2,15 @@
 
 A hypothesis is a loop: one dim of each result, and for each operand a dim of that size or none.
 The oracle runs the operator on shards of small random tensors, and what holds for 2 and for 3 ranks
-is taken as a loop. What was found is kept on disk. Operators that draw random numbers, write to
-their operands or look at values to find their shapes are not probed: they stay whole.
+is taken as a loop, of equal chunks. What was found is kept on disk. Operators that draw random
+numbers, write to their operands or look at values to find their shapes are not probed: they stay
+whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice, product
 from typing import Any
 
@@ -65,16 +66,16 @@ def described(operator: Operator) -> str:
 
 
 def _facts() -> Mapping[str, str]:
-    return {"torch": torch.__version__, "schema": "1"}
+    return {"torch": torch.__version__, "schema": "2"}
 
 
-def _loop(size: int, operands: list[Any], results: list[Any], free: bool, own: str) -> Loop:
+def _loop(operands: list[Any], results: list[Any], **fields: Any) -> Loop:
     """A loop as it is kept on disk."""
 
     def at(kept: Any) -> Any:
         return At(**kept) if isinstance(kept, dict) else kept
 
-    return Loop(size, tuple(map(at, operands)), tuple(map(at, results)), free, own)
+    return Loop(operands=tuple(map(at, operands)), results=tuple(map(at, results)), **fields)
 
 
 # -- small tensors of the same structure -------------------------------------------------------
@@ -141,9 +142,10 @@ def _loops(operator: Operator, sample: Operator) -> Iterator[Loop]:
         choices = [_dims_of(size, t, dim) for t in (*sample.operands, *others)]
         for places in islice(product(*choices), _TRIED):
             count = len(sample.operands)
-            loop = Loop(size, places[:count], (At(dim), *places[count:]), free=False)
+            results = (At(dim), *places[count:])
+            loop = Loop(size, places[:count], results, free=False, even=True)
             if any(places[:count]) and None not in places[count:] and _holds(sample, loop):
-                yield Loop(operator.results[0].shape[dim], loop.operands, loop.results, False)
+                yield replace(loop, size=operator.results[0].shape[dim])
                 break
 
 

@@ -15,7 +15,7 @@ from autopar.passes.build import call
 from autopar.passes.collectives import collective, start_all_gather, start_all_reduce
 from autopar.passes.rules.local import filled
 from autopar.passes.rules.loops import Operator, Way
-from autopar.placement import Placement, Shard
+from autopar.placement import Placement, Shard, chunk_of
 
 aten = torch.ops.aten
 
@@ -73,14 +73,18 @@ class Site:
         )
         return found
 
+    def chunk(self, size: int) -> tuple[int, int]:
+        """Where this rank's chunk of a dim of `size` begins, and its size."""
+        return chunk_of(size, self.ranks, self.rank)
+
     def mine(self, node: fx.Node, placement: Placement) -> fx.Node:
         """This rank's shard of what is whole; anything else as it is."""
         if not isinstance(placement, Shard):
             return node
         dim, pieces = placement.dim, placement.interleave
-        size = value(node).shape[dim]
-        width = size // (pieces * self.ranks)
-        starts = range(self.rank * width, size, width * self.ranks)
+        piece = value(node).shape[dim] // pieces
+        begin, width = self.chunk(piece)
+        starts = [begin + piece * i for i in range(pieces)]
         parts = [self.op(aten.slice.Tensor, node, dim, s, s + width) for s in starts]
         return self.op(aten.cat.default, parts, dim) if pieces > 1 else parts[0]
 

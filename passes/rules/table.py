@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from autopar.passes.rules.generic import (
     reduction,
     unpadded,
 )
-from autopar.passes.rules.loops import Loop, Operator, Rule
+from autopar.passes.rules.loops import Loop, Operator, Rule, fills_dims
 from autopar.passes.rules.own import OWN, own_loops
 from autopar.passes.rules.probing import probed
 
@@ -198,10 +199,12 @@ def loops_of(operator: Operator) -> list[Loop]:
 
     Of an operator that is not known they are found by running it.
     """
+    if not is_known(operator.target):
+        return probed(operator)
     rule = rule_of(operator.target)
     by_rule = [] if rule is None else rule(operator)
     found = [*by_rule, *own_loops(operator)]
-    return found if is_known(operator.target) else probed(operator)
+    return [loop if fills_dims(loop, operator) else replace(loop, even=True) for loop in found]
 
 
 def is_known(target: Any) -> bool:

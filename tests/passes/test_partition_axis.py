@@ -43,6 +43,29 @@ def test_ranks_compute_what_one_device_does(name: str, ranks: int, rows: int) ->
         assert equal(made, want[role]), role
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sizes_that_the_axis_does_not_divide(ranks: int) -> None:
+    graph, values = captured("uneven", ranks, 5)
+    want = whole(graph, values)
+    pins = {"embedding.weight": Shard(0), "*.up.*": Shard(0), "*.down.weight": Shard(1)}
+    ways = partition_by_bytes(graph, ranks, pins)
+    for role, made in partitioned(graph, ranks, ways, values).items():
+        assert made is not None, f"ranks disagree about {role}"
+        assert equal(made, want[role]), role
+    last = run_passes(graph, [PartitionAxis(AXIS, ranks - 1, ways)])
+    rest = {n: n - (ranks - 1) * -(-n // ranks) for n in (97, 151)}
+    assert last.parameters["embedding.weight"].shape == (rest[97], 30)
+    assert last.parameters["blocks.1.down.weight"].shape == (30, rest[151])
+
+
+def test_heads_that_the_axis_does_not_divide_are_named() -> None:
+    graph, _ = captured("uneven", 2, 5)
+    ways = partition_by_bytes(graph, 2, {"*.out.weight": Replicate()})
+    (note,) = run_passes(graph, [PartitionAxis(AXIS, 0, ways)]).notes
+    assert note.startswith("blocks.*.out.weight: whole on every rank of tp, since 30 is seen as")
+    assert note.endswith("2 ranks do not divide 5; 4 or 6 they would")
+
+
 def column_and_row(graph: TrainingGraph) -> Ways:
     """Megatron's split of two linear layers: the first by its columns, the second by its rows."""
     s0, s1, whole, part = Shard(0), Shard(1), Replicate(), Partial()

@@ -17,7 +17,7 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.update import UpdateCost
-from autopar.graph import Parameter, TrainingGraph, tensor_bytes
+from autopar.graph import Parameter, TrainingGraph
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.own import OWN
@@ -51,7 +51,8 @@ def sent(solution: Solution) -> Counter[str]:
     for made in solution.conversions:
         for step in steps(made.before, made.after) or ():
             if step.collective:
-                size = step.message_bytes(tensor_bytes(made.value.tensor), RANKS)
+                tensor = made.value.tensor
+                size = step.message_bytes(tensor.shape, tensor.element_size(), RANKS)
                 found[step.collective] += size * made.count
     for node, way in solution.ways.items():
         if way.own:

@@ -27,7 +27,7 @@ def test_the_last_pattern_counts() -> None:
     [
         ("block.*", Shard(0), 2, "'block.*', which no parameter is called: there are blocks.1"),
         ("blocks.0.*", Shard(2), 2, "it has 2 dims"),
-        ("blocks.0.*", Shard(1), 3, "dim 1 of 16 does not divide into 3 chunks"),
+        ("blocks.0.*", Shard(1), 5, "dim 1 of 16 leaves nothing for the last of them"),
         ("blocks.0.*", Shard(0, 3), 5, "dim 0 of 48 does not divide into 3 pieces of 5 chunks"),
         ("blocks.0.*", Partial(), 2, "sharded or replicated"),
     ],

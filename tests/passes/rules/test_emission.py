@@ -7,6 +7,8 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensorMode
+from autopar.graph import tensor_bytes
+from autopar.passes.collectives import start_all_to_all
 from autopar.passes.rules.conversions import Step, steps
 from autopar.passes.rules.doubled import mark_rows
 from autopar.passes.rules.emission import Emission
@@ -22,16 +24,19 @@ PLACEMENTS: tuple[Placement, ...] = (
     *(Shard(dim, pieces) for dim in range(3) for pieces in (1, 2)),
 )
 PAIRS = [(a, b) for a, b in product(PLACEMENTS, PLACEMENTS) if steps(a, b)]
+IN_ONE_PIECE = [pair for pair in PAIRS if all(getattr(p, "interleave", 1) == 1 for p in pair)]
 
 
-def program(part: torch.Tensor, before: Placement, after: Placement, n: int, rank: int) -> fx.Graph:
+def program(
+    part: torch.Tensor, whole: torch.Size, before: Placement, after: Placement, n: int, rank: int
+) -> fx.Graph:
     """What a rank runs to convert a tensor."""
     graph = fx.Graph()
     node = graph.placeholder("x")
     with FakeTensorMode() as mode:
         node.meta = {"val": mode.from_tensor(part), "phase": "forward"}
         for step in steps(before, after) or ():
-            node = Emission(graph, node, n, rank, "tp").emit(step, node)
+            node = Emission(graph, node, n, rank, "tp").emit(step, node, whole)
     graph.output([node])
     return graph
 
@@ -39,18 +44,32 @@ def program(part: torch.Tensor, before: Placement, after: Placement, n: int, ran
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda p: str(p))
 def test_converted_is_what_it_was(before: Placement, after: Placement, n: int) -> None:
-    whole = torch.randn(2 * n, 4 * n, 2 * n, dtype=torch.float64).transpose(0, 1)
+    check(before, after, n, torch.randn(2 * n, 4 * n, 2 * n, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(("before", "after"), IN_ONE_PIECE, ids=lambda p: str(p))
+def test_uneven_chunks_are_padded_and_cut(before: Placement, after: Placement, n: int) -> None:
+    check(before, after, n, torch.randn(3 * n - 1, 4 * n + 1, 5 * n - 1, dtype=torch.float64))
+
+
+def check(before: Placement, after: Placement, n: int, whole: torch.Tensor) -> None:
+    """Ranks convert what they hold of a tensor into what they should."""
+    whole = whole.transpose(0, 1)
     parts = cut(whole, before, n)
-    graphs = [program(part, before, after, n, rank) for rank, part in enumerate(parts)]
+    graphs = [program(part, whole.shape, before, after, n, rank) for rank, part in enumerate(parts)]
     results = [result for (result,) in run(graphs, [[part] for part in parts])]
     made = joined(results, after)
     assert made is not None
     assert equal(made, whole)
-    shapes = {part.shape for part in cut(whole, after, n)}
-    assert {result.shape for result in results} == shapes
+    assert [result.shape for result in results] == [part.shape for part in cut(whole, after, n)]
     for graph, result in zip(graphs, results, strict=True):
         (returned,) = graph.output_node().args[0]  # type: ignore[misc]
         assert returned.meta["val"].stride() == result.stride()
+        for start in graph.find_nodes(op="call_function", target=start_all_to_all):
+            (step,) = steps(before, after) or ()
+            priced = step.message_bytes(whole.shape, whole.element_size(), n)
+            assert priced == tensor_bytes(start.args[0][0].meta["val"])
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "slice"])
@@ -59,7 +78,7 @@ def test_rows_are_known_where_one_row_needs_no_copy(kind: str) -> None:
     step = Step("all_gather", *lies) if kind == "all_gather" else Step("slice", *reversed(lies))
 
     def emit(graph: fx.Graph, given: list[fx.Node]) -> fx.Node:
-        return Emission(graph, given[0], 2, 0, "tp").emit(step, given[0])
+        return Emission(graph, given[0], 2, 0, "tp").emit(step, given[0], (1, 8, 3))
 
     graph = fx.Graph()
     row = graph.placeholder("row")

@@ -13,7 +13,7 @@ from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.oracle import results_of
 
 aten = torch.ops.aten
-SIZES = (1, 2, 3, 4, 6, 12)
+SIZES = (1, 2, 3, 4, 5, 6, 12)
 
 
 class Draw:
@@ -25,7 +25,7 @@ class Draw:
         self.dtype = data.draw(st.sampled_from([torch.float64, torch.float32]), "dtype")
 
     def size(self) -> int:
-        """A size that 2 and 3 ranks often divide."""
+        """A size that 2 and 3 ranks divide, or leave the last of them a smaller chunk of."""
         return self.data.draw(st.sampled_from(SIZES))
 
     def sizes(self, low: int = 1, high: int = 4) -> list[int]:
