@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.errors import StrategyError
 from autopar.graph import Parameter, TrainingGraph, Value, elements, operands, tensors, value_of
 from autopar.passes.rules.linear import linear_ways
 from autopar.passes.rules.loops import At, Loop, Operator, Way, fitting, replicated, split
@@ -48,18 +49,29 @@ def choices(
         graph: a captured graph, on whole tensors.
         ranks: of the axis.
         pins: where parameters must lie, by name.
+
+    Raises:
+        StrategyError: a pinned shard is uneven, and the graph is yet to be partitioned again.
     """
-    pins = pins or {}
+    pins, even = pins or {}, not _is_last(graph)
     same = dict(repeated(graph, pins))
     calls = [node for node in graph.calls() if node.target is not getitem]
     reads = {node: [value_of(source) for source in operands(node)] for node in calls}
     loops = {
-        node: _loops(node) if _known(reads[node]) else [] for node in calls if same[node] is node
+        node: _loops(node, even) if _known(reads[node]) else []
+        for node in calls
+        if same[node] is node
     }
     spread = _Spread(loops, reads, same, ranks)
     inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
     for node, role in inputs.items():
         if isinstance(role, Parameter) and isinstance(pin := pins.get(role.name), Shard):
+            if even and tensors(node)[0].shape[pin.dim] % ranks:
+                raise StrategyError(
+                    f"placements={{{role.name!r}: {pin}}} is uneven over {ranks} ranks, and the "
+                    "model is partitioned along another axis behind. Choose another dim, or let "
+                    "this axis be the last."
+                )
             spread.meet(Value(node), pin.dim, pin.interleave)
     spread.run()
     ways: dict[fx.Node, Sequence[Way]] = {
@@ -73,7 +85,7 @@ def choices(
             continue
         lies: list[Placement] = [Replicate()]
         if isinstance(role, Parameter):
-            lies += _shards(node, ranks) + wanted.get(node, [])
+            lies += _shards(node, ranks, even) + wanted.get(node, [])
             lies = [pins[role.name]] if role.name in pins else lies
         ways[node] = [Way((), (p,)) for p in dict.fromkeys(lies)]
     for node in graph.graph.find_nodes(op="get_attr"):
@@ -87,10 +99,19 @@ def _ways(node: fx.Node, loops: Sequence[Loop]) -> Sequence[Way]:
     return list(dict.fromkeys([replicated(operator), *map(split, loops), *linear_ways(operator)]))
 
 
-def _loops(node: fx.Node) -> list[Loop]:
-    """The loops of an operator; the rows of a batch are divided evenly.
+def _is_last(graph: TrainingGraph) -> bool:
+    """Whether the model is partitioned along no other axis behind this one.
 
-    Other data-parallel ranks may have fewer of them, and take the same ways.
+    Along that the ways of the first rank are taken by all, whose sizes must then be the same.
+    """
+    left = [axis for axis in graph.axes if axis[:2] != "dp" and axis not in graph.partitioned]
+    return len(left) < 2
+
+
+def _loops(node: fx.Node, even: bool) -> list[Loop]:
+    """The loops of an operator, all of them for even shards or only those over rows of the batch.
+
+    Other data-parallel ranks may have fewer rows, and take the same ways.
     """
     over = [(n.meta.get("rows") or ((),))[0] for n in operands(node)]
     made = node.meta.get("rows") or ((),) * len(elements(node))
@@ -100,7 +121,7 @@ def _loops(node: fx.Node) -> list[Loop]:
         return any(isinstance(at, At) and at.dim in dims for at, dims in places)
 
     loops = loops_of(Operator.of(node))
-    return [replace(loop, even=True) if of_rows(loop) else loop for loop in loops]
+    return [replace(loop, even=True) if even or of_rows(loop) else loop for loop in loops]
 
 
 def _known(reads: Sequence[Value]) -> bool:
@@ -113,10 +134,13 @@ def _whole(node: fx.Node, reads: Mapping[fx.Node, Sequence[Value]]) -> Way:
     return Way((whole,) * len(reads[node]), (whole,) * len(elements(node)))
 
 
-def _shards(node: fx.Node, ranks: int) -> list[Placement]:
+def _shards(node: fx.Node, ranks: int, even: bool) -> list[Placement]:
     """Every dim of a parameter that ranks can cut: it may lie so and be gathered."""
-    shape = tensors(node)[0].shape
-    return [Shard(dim) for dim, size in enumerate(shape) if can_cut(size, ranks)]
+    return [
+        Shard(dim)
+        for dim, size in enumerate(tensors(node)[0].shape)
+        if size % ranks == 0 or (not even and can_cut(size, ranks))
+    ]
 
 
 def _wanted(found: Choices) -> dict[fx.Node, list[Placement]]:

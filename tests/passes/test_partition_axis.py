@@ -16,7 +16,7 @@ from autopar.placement import Partial, Replicate, Shard
 from autopar.planner.partitions import partition_by_bytes
 from tests.models import MODELS, to_dtype
 from tests.passes.golden import changes, two_layers
-from tests.passes.partitions import AXIS, captured, partitioned, whole
+from tests.passes.partitions import AXIS, Values, captured, partitioned, whole
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,21 @@ from tests.passes.partitions import AXIS, captured, partitioned, whole
     ],
 )
 def test_ranks_compute_what_one_device_does(name: str, ranks: int, rows: int) -> None:
-    case = MODELS[name]
-    batch = to_dtype(case.batch(rows, 0), torch.float64)
-    graph, values = captured(case.make().double(), batch, ranks)
-    want = whole(graph, values)
+    graph, values = case_of(name, ranks, rows)
     ways = partition_by_bytes(graph, ranks)
     assert any(isinstance(p, Shard) for _, way in ways for p in way.results)
+    check(graph, values, ranks, ways)
+
+
+def case_of(name: str, ranks: int, rows: int) -> tuple[TrainingGraph, Values]:
+    """The graph of a model at some rows, and what it is given."""
+    case = MODELS[name]
+    return captured(case.make().double(), to_dtype(case.batch(rows, 0), torch.float64), ranks)
+
+
+def check(graph: TrainingGraph, values: Values, ranks: int, ways: Ways) -> None:
+    """All ranks together return what one device does."""
+    want = whole(graph, values)
     for role, made in partitioned(graph, ranks, ways, values).items():
         assert made is not None, f"ranks disagree about {role}"
         assert equal(made, want[role]), role
@@ -45,13 +54,10 @@ def test_ranks_compute_what_one_device_does(name: str, ranks: int, rows: int) ->
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sizes_that_the_axis_does_not_divide(ranks: int) -> None:
-    graph, values = captured("uneven", ranks, 5)
-    want = whole(graph, values)
+    graph, values = case_of("uneven", ranks, 5)
     pins = {"embedding.weight": Shard(0), "*.up.*": Shard(0), "*.down.weight": Shard(1)}
     ways = partition_by_bytes(graph, ranks, pins)
-    for role, made in partitioned(graph, ranks, ways, values).items():
-        assert made is not None, f"ranks disagree about {role}"
-        assert equal(made, want[role]), role
+    check(graph, values, ranks, ways)
     last = run_passes(graph, [PartitionAxis(AXIS, ranks - 1, ways)])
     rest = {n: n - (ranks - 1) * -(-n // ranks) for n in (97, 151)}
     assert last.parameters["embedding.weight"].shape == (rest[97], 30)
@@ -59,7 +65,7 @@ def test_sizes_that_the_axis_does_not_divide(ranks: int) -> None:
 
 
 def test_heads_that_the_axis_does_not_divide_are_named() -> None:
-    graph, _ = captured("uneven", 2, 5)
+    graph, _ = case_of("uneven", 2, 5)
     ways = partition_by_bytes(graph, 2, {"*.out.weight": Replicate()})
     (note,) = run_passes(graph, [PartitionAxis(AXIS, 0, ways)]).notes
     assert note.startswith("blocks.*.out.weight: whole on every rank of tp, since 30 is seen as")

@@ -1,7 +1,7 @@
 """The placement program against brute force, on a cap, and its size on a stack of blocks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.cost_model.timing import flops_of
+from autopar.errors import StrategyError
 from autopar.graph import (
     Gradient,
     Parameter,
@@ -142,6 +143,17 @@ class Every:
                 of_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
                 wanted = self.ways[inputs[role.of]].results[0] if of_parameter else Replicate()
                 yield value_of(node), wanted
+
+
+def test_only_the_last_axis_cuts_unevenly() -> None:
+    graph = World(Linear(True), ((torch.rand(6, 8),), {}), 1).graph(0)
+    weight = graph.placeholder(Parameter("weight"))
+    two = replace(graph, axes={"dp": 1, "tp": 3, "cp": 2})
+    for at, want in ((graph, True), (two, False), (replace(two, partitioned=("cp",)), True)):
+        lies = [way.results[0] for way in choices(at, 3).ways[weight]]
+        assert (Shard(0) in lies) is want  # 8 over 3 ranks
+    with pytest.raises(StrategyError, match="another axis behind"):
+        choices(two, 3, {"weight": Shard(0)})
 
 
 # -- memory ------------------------------------------------------------------------------------
