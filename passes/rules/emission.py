@@ -6,6 +6,7 @@ alone; for an all-to-all chunks are padded, and what arrives is cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,8 +85,7 @@ class Emission:
         shape, size = _shape(value), whole[shard.dim]
         if shard == Shard(0) or size % self.ranks:
             front = self.contiguous(self.moved(value, shard.dim, 0))
-            every = self.start(start_all_gather, front, [size])
-            return self.contiguous(self.moved(every, 0, shard.dim))
+            return self.back(self.start(start_all_gather, front, [size]), shard.dim)
         one = self.view(self.contiguous(value), [1, *shape])
         every = self.start(start_all_gather, one, [self.ranks])
         return self.from_front(every, shape, shard)
@@ -96,8 +96,7 @@ class Emission:
         shape = self.local(whole, shard)
         if shard == Shard(0) or whole[shard.dim] % self.ranks:
             front = self.moved(value, shard.dim, 0)
-            chunk = self.start(start_reduce_scatter, front, [shape[shard.dim]])
-            return self.contiguous(self.moved(chunk, 0, shard.dim))
+            return self.back(self.start(start_reduce_scatter, front, [shape[shard.dim]]), shard.dim)
         chunks = self.contiguous(self.to_front(value, shard))
         return self.view(self.start(start_reduce_scatter, chunks, [1]), shape)
 
@@ -131,6 +130,13 @@ class Emission:
         order.insert(target, order.pop(source))
         return self.op(aten.permute.default, value, order)
 
+    def back(self, value: fx.Node, dim: int) -> fx.Node:
+        """The first dim of what is contiguous at its place, copied on all ranks or on none."""
+        moved = self.moved(value, 0, dim)
+        if math.prod(_shape(moved)[:dim]) == 1:
+            return moved
+        return self.copied(moved)
+
     def pad(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
         """A tensor with zeros behind it, up to a shape."""
         missing = [n - have for n, have in zip(shape, _shape(value), strict=True)]
@@ -138,10 +144,10 @@ class Emission:
         return self.op(aten.constant_pad_nd.default, self.contiguous(value), pads)
 
     def cut(self, value: fx.Node, sizes: Mapping[int, int]) -> fx.Node:
-        """The front of a tensor: so much of some dims."""
+        """The front of a tensor: so much of some dims, copied by all ranks alike."""
         for dim, size in sizes.items():
             value = self.op(aten.slice.Tensor, value, dim, 0, size)
-        return self.contiguous(value)
+        return self.copied(value)
 
     def to_front(self, value: fx.Node, shard: Shard) -> fx.Node:
         """A whole dim [k n m] as its chunks [n, ..., k, m, ...]."""
@@ -171,6 +177,9 @@ class Emission:
     def contiguous(self, value: fx.Node) -> fx.Node:
         if tensors(value)[0].is_contiguous():
             return value
+        return self.copied(value)
+
+    def copied(self, value: fx.Node) -> fx.Node:
         return self.op(aten.clone.default, value, memory_format=torch.contiguous_format)
 
     def view(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:

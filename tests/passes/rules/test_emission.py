@@ -58,6 +58,8 @@ def check(before: Placement, after: Placement, n: int, whole: torch.Tensor) -> N
     whole = whole.transpose(0, 1)
     parts = cut(whole, before, n)
     graphs = [program(part, whole.shape, before, after, n, rank) for rank, part in enumerate(parts)]
+    if all(step.kind != "keep_first" for step in steps(before, after) or ()):
+        assert len({tuple(node.target for node in graph.nodes) for graph in graphs}) == 1
     results = [result for (result,) in run(graphs, [[part] for part in parts])]
     made = joined(results, after)
     assert made is not None
