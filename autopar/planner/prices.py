@@ -18,7 +18,7 @@ from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.signature import moved_bytes, signature
 from autopar.cost_model.timing import flops_of
 from autopar.cost_model.update import UpdateCost
-from autopar.graph import Value, elements, tensors
+from autopar.graph import Value, elements, tensor_bytes, tensors
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.local import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator, Way
