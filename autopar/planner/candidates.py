@@ -178,8 +178,9 @@ class Evaluator:
             (i for i, p in enumerate(passes) if isinstance(p, BucketCollectives)), len(passes)
         )
         graph = run_passes(graph, passes[:first])
+        plan = replace(plan, notes=(*plan.notes, *graph.notes))
         if first < len(passes):
             buckets = propose_buckets(graph, choice.gather_bytes, choice.reduce_bytes)
-            plan = replace(plan, buckets=buckets, notes=(*plan.notes, *graph.notes))
+            plan = replace(plan, buckets=buckets)
             graph = run_passes(graph, plan.passes(0, self.comm_backend, ways=self.ways)[first:])
         return plan, graph

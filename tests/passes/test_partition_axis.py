@@ -6,6 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+import autopar
 from autopar.graph import TrainingGraph
 from autopar.partition import Ways
 from autopar.passes.partition_axis import PartitionAxis
@@ -17,6 +18,7 @@ from autopar.planner.partitions import partition_by_bytes
 from tests.models import MODELS, to_dtype
 from tests.passes.golden import changes, two_layers
 from tests.passes.partitions import AXIS, Values, captured, partitioned, whole
+from tests.training import fixed
 
 
 @pytest.mark.parametrize(
@@ -65,9 +67,10 @@ def test_sizes_that_the_axis_does_not_divide(ranks: int) -> None:
 
 
 def test_heads_that_the_axis_does_not_divide_are_named() -> None:
-    graph, _ = case_of("uneven", 2, 5)
-    ways = partition_by_bytes(graph, 2, {"*.out.weight": Replicate()})
-    (note,) = run_passes(graph, [PartitionAxis(AXIS, 0, ways)]).notes
+    case, whole_heads = MODELS["uneven"], {"*.out.weight": Replicate()}
+    strategy = fixed(tp=2, placements=whole_heads)
+    rows, _ = case.batch(5, 0)
+    (note,) = autopar.plan(case.make(), 2, example_inputs=rows, strategy=strategy).notes
     assert note.startswith("blocks.*.out.weight: whole on every rank of tp, since 30 is seen as")
     assert note.endswith("2 ranks do not divide 5; 4 or 6 they would")
 
