@@ -15,8 +15,9 @@ from autopar.errors import (
     StrategyError,
 )
 from autopar.placement import Replicate, Shard
-from autopar.plan import Plan, Strategy
+from autopar.plan import Plan
 from autopar.runtime.module import DistributedModule
+from autopar.strategy import Strategy
 from autopar.verification import Verification, verify
 
 __version__ = "0.1.0"

@@ -9,7 +9,7 @@ of call, under the same plan.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,9 +20,9 @@ from autopar.capture import Call, Capture, capture
 from autopar.cost_model.cluster import Cluster
 from autopar.errors import CaptureError, StrategyError
 from autopar.graph import TrainingGraph
-from autopar.partition import Partition, Ways, rows_of, scaled
+from autopar.partition import Partition, Ways, in_turn, rows_of, scaled
 from autopar.passes.runner import run_passes
-from autopar.plan import Plan, Strategy, fingerprint
+from autopar.plan import Plan, fingerprint
 from autopar.planner.decide import Question, decide, measured
 from autopar.planner.partitions import repartition
 from autopar.profiling import profiler
@@ -43,6 +43,7 @@ from autopar.runtime.parameters import (
     total_bytes,
 )
 from autopar.runtime.program import with_axes
+from autopar.strategy import Strategy
 
 Batch = Literal["global", "local"]
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -212,21 +213,31 @@ def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int
     parameters = describe_parameters(model)
     plan.check(model, parameters.values(), plan.world_size)
     backend = "gloo" if device_of(model).type == "cpu" else "nccl"
-    graph = _capture_under(plan, model, example_inputs, rank // plan.tensor_ranks)
-    ways: Ways = ()
-    if plan.partition is not None:
-        first, ways = planned_ways(model, example_inputs, plan)
-        ways = scaled(ways, graph, rows_of(first), rows_of(graph))
-    return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend, ways=ways)))
+    place = plan.place(rank)
+    graph = _capture_under(plan, model, example_inputs, place[plan.axis])
+    planned = {axis: (g, ways) for axis, g, ways in planned_ways(model, example_inputs, plan)}
+
+    def as_planned(axis: str, graph: TrainingGraph) -> Ways:
+        first, ways = planned[axis]
+        return scaled(ways, first, rows_of(first), rows_of(graph))
+
+    turns = in_turn(planned, with_axes(graph, plan), place, as_planned)
+    own = [ways for _, _, ways in turns]
+    return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend, ways=own)))
 
 
-def planned_ways(model: nn.Module, example_inputs: Any, plan: Plan) -> tuple[TrainingGraph, Ways]:
-    """The first rank's graph as captured, and the ways in which a plan partitions it."""
-    graph = _capture_under(plan, model, example_inputs, 0)
-    if plan.partition is None:
-        return graph, ()
-    ways = plan.partition.ways_of(graph, rows_of(graph))
-    return graph, repartition(graph, plan.partition) if ways is None else ways
+def planned_ways(
+    model: nn.Module, example_inputs: Any, plan: Plan
+) -> Iterator[tuple[str, TrainingGraph, Ways]]:
+    """Each axis that a plan partitions a model along, the first rank's graph before, its ways."""
+    partitions = {partition.axis: partition for partition in plan.partitions}
+
+    def find(axis: str, graph: TrainingGraph) -> Ways:
+        ways = partitions[axis].ways_of(graph, rows_of(graph))
+        return repartition(graph, partitions[axis]) if ways is None else ways
+
+    graph = with_axes(_capture_under(plan, model, example_inputs, 0), plan)
+    return in_turn(partitions, graph, plan.place(0), find)
 
 
 def _capture_under(

@@ -13,7 +13,8 @@ from autopar.commands.launch import add_script, launch
 from autopar.commands.script import load
 from autopar.cost_model.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.plan import Plan, Strategy
+from autopar.plan import Plan
+from autopar.strategy import Strategy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--world-size", type=int, required=True)
     plan.add_argument("--strategy", default="auto")
     plan.add_argument("--tp", type=int, help="ranks over which the model itself is partitioned")
+    plan.add_argument("--cp", type=int, help="ranks over which only activations are")
+    plan.add_argument("--ep", type=int, help="ranks over which it is, inside of tp")
     plan.add_argument("--memory", help="cap per rank, such as 24GiB")
     plan.add_argument("--cluster", help="JSON file of a cluster, or one that ships")
     plan.add_argument("--out", help="write the plan as JSON")
@@ -74,7 +77,9 @@ def run_plan(options: argparse.Namespace) -> None:
         model,
         options.world_size,
         example_inputs=inputs,
-        strategy=replace(Strategy.of(options.strategy), tp=options.tp),
+        strategy=replace(
+            Strategy.of(options.strategy), tp=options.tp, cp=options.cp, ep=options.ep
+        ),
         memory=options.memory,
         cluster=Cluster.load(options.cluster) if options.cluster else None,
     )

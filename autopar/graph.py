@@ -18,7 +18,6 @@ from __future__ import annotations
 import linecache
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from operator import getitem
 from types import MappingProxyType
 from typing import Any
 
@@ -67,7 +66,7 @@ class Evidence:
     """Input: float64 vector that the ranks of an axis add up to find out whether they agree.
 
     Attributes:
-        axis: its name; "" for the axis of the data.
+        axis: its name, or several; "" for the axis of the data.
     """
 
     axis: str = ""
@@ -103,7 +102,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Output: the sum over the ranks of an axis of `Evidence`."""
+    """Output: the sum over the ranks of an axis, or of several, of `Evidence`."""
 
     axis: str = ""
 
@@ -241,14 +240,6 @@ class Value:
     def tensor(self) -> Any:
         """Its fake tensor."""
         return elements(self.node)[self.place]
-
-
-def value_of(node: fx.Node) -> Value:
-    """The tensor that a node stands for: an element of a tuple belongs to what made the tuple."""
-    if node.op == "call_function" and node.target is getitem:
-        source, place = node.args
-        return Value(source, place)  # type: ignore[arg-type]
-    return Value(node)
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import getitem
 
 from torch import fx
 
 from autopar.graph import Buffer, Input, Parameter, TrainingGraph, elements, operands
+from autopar.passes.collectives import is_name
+from autopar.passes.partition_axis import PartitionAxis
 from autopar.passes.rules.loops import Way
 from autopar.placement import Placement, Replicate, Shard, placement_of
 
@@ -74,6 +75,28 @@ class Partition:
         return {name: placement_of(text) for name, text in self.parameters}
 
 
+def in_turn(
+    axes: Iterable[str],
+    graph: TrainingGraph,
+    place: Mapping[str, int],
+    find: Callable[[str, TrainingGraph], Ways],
+) -> Iterator[tuple[str, TrainingGraph, Ways]]:
+    """Each axis, the graph of a rank before it is partitioned along it, and its ways.
+
+    Args:
+        axes: in the order of partitioning.
+        graph: as captured, with the sizes of the axes.
+        place: where the rank stands on each of them.
+        find: the ways of a graph along an axis.
+    """
+    done: PartitionAxis | None = None
+    for axis in axes:
+        graph = done(graph).graph if done is not None else graph
+        ways = find(axis, graph)
+        done = PartitionAxis(axis, place[axis], ways)
+        yield axis, graph, ways
+
+
 def named(ways: Mapping[fx.Node, Way]) -> Ways:
     """Ways by the names of nodes, without those that are whole on every rank."""
     return tuple((node.name, way) for node, way in ways.items() if not is_whole(way))
@@ -86,7 +109,7 @@ def complete(graph: TrainingGraph, ways: Ways) -> dict[fx.Node, Way]:
         node: found.get(node.name)
         or Way((whole,) * len(operands(node)), (whole,) * len(elements(node)))
         for node in graph.graph.nodes
-        if node.op != "output" and node.target is not getitem
+        if node.op != "output" and not is_name(node)
     }
 
 
@@ -107,8 +130,11 @@ def is_whole(way: Way) -> bool:
 
 
 def mark(graph: TrainingGraph) -> str:
-    """A hash of what a graph computes, equal on ranks whose numbers of rows differ."""
-    lines = [f"{node.name} {node.target}" for node in graph.graph.nodes if node.op != "output"]
+    """A hash of what a graph computes, equal on ranks whose numbers of rows differ.
+
+    Names of operators are made of what they compute.
+    """
+    lines = [node.name for node in graph.graph.nodes if node.op != "output"]
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         if isinstance(role, (Input, Parameter, Buffer)):
             lines.append(f"{role} {list(_shapes(node))}")

@@ -1,20 +1,21 @@
-"""`Strategy`: what the user fixes. `Plan`: what was decided, as one JSON document."""
+"""`Plan`: what was decided, as one JSON document."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.cost_model.streams import Event
 from autopar.cost_model.timeline import chrome_trace, write_trace
-from autopar.errors import PlanError, StrategyError
+from autopar.errors import PlanError
 from autopar.graph import ParameterInfo
 from autopar.partition import Partition, Ways
 from autopar.passes.agree_on_batch import AgreeOnBatch
@@ -31,71 +32,7 @@ from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from autopar.placement import Placement, Replicate, Shard, placement_of
 
-SCHEMA_VERSION = 2
-ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """What the user fixes; None is searched.
-
-    Attributes:
-        zero: ZeRO stage of every block, or a mapping of block names to stages.
-        recompute: which activations the backward computes again.
-        gather_bytes: size of buckets of gathered parameters, in bytes.
-        reduce_bytes: size of buckets of gradients, in bytes.
-        prefetch: how many buckets of parameters are gathered ahead.
-        activation_bytes: bytes of activations that may be kept for the backward; blocks are
-            computed again as far as that needs.
-        batch_statistics: batch norm over the "global" batch (exact) or each rank's "local" rows.
-        tp: over how many ranks the model itself is partitioned; None and 1 for not at all.
-        placements: where parameters must lie along that axis, by pattern of their names.
-    """
-
-    zero: int | Mapping[str, int] | None = None
-    recompute: Level | None = None
-    gather_bytes: int | None = None
-    reduce_bytes: int | None = None
-    prefetch: int | None = None
-    activation_bytes: int | None = None
-    batch_statistics: Literal["global", "local"] = "global"
-    tp: int | None = None
-    placements: Mapping[str, Shard | Replicate] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
-        if any(stage not in (None, 0, 1, 2, 3) for stage in stages):
-            raise StrategyError(f"zero={self.zero!r}: a ZeRO stage is 0, 1, 2 or 3")
-        if self.recompute not in (None, "none", "selective", "full"):
-            raise StrategyError(
-                f"recompute={self.recompute!r}: choose 'none', 'selective' or 'full'"
-            )
-        if self.batch_statistics not in ("global", "local"):
-            raise StrategyError(
-                f"batch_statistics={self.batch_statistics!r}: choose 'global' or 'local'"
-            )
-
-        if self.tp is not None and self.tp < 1:
-            raise StrategyError(f"tp={self.tp!r}: give a number of ranks")
-        if self.placements and self.tensor_ranks == 1:
-            raise StrategyError("placements are along the axis of tp: give Strategy(tp=...) too")
-
-    @property
-    def tensor_ranks(self) -> int:
-        """Over how many ranks the model itself is partitioned."""
-        return self.tp or 1
-
-    @staticmethod
-    def of(strategy: str | Strategy) -> Strategy:
-        """The strategy behind a name that users know."""
-        if isinstance(strategy, Strategy):
-            return strategy
-        if strategy == "auto":
-            return Strategy()
-        if strategy not in ZERO_OF_NAME:
-            names = ", ".join(["auto", *ZERO_OF_NAME])
-            raise StrategyError(f"strategy={strategy!r} is not one of {names}, or a Strategy")
-        return Strategy(zero=ZERO_OF_NAME[strategy])
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -171,7 +108,7 @@ class Plan:
         optimizer_state_ratio: bytes of optimizer state per byte of parameter.
         memory_cap: bytes per rank that had to suffice; None for no cap.
         placements: how each parameter lies between steps, along the axis of the data.
-        partition: how the model is partitioned along the axis behind that; None if it is not.
+        partitions: how the model is partitioned along the axes behind that, in this order.
         parameter_bytes: size of each whole parameter.
         prediction: predicted cost; None if it was not asked for.
         runners_up: what else was considered.
@@ -199,7 +136,7 @@ class Plan:
     optimizer_state_ratio: float = 2.0
     memory_cap: int | None = None
     placements: tuple[tuple[str, str], ...] = ()
-    partition: Partition | None = None
+    partitions: tuple[Partition, ...] = ()
     parameter_bytes: tuple[tuple[str, int], ...] = ()
     prediction: Prediction | None = None
     runners_up: tuple[RunnerUp, ...] = ()
@@ -227,13 +164,25 @@ class Plan:
     def shards_parameters(self) -> bool:
         """Whether any rank keeps less than all parameters between steps."""
         sharded = self.data_ranks > 1 and any(stage for _, stage in self.stages)
-        return sharded or bool(self.partition and self.partition.parameters)
+        return sharded or any(partition.parameters for partition in self.partitions)
 
     @property
     def interleaves(self) -> bool:
         """Whether some parameter lies in interleaved shards."""
-        layouts = self.partition.layouts.values() if self.partition is not None else ()
-        return any(isinstance(p, Shard) and p.interleave > 1 for p in layouts)
+        lies = (p for partition in self.partitions for p in partition.layouts.values())
+        return any(isinstance(p, Shard) and p.interleave > 1 for p in lies)
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The axes in the order in which parameters are cut along them."""
+        return (*(partition.axis for partition in self.partitions), self.axis)
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Where a rank of the world stands on each axis: the last one is that of neighbours."""
+        found = {}
+        for axis, size in reversed(self.mesh):
+            rank, found[axis] = divmod(rank, size)
+        return found
 
     def share_of(self, name: str) -> float:
         """The fraction of a parameter that a rank holds between steps."""
@@ -244,10 +193,9 @@ class Plan:
 
     def layout(self, name: str) -> dict[str, Placement]:
         """How a parameter lies between steps along each axis, in the order of cutting it."""
-        found = {}
-        if self.partition is not None:
-            found[self.partition.axis] = self.partition.layouts.get(name, Replicate())
-        if self.data_ranks > 1 or self.partition is None:
+        whole = Replicate()
+        found: dict[str, Placement] = {p.axis: p.layouts.get(name, whole) for p in self.partitions}
+        if self.data_ranks > 1 or not self.partitions:
             found[self.axis] = placement_of(dict(self.placements)[name])
         return found
 
@@ -256,7 +204,7 @@ class Plan:
         rank: int,
         backend: str,
         *,
-        ways: Ways = (),
+        ways: Sequence[Ways] = (),
         hold: bool = False,
         held: tuple[str, ...] = (),
         compiled: bool = False,
@@ -266,21 +214,24 @@ class Plan:
         Args:
             rank: this rank in the world.
             backend: the torch.distributed backend that collectives are lowered for.
-            ways: of the graph, where the model is partitioned.
+            ways: of the graph before each axis that the model is partitioned along; whole along
+                those that are left out.
             hold: under `no_sync`: keep gradients instead of reducing them.
             held: parameters with gradients kept from earlier calls.
             compiled: whether a compiler follows that fuses operators by itself.
         """
-        row, column = divmod(rank, self.tensor_ranks)
+        place = self.place(rank)
+        row, axes = place[self.axis], [partition.axis for partition in self.partitions]
         fuse = () if compiled else (FuseCrossEntropy(),)
         checkpoint = CheckpointActivations(self.recompute, self.activation_bytes, compiled)
-        split = self.partition.axis if self.partition is not None else ""
-        first = (PartitionAxis(split, column, ways), AgreeOnBatch(split)) if split else ()
-        sums = (BucketSums(split, self.partition.bucket_bytes),) if self.partition else ()
+        along = zip_longest(axes, ways, fillvalue=())
+        first: list[Pass] = [PartitionAxis(axis, place[axis], own) for axis, own in along]  # type: ignore[index,arg-type]
+        first += [AgreeOnBatch(tuple(axes))] if axes else []
+        sums = [BucketSums(partition.axis, partition.bucket_bytes) for partition in self.partitions]
         overlap = ScheduleOverlap(self.prefetch, self.in_flight)
-        last = (LowerCollectives(backend, column, split),) if split else ()
+        last = [LowerCollectives(backend, place[axis], axis) for axis in axes]
         if self.data_ranks == 1:
-            return (*first, *fuse, checkpoint, *sums, *([overlap] if split else []), *last)
+            return (*first, *fuse, checkpoint, *sums, *([overlap] if axes else []), *last)
         return (
             *first,
             SynchronizeStatistics(self.axis, self.batch_statistics),  # type: ignore[arg-type]
@@ -360,8 +311,9 @@ class Plan:
         values["buckets"] = Buckets(**_frozen_dict(document["buckets"]))
         if document["prediction"] is not None:
             values["prediction"] = Prediction(**_frozen_dict(document["prediction"]))
-        if document["partition"] is not None:
-            values["partition"] = Partition(**_frozen_dict(document["partition"]))
+        values["partitions"] = tuple(
+            Partition(**_frozen_dict(partition)) for partition in document["partitions"]
+        )
         values["runners_up"] = tuple(RunnerUp(**r) for r in document["runners_up"])
         return Plan(**values)
 

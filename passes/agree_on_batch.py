@@ -17,16 +17,17 @@ EVIDENCE_SIZE = 4
 
 @dataclass(frozen=True)
 class AgreeOnBatch:
-    """Adds up evidence of what each rank of an axis was given.
+    """Adds up evidence of what each rank of a model was given.
 
     Before: the graph of ranks that are to be given the same rows. After: it takes `Evidence` of
-    the axis and returns the `Verdict`, the first collective of the forward. Tier: exact.
+    the axes and returns the `Verdict`, summed along one after the other by the first collectives
+    of the forward: all these ranks find the same. Tier: exact.
 
     Attributes:
-        axis: the mesh axis.
+        axes: the mesh axes that the model is partitioned along.
     """
 
-    axis: str
+    axes: tuple[str, ...]
     tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
@@ -36,9 +37,12 @@ class AgreeOnBatch:
         if first is None:
             return PassResult(graph, "nothing is computed")
         fake = fake_like(graph, (EVIDENCE_SIZE,), torch.float64)
-        graph, evidence = add_input(graph, Evidence(self.axis), f"evidence_{self.axis}", fake)
+        name = "_".join(self.axes)
+        graph, total = add_input(graph, Evidence(name), f"evidence_{name}", fake)
+        total.meta |= {"phase": "forward", "rows": ((),)}
         graph.graph.inserting_before(first)
-        (verdict,) = collective(graph.graph, first, start_all_reduce, [evidence], self.axis)
-        for node in (evidence, verdict.args[0].args[0], verdict.args[0], verdict):  # type: ignore
-            node.meta |= {"phase": "forward", "rows": ((),)}  # type: ignore[union-attr]
-        return PassResult(graph.with_results({Verdict(self.axis): verdict}))
+        for axis in self.axes:
+            (total,) = collective(graph.graph, first, start_all_reduce, [total], axis)
+            for node in (total.args[0].args[0], total.args[0], total):  # type: ignore[union-attr]
+                node.meta |= {"phase": "forward", "rows": ((),)}  # type: ignore[union-attr]
+        return PassResult(graph.with_results({Verdict(name): total}))

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import fx
 
 from autopar._torch import FakeTensor
 from autopar.errors import PassError
-from autopar.graph import TrainingGraph
+from autopar.graph import TrainingGraph, Value, tensor_bytes, tensors
 from autopar.passes.build import call
 
 
@@ -86,9 +87,35 @@ def op_of(start: fx.Node) -> str:
     return str(start.kwargs.get("op", given))
 
 
+def message_bytes(start: fx.Node) -> int:
+    """The size of a collective's message, as `cost_model.collectives` means it."""
+    given: list[fx.Node] = start.args[0]  # type: ignore[assignment]
+    sizes = [sum(map(tensor_bytes, own)) for own in (chain(*map(tensors, given)), tensors(start))]
+    return max(sizes)
+
+
+def kind_of(start: fx.Node) -> str:
+    """Which collective is started, as `cost_model.collectives` calls it."""
+    return str(start.target.__name__).removeprefix("start_")  # type: ignore[union-attr]
+
+
 def wait_of(start: fx.Node) -> fx.Node:
     """The wait of a started collective."""
     return next(iter(start.users))
+
+
+def value_of(node: fx.Node) -> Value:
+    """The tensor that a node stands for: what names it belongs to what made it."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        source, place = node.args
+        made = source.args[0] if source.target is wait else source  # type: ignore[union-attr]
+        return Value(made, place)  # type: ignore[arg-type]
+    return Value(node)
+
+
+def is_name(node: fx.Node) -> bool:
+    """Whether a node computes nothing: an element of a tuple, or the wait for a collective."""
+    return node.target in (operator.getitem, wait)
 
 
 def results_of(start: fx.Node) -> list[fx.Node | None]:

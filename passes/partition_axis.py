@@ -21,12 +21,17 @@ from autopar.graph import (
     elements,
     operands,
     tensors,
-    value_of,
 )
 from autopar.passes.base import PassResult
 from autopar.passes.build import aten, call, fake_mode_of
 from autopar.passes.build import value as fakes
-from autopar.passes.collectives import start_all_reduce, start_reduce_scatter
+from autopar.passes.collectives import (
+    is_name,
+    start_all_reduce,
+    start_reduce_scatter,
+    value_of,
+    wait,
+)
 from autopar.passes.rules.conversions import Step, steps
 from autopar.passes.rules.doubled import doubled_operator, doubled_placement, mark_rows
 from autopar.passes.rules.emission import Emission, viewable
@@ -134,8 +139,8 @@ class _Partition:
 
     def operator(self, node: fx.Node) -> None:
         """One operator on what this rank holds."""
-        if node.target is getitem:
-            return self.element(node)
+        if is_name(node):
+            return self.waited(node) if node.target is wait else self.element(node)
         given = operands(node)
         if not all(isinstance(n.meta["val"], torch.Tensor) for n in given):
             return self.whole_tuples(node)
@@ -207,6 +212,16 @@ class _Partition:
             )
             copy.meta = {**node.meta, "val": elements(source)[value.place]}
             self.made[value] = (copy, placement)
+
+    def waited(self, node: fx.Node) -> None:
+        """The wait for a collective of another axis: its results lie as those that it started."""
+        (start,) = node.all_input_nodes
+        copy = self.new.create_node("call_function", wait, (self.tuples[start],), name=node.name)
+        copy.meta = {**node.meta, "val": list(elements(self.tuples[start]))}
+        self.tuples[start] = copy
+        for place in range(len(elements(node))):
+            _, placement = self.made[Value(start, place)]
+            self.made[Value(start, place)] = (copy, placement)
 
     def whole_tuples(self, node: fx.Node) -> None:
         """An operator that is given tuples, on whole values."""

@@ -83,6 +83,12 @@ def test_the_placements_of_a_plan(
     (weight,) = [line for line in text.splitlines() if "layer.weight" in line]
     assert [cell.strip() for cell in weight.strip("│").split("│")][2:4] == ["[4, 4]", "S(0)"]
     assert "all_" in text[text.index("layer.weight") :]
+    axes = ["--tp", "2", "--cp", "2", "--ep", "2"]
+    assert main(["plan", str(make), "--world-size", "8", *axes, "--out", path]) == 0
+    capsys.readouterr()
+    assert main(["show", path, "--placements", str(make)]) == 0
+    text = capsys.readouterr().out
+    assert [word for word in text.split() if word in ("tp,", "cp,", "ep,")] == ["tp,", "cp,", "ep,"]
     assert main(["plan", str(make), "--world-size", "2", "--strategy", "ddp", "--out", path]) == 0
     capsys.readouterr()
     assert main(["show", path, "--placements", str(make)]) == 0
@@ -93,7 +99,7 @@ def test_the_placements_of_a_plan(
     ("change", "message"),
     [
         (lambda text: text[:50], "is not a plan"),
-        (lambda text: text.replace('"schema_version": 2', '"schema_version": 0'), "schema 0"),
+        (lambda text: text.replace('"schema_version": 3', '"schema_version": 0'), "schema 0"),
         (lambda text: json.dumps({**json.loads(text), "stranger": 1}), "stranger"),
     ],
 )

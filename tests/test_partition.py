@@ -1,6 +1,7 @@
 """Models partitioned over ranks train exactly as on one, also over data-parallel ranks."""
 
 import contextlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ def train(rank: int, world_size: int, name: str, setups: list[dict[str, Any]]) -
         given = batches(MODELS[name], range(10), ROWS)
         losses = train_steps(model, ADAMW(model.parameters()), MODELS[name], given)
         assert model.plan is not None
-        assert model.plan.partition is not None
-        assert model.plan.partition.parameters or name == "odd"
+        for partition in model.plan.partitions:
+            assert options[partition.axis] == partition.ranks
+            divided = bool(partition.parameters)
+            assert divided == (partition.axis != "cp") or name == "odd"
         found.append(Reference(losses, whole_state(model)))
     return found
 
@@ -58,6 +61,8 @@ def train(rank: int, world_size: int, name: str, setups: list[dict[str, Any]]) -
         ("uneven", 2, [{"tp": 2, "placements": CUT}]),
         ("uneven", 3, [{"tp": 3, "placements": CUT}]),
         ("uneven", 4, [{"tp": 2, "zero": 3, "placements": CUT}]),
+        ("gpt", 4, [{"tp": 2, "cp": 2, "placements": FUSED}, {"cp": 2, "zero": 3}]),
+        ("moe", 4, [{"ep": 2, "zero": 2}, {"ep": 4}, {"tp": 2, "ep": 2}]),
     ],
 )
 def test_partitioned_models_train_exactly(
@@ -69,14 +74,33 @@ def test_partitioned_models_train_exactly(
             assert_same_training(got, want, EXACT, f"rank {rank} under {setup}")
 
 
+def few_rows(rank: int, world_size: int) -> Reference:
+    """The sequence is divided between ranks that have all parameters."""
+    model = autopar.compile(MODELS["encoder"].make().double(), strategy=fixed(cp=world_size))
+    given = batches(MODELS["encoder"], range(10), 3)
+    losses = train_steps(model, ADAMW(model.parameters()), MODELS["encoder"], given)
+    assert model.plan is not None
+    (partition,) = model.plan.partitions
+    ways = {node: way for way, nodes in partition.ways for node in nodes}
+    assert ways["native_layer_norm_1"] == "S(1), R, R -> S(1), S(1), S(1)"
+    assert not partition.parameters
+    return Reference(losses, whole_state(model))
+
+
+def test_few_rows_divide_the_sequence() -> None:
+    for got in run(few_rows, 2):
+        assert_same_training(got, plain("encoder", f64, 3), EXACT)
+
+
 # -- what a training loop does beside steps ----------------------------------------------------
 
 
-def loop(rank: int, world_size: int) -> None:
+def loop(rank: int, world_size: int, **options: Any) -> None:
     """Gradients accumulate and are clipped, and an evaluation in between changes nothing."""
-    pair = Pair("gpt", strategy=fixed(3, tp=2, placements=FUSED))
-    assert pair.parallel.data_parallel_size == world_size // 2
-    assert pair.parallel.data_parallel_rank == rank // 2
+    pair = Pair("gpt", strategy=fixed(3, tp=2, placements=FUSED, **options))
+    together = 2 * options.get("ep", 1)
+    assert pair.parallel.data_parallel_size == world_size // together
+    assert pair.parallel.data_parallel_rank == rank // together
     for step in range(3):
         for part in range(2):
             args, _ = batch_of("gpt", 2 * step + part, 8)
@@ -100,8 +124,9 @@ def loop(rank: int, world_size: int) -> None:
     close(whole_state(pair.parallel), state, 0)
 
 
-def test_loops() -> None:
-    run(loop, 4, timeout=300)
+@pytest.mark.parametrize("options", [{}, {"ep": 2}], ids=str)
+def test_loops(options: dict[str, int]) -> None:
+    run(loop, 4, timeout=300, **options)
 
 
 def held_back(rank: int, world_size: int) -> None:
@@ -119,13 +144,14 @@ def test_gradients_are_held_back() -> None:
     run(held_back, 4)
 
 
-def test_dropout_is_that_of_one_device() -> None:
-    run(draw, 2)
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 2, "cp": 2}], ids=str)
+def test_dropout_is_that_of_one_device(axes: dict[str, int]) -> None:
+    run(draw, math.prod(axes.values()), **axes)
 
 
-def draw(rank: int, world_size: int) -> None:
+def draw(rank: int, world_size: int, **axes: int) -> None:
     torch.manual_seed(7 + rank)
-    pair = Pair("dropout", strategy=fixed(0, tp=2))
+    pair = Pair("dropout", strategy=fixed(0, **axes))
     state = torch.Generator().manual_seed(7).get_state()
     for step in range(2):
         args, _ = batch_of("dropout", step, 8)
@@ -143,13 +169,14 @@ def draw(rank: int, world_size: int) -> None:
 
 
 def differ(rank: int, world_size: int) -> None:
-    model = autopar.compile(MODELS["gpt"].make(), strategy=fixed(0, tp=2))
+    """One rank alone has other rows; those that share no group with it hear of it, too."""
+    model = autopar.compile(MODELS["gpt"].make(), strategy=fixed(0, tp=2, cp=2))
     with pytest.raises(autopar.DisagreementError, match="share one model"):
-        model(*MODELS["gpt"].batch(6, rank)[0])
+        model(*MODELS["gpt"].batch(6, rank // 3)[0])
 
 
 def test_twins_with_other_rows_are_told() -> None:
-    run(differ, 2)
+    run(differ, 4)
 
 
 # -- checkpoints -------------------------------------------------------------------------------
@@ -187,6 +214,7 @@ def resume(
             [
                 (4, {"zero": 3, "tp": 2, "placements": FUSED}),
                 (2, {"zero": 3}),
+                (4, {"zero": 0, "tp": 2, "ep": 2, "placements": FUSED}),
                 (2, {"zero": 0, "tp": 2, "placements": {**FUSED, "*.mlp.*": Replicate()}}),
             ],
         ),

@@ -38,7 +38,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--placements",
         metavar="SCRIPT",
-        help="where parameters and activations of make() there lie along the axis that the model "
+        help="where parameters and activations of make() there lie along each axis that the model "
         "is partitioned over, block by block, and every conversion",
     )
     parser.add_argument(
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
 def placements(
     model: nn.Module, example_inputs: Any, plan: Plan, cluster: Cluster | None
 ) -> Iterator[Table | str]:
-    """Where everything lies along the axis that a plan partitions the model over.
+    """Where everything lies along each axis that a plan partitions the model over, in turn.
 
     Args:
         model: the one that was planned.
@@ -83,13 +83,12 @@ def placements(
         PlanError: the plan is for another model.
     """
     plan.check(model, describe_parameters(model).values(), plan.world_size)
-    if plan.partition is None:
+    if not plan.partitions:
         yield f"{plan.name}: the model is not partitioned; plan with Strategy(tp=...), or --tp"
-        return
-    graph, ways = planned_ways(model, example_inputs, plan)
     cluster = cluster or Cluster.default(plan.world_size, device_of(model).type)
-    axis = plan.partition.axis
-    shape = GroupShape.of_axis(dict(plan.mesh), axis, cluster.ranks_per_node)
-    yield f"along {axis}, {plan.partition.ranks} ranks; {cluster.name}, {cluster.provenance}"
-    prices = Prices(shape, cluster, OperatorTimes.load(cluster.device))
-    yield from placement_tables(graph, complete(graph, ways), prices)
+    mesh, times = dict(plan.mesh), OperatorTimes.load(cluster.device)
+    shapes = {axis: GroupShape.of_axis(mesh, axis, cluster.ranks_per_node) for axis in mesh}
+    for axis, graph, ways in planned_ways(model, example_inputs, plan):
+        yield f"along {axis}, {mesh[axis]} ranks; {cluster.name}, {cluster.provenance}"
+        prices = Prices(shapes[axis], cluster, times, others=shapes)
+        yield from placement_tables(graph, complete(graph, ways), prices)

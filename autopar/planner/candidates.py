@@ -95,7 +95,7 @@ class Evaluator:
         update: time of the optimizer's step.
         overhead: bytes that are allocated beside the graph's tensors.
         comm_backend: what collectives are lowered for.
-        ways: of the graph, where the model is partitioned.
+        ways: of the graph before each axis that the model is partitioned along.
     """
 
     graph: TrainingGraph
@@ -106,7 +106,7 @@ class Evaluator:
     update: UpdateCost
     overhead: Overhead
     comm_backend: str
-    ways: Ways = ()
+    ways: tuple[Ways, ...] = ()
 
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice, buckets filled in the order of the graph."""
@@ -154,10 +154,10 @@ class Evaluator:
         stages = dict(choice.stages)
         (_, ranks), *others = self.base.mesh
         axis = "dp_shard" if any(stages.values()) else "dp_replicate"
-        split = self.base.partition
+        size = choice.reduce_bytes
         plan = replace(
             self.base,
-            partition=split and replace(split, bucket_bytes=choice.reduce_bytes),
+            partitions=tuple(replace(p, bucket_bytes=size) for p in self.base.partitions),
             name=", ".join([*(f"{name}{size}" for name, size in others), str(choice)]),
             mesh=((axis, ranks), *others),
             stages=choice.stages,

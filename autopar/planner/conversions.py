@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import getitem
 
 from torch import fx
 
-from autopar.graph import Gradient, Parameter, TrainingGraph, Value, operands, value_of
+from autopar.graph import Gradient, Parameter, TrainingGraph, Value, operands
+from autopar.passes.collectives import is_name, value_of
 from autopar.passes.rules.loops import Way
 from autopar.placement import Placement, Replicate
 
@@ -55,7 +55,7 @@ def _read(graph: TrainingGraph, ways: Mapping[fx.Node, Way]) -> Iterator[tuple[V
     What leaves the graph is whole; a gradient lies as its parameter does.
     """
     for node in graph.calls():
-        if node.target is not getitem:
+        if not is_name(node):
             yield from zip(map(value_of, operands(node)), ways[node].operands, strict=True)
     inputs = dict(zip(graph.inputs, graph.placeholders, strict=True))
     for role, result in zip(graph.outputs, graph.results, strict=True):

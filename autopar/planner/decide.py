@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from autopar.cost_model.allocator import context_bytes
 from autopar.cost_model.cluster import Cluster
@@ -14,16 +15,16 @@ from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.optimizer import optimizer_state_ratio
 from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo, TrainingGraph
-from autopar.partition import Partition, Ways, named
-from autopar.plan import Plan, Strategy, fingerprint
+from autopar.partition import Partition, Ways, in_turn, named
+from autopar.plan import Plan, fingerprint
 from autopar.planner.candidates import Evaluator
 from autopar.planner.machine import Machine, measure_machine, time_shards
 from autopar.planner.partitions import partition_by_bytes
-from autopar.planner.placements import AXIS as TENSOR_AXIS
 from autopar.planner.placements import partition
 from autopar.planner.prices import shards_of
 from autopar.planner.search import choose, default_choice, first_choice
 from autopar.planner.ways import choices
+from autopar.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,7 @@ class Question:
     live: bool
 
     def __post_init__(self) -> None:
-        if self.world_size % self.strategy.tensor_ranks:
-            raise StrategyError(
-                f"tp={self.strategy.tp} does not divide {self.world_size} ranks: choose one of "
-                f"{[n for n in range(2, self.world_size + 1) if self.world_size % n == 0]}"
-            )
+        self.strategy.mesh(self.world_size)
         zero = self.strategy.zero
         strange = sorted(set(zero) - set(self.blocks)) if isinstance(zero, Mapping) else []
         if strange:
@@ -79,10 +76,8 @@ class Question:
 
     @property
     def mesh(self) -> tuple[tuple[str, int], ...]:
-        """The axis of the data, and behind it that of the model, if there is one."""
-        ranks = self.strategy.tensor_ranks
-        data = ("dp_replicate", self.world_size // ranks)
-        return (data, (TENSOR_AXIS, ranks)) if ranks > 1 else (data,)
+        """The axis of the data, and behind it those of the model."""
+        return self.strategy.mesh(self.world_size)
 
     def base(self) -> Plan:
         """The plan with nothing chosen."""
@@ -120,16 +115,28 @@ def measured(question: Question, graph: TrainingGraph) -> Machine | None:
     stages = (0, 3) if question.mesh[0][1] > 1 else (0,)
     tried = [first_choice(question.strategy, question.blocks, stage) for stage in stages]
     graphs = [evaluator.lowered(choice) for choice in dict.fromkeys(tried)]
-    if question.strategy.tensor_ranks > 1:
-        graphs.append(replace(evaluator, ways=()).lowered(tried[0]))
+    for done in range(len(evaluator.ways)):  # what is whole along an axis is timed for its prices
+        graphs.append(replace(evaluator, ways=evaluator.ways[:done]).lowered(tried[0]))
     machine = measure_machine(
         graphs, question.device, question.cluster, question.optimizer, live=question.live
     )
-    ranks = question.strategy.tensor_ranks
-    if ranks > 1 and machine.operators.present:
-        nodes = shards_of(choices(graph, ranks).ways, ranks)
+    if question.strategy.axes and machine.operators.present:
+        nodes = _shards(question, graph, evaluator.ways)
         machine = time_shards(machine, nodes, live=question.live)
     return machine
+
+
+def _shards(
+    question: Question, graph: TrainingGraph, ways: Sequence[Ways]
+) -> Mapping[str, fx.Node]:
+    """The operators worth timing on shards along each axis, by signature."""
+    axes = question.strategy.axes
+    decided = dict(zip(axes, ways, strict=True))
+    graph, first = replace(graph, axes=dict(question.mesh)), dict.fromkeys(axes, 0)
+    nodes: dict[str, fx.Node] = {}
+    for axis, before, _ in in_turn(axes, graph, first, lambda axis, _: decided[axis]):
+        nodes |= shards_of(choices(before, axes[axis]).ways, axes[axis])
+    return nodes
 
 
 def decide(question: Question, graph: TrainingGraph, machine: Machine | None) -> Plan:
@@ -146,21 +153,21 @@ def decide(question: Question, graph: TrainingGraph, machine: Machine | None) ->
     return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
 
 
-def ways_of(question: Question, graph: TrainingGraph, machine: Machine | None) -> Ways:
-    """How the model is partitioned: at real prices where there is a machine."""
-    ranks, pins = question.strategy.tensor_ranks, question.strategy.placements
-    if ranks == 1:
-        return ()
+def ways_of(question: Question, axis: str, graph: TrainingGraph, machine: Machine | None) -> Ways:
+    """How the model is partitioned along an axis: at real prices where there is a machine."""
+    mesh, pins = dict(question.mesh), question.strategy.pins(axis, graph.parameters)
     if machine is None:
-        return partition_by_bytes(graph, ranks, pins)
+        return partition_by_bytes(graph, mesh[axis], pins)
+    whole = question.parameters
+    sharded = any(p.shape != whole[name].shape for name, p in graph.parameters.items())
     solution = partition(
         graph,
-        ranks,
+        mesh[axis],
         machine,
-        mesh=dict(question.mesh),
-        axis=TENSOR_AXIS,
+        mesh=mesh,
+        axis=axis,
         pins=pins,
-        wrapped=question.mesh[0][1] > 1 and question.strategy.zero != 0,
+        wrapped=sharded or (question.mesh[0][1] > 1 and question.strategy.zero != 0),
     )
     return named(solution.ways)
 
@@ -168,10 +175,13 @@ def ways_of(question: Question, graph: TrainingGraph, machine: Machine | None) -
 def evaluator_of(question: Question, graph: TrainingGraph, machine: Machine | None) -> Evaluator:
     """What turns choices into plans and, if there is a machine, prices them."""
     batches = question.mesh[0][1] if question.batch == "global" else 1
-    ways = ways_of(question, graph, machine)
-    base = question.base()
-    for axis, size in question.mesh[1:]:
-        base = replace(base, partition=Partition.of(axis, size, graph, ways))
+    base, axes, found = question.base(), question.strategy.axes, []
+    whole, first = replace(graph, axes=dict(question.mesh)), dict.fromkeys(axes, 0)
+    turns = in_turn(axes, whole, first, lambda axis, g: ways_of(question, axis, g, machine))
+    for axis, before, ways in turns:
+        found.append(ways)
+        partition = Partition.of(axis, axes[axis], before, ways)
+        base = replace(base, partitions=(*base.partitions, partition))
         if not ways:
             note = f"nothing is worth dividing over {axis}: each rank of it does the same"
             base = replace(base, notes=(*base.notes, note))
@@ -179,7 +189,7 @@ def evaluator_of(question: Question, graph: TrainingGraph, machine: Machine | No
         graph=graph,
         parameters=question.parameters,
         base=base,
-        ways=ways,
+        ways=tuple(found),
         cluster=machine.cluster if machine else None,  # type: ignore[arg-type]
         operators=machine.operators if machine else None,  # type: ignore[arg-type]
         update=machine.update if machine else None,  # type: ignore[arg-type]

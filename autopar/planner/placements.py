@@ -9,7 +9,8 @@ from torch import fx
 
 from autopar.cost_model.aliases import find_storages
 from autopar.cost_model.shape import GroupShape
-from autopar.graph import Gradient, Parameter, TrainingGraph, Value, elements, value_of
+from autopar.graph import Gradient, Parameter, TrainingGraph, Value, elements
+from autopar.passes.collectives import value_of, wait
 from autopar.passes.rules.local import local_bytes
 from autopar.passes.rules.loops import Way
 from autopar.placement import Partial, Placement
@@ -81,8 +82,8 @@ def prices_along(
     """What things cost along an axis of a mesh, as `partition` describes them."""
     cluster = machine.cluster
     mesh = mesh or {"dp": max(1, cluster.world_size // ranks), axis: ranks}
-    shape = GroupShape.of_axis(mesh, axis, cluster.ranks_per_node)
-    return Prices(shape, cluster, machine.operators, machine.update)
+    shapes = {name: GroupShape.of_axis(mesh, name, cluster.ranks_per_node) for name in mesh}
+    return Prices(shapes[axis], cluster, machine.operators, machine.update, shapes)
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ def _saved(graph: TrainingGraph) -> dict[fx.Node, frozenset[int]]:
     }
     places: dict[fx.Node, list[int]] = {}
     for storage, made in enumerate(storages):
-        places.setdefault(made.maker, []).append(storage)
+        maker = made.maker.args[0] if made.maker.target is wait else made.maker
+        places.setdefault(maker, []).append(storage)  # type: ignore[arg-type]
     return {
         maker: frozenset(p for p, s in zip(_tensors(maker), own, strict=False) if s in read)
         for maker, own in places.items()

@@ -19,11 +19,12 @@ from autopar.cost_model.signature import moved_bytes, signature
 from autopar.cost_model.timing import flops_of
 from autopar.cost_model.update import UpdateCost
 from autopar.graph import Value, elements, tensor_bytes, tensors
+from autopar.passes.collectives import STARTS, axis_of, kind_of, message_bytes
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.local import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.own import OWN, program
-from autopar.placement import Placement
+from autopar.placement import Placement, Shard
 
 BUCKET_BYTES = 4 * 2**20
 """Of sums of gradients that travel together."""
@@ -38,6 +39,7 @@ class Prices:
 
     Attributes:
         shape: the groups of ranks along the axis.
+        others: those along axes that the graph was partitioned along before.
         cluster: times of collectives.
         operators: times of operators.
         update: time of the optimizer's step, None for none.
@@ -48,6 +50,7 @@ class Prices:
     cluster: Cluster
     operators: OperatorTimes
     update: UpdateCost | None = None
+    others: Mapping[str, GroupShape] = field(default_factory=dict)
     seen: dict[object, Cost] = field(default_factory=dict, compare=False, repr=False)
 
     def conversion(self, value: Value, before: Placement, after: Placement) -> Cost:
@@ -110,8 +113,18 @@ class Prices:
         places = (*way.operands, *way.results)
         key = (node, way.own, tuple(map(self._cut, _all(node), places)))
         if key not in self.seen:
-            self.seen[key] = self._own(node, way) if way.own else self._on_shards(node, way)
+            how = self._own if way.own else self._on_shards
+            how = self._exchange if node.target in STARTS else how
+            self.seen[key] = how(node, way)
         return self.seen[key]
+
+    def _exchange(self, node: fx.Node, way: Way) -> Cost:
+        """The time of a collective of another axis on what this one leaves of its message."""
+        nbytes = message_bytes(node)
+        if any(isinstance(placement, Shard) for placement in way.operands):
+            nbytes //= self.shape.ranks
+        dtype = str(tensors(node)[0].dtype).removeprefix("torch.")
+        return self.cluster.seconds(kind_of(node), nbytes, self.others[axis_of(node)], dtype)
 
     def _on_shards(self, node: fx.Node, way: Way) -> Cost:
         """The time of the whole operator as in a step, in the proportion that its shards take."""
@@ -160,7 +173,7 @@ def shards_of(ways: Mapping[fx.Node, Sequence[Way]], ranks: int) -> dict[str, fx
     """
     nodes: dict[str, fx.Node] = {}
     for node, several in ways.items():
-        if node.op != "call_function" or is_view(node):
+        if node.op != "call_function" or is_view(node) or node.target in STARTS:
             continue
         if flops_of(node) or moved_bytes(node) >= _LEAST_BYTES:
             for made in (node, *(local_node(node, w, ranks) for w in several if not w.own)):

@@ -20,7 +20,8 @@ from scipy.sparse import csr_array
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.graph import Gradient, Parameter, TrainingGraph, Value, value_of
+from autopar.graph import Gradient, Parameter, TrainingGraph, Value
+from autopar.passes.collectives import value_of
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.loops import Way
 from autopar.placement import Placement, Replicate

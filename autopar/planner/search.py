@@ -9,9 +9,10 @@ from itertools import pairwise
 
 from autopar.errors import OutOfMemoryError
 from autopar.passes.checkpoint_activations import LEVELS, Level
-from autopar.plan import Plan, RunnerUp, Strategy
+from autopar.plan import Plan, RunnerUp
 from autopar.plan_text import human_bytes
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
+from autopar.strategy import Strategy
 
 BUCKET_BYTES = 4 * 2**20
 BUCKET_SIZES = (2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20)
@@ -90,7 +91,7 @@ class _Search:
             if found is None:
                 raise self.nothing_fits()
             best = found
-        alone = one and self.evaluator.base.partition is None
+        alone = one and not self.evaluator.base.partitions
         return best if alone else self.tune(best)
 
     def look(self, choice: Choice) -> Evaluated:
@@ -234,7 +235,7 @@ def _what_runs(item: Evaluated) -> tuple[object, ...]:
     """What distinguishes a plan from others once buckets are filled."""
     plan = item.plan
     several = any(map(len, (plan.buckets.gather[1:], plan.buckets.regather[1:])))
-    sums = plan.partition.bucket_bytes if plan.partition is not None else 0
+    sums = tuple(partition.bucket_bytes for partition in plan.partitions)
     return (plan.stages, plan.recompute, plan.buckets, sums, plan.prefetch if several else 0)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.errors import StrategyError
-from autopar.graph import Parameter, TrainingGraph, Value, elements, operands, tensors, value_of
+from autopar.graph import Parameter, TrainingGraph, Value, elements, operands, tensors
+from autopar.passes.collectives import is_name, value_of
 from autopar.passes.rules.linear import linear_ways
 from autopar.passes.rules.loops import At, Loop, Operator, Way, fitting, replicated, split
 from autopar.passes.rules.table import loops_of
@@ -55,7 +55,7 @@ def choices(
     """
     pins, even = pins or {}, not _is_last(graph)
     same = dict(repeated(graph, pins))
-    calls = [node for node in graph.calls() if node.target is not getitem]
+    calls = [node for node in graph.calls() if not is_name(node)]
     reads = {node: [value_of(source) for source in operands(node)] for node in calls}
     loops = {
         node: _loops(node, even) if _known(reads[node]) else []

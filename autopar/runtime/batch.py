@@ -125,9 +125,9 @@ def check_twins(verdict: torch.Tensor, ranks: int) -> None:
     check, squares, *_ = (int(v) for v in verdict.tolist())
     if not _all_equal(check, squares, ranks):
         raise DisagreementError(
-            f"{ranks} ranks that share one model (tp) were given different batches. Give all of "
-            "them the same: choose rows by model.data_parallel_rank and data_parallel_size, not by "
-            "the rank in the world."
+            f"{ranks} ranks that share one model (tp, cp, ep) were given different batches. Give "
+            "all of them the same: choose rows by model.data_parallel_rank and "
+            "data_parallel_size, not by the rank in the world."
         )
 
 

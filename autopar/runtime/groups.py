@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import distributed as dist
@@ -55,20 +55,25 @@ def _contradiction(world_size: int, running: int) -> StrategyError:
     )
 
 
-def make_mesh(device: torch.device, axes: tuple[tuple[str, int], ...]) -> DeviceMesh | None:
+def make_mesh(
+    device: torch.device, axes: tuple[tuple[str, int], ...], cuts: Sequence[str] = ()
+) -> DeviceMesh | None:
     """The mesh of a plan's axes of more than one rank; None for one rank.
 
-    The last axis is that of neighbours; the mesh names it first, since parameters are cut along it
-    first, and a DTensor's placements are read from left to right.
+    Args:
+        device: of the tensors.
+        axes: names and sizes; the last is that of neighbours.
+        cuts: the order in which parameters are cut along them, by default theirs. The mesh names
+            them so, since a DTensor's placements are read from left to right.
     """
-    sizes = [size for _, size in axes]
-    kept = [(name, size) for name, size in reversed(axes) if size > 1]
-    if not kept:
+    sizes = dict(axes)
+    names = [name for name in cuts or sizes if sizes[name] > 1]
+    if not names:
         return None
-    order = list(reversed(range(len(axes))))
-    ranks = torch.arange(math.prod(sizes)).view(sizes).permute(order)
-    names, shape = zip(*kept, strict=True)
-    return DeviceMesh(device.type, ranks.reshape(shape), mesh_dim_names=names)
+    kept = [name for name in sizes if sizes[name] > 1]
+    ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in kept])
+    ranks = ranks.permute([kept.index(name) for name in names])
+    return DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=tuple(names))
 
 
 def group_names(mesh: DeviceMesh | None) -> dict[str, str]:

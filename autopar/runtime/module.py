@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import laid_as, pytree
 from autopar.capture import Call, Capture, TensorSpec, capture
-from autopar.errors import BatchError, CaptureError
+from autopar.errors import CaptureError
 from autopar.graph import (
     Buffer,
     Evidence,
@@ -24,13 +24,11 @@ from autopar.graph import (
     Parameter,
     ParameterInfo,
     RowWeight,
-    TrainingGraph,
 )
-from autopar.partition import Partition, Ways, rows_of, scaled, splits_rows
-from autopar.placement import even_rows
 from autopar.plan import Plan
 from autopar.rows import mark_rows
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence, share_of
+from autopar.runtime.calls import MakeWays, ways_of_call
 from autopar.runtime.fallback import as_global
 from autopar.runtime.groups import backend_of, group_names, make_mesh, rank
 from autopar.runtime.inside import Inside
@@ -43,12 +41,11 @@ from autopar.runtime.parameters import (
     lay_out,
     local,
 )
-from autopar.runtime.program import Half, Program, build
+from autopar.runtime.program import Half, Program, build, with_axes
 from autopar.runtime.random import RandomStream
 from autopar.runtime.step import Differentiable, Running, Step, run_forward
 
 MakePlan = Callable[[Callable[[], Capture]], Plan]
-MakeWays = Callable[[TrainingGraph, Partition], Ways]
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
 
 
@@ -178,7 +175,7 @@ class DistributedModule(nn.Module):
 
     def adopt(self, plan: Plan) -> None:
         """Takes a plan: makes the mesh and lays the parameters out."""
-        self.mesh = make_mesh(self._device, plan.mesh)
+        self.mesh = make_mesh(self._device, plan.mesh, plan.cuts)
         if self.mesh is not None and plan.shards_parameters:
             layouts = {name: plan.layout(name) for name in self._infos}
             if plan.interleaves:
@@ -288,11 +285,12 @@ class DistributedModule(nn.Module):
         key = (*self._key(share), torch.is_grad_enabled(), hold, held)
         if key not in self._programs:
             captured = self._capture(share)
+            graph = with_axes(captured.graph, self.plan)
             self._programs[key] = build(
                 captured,
                 self.plan,
                 rank=rank(),
-                ways=self._ways(captured.graph, share),
+                ways=ways_of_call(graph, self.plan, rank(), share.total, self._make_ways),
                 comm_backend=backend_of(self._device),
                 groups=group_names(self.mesh),
                 compile_backend=self._options.backend,
@@ -301,26 +299,6 @@ class DistributedModule(nn.Module):
                 recorder=self._options.recorder,
             )
         return self._programs[key]
-
-    def _ways(self, graph: TrainingGraph, share: Share) -> Ways:
-        """How a call is partitioned: as planned, or, for another call, as the first rank finds.
-
-        Raises:
-            BatchError: ranks have different numbers of rows, and whole rows are divided.
-        """
-        assert self.plan is not None
-        if self.plan.partition is None:
-            return ()
-        rows = rows_of(graph)
-        first = even_rows(share.total, self._options.data_ranks)[0] if rows else 0
-        found = self.plan.partition.ways_of(graph, first)
-        ways = self._make_ways(graph, self.plan.partition) if found is None else found
-        if first * self._options.data_ranks != share.total and splits_rows(ways, graph, first):
-            raise BatchError(
-                f"a batch of {share.total} rows is uneven over {self._options.data_ranks} ranks, "
-                "and each of them would divide its rows further. Give a batch that divides evenly."
-            )
-        return scaled(ways, graph, first, rows)
 
     def _run(self, leaves: list[Any], share: Share) -> Any:
         hold = self._hold

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -111,7 +111,7 @@ def build(
     plan: Plan,
     *,
     rank: int,
-    ways: Ways = (),
+    ways: Sequence[Ways] = (),
     comm_backend: str,
     groups: Mapping[str, str],
     compile_backend: str = "eager",
@@ -125,7 +125,7 @@ def build(
         capture: the call.
         plan: what to do.
         rank: this rank in the world.
-        ways: of the graph, where the model is partitioned.
+        ways: of the graph before each axis that the model is partitioned along.
         comm_backend: what collectives are lowered for.
         groups: process group of each mesh axis.
         compile_backend: "eager" for generated Python, or a backend of torch.compile.

@@ -28,11 +28,11 @@ from autopar.cost_model.measure import measure
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.rehearsal import Ranks
 from autopar.cost_model.update import measure_update
-from autopar.plan import Strategy
 from autopar.planner.candidates import Choice, Evaluator
 from autopar.planner.decide import Question, evaluator_of
 from autopar.planner.search import first_choice
 from autopar.runtime.parameters import describe_parameters
+from autopar.strategy import Strategy
 from tests.models import MODELS, Case
 
 COLLECTIVES_S, OPERATORS_S = 2.0, 0.5

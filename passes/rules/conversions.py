@@ -88,7 +88,7 @@ class Step:
             case "slice":
                 return 2 * part * copies
             case "keep_first":
-                return whole
+                return 2 * whole
         return 0
 
 

@@ -68,7 +68,7 @@ class Emission:
             case Step("slice", _, Shard() as after):
                 return self.slice(value, after)
             case Step("keep_first"):
-                return value if self.rank == 0 else self.op(aten.zeros_like.default, value)
+                return self.keep_first(value)
             case _:
                 raise PassError(f"there is no way to emit {step}")
 
@@ -115,6 +115,12 @@ class Emission:
             return self.contiguous(part)
         part = self.op(aten.select.int, self.to_front(value, shard), 0, self.rank)
         return self.view(self.contiguous(part), self.local(whole, shard))
+
+    def keep_first(self, value: fx.Node) -> fx.Node:
+        """The value on the first rank, zeros on others: in as many operators, for other axes."""
+        device = tensors(value)[0].device
+        others = self.op(aten.full.default, [], self.rank != 0, dtype=torch.bool, device=device)
+        return self.op(aten.masked_fill.Scalar, value, others, 0)
 
     # Pieces.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from autopar._torch import OpOverload
+from autopar.passes.collectives import STARTS, start_all_reduce
 from autopar.passes.rules.loops import Operator, Way
 from autopar.placement import Partial, Replicate
 
@@ -49,6 +50,7 @@ TOGETHER = frozenset(
         aten.cumsum.default,
         aten.flip.default,
         aten.roll.default,
+        *STARTS,
     }
 )
 """Linear in all their tensors together."""
@@ -82,15 +84,17 @@ def linear_ways(operator: Operator) -> Iterator[Way]:
     results = (partial,) * len(operator.results)
     if not all(t.is_floating_point() for t in operator.results if t is not None):
         return
-    if operator.target in TOGETHER and _all_tensors(operator):
+    if operator.target in TOGETHER and _adds_tensors(operator):
         yield Way((partial,) * count, results)
     for place in EACH.get(operator.target, ()):
         if place < count and operator.operands[place].is_floating_point():
             yield Way(tuple(partial if i == place else whole for i in range(count)), results)
 
 
-def _all_tensors(operator: Operator) -> bool:
+def _adds_tensors(operator: Operator) -> bool:
     """Whether nothing but tensors is added: `x + 1` would add 1 on every rank."""
+    if operator.target is start_all_reduce:
+        return bool(operator.argument(2, "op", "sum") == "sum")
     if operator.target in (aten.add.Tensor, aten.sub.Tensor):
         return len(operator.operands) == 2
     return True

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autopar._torch import OpOverload, pytree
+from autopar.passes.collectives import start_all_gather, start_reduce_scatter
 from autopar.passes.rules.loops import Operator, Way
 from autopar.placement import Placement, Shard, chunk_of
 
@@ -91,6 +92,9 @@ def local_arguments(
         return replace(operator, target=aten.view.default, args=(args[0], shape), kwargs={})
     if place is not None:
         args[place] = local_shape(operator.results[0].shape, way.results[0], ranks, rank)
+    if operator.target in (start_all_gather, start_reduce_scatter):
+        made = zip(operator.results, way.results, strict=True)
+        args[1] = [local_shape(t.shape, p, ranks, rank)[0] for t, p in made]
     for place, of, dim in COUNTS.get(operator.target, ()):
         lies = way.operands[of]
         if isinstance(lies, Shard) and lies.dim == dim:

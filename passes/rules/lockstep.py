@@ -1,12 +1,13 @@
-"""All ranks of one axis in one process: their graphs run in lockstep, collectives combined.
+"""All ranks in one process: their graphs run in lockstep, collectives combined.
 
 For proofs: what a pass or a lowering wrote for every rank is run on real tensors. Collectives are
-those of `passes/collectives.py`, not lowered yet, and must all be over the same axis. Each rank has
-a random generator of its own; all start where torch's stands.
+those of `passes/collectives.py`, not lowered yet. Each rank has a random generator of its own; all
+start where torch's stands.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -30,33 +31,52 @@ Program = Generator[tuple[fx.Node, list[Tensor]], list[Tensor], list[Any]]
 
 
 def run(
-    graphs: Sequence[fx.Graph | fx.GraphModule], arguments: Sequence[Sequence[Any]]
+    graphs: Sequence[fx.Graph | fx.GraphModule],
+    arguments: Sequence[Sequence[Any]],
+    axes: Mapping[str, int] | None = None,
 ) -> list[list[Any]]:
     """What each rank's graph returns.
 
     Args:
         graphs: of every rank, in order.
         arguments: of every rank: the values of its placeholders, in order.
+        axes: size of each axis of the mesh, outermost first; None for one, of any name.
 
     Raises:
         PassError: ranks stand before different collectives.
     """
+    groups = _groups(axes or {"": len(graphs)})
     programs = [_interpret(g, list(a)) for g, a in zip(graphs, arguments, strict=True)]
-    answers: list[Any] = [None] * len(programs)
     random = [torch.get_rng_state() for _ in programs]
+    ready: dict[int, Any] = dict.fromkeys(range(len(programs)))
+    asked: dict[int, tuple[fx.Node, list[Tensor]]] = {}
+    ended: dict[int, list[Any]] = {}
     with torch.no_grad():
-        while True:
-            asked, ended = [], []
-            for rank, (program, answer) in enumerate(zip(programs, answers, strict=True)):
+        while ready:
+            for rank, answer in ready.items():
                 torch.set_rng_state(random[rank])
                 try:
-                    asked.append(program.send(answer))
+                    asked[rank] = programs[rank].send(answer)
                 except StopIteration as stop:
-                    ended.append(stop.value)
+                    ended[rank] = stop.value
                 random[rank] = torch.get_rng_state()
-            if not asked:
-                return ended
-            answers = _combined([node for node, _ in asked], [given for _, given in asked], ended)
+            ready = {}
+            for axis, own in groups:
+                if all(r in asked and axis in ("", axis_of(asked[r][0])) for r in own):
+                    ready |= zip(own, _combined([asked.pop(r) for r in own]), strict=True)
+    if asked:
+        raise PassError(f"ranks stand before different collectives: {asked}, {len(ended)} ended")
+    return [ended[rank] for rank in range(len(programs))]
+
+
+def _groups(axes: Mapping[str, int]) -> list[tuple[str, list[int]]]:
+    """The groups of ranks along each axis of a mesh."""
+    ranks = torch.arange(math.prod(axes.values())).view(*axes.values())
+    return [
+        (axis, group)
+        for dim, (axis, size) in enumerate(axes.items())
+        for group in ranks.movedim(dim, -1).reshape(-1, size).tolist()
+    ]
 
 
 def _interpret(graph: fx.Graph | fx.GraphModule, arguments: list[Any]) -> Program:
@@ -81,13 +101,12 @@ def _interpret(graph: fx.Graph | fx.GraphModule, arguments: list[Any]) -> Progra
     return []
 
 
-def _combined(
-    nodes: list[fx.Node], given: list[list[Tensor]], ended: list[Any]
-) -> list[list[Tensor]]:
+def _combined(asked: list[tuple[fx.Node, list[Tensor]]]) -> list[list[Tensor]]:
     """The results of one collective, by rank."""
+    nodes, given = zip(*asked, strict=True)
     kinds = {(node.target, axis_of(node), op_of(node)) for node in nodes}
-    if ended or len(kinds) > 1 or len({len(tensors) for tensors in given}) > 1:
-        raise PassError(f"ranks stand before different collectives: {nodes}, {len(ended)} ended")
+    if len(kinds) > 1 or len({len(tensors) for tensors in given}) > 1:
+        raise PassError(f"ranks stand before different collectives: {nodes}")
     how = COMBINE[nodes[0].target]
     results = [how(list(parts), nodes[0]) for parts in zip(*given, strict=True)]
     return [list(own) for own in zip(*results, strict=True)]

@@ -23,8 +23,7 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensorMode, OpOverload, pytree
-from autopar.graph import tensor_bytes, tensors
-from autopar.passes.collectives import STARTS, start_all_gather
+from autopar.passes.collectives import STARTS, kind_of, message_bytes
 from autopar.passes.rules import (
     own_lookup,
     own_loss,
@@ -88,10 +87,7 @@ class Own:
         found = []
         for node in program(operator, way, ranks, 0).nodes:
             if node.target in STARTS:
-                kind = node.target.__name__.removeprefix("start_")
-                whole = [node] if node.target is start_all_gather else node.args[0]
-                sizes = (tensor_bytes(t) for n in whole for t in tensors(n))
-                found.append((kind, sum(sizes)))
+                found.append((kind_of(node), message_bytes(node)))
         return tuple(found)
 
 

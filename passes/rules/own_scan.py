@@ -33,8 +33,10 @@ def _cumsum(site: Site) -> list[fx.Node]:
     own = site.op(aten.cumsum.default, site.shards[0], dim, dtype=dtype)
     width = value(own).shape[dim]
     totals = site.stacked(site.op(aten.slice.Tensor, own, dim, width - 1, width))
-    before = site.op(aten.slice.Tensor, totals, 0, 0, site.rank)
-    return [site.op(aten.add.Tensor, own, site.op(aten.sum.dim_IntList, before, [0], dtype=dtype))]
+    later = [0, 0] * (value(totals).dim() - 1) + [1, -1]
+    before = site.op(aten.constant_pad_nd.default, totals, later)
+    sums = site.op(aten.cumsum.default, before, 0, dtype=dtype)
+    return [site.op(aten.add.Tensor, own, site.op(aten.select.int, sums, 0, site.rank))]
 
 
 # -- extrema -----------------------------------------------------------------------------------

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from autopar._torch import OpOverload
-from autopar.passes.rules import attention, indexing, special, views
+from autopar.passes.collectives import (
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from autopar.passes.rules import attention, exchanges, indexing, special, views
 from autopar.passes.rules.generic import (
     along,
     contraction,
@@ -163,13 +169,21 @@ RULES: Mapping[OpOverload, Rule] = {
 
 def rule_of(target: Any) -> Rule | None:
     """The rule of an operator: its own, or that of pointwise operators; None if it has none."""
-    if target in RULES:
-        return RULES[target]
+    if (rule := RULES.get(target) or EXCHANGES.get(target)) is not None:
+        return rule
     tags = getattr(target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         return None
     return pointwise if torch.Tag.pointwise in tags or target in POINTWISE else None
 
+
+EXCHANGES: Mapping[Any, Rule] = {
+    start_all_reduce: exchanges.all_reduce,
+    start_all_gather: exchanges.all_gather,
+    start_reduce_scatter: exchanges.reduce_scatter,
+    start_all_to_all: exchanges.all_to_all,
+}
+"""Rules of the collectives of other axes."""
 
 POINTWISE = frozenset(
     {

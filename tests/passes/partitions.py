@@ -52,7 +52,7 @@ def partitioned(
     lies = {n.name: r for n, r in zip(graph.placeholders, graph.inputs, strict=True)}
     placed = {lies[name]: way.results[0] for name, way in ways if name in lies}
     parts = [cut(values[role], placed.get(role, WHOLE), ranks) for role in graph.inputs]
-    found = run([_module(g) for g in graphs], list(zip(*parts, strict=True)))
+    found = run([module_of(g) for g in graphs], list(zip(*parts, strict=True)))
     return {
         role: joined(results, placed.get(getattr(role, "of", None), WHOLE))  # type: ignore[call-overload]
         for role, results in zip(graph.outputs, zip(*found, strict=True), strict=True)
@@ -62,9 +62,10 @@ def partitioned(
 
 def whole(graph: TrainingGraph, values: Values) -> dict[OutputRole, Tensor]:
     """What one device returns."""
-    (found,) = run([_module(graph)], [[values[role] for role in graph.inputs]])
+    (found,) = run([module_of(graph)], [[values[role] for role in graph.inputs]])
     return dict(zip(graph.outputs, found, strict=True))
 
 
-def _module(graph: TrainingGraph) -> fx.GraphModule:
+def module_of(graph: TrainingGraph) -> fx.GraphModule:
+    """The graph with its constants."""
     return fx.GraphModule(dict(graph.constants), graph.graph)

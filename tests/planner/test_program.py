@@ -17,8 +17,8 @@ from autopar.graph import (
     Value,
     tensor_bytes,
     tensors,
-    value_of,
 )
+from autopar.passes.collectives import value_of
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.local import local_bytes
 from autopar.passes.rules.loops import Way

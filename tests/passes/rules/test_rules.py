@@ -6,12 +6,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import fx
 
+from autopar.graph import tensors
 from autopar.passes.rules.linear import linear_ways
-from autopar.passes.rules.loops import ways
+from autopar.passes.rules.loops import Operator, Way, ways
 from autopar.passes.rules.oracle import holds
-from autopar.passes.rules.own import OWN
+from autopar.passes.rules.own import OWN, program
 from autopar.passes.rules.table import RULES, loops_of
+from autopar.placement import Shard
 from tests.passes.rules.samples import SAMPLES, draw_operator
 
 aten = torch.ops.aten
@@ -27,7 +30,25 @@ def test_ways_hold(target: Any, data: st.DataObject) -> None:
     torch.manual_seed(0)
     for way in [*ways(loops_of(operator), ranks, (1, 2)), *linear_ways(operator)]:
         assert holds(operator, way, ranks), f"{operator.target} by {way} over {ranks} ranks"
+        if way.own and is_even(operator, way, ranks):  # so that another axis can divide it alike
+            programs = {shapes(program(operator, way, ranks, rank)) for rank in (0, ranks - 1)}
+            assert len(programs) == 1, f"{operator.target} by {way} differs between ranks"
         PROVEN["cases"] += 1
+
+
+def is_even(operator: Operator, way: Way, ranks: int) -> bool:
+    """Whether all ranks hold as much."""
+    values, placements = (*operator.operands, *operator.results), (*way.operands, *way.results)
+    return all(
+        t.shape[p.dim] % ranks == 0
+        for t, p in zip(values, placements, strict=True)
+        if t is not None and isinstance(p, Shard)
+    )
+
+
+def shapes(graph: fx.Graph) -> str:
+    """The operators of a program by name, and the shapes that they yield."""
+    return str([(node.name, [t.shape for t in tensors(node)]) for node in graph.nodes])
 
 
 UNPROVEN = {

@@ -1,0 +1,131 @@
+"""`Strategy`: what the user fixes of how a model is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from glob import escape
+from math import prod
+from typing import Literal
+
+from autopar.errors import StrategyError
+from autopar.passes.checkpoint_activations import Level
+from autopar.placement import Replicate, Shard
+
+ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+MESH = ("cp", "tp", "ep")
+"""The axes that a model may be partitioned along, outermost first; behind those of the data."""
+
+ORDER = ("tp", "cp", "ep")
+"""The order in which it is partitioned along them, and so in which parameters are cut."""
+
+Pin = Shard | Replicate
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What the user fixes; None is searched.
+
+    Attributes:
+        zero: ZeRO stage of every block, or a mapping of block names to stages.
+        recompute: which activations the backward computes again.
+        gather_bytes: size of buckets of gathered parameters, in bytes.
+        reduce_bytes: size of buckets of gradients, in bytes.
+        prefetch: how many buckets of parameters are gathered ahead.
+        activation_bytes: bytes of activations that may be kept for the backward; blocks are
+            computed again as far as that needs.
+        batch_statistics: batch norm over the "global" batch (exact) or each rank's "local" rows.
+        tp: over how many ranks the model itself is partitioned; None and 1 for not at all.
+        cp: the same, but parameters stay whole on each of these ranks: only activations are
+            divided.
+        ep: the same as tp, over ranks that stand closer together: tp and ep of one model multiply.
+        placements: where parameters must lie, by pattern of their names: along tp, or ep if there
+            is no tp; or a mapping of these axes to where they must lie along each.
+    """
+
+    zero: int | Mapping[str, int] | None = None
+    recompute: Level | None = None
+    gather_bytes: int | None = None
+    reduce_bytes: int | None = None
+    prefetch: int | None = None
+    activation_bytes: int | None = None
+    batch_statistics: Literal["global", "local"] = "global"
+    tp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    placements: Mapping[str, Pin | Mapping[str, Pin]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
+        if any(stage not in (None, 0, 1, 2, 3) for stage in stages):
+            raise StrategyError(f"zero={self.zero!r}: a ZeRO stage is 0, 1, 2 or 3")
+        if self.recompute not in (None, "none", "selective", "full"):
+            raise StrategyError(
+                f"recompute={self.recompute!r}: choose 'none', 'selective' or 'full'"
+            )
+        if self.batch_statistics not in ("global", "local"):
+            raise StrategyError(
+                f"batch_statistics={self.batch_statistics!r}: choose 'global' or 'local'"
+            )
+        for axis in MESH:
+            if (ranks := getattr(self, axis)) is not None and ranks < 1:
+                raise StrategyError(f"{axis}={ranks!r}: give a number of ranks")
+        pinned = {axis for _, axis, _ in self._pins()}
+        if missing := sorted(pinned - ({"tp", "ep"} & set(self.axes))):
+            raise StrategyError(
+                f"placements are along the axes of tp and ep, but there is no {missing[0]}: give "
+                f"Strategy({missing[0]}=...) too"
+            )
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that the model itself is partitioned along, in that order, and their sizes."""
+        return {axis: n for axis in ORDER if (n := getattr(self, axis) or 1) > 1}
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Over how many ranks the model itself is partitioned."""
+        return prod(self.axes.values())
+
+    def mesh(self, world_size: int) -> tuple[tuple[str, int], ...]:
+        """The axis of the data and behind it those of the model, outermost first.
+
+        Args:
+            world_size: number of ranks.
+
+        Raises:
+            StrategyError: the axes do not divide it.
+        """
+        if world_size % self.tensor_ranks:
+            given = " x ".join(f"{axis}={n}" for axis, n in self.axes.items())
+            divisors = [n for n in range(2, world_size + 1) if world_size % n == 0]
+            raise StrategyError(
+                f"{given} does not divide {world_size} ranks: choose one of {divisors}"
+            )
+        own = ((axis, self.axes[axis]) for axis in MESH if axis in self.axes)
+        return (("dp_replicate", world_size // self.tensor_ranks), *own)
+
+    def pins(self, axis: str, parameters: Iterable[str]) -> dict[str, Pin]:
+        """Where parameters must lie along an axis, by pattern of their names."""
+        if axis == "cp":
+            return {escape(name): Replicate() for name in parameters}
+        return {pattern: pin for pattern, along, pin in self._pins() if along == axis}
+
+    def _pins(self) -> Iterator[tuple[str, str, Pin]]:
+        """Pattern, axis and placement of each pin."""
+        first = "ep" if "ep" in self.axes and "tp" not in self.axes else "tp"
+        for pattern, where in self.placements.items():
+            along = where if isinstance(where, Mapping) else {first: where}
+            yield from ((pattern, axis, pin) for axis, pin in along.items())
+
+    @staticmethod
+    def of(strategy: str | Strategy) -> Strategy:
+        """The strategy behind a name that users know."""
+        if isinstance(strategy, Strategy):
+            return strategy
+        if strategy == "auto":
+            return Strategy()
+        if strategy not in ZERO_OF_NAME:
+            names = ", ".join(["auto", *ZERO_OF_NAME])
+            raise StrategyError(f"strategy={strategy!r} is not one of {names}, or a Strategy")
+        return Strategy(zero=ZERO_OF_NAME[strategy])
