@@ -120,7 +120,7 @@ class _Partition:
             notes=(
                 *self.old.notes,
                 *fallback_notes(self.old, self.axis),
-                *undivided_notes(self.old, self.ways, self.axis),
+                *(undivided_notes(self.old, self.ways, self.axis) if self.placed else ()),
             ),
         )
 
