@@ -160,13 +160,28 @@ def rows_of(graph: TrainingGraph) -> int:
     return 0
 
 
-def splits_rows(ways: Ways, graph: TrainingGraph, rows: int) -> bool:
-    """Whether some shard holds whole rows of a batch of `rows`, instead of a part of each."""
-    nodes = {node.name: node for node in graph.graph.nodes}
+def splits_rows(ways: Ways, graph: TrainingGraph, rows: int, ranks: int) -> bool:
+    """Whether some shard cannot be had at any number of rows.
+
+    It can if it is cut inside of each row, or if what each row has of its dim could be.
+
+    Args:
+        ways: decided at a batch of `rows`.
+        graph: that they are of, at a number of rows of its own.
+        rows: of the first rank's batch.
+        ranks: of the axis.
+    """
+    nodes, own = {node.name: node for node in graph.graph.nodes}, rows_of(graph)
+
+    def fits(placement: Shard, size: int) -> bool:
+        inside = placement.interleave % rows == 0
+        return inside or (placement.interleave == 1 and size // own % ranks == 0)
+
     return any(
-        isinstance(p, Shard) and p.dim in over and p.interleave % rows
+        isinstance(p, Shard) and p.dim in over and not fits(p, value.shape[p.dim])
         for name, way in ways
-        for p, over in zip(way.results, _rows(nodes[name]), strict=True)
+        for node in [nodes[name]]
+        for p, over, value in zip(way.results, _rows(node), elements(node), strict=True)
     )
 
 

@@ -38,7 +38,8 @@ def ways_of_call(
             same_everywhere({f"graph before {axis}": mark(graph)}, "This is an error of autopar.")
         known = partitions[axis].ways_of(graph, first)
         ways = make_ways(graph, partitions[axis]) if known is None else known
-        if first * plan.data_ranks != total and splits_rows(ways, graph, first):
+        uneven = first * plan.data_ranks != total
+        if uneven and splits_rows(ways, graph, first, partitions[axis].ranks):
             raise BatchError(
                 f"a batch of {total} rows is uneven over {plan.data_ranks} ranks, and each of "
                 "them would divide its rows further. Give a batch that divides evenly."
