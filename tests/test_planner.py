@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.cost_model.cluster import Cluster
 from tests.models import MODELS
+from tests.planner.blocks import GPTBlock, Stack
 
 
 @cache
@@ -83,3 +85,31 @@ def test_a_budget_of_kept_activations_is_written_into_the_plan() -> None:
     free = autopar.plan(model, 2, example_inputs=inputs, strategy="ddp")
     assert plan.activation_bytes == 10_000
     assert peak(plan) < peak(free)
+
+
+def test_a_cap_divides_parameters() -> None:
+    """Without one, rows of the batch are divided and every rank of tp holds all parameters."""
+    with torch.device("meta"):
+        model, inputs = Stack(lambda: GPTBlock(1024, 8), 2), torch.empty(4, 512, 1024)
+
+    def plan(memory: int | None) -> autopar.Plan:
+        strategy = autopar.Strategy(tp=2, recompute="none")
+        return autopar.plan(
+            model,
+            2,
+            example_inputs=(inputs,),
+            strategy=strategy,
+            memory=memory,
+            cluster=Cluster.named("dgx-h100"),
+        )
+
+    free = plan(None)
+    (partition,) = free.partitions
+    assert not partition.parameters
+    cap = int(peak(free) * 0.8)
+    capped = plan(cap)
+    assert peak(capped) <= cap
+    assert capped.partitions[0].parameters
+    assert "to fit under the cap" in capped.notes[-1]
+    with pytest.raises(autopar.OutOfMemoryError):
+        plan(peak(free) // 5)

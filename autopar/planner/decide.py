@@ -13,7 +13,7 @@ from autopar.cost_model.allocator import context_bytes
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.optimizer import optimizer_state_ratio
-from autopar.errors import StrategyError
+from autopar.errors import OutOfMemoryError, StrategyError
 from autopar.graph import ParameterInfo, TrainingGraph
 from autopar.partition import Partition, Ways, in_turn, named
 from autopar.plan import Plan, fingerprint
@@ -149,17 +149,56 @@ def decide(question: Question, graph: TrainingGraph, machine: Machine | None) ->
     cap = question.memory
     if cap is None and machine.cluster.device_memory_bytes is not None:
         cap = machine.cluster.device_memory_bytes - context_bytes(machine.cluster.device)
-    plan = choose(evaluator, question.strategy, question.blocks, cap)
+    plan = fastest(question, graph, machine, cap)
     return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
 
 
-def ways_of(question: Question, axis: str, graph: TrainingGraph, machine: Machine | None) -> Ways:
+LEANER = (0.75, 0.0)
+"""Parts of the cap that parameters, what belongs to them and saved activations may take in
+partitions that are tried where the fastest does not fit as it is; the last holds the least."""
+
+
+def fastest(question: Question, graph: TrainingGraph, machine: Machine, cap: int | None) -> Plan:
+    """The fastest plan that fits, of the fastest partition and, if that is pressed, leaner ones.
+
+    Raises:
+        OutOfMemoryError: nothing fits.
+    """
+    strategy, blocks = question.strategy, question.blocks
+    evaluator = evaluator_of(question, graph, machine)
+    plain = evaluator.evaluate(first_choice(strategy, blocks, 0)).prediction
+    if not strategy.axes or cap is None or plain.needed_bytes <= cap:
+        return choose(evaluator, strategy, blocks, cap)
+    leaner = [evaluator_of(question, graph, machine, int(cap * share)) for share in LEANER]
+    plans, failures = [], []
+    for tried in (evaluator, *leaner):
+        try:
+            plans.append(choose(tried, strategy, blocks, cap))
+        except OutOfMemoryError as failure:
+            failures.append(failure)
+    if not plans:
+        raise min(failures, key=lambda failure: failure.shortfall)
+    best = min(plans, key=lambda plan: plan.prediction.step_s if plan.prediction else 0.0)
+    if best.partitions == evaluator.base.partitions:
+        return best
+    note = "more is divided than were fastest, to fit under the cap"
+    return replace(best, notes=(*best.notes, note))
+
+
+def ways_of(
+    question: Question,
+    axis: str,
+    graph: TrainingGraph,
+    machine: Machine | None,
+    memory: int | None = None,
+) -> Ways:
     """How the model is partitioned along an axis: at real prices where there is a machine."""
     mesh, pins = dict(question.mesh), question.strategy.pins(axis, graph.parameters)
     if machine is None:
         return partition_by_bytes(graph, mesh[axis], pins)
     whole = question.parameters
     sharded = any(p.shape != whole[name].shape for name, p in graph.parameters.items())
+    divided = question.mesh[0][1] if question.strategy.zero != 0 else 1
     solution = partition(
         graph,
         mesh[axis],
@@ -167,17 +206,28 @@ def ways_of(question: Question, axis: str, graph: TrainingGraph, machine: Machin
         mesh=mesh,
         axis=axis,
         pins=pins,
-        wrapped=sharded or (question.mesh[0][1] > 1 and question.strategy.zero != 0),
+        memory=memory,
+        copies=(2.0 + optimizer_state_ratio(question.optimizer)) / divided,
+        wrapped=sharded or divided > 1,
     )
     return named(solution.ways)
 
 
-def evaluator_of(question: Question, graph: TrainingGraph, machine: Machine | None) -> Evaluator:
-    """What turns choices into plans and, if there is a machine, prices them."""
+def evaluator_of(
+    question: Question, graph: TrainingGraph, machine: Machine | None, memory: int | None = None
+) -> Evaluator:
+    """What turns choices into plans and, if there is a machine, prices them.
+
+    Args:
+        question: what is fixed.
+        graph: as captured.
+        machine: as measured.
+        memory: bytes that a partition may hold on a rank over a step.
+    """
     batches = question.mesh[0][1] if question.batch == "global" else 1
     base, axes, found = question.base(), question.strategy.axes, []
     whole, first = replace(graph, axes=dict(question.mesh)), dict.fromkeys(axes, 0)
-    turns = in_turn(axes, whole, first, lambda axis, g: ways_of(question, axis, g, machine))
+    turns = in_turn(axes, whole, first, lambda axis, g: ways_of(question, axis, g, machine, memory))
     for axis, before, ways in turns:
         found.append(ways)
         partition = Partition.of(axis, axes[axis], before, ways)

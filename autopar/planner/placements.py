@@ -31,7 +31,7 @@ def partition(
     axis: str = AXIS,
     pins: Mapping[str, Placement] | None = None,
     memory: int | None = None,
-    state_ratio: float = 2.0,
+    copies: float = 4.0,
     wrapped: bool = True,
     time_limit_s: float = 30.0,
 ) -> Solution:
@@ -46,7 +46,8 @@ def partition(
         pins: where parameters must lie, by pattern of their names.
         memory: cap in bytes per rank on parameters, gradients, optimizer state and activations
             saved for the backward; if it cannot be met, the solution holds the least possible.
-        state_ratio: bytes of optimizer state by those of the parameter.
+        copies: bytes of a trained parameter with its gradient and optimizer state, by its own; less
+            where ZeRO divides them.
         wrapped: whether parameters are DTensors even if all of them are whole.
         time_limit_s: after which the best known solution is taken.
 
@@ -55,7 +56,7 @@ def partition(
         PlanError: no solution was found in time.
     """
     prices = prices_along(ranks, machine, mesh=mesh, axis=axis)
-    held = Held.of(graph, ranks, 2.0 + state_ratio)
+    held = Held.of(graph, ranks, copies)
     weight = None if memory is None else Weight(held.way, held.conversion, memory)
     late = _only_returned(graph)
 
@@ -96,6 +97,7 @@ class Held:
         trained: placeholders of parameters that are trained.
         parameters: placeholders of all parameters.
         saved: by operator of the forward, which of its results the backward reads.
+        read: the nodes whose memory the backward reads, parameters and views included.
     """
 
     ranks: int
@@ -103,6 +105,7 @@ class Held:
     trained: frozenset[fx.Node]
     parameters: frozenset[fx.Node]
     saved: Mapping[fx.Node, frozenset[int]]
+    read: frozenset[fx.Node]
 
     @classmethod
     def of(cls, graph: TrainingGraph, ranks: int, copies: float) -> Held:
@@ -110,7 +113,7 @@ class Held:
         inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
         names = {node: role.name for node, role in inputs.items() if isinstance(role, Parameter)}
         trained = {node for node, name in names.items() if graph.parameters[name].requires_grad}
-        return cls(ranks, copies, frozenset(trained), frozenset(names), _saved(graph))
+        return cls(ranks, copies, frozenset(trained), frozenset(names), *_saved(graph))
 
     def way(self, node: fx.Node, way: Way) -> float:
         """Bytes of a parameter and what belongs to it, or of what the backward reads."""
@@ -123,8 +126,8 @@ class Held:
         )
 
     def conversion(self, value: Value, before: Placement, after: Placement) -> float:
-        """Bytes of a converted activation: forward and backward share it."""
-        if value.place not in self.saved.get(value.node, ()):
+        """Bytes of a converted activation or parameter: forward and backward share it."""
+        if value.node not in self.read:
             return 0.0
         return local_bytes(value.tensor, after, self.ranks)
 
@@ -139,8 +142,10 @@ def _only_returned(graph: TrainingGraph) -> frozenset[Value]:
     )
 
 
-def _saved(graph: TrainingGraph) -> dict[fx.Node, frozenset[int]]:
-    """The results of forward operators whose memory backward operators read."""
+def _saved(
+    graph: TrainingGraph,
+) -> tuple[dict[fx.Node, frozenset[int]], frozenset[fx.Node]]:
+    """The results of forward operators whose memory the backward reads, and all that lie there."""
     storages, behind = find_storages(graph.graph)
     read = {
         storage
@@ -153,11 +158,13 @@ def _saved(graph: TrainingGraph) -> dict[fx.Node, frozenset[int]]:
     for storage, made in enumerate(storages):
         maker = made.maker.args[0] if made.maker.target is wait else made.maker
         places.setdefault(maker, []).append(storage)  # type: ignore[arg-type]
-    return {
+    saved = {
         maker: frozenset(p for p, s in zip(_tensors(maker), own, strict=False) if s in read)
         for maker, own in places.items()
         if maker.op == "call_function" and maker.meta["phase"] == "forward"
     }
+    early = (n for n in graph.graph.nodes if n.meta.get("phase") != "backward")
+    return saved, frozenset(n for n in early if not read.isdisjoint(behind.get(n, ())))
 
 
 def _tensors(node: fx.Node) -> list[int]:
