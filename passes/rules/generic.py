@@ -192,6 +192,12 @@ def every_dim_but(operator: Operator, dims: int | Sequence[int]) -> list[Loop]:
     return same_dims(operator, [dim for dim in range(count) if dim not in whole])
 
 
+def rolled(operator: Operator) -> list[Loop]:
+    """(source, shifts, dims): every dim that is not rolled; without dims all are, as one."""
+    dims = operator.argument(2, "dims", ())
+    return every_dim_but(operator, dims or range(operator.operands[0].dim()))
+
+
 def unpadded(operator: Operator) -> list[Loop]:
     """(source, pads, value): every dim without padding; pads name dims from the last."""
     pads, count = operator.args[1], operator.operands[0].dim()

@@ -25,6 +25,7 @@ from autopar.passes.rules.generic import (
     grouped_mm,
     pointwise,
     reduction,
+    rolled,
     unpadded,
 )
 from autopar.passes.rules.loops import Loop, Operator, Rule, fills_dims
@@ -92,7 +93,7 @@ RULES: Mapping[OpOverload, Rule] = {
     aten.cat.default: along(1),
     aten.constant_pad_nd.default: unpadded,
     aten.flip.default: lambda op: every_dim_but(op, op.args[1]),
-    aten.roll.default: lambda op: every_dim_but(op, op.argument(2, "dims", ())),
+    aten.roll.default: rolled,
     # along a dim
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _softmax,

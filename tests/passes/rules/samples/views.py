@@ -178,7 +178,8 @@ def flip(d: Draw) -> tuple[Any, ...]:
 @sample(aten.roll.default)
 def roll(d: Draw) -> tuple[Any, ...]:
     shape = d.sizes()
-    return (d.rand(*shape), [1], [d.below(len(shape)) % len(shape)])
+    dims = [d.below(len(shape)) % len(shape)]
+    return (d.rand(*shape), [1], dims if d.below(3) else [])
 
 
 # -- a shape and a number ----------------------------------------------------------------------
