@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.graph import Buffer, Input, Parameter, TrainingGraph, elements, operands
+from autopar.passes.bucket_collectives import BUCKET_BYTES
 from autopar.passes.collectives import is_name
 from autopar.passes.partition_axis import PartitionAxis
 from autopar.passes.rules.loops import Way
@@ -39,7 +40,7 @@ class Partition:
     graph: str = ""
     rows: int = 0
     ways: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    bucket_bytes: int = 4 * 2**20
+    bucket_bytes: int = BUCKET_BYTES
 
     @staticmethod
     def of(axis: str, ranks: int, graph: TrainingGraph, ways: Ways) -> Partition:

@@ -24,6 +24,9 @@ from autopar.passes.collectives import (
 
 Group = tuple[str, ...]
 
+BUCKET_BYTES = 4 * 2**20
+"""Of a bucket, where nothing else is said."""
+
 
 @dataclass(frozen=True)
 class Buckets:

@@ -166,8 +166,7 @@ def fastest(question: Question, graph: TrainingGraph, machine: Machine, cap: int
     """
     strategy, blocks = question.strategy, question.blocks
     evaluator = evaluator_of(question, graph, machine)
-    plain = evaluator.evaluate(first_choice(strategy, blocks, 0)).prediction
-    if not strategy.axes or cap is None or plain.needed_bytes <= cap:
+    if not strategy.axes or cap is None or _fits(evaluator, question, cap):
         return choose(evaluator, strategy, blocks, cap)
     leaner = [evaluator_of(question, graph, machine, int(cap * share)) for share in LEANER]
     plans, failures = [], []
@@ -183,6 +182,12 @@ def fastest(question: Question, graph: TrainingGraph, machine: Machine, cap: int
         return best
     note = "more is divided than were fastest, to fit under the cap"
     return replace(best, notes=(*best.notes, note))
+
+
+def _fits(evaluator: Evaluator, question: Question, cap: int) -> bool:
+    """Whether a partition needs neither ZeRO stages nor recomputation to fit."""
+    plain = first_choice(question.strategy, question.blocks, 0)
+    return evaluator.evaluate(plain).prediction.needed_bytes <= cap
 
 
 def ways_of(

@@ -19,15 +19,13 @@ from autopar.cost_model.signature import moved_bytes, signature
 from autopar.cost_model.timing import flops_of
 from autopar.cost_model.update import UpdateCost
 from autopar.graph import Value, elements, tensor_bytes, tensors
+from autopar.passes.bucket_collectives import BUCKET_BYTES
 from autopar.passes.collectives import STARTS, axis_of, kind_of, message_bytes
 from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.local import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.own import OWN, program
 from autopar.placement import Placement, Shard
-
-BUCKET_BYTES = 4 * 2**20
-"""Of sums of gradients that travel together."""
 
 _LEAST_BYTES = 2**20
 """Moved by an operator without products that is worth timing on shards."""
