@@ -77,7 +77,8 @@ class OperatorTimes:
         present: whether that device is in this machine, so that more can be timed.
         times: the timing of each signature.
         alone: seconds of the calling thread, by signature, of operators that were timed alone and
-            in turns with each other: they tell in what proportion two stand.
+            in turns with each other: they tell in what proportion two stand. 0 of what cannot be
+            run.
     """
 
     setting: Setting
@@ -160,9 +161,8 @@ class OperatorTimes:
             return self
         ranks.line_up()
         timed = ranks.gather(Stopwatch(budget_s, time.thread_time).times(nodes))
-        means = {
-            key: statistics.mean(times[key] for times in timed if key in times) for key in timed[0]
-        }
+        found = {key: [times[key] for times in timed if key in times] or [0.0] for key in nodes}
+        means = {key: statistics.mean(times) for key, times in found.items()}
         return replace(self, alone={**self.alone, **means})
 
     def _unrehearsed(self, graphs: Sequence[TrainingGraph], ranks: Ranks) -> list[TrainingGraph]:
@@ -250,9 +250,9 @@ class OperatorTimes:
         Both from one source: were one timed and the other modelled, the error of the model would
         choose between ways.
         """
-        alone = [self.alone.get(signature(node)) for node in (part, whole)]
-        if None not in alone:
-            return min(1.0, alone[0] / alone[1])  # type: ignore[operator]
+        alone = [self.alone.get(signature(node), 0.0) for node in (part, whole)]
+        if all(alone):
+            return min(1.0, alone[0] / alone[1])
         return self.by_roofline(part) / self.by_roofline(whole)
 
     @cached_property
