@@ -31,15 +31,14 @@ import autopar
 from autopar.placement import Shard
 from benchmarks.report import machine, versions
 from tests.architectures import ARCHITECTURES
-from tests.models import (
-    MODELS,
-    Case,
+from tests.models import MODELS, Case
+from tests.reference import (
     Reference,
     batches,
     reference,
-    relative_error,
     train_steps,
     worst_error,
+    worst_loss,
 )
 from tests.training import EXACT, STEPS, fixed, optimizer_of, whole_state
 from tests.worlds import RankError, run
@@ -115,8 +114,7 @@ def measure(name: str, setup: str, dtype: torch.dtype = torch.float64, steps: in
     want = plain(name, dtype, steps)
     losses, states = [], []
     for got, _, _ in answers:
-        pairs = zip(got.losses, want.losses, strict=True)
-        losses.append(max(relative_error(a, b) for a, b in pairs))
+        losses.append(worst_loss(got, want))
         states.append(worst_error(got.state, want.state))
     state, of = max(states)
     _, sharded, seconds = answers[0]

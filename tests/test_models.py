@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from tests.models import MODELS, Case, reference, relative_error, to_dtype, worst_error
+from tests.models import MODELS, Case
+from tests.reference import reference, relative_error, to_dtype, worst_error
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 CASES = pytest.mark.parametrize("case", MODELS.values(), ids=lambda case: case.name)

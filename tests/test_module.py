@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from tests.models import MODELS, to_dtype
+from tests.models import MODELS
+from tests.reference import to_dtype
 from tests.training import Pair, close, fixed, whole_state
 from tests.worlds import run
 

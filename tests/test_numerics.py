@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from tests.models import MODELS, relative_error, to_dtype
+from tests.models import MODELS
+from tests.reference import relative_error, to_dtype
 from tests.training import SGD, Pair, close, fixed, whole_state
 from tests.worlds import run
 

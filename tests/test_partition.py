@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import autopar
 from autopar.placement import Replicate, Shard
-from tests.models import MODELS, Reference, batches, to_dtype, train_steps
+from tests.models import MODELS
+from tests.reference import Reference, batches, to_dtype, train_steps
 from tests.training import ADAMW, Pair, assert_same_training, close, fixed, plain, whole_state
 from tests.worlds import run
 

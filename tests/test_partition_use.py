@@ -14,7 +14,8 @@ import autopar
 from autopar.placement import Shard
 from autopar.verification import Verification
 from benchmarks.memory import ProfilerCounter
-from tests.models import GPT, MODELS, Batch, batches
+from tests.models import GPT, MODELS, Batch
+from tests.reference import batches
 from tests.test_errors import all_raise
 from tests.test_fallback import Branching, rows
 from tests.training import Pair, close, fixed, rows_of

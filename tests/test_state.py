@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import autopar
-from tests.models import MODELS, Reference, batches, to_dtype, train_steps
+from tests.models import MODELS
+from tests.reference import Reference, batches, to_dtype, train_steps
 from tests.training import (
     ADAMW,
     EXACT,

@@ -12,15 +12,15 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.capture import Call, Capture, capture
-from tests.models import (
-    MODELS,
-    Batch,
+from tests.models import MODELS, Batch
+from tests.reference import (
     Reference,
     batches,
     reference,
     relative_error,
     train_steps,
     worst_error,
+    worst_loss,
 )
 
 STEPS = 10
@@ -82,7 +82,7 @@ def train(
     steps: Iterable[int] = range(STEPS),
     **options: Any,
 ) -> Reference:
-    """`tests.models.reference` under a plan; the optimizer is made before the first call."""
+    """`tests.reference.reference` under a plan; the optimizer is made before the first call."""
     case = MODELS[name]
     model = autopar.compile(
         case.make().to(dtype),
@@ -170,7 +170,7 @@ def plain(name: str, dtype: torch.dtype, rows: int, steps: int = STEPS) -> Refer
 
 def assert_same_training(got: Reference, want: Reference, tolerance: float, what: Any = "") -> None:
     """Every loss and every tensor of the final state agree."""
-    loss = max(relative_error(a, b) for a, b in zip(got.losses, want.losses, strict=True))
+    loss = worst_loss(got, want)
     assert loss <= tolerance, f"{what}: losses differ by {loss:.1e}"
     state, name = worst_error(got.state, want.state)
     assert state <= tolerance, f"{what}: {name} differs by {state:.1e}"

@@ -33,8 +33,9 @@ from autopar.plan import Plan
 from autopar.rows import mark_rows
 from autopar.runtime.batch import Share, check_verdict, evidence, share_of
 from autopar.runtime.parameters import describe_parameters
-from tests.models import Batch, relative_error, snapshot
+from tests.models import Batch
 from tests.passes.simulated import Results, Values, chunks, run_ranks
+from tests.reference import relative_error, snapshot
 
 AXIS = "dp"
 CPU = torch.device("cpu")

@@ -12,8 +12,9 @@ from autopar.passes.rules.oracle import equal
 from autopar.passes.runner import run_passes
 from autopar.placement import Replicate, Shard
 from autopar.planner.partitions import partition_by_bytes
-from tests.models import MODELS, to_dtype
+from tests.models import MODELS
 from tests.passes.partitions import AXIS, captured, partitioned, whole
+from tests.reference import to_dtype
 
 RANKS = 2
 LARGE = 1 << 30

@@ -13,9 +13,10 @@ from autopar.passes.checkpoint_activations import CheckpointActivations, Level, 
 from autopar.passes.runner import run_passes
 from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
-from tests.models import MODELS, to_dtype
+from tests.models import MODELS
 from tests.passes.golden import TwoLayers, changes, order, two_layers
 from tests.passes.parity import AXIS, World, assert_parity
+from tests.reference import to_dtype
 
 
 @lru_cache

@@ -30,9 +30,10 @@ from autopar.passes.runner import run_passes
 from autopar.placement import Partial, Placement, Replicate
 from autopar.planner.partitions import partition_by_bytes
 from autopar.planner.ways import choices
-from tests.models import MODELS, to_dtype
+from tests.models import MODELS
 from tests.passes.partitions import captured, module_of, whole
 from tests.passes.rules.test_rules import shapes
+from tests.reference import to_dtype
 
 Find = Callable[[str, TrainingGraph], Ways]
 WHOLE = Replicate()

@@ -15,9 +15,10 @@ from autopar.passes.rules.oracle import equal
 from autopar.passes.runner import run_passes
 from autopar.placement import Partial, Replicate, Shard
 from autopar.planner.partitions import partition_by_bytes
-from tests.models import MODELS, to_dtype
+from tests.models import MODELS
 from tests.passes.golden import changes, two_layers
 from tests.passes.partitions import AXIS, Values, captured, partitioned, whole
+from tests.reference import to_dtype
 from tests.training import fixed
 
 

@@ -14,9 +14,10 @@ from autopar.passes.base import PassResult
 from autopar.passes.bucket_collectives import Buckets
 from autopar.passes.runner import run_passes
 from autopar.passes.synchronize_gradients import SynchronizeGradients
-from tests.models import MODELS, relative_error, to_dtype
+from tests.models import MODELS
 from tests.passes.golden import TwoLayers, two_layers
 from tests.passes.parity import AXIS, EXACT, World, assert_parity
+from tests.reference import relative_error, to_dtype
 
 SMALL = ("gpt", "encoder", "conv", "odd")
 LARGE = ("encdec", "moe")

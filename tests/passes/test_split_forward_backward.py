@@ -17,10 +17,11 @@ from autopar.graph import (
     Verdict,
 )
 from autopar.passes.split_forward_backward import Split, split_forward_backward
-from tests.models import MODELS, to_dtype
+from tests.models import MODELS
 from tests.passes.golden import text, two_layers
 from tests.passes.parity import World
 from tests.passes.simulated import Results, run_ranks
+from tests.reference import to_dtype
 
 
 def test_backward_takes_what_the_forward_saves() -> None:

@@ -18,8 +18,8 @@ from autopar.graph import Gradient, Output, Parameter, TrainingGraph, Update
 from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from autopar.placement import even_rows
-from tests.models import relative_error
 from tests.passes.parity import AXIS, EXACT, World, assert_parity
+from tests.reference import relative_error
 
 ROWS, RANKS, IGNORED = 5, 2, -1
 CLASS_WEIGHTS = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)

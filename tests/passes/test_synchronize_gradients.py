@@ -9,9 +9,9 @@ from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
-from tests.models import relative_error
 from tests.passes.golden import changes, two_layers
 from tests.passes.parity import AXIS, EXACT, World
+from tests.reference import relative_error
 
 NAMES = ("blocks.0.weight", "blocks.1.weight")
 
