@@ -30,9 +30,10 @@ from autopar.passes.schedule_overlap import ScheduleOverlap
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
+from autopar.pipeline import Pipeline
 from autopar.placement import Placement, Replicate, Shard, placement_of
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class Plan:
         memory_cap: bytes per rank that had to suffice; None for no cap.
         placements: how each parameter lies between steps, along the axis of the data.
         partitions: how the model is partitioned along the axes behind that, in this order.
+        pipeline: how the model is cut into stages; None if it is not.
         parameter_bytes: size of each whole parameter.
         prediction: predicted cost; None if it was not asked for.
         runners_up: what else was considered.
@@ -137,6 +139,7 @@ class Plan:
     memory_cap: int | None = None
     placements: tuple[tuple[str, str], ...] = ()
     partitions: tuple[Partition, ...] = ()
+    pipeline: Pipeline | None = None
     parameter_bytes: tuple[tuple[str, int], ...] = ()
     prediction: Prediction | None = None
     runners_up: tuple[RunnerUp, ...] = ()
@@ -148,17 +151,26 @@ class Plan:
     @property
     def axis(self) -> str:
         """The mesh axis over which ranks hold different rows."""
-        return self.mesh[0][0]
+        return self._data[0]
 
     @property
     def data_ranks(self) -> int:
         """Over how many ranks the rows of a batch are divided."""
-        return self.mesh[0][1]
+        return self._data[1]
+
+    @property
+    def _data(self) -> tuple[str, int]:
+        return next((name, size) for name, size in self.mesh if name != "pp")
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Over how many ranks the stages lie."""
+        return dict(self.mesh).get("pp", 1)
 
     @property
     def tensor_ranks(self) -> int:
         """Over how many ranks the model itself is partitioned."""
-        return self.world_size // self.data_ranks
+        return self.world_size // self.data_ranks // self.pipeline_ranks
 
     @property
     def shards_parameters(self) -> bool:
@@ -314,6 +326,8 @@ class Plan:
         values["partitions"] = tuple(
             Partition(**_frozen_dict(partition)) for partition in document["partitions"]
         )
+        if document["pipeline"] is not None:
+            values["pipeline"] = Pipeline(**_frozen_dict(document["pipeline"]))
         values["runners_up"] = tuple(RunnerUp(**r) for r in document["runners_up"])
         return Plan(**values)
 

@@ -10,16 +10,19 @@ from typing import Literal
 
 from autopar.errors import StrategyError
 from autopar.passes.checkpoint_activations import Level
+from autopar.pipeline import SCHEDULES
 from autopar.placement import Replicate, Shard
 
 ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 MESH = ("cp", "tp", "ep")
-"""The axes that a model may be partitioned along, outermost first; behind those of the data."""
+"""The axes that a model may be partitioned along, outermost first; behind that of the data, which
+is behind that of the stages."""
 
 ORDER = ("tp", "cp", "ep")
 """The order in which it is partitioned along them, and so in which parameters are cut."""
 
 Pin = Shard | Replicate
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Strategy:
         cp: the same, but parameters stay whole on each of these ranks: only activations are
             divided.
         ep: the same as tp, over ranks that stand closer together: tp and ep of one model multiply.
+        pp: over how many ranks the forward is cut into stages; None and 1 for not at all.
+        micro_batches: into how many parts a rank's rows are cut, which pass one after the other.
+        schedule: the order in which they do: "gpipe", "1f1b", "interleaved" or "zero_bubble".
+        stages_per_rank: how many stages a rank runs: more than one with "interleaved".
+        cuts: names of modules or parameters, by the first use of which each next stage begins.
         placements: where parameters must lie, by pattern of their names: along tp, or ep if there
             is no tp; or a mapping of these axes to where they must lie along each.
     """
@@ -53,6 +61,11 @@ class Strategy:
     tp: int | None = None
     cp: int | None = None
     ep: int | None = None
+    pp: int | None = None
+    micro_batches: int | None = None
+    schedule: Schedule | None = None
+    stages_per_rank: int | None = None
+    cuts: tuple[str, ...] | None = None
     placements: Mapping[str, Pin | Mapping[str, Pin]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,15 +80,48 @@ class Strategy:
             raise StrategyError(
                 f"batch_statistics={self.batch_statistics!r}: choose 'global' or 'local'"
             )
-        for axis in MESH:
+        for axis in ("pp", *MESH):
             if (ranks := getattr(self, axis)) is not None and ranks < 1:
                 raise StrategyError(f"{axis}={ranks!r}: give a number of ranks")
+        self._check_pipeline()
         pinned = {axis for _, axis, _ in self._pins()}
         if missing := sorted(pinned - ({"tp", "ep"} & set(self.axes))):
             raise StrategyError(
                 f"placements are along the axes of tp and ep, but there is no {missing[0]}: give "
                 f"Strategy({missing[0]}=...) too"
             )
+
+    def _check_pipeline(self) -> None:
+        if self.schedule is not None and self.schedule not in SCHEDULES:
+            raise StrategyError(f"schedule={self.schedule!r}: choose {', '.join(SCHEDULES)}")
+        for name in ("micro_batches", "stages_per_rank"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise StrategyError(f"{name}={number!r}: give a number of at least 1")
+        if self.stages == 1 and (self.schedule or self.cuts):
+            raise StrategyError(
+                "schedule and cuts are those of a pipeline: give Strategy(pp=...) too"
+            )
+        several = (self.stages_per_rank or 1) > 1
+        if several and self.schedule not in (None, "interleaved"):
+            raise StrategyError(
+                f"stages_per_rank={self.stages_per_rank} is for schedule='interleaved', not for "
+                f"{self.schedule!r}"
+            )
+        if self.schedule == "interleaved" and self.stages_per_rank == 1:
+            raise StrategyError(
+                "schedule='interleaved' runs several stages on a rank: give stages_per_rank=2 or "
+                "more, or leave it out"
+            )
+        if self.cuts is not None and len(self.cuts) != self.stages - 1:
+            raise StrategyError(
+                f"cuts={self.cuts!r}: {self.stages} stages have {self.stages - 1} cuts between them"
+            )
+
+    @property
+    def stages(self) -> int:
+        """Into how many stages the forward is cut."""
+        several = self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
+        return (self.pp or 1) * several
 
     @property
     def axes(self) -> dict[str, int]:
@@ -88,7 +134,7 @@ class Strategy:
         return prod(self.axes.values())
 
     def mesh(self, world_size: int) -> tuple[tuple[str, int], ...]:
-        """The axis of the data and behind it those of the model, outermost first.
+        """The axes of stages, if any, of the data, and of the model, outermost first.
 
         Args:
             world_size: number of ranks.
@@ -96,14 +142,17 @@ class Strategy:
         Raises:
             StrategyError: the axes do not divide it.
         """
-        if world_size % self.tensor_ranks:
-            given = " x ".join(f"{axis}={n}" for axis, n in self.axes.items())
+        model_ranks = self.tensor_ranks * (self.pp or 1)
+        if world_size % model_ranks:
+            own = {"pp": self.pp or 1, **self.axes}
+            given = " x ".join(f"{axis}={n}" for axis, n in own.items() if n > 1)
             divisors = [n for n in range(2, world_size + 1) if world_size % n == 0]
             raise StrategyError(
                 f"{given} does not divide {world_size} ranks: choose one of {divisors}"
             )
+        first = [("pp", self.pp)] if self.pp and self.pp > 1 else []
         own = ((axis, self.axes[axis]) for axis in MESH if axis in self.axes)
-        return (("dp_replicate", world_size // self.tensor_ranks), *own)
+        return (*first, ("dp_replicate", world_size // model_ranks), *own)
 
     def pins(self, axis: str, parameters: Iterable[str]) -> dict[str, Pin]:
         """Where parameters must lie along an axis, by pattern of their names."""

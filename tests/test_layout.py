@@ -18,7 +18,8 @@ MAX_LINES = 450
 GROUND = frozenset({"autopar._torch", "autopar.errors", "autopar.graph", "autopar.placement"})
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
-PLAN = PASSES | {"autopar.partition", "autopar.plan", "autopar.plan_text", "autopar.strategy"}
+PARTS = {"autopar.partition", "autopar.pipeline"}
+PLAN = PASSES | PARTS | {"autopar.plan", "autopar.plan_text", "autopar.strategy"}
 TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
 PLAN_AND_CAPTURE = PLAN | TRACING | {"autopar.capture", "autopar.rows"}
 
@@ -32,7 +33,8 @@ MAY_IMPORT = {
     "autopar.capture": GROUND | TRACING | {"autopar.capture"},
     "autopar.rows": GROUND | {"autopar.capture", "autopar.rows"},
     "autopar.partition": PASSES,
-    "autopar.strategy": PASSES,
+    "autopar.pipeline": PASSES,
+    "autopar.strategy": PASSES | PARTS,
     "autopar.plan": PLAN | {"autopar.plan_text"},
     "autopar.plan_text": PLAN | {"autopar.plan_text"},
     "autopar.planner": PLAN_AND_CAPTURE | {"autopar.planner"},
