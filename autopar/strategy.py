@@ -144,8 +144,8 @@ class Strategy:
         """
         model_ranks = self.tensor_ranks * (self.pp or 1)
         if world_size % model_ranks:
-            own = {"pp": self.pp or 1, **self.axes}
-            given = " x ".join(f"{axis}={n}" for axis, n in own.items() if n > 1)
+            every = {"pp": self.pp or 1, **self.axes}
+            given = " x ".join(f"{axis}={n}" for axis, n in every.items() if n > 1)
             divisors = [n for n in range(2, world_size + 1) if world_size % n == 0]
             raise StrategyError(
                 f"{given} does not divide {world_size} ranks: choose one of {divisors}"
