@@ -1,0 +1,156 @@
+"""Schedules of pipelines: which rank runs which stage on which micro-batch, in which order.
+
+Stages lie around the ranks: stage s is on rank s % ranks. GPipe is that of Huang et al. 2019
+(arXiv 1811.06965); 1F1B is PipeDream-Flush of Narayanan et al. 2021 (arXiv 2006.09503);
+interleaved is Megatron-LM's (arXiv 2104.04473), here for any number of micro-batches;
+zero bubble is ZB-H1 of Qi et al. 2023 (arXiv 2401.10241), which holds no more than 1F1B does on its
+first rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
+from typing import Literal
+
+Kind = Literal["F", "B", "I", "W"]
+_ENDS = ("B", "W")  # after which nothing of a micro-batch need be kept
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """What a rank does at a time.
+
+    Attributes:
+        kind: "F" forward, "B" backward, "I" gradients of what entered the stage, "W" those of its
+            parameters: B is I and W in one.
+        stage: on which stage.
+        micro: on which micro-batch.
+    """
+
+    kind: Kind
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro}"
+
+
+Order = tuple[Action, ...]
+Orders = tuple[Order, ...]
+
+
+def orders(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Orders:
+    """What each rank does, in order.
+
+    Args:
+        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
+        ranks: of the pipeline.
+        micro_batches: how many there are.
+        stages_per_rank: more than one with "interleaved" and "gpipe" only.
+
+    Raises:
+        ValueError: there is no such schedule, or not with that many stages on a rank.
+    """
+    if schedule == "gpipe":
+        forwards, backwards = split_orders(ranks, micro_batches, stages_per_rank)
+        return tuple(map(tuple.__add__, forwards, backwards))
+    if schedule == "interleaved":
+        each = (_interleaved(r, ranks, micro_batches, stages_per_rank) for r in range(ranks))
+    elif stages_per_rank > 1:
+        raise ValueError(f"{schedule!r} has one stage on a rank, not {stages_per_rank}")
+    elif schedule == "1f1b":
+        each = (_interleaved(r, ranks, micro_batches, 1) for r in range(ranks))
+    elif schedule == "zero_bubble":
+        each = (_zero_bubble(r, ranks, micro_batches) for r in range(ranks))
+    else:
+        raise ValueError(f"{schedule!r} is no schedule")
+    return tuple(map(tuple, each))
+
+
+def forward_orders(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Orders:
+    """Forwards alone, as in evaluation: each stage is done with before the next one on its rank."""
+    return tuple(
+        tuple(
+            Action("F", s, m)
+            for s in _stages(r, ranks, stages_per_rank)
+            for m in range(micro_batches)
+        )
+        for r in range(ranks)
+    )
+
+
+def split_orders(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> tuple[Orders, Orders]:
+    """GPipe's forwards, and its backwards: for a loss that is computed between them."""
+    backwards = tuple(
+        tuple(
+            Action("B", s, m)
+            for s in reversed(_stages(r, ranks, stages_per_rank))
+            for m in range(micro_batches)
+        )
+        for r in range(ranks)
+    )
+    return forward_orders(ranks, micro_batches, stages_per_rank), backwards
+
+
+def in_flight(order: Order, stage: int) -> int:
+    """The most micro-batches of which a stage holds activations at once."""
+    steps = (
+        1 if action.kind == "F" else -(action.kind in _ENDS)
+        for action in order
+        if action.stage == stage
+    )
+    return max(accumulate(steps), default=0)
+
+
+def _stages(rank: int, ranks: int, stages_per_rank: int) -> range:
+    return range(rank, ranks * stages_per_rank, ranks)
+
+
+def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
+    """1F1B over the stages of a rank: so many forwards, then a backward after each forward.
+
+    A group of micro-batches passes through one stage of the rank, then through its next one. Groups
+    have at least as many micro-batches as there are ranks, so that the next stage need not wait.
+    """
+    groups = _groups(ranks, micro_batches)
+    stages = _stages(rank, ranks, chunks)
+    forwards = [Action("F", s, m) for group in groups for s in stages for m in group]
+    backwards = [Action("B", s, m) for group in groups for s in reversed(stages) for m in group]
+    ahead = ranks - rank - 1
+    first = ahead if chunks == 1 else 2 * ahead + (chunks - 1) * len(groups[0])
+    yield from _one_by_one(forwards, backwards, first)
+
+
+def _zero_bubble(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+    """ZB-H1: 1F1B, with gradients of parameters left for when the rank would have nothing to do.
+
+    Rank r is r of them behind: it has as many micro-batches less in flight than the first rank, so
+    that all hold equally many.
+    """
+    micros = range(micro_batches)
+    forwards = [Action("F", rank, m) for m in micros]
+    inputs = [Action("I", rank, m) for m in micros]
+    for action in _one_by_one(forwards, inputs, ranks - rank - 1):
+        yield action
+        if action.kind == "I" and action.micro >= rank:
+            yield Action("W", rank, action.micro - rank)
+    yield from (Action("W", rank, m) for m in micros[max(0, micro_batches - rank) :])
+
+
+def _groups(ranks: int, micro_batches: int) -> list[range]:
+    """Micro-batches in groups as even as can be, of no fewer than there are ranks; larger first."""
+    number = max(1, micro_batches // ranks)
+    sizes = sorted(((micro_batches + i) // number for i in range(number)), reverse=True)
+    starts = accumulate(sizes, initial=0)
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def _one_by_one(
+    forwards: Sequence[Action], backwards: Sequence[Action], first: int
+) -> Iterator[Action]:
+    """So many forwards first, then one backward after each forward, then the rest of them."""
+    yield from forwards[:first]
+    for pair in zip_longest(forwards[first:], backwards):
+        yield from (action for action in pair if action is not None)
