@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from benchmarks import megatron
+from benchmarks import megatron, pipelining
 from benchmarks.models import Case
 
 Step = Callable[[Tensor, Tensor], Tensor]
 Statistics = Literal["global", "local"]
+PLAIN = "the plain model"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Contender:
         module: the importable module without which it is skipped.
         statistics: which rows BatchNorm normalises over; None where it makes no difference.
         models: those that it can train, or is of interest for; () for all.
+        micro_batched: whether it cuts the batch, so that BatchNorm has the rows of each part.
+        reference: whose losses it must have.
     """
 
     name: str
@@ -51,6 +54,8 @@ class Contender:
     module: str = "torch"
     statistics: Statistics | None = None
     models: tuple[str, ...] = ()
+    micro_batched: bool = False
+    reference: str = PLAIN
 
     def absence(self) -> str | None:
         """Return why it cannot run here, or None."""
@@ -148,16 +153,28 @@ def build_megatron(case: Case, *, sequence: bool) -> Step:
     return step
 
 
+def build_pipelining(case: Case, *, schedule: str) -> Step:
+    """Return torch.distributed.pipelining on stages of as many layers each."""
+    model, ranks = case.build(), dist.get_world_size()
+    stages = ranks * pipelining.STAGES_PER_RANK[schedule]
+    parts = pipelining.split(model, case.blocks(model), stages)
+    train, mine = pipelining.pipelined(parts, schedule)
+    optimizer = adamw(mine, case)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = train(x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss * ranks  # the losses of all ranks are averaged
+
+    return step
+
+
 def build_autopar(
     case: Case, *, strategy: str, backend: str, statistics: Statistics | None = None
 ) -> Step:
     """Return autopar, planned from the first batch."""
-    ranks = dist.get_world_size()
-    partitioned = {
-        "tp": autopar.Strategy(tp=ranks),
-        "megatron": autopar.Strategy(tp=ranks, placements=megatron.PINS.get(case.name, {})),
-    }
-    chosen = partitioned.get(strategy) or autopar.Strategy.of(strategy)
+    chosen = strategy_of(strategy, case)
     if statistics:
         chosen = replace(chosen, batch_statistics=statistics)
     model = autopar.compile(
@@ -168,6 +185,22 @@ def build_autopar(
         fallback=False,
     )
     return training_step(model, case, local=False)
+
+
+def strategy_of(name: str, case: Case) -> autopar.Strategy:
+    """Return what autopar is told: as much as the peer of that name is set up by hand."""
+    ranks = dist.get_world_size()
+    if name in pipelining.STAGES_PER_RANK:
+        return autopar.Strategy(
+            pp=ranks,
+            schedule=name,
+            micro_batches=pipelining.micro_batches(ranks),
+            stages_per_rank=pipelining.STAGES_PER_RANK[name],
+        )
+    if name == "megatron":
+        return autopar.Strategy(tp=ranks, placements=megatron.PINS[case.name])
+    axis = {"tp": "tp", "pipeline": "pp"}.get(name)
+    return autopar.Strategy(**{axis: ranks}) if axis else autopar.Strategy.of(name)
 
 
 def _autopar(
@@ -192,7 +225,19 @@ def _megatron(name: str, *peers: str, sequence: bool) -> Contender:
     return Contender(name, build, peers, models=TRANSFORMERS)
 
 
+def _pipelines(schedule: str) -> tuple[Contender, Contender]:
+    """Torch's stages under a schedule, and autopar's."""
+    models = DEEP if pipelining.STAGES_PER_RANK[schedule] > 1 else PIPELINED
+    build = partial(build_pipelining, schedule=schedule)
+    torchs = Contender(f"pipelining-{schedule}", build, models=models, micro_batched=True)
+    autopars = _autopar(schedule, torchs.name, models=models)
+    return torchs, replace(autopars, micro_batched=True)
+
+
 TRANSFORMERS = ("gpt", "encoder")
+DEEP = ("deep", "vocabulary", "conv")  # with layers for two stages on each of 4 ranks
+PIPELINED = (*TRANSFORMERS, *DEEP)
+EXACT = ("gpt", "encoder", "deep", "vocabulary")  # however many micro-batches there are
 
 CONTENDERS = (
     Contender("plain", build_plain, alone=True),
@@ -213,6 +258,8 @@ CONTENDERS = (
     _megatron("megatron+sequence", "megatron", sequence=True),
     _autopar("tp", "megatron", models=TRANSFORMERS),
     _autopar("megatron", "megatron", models=TRANSFORMERS),
+    *(contender for schedule in pipelining.STAGES_PER_RANK for contender in _pipelines(schedule)),
+    _autopar("pipeline", "pipelining-1f1b", "pipelining-gpipe", models=EXACT),
 )
 
 
@@ -230,14 +277,23 @@ def field(case: Case, world_size: int, names: Collection[str] = ()) -> list[Cont
 
 
 def _variants(contender: Contender) -> list[Contender]:
+    """With the statistics that it can have, and whose losses it has then.
+
+    Statistics of all rows are not known while some of them have yet to pass the pipeline.
+    """
+    local = "pipelining-gpipe" if contender.micro_batched else "ddp"
     if contender.module != "autopar":
-        return [replace(contender, statistics="local")]
+        return [replace(contender, statistics="local", reference=local)]
+    references: dict[Statistics, str] = {"global": PLAIN, "local": local}
+    if contender.micro_batched:
+        del references["global"]
     return [
         replace(
             contender,
             name=f"{contender.name}/{statistics}-statistics",
             build=partial(contender.build, statistics=statistics),
             statistics=statistics,
+            reference=reference,
         )
-        for statistics in get_args(Statistics)
+        for statistics, reference in references.items()
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,8 @@ VOCABULARY = 4096
 WIDTH = 256
 HEADS = 8
 LAYERS = 4
+DEEP = 8  # layers of those that are cut into up to 8 stages
+LARGE_VOCABULARY = 16384  # whose output layer is as much work as five or six of the others
 SEQ = 128  # tokens in a row
 BATCHES = 4  # distinct global batches, taken in turn, so that the loss falls and errors show
 
@@ -59,15 +62,18 @@ class DecoderBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder with its embedding tied to the output layer: 4.2 M parameters."""
+    """A decoder; with its embedding tied to the output layer it has 4.2 M parameters."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, layers: int = LAYERS, vocabulary: int = VOCABULARY, *, tied: bool = True
+    ) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQ, WIDTH)
-        self.blocks = nn.ModuleList(DecoderBlock() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.token, self.position = nn.Embedding(vocabulary, WIDTH), nn.Embedding(SEQ, WIDTH)
+        self.blocks = nn.ModuleList(DecoderBlock() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
         nn.init.normal_(self.token.weight, std=0.02)
-        self.head.weight = self.token.weight
+        if tied:
+            self.head.weight = self.token.weight
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of predicting tokens `y`."""
@@ -145,9 +151,9 @@ def _generator(step: int) -> torch.Generator:
     return torch.Generator().manual_seed(step % BATCHES)
 
 
-def next_tokens(step: int) -> tuple[Tensor, Tensor]:
-    """Return 16 rows of random tokens, and the tokens that follow each."""
-    text = torch.randint(VOCABULARY, (16, SEQ + 1), generator=_generator(step))
+def next_tokens(step: int, rows: int = 16, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
+    """Return rows of random tokens, and the tokens that follow each."""
+    text = torch.randint(vocabulary, (rows, SEQ + 1), generator=_generator(step))
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
@@ -177,5 +183,12 @@ CASES = {
         Case("gpt", GPT, next_tokens, _blocks),
         Case("encoder", Encoder, masked_tokens, _blocks),
         Case("conv", ConvNet, images, _blocks, learning_rate=3e-5, batch_statistics=True),
+        Case("deep", partial(GPT, DEEP), next_tokens, _blocks),
+        Case(
+            "vocabulary",
+            partial(GPT, DEEP, LARGE_VOCABULARY, tied=False),
+            partial(next_tokens, rows=8, vocabulary=LARGE_VOCABULARY),
+            _blocks,
+        ),
     )
 }

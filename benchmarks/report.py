@@ -16,7 +16,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from benchmarks.contenders import Contender
+from benchmarks.contenders import PLAIN, Contender
 
 TOLERANCE = 1e-3  # largest relative difference of losses that passes for the same training
 
@@ -32,6 +32,8 @@ class Row:
         ratio: median over the rounds of this step time by the peer's of the same round.
         ratio_quartiles: first and third quartile of the same.
         ratio_of_medians: this median by the peer's.
+        fastest_peer: of those that are not autopar, the one with the least median.
+        fastest_ratio: as `ratio`, with that one.
         peak_bytes: tensor bytes of a rank at the peak of a step (benchmarks/counting.py).
         peak_ratio: this peak by the peer's.
         loss_difference: worst relative difference of losses over the whole run.
@@ -49,6 +51,8 @@ class Row:
     ratio: float | None = None
     ratio_quartiles: tuple[float, float] | None = None
     ratio_of_medians: float | None = None
+    fastest_peer: str | None = None
+    fastest_ratio: float | None = None
     peak_bytes: int | None = None
     peak_ratio: float | None = None
     loss_difference: float | None = None
@@ -64,21 +68,23 @@ def rows(
     results = {result["contender"]: result for result in outcome["contenders"]}
     ran = {name: result for name, result in results.items() if result["error"] is None}
     losses = {name: result["losses"] for name, result in ran.items()}
-    losses["the plain model"] = outcome["reference"]
+    losses[PLAIN] = outcome["reference"]
+    others = [c.name for c in field if c.module != "autopar" and c.name in ran]
+    fastest = min(others, key=lambda name: median(ran[name]["seconds"]), default=None)
     made = []
     for contender in field:
         row: dict[str, Any] = {"model": model, "world_size": world_size}
         row["contender"] = contender.name
         row["batch_statistics"] = contender.statistics
         if contender.name in ran:
-            row |= _speed(contender, ran) | _exactness(contender, losses)
+            row |= _speed(contender, ran, fastest) | _exactness(contender, losses)
         else:
             row["error"] = results[contender.name]["error"]
         made.append(Row(**row))
     return made
 
 
-def _speed(contender: Contender, ran: Mapping[str, Any]) -> dict[str, Any]:
+def _speed(contender: Contender, ran: Mapping[str, Any], fastest: str | None) -> dict[str, Any]:
     mine = ran[contender.name]
     seconds, peak = mine["seconds"], mine["peak_bytes"]
     figures = {
@@ -86,10 +92,15 @@ def _speed(contender: Contender, ran: Mapping[str, Any]) -> dict[str, Any]:
         "quartiles_s": _quartiles(seconds),
         "peak_bytes": peak,
     }
+    if fastest:
+        figures |= {
+            "fastest_peer": fastest,
+            "fastest_ratio": median(_ratios(seconds, ran[fastest]["seconds"])),
+        }
     peer = next((name for name in contender.peers if name in ran), None)
     if peer:
         theirs = ran[peer]["seconds"]
-        ratios = [a / b for a, b in zip(seconds, theirs, strict=True)]
+        ratios = _ratios(seconds, theirs)
         figures |= {
             "peer": peer,
             "ratio": median(ratios),
@@ -100,9 +111,13 @@ def _speed(contender: Contender, ran: Mapping[str, Any]) -> dict[str, Any]:
     return figures
 
 
+def _ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(mine, theirs, strict=True)]
+
+
 def _exactness(contender: Contender, losses: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Compare the losses; with local batch statistics those of torch DDP are the right ones."""
-    reference = "ddp" if contender.statistics == "local" else "the plain model"
+    """Compare the losses with those that are right for the rows BatchNorm normalises over."""
+    reference = contender.reference
     if reference not in losses:
         return {}
     pairs = zip(losses[contender.name], losses[reference], strict=True)
@@ -120,7 +135,7 @@ def table(title: str, made: Sequence[Row]) -> Table:
     """Return the rows of one model at one world size as a table; quartiles in brackets."""
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("contender", no_wrap=True)
-    for heading in ("step, ms", "time / peer's", "peak, MiB", "/ peer's"):
+    for heading in ("step, ms", "time / peer's", "/ fastest's", "peak, MiB", "/ peer's"):
         drawn.add_column(heading, justify="right", no_wrap=True)
     drawn.add_column("peer", no_wrap=True)
     drawn.add_column("losses differ by", no_wrap=True)
@@ -132,12 +147,13 @@ def table(title: str, made: Sequence[Row]) -> Table:
 def _cells(row: Row) -> list[str]:
     step = _with_quartiles(row.median_step_s, row.quartiles_s, 1e3, ".0f")
     ratio = _with_quartiles(row.ratio, row.ratio_quartiles, 1, ".2f")
+    fastest = "" if row.fastest_ratio is None else f"{row.fastest_ratio:.2f}"
     peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.1f}"
     peak_ratio = "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}"
     exactness = "" if row.loss_difference is None else f"{row.loss_difference:.0e}"
     if row.error:
         exactness += " TOO MUCH" if exactness else "no figures, see below"
-    return [row.contender, step, ratio, peak, peak_ratio, row.peer or "", exactness]
+    return [row.contender, step, ratio, fastest, peak, peak_ratio, row.peer or "", exactness]
 
 
 def _with_quartiles(
