@@ -110,9 +110,16 @@ def compile(
     same_everywhere({"model": ours}, "Build the same model on every rank.")
     recorder = profiler(optimizer, device)
     chosen = Strategy.of(strategy)
-    tensor_ranks = plan.tensor_ranks if plan is not None else chosen.tensor_ranks
+    given = plan if plan is not None else chosen
     options = Options(
-        _batch(batch), loss_fn, _precision(precision), backend, ranks, tensor_ranks, recorder
+        _batch(batch),
+        loss_fn,
+        _precision(precision),
+        backend,
+        ranks,
+        given.tensor_ranks,
+        given.pipeline_ranks,
+        recorder,
     )
     question = Question(
         model=type(model).__name__,
@@ -159,7 +166,7 @@ def compile(
     module = DistributedModule(
         model, parameters, device, options, make_plan, make_fallback, make_ways
     )
-    sharded = chosen.zero != 0 or tensor_ranks > 1
+    sharded = chosen.zero != 0 or options.tensor_ranks > 1
     late = plan is None and example_inputs is None and sharded
     module.prepare(replicated_dtensors=late)
     if example_inputs is not None:
@@ -291,7 +298,8 @@ def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn
     shard = bool(fixed) if fixed is not None else question.memory is not None
     shard = shard and (fixed is not None or needed > (question.memory or needed))
     name = "fully_shard" if shard else "DistributedDataParallel"
-    undivided = " and does not divide the model" if question.strategy.tensor_ranks > 1 else ""
+    wanted = question.strategy.tensor_ranks * question.strategy.pipeline_ranks
+    undivided = " and does not divide the model" if wanted > 1 else ""
     warnings.warn(f"autopar trains with torch's {name} instead{undivided}: {reason}", stacklevel=4)
     mesh = make_mesh(question.device, (("dp_shard", ranks),))
     assert mesh is not None

@@ -133,6 +133,11 @@ class Strategy:
         """Over how many ranks the model itself is partitioned."""
         return prod(self.axes.values())
 
+    @property
+    def pipeline_ranks(self) -> int:
+        """Over how many ranks the stages lie."""
+        return self.pp or 1
+
     def mesh(self, world_size: int) -> tuple[tuple[str, int], ...]:
         """The axes of stages, if any, of the data, and of the model, outermost first.
 

@@ -64,10 +64,11 @@ def make_mesh(
         device: of the tensors.
         axes: names and sizes; the last is that of neighbours.
         cuts: the order in which parameters are cut along them, by default theirs. The mesh names
-            them so, since a DTensor's placements are read from left to right.
+            them so, since a DTensor's placements are read from left to right. Others than theirs
+            are left out.
     """
     sizes = dict(axes)
-    names = [name for name in cuts or sizes if sizes[name] > 1]
+    names = [name for name in cuts or sizes if sizes.get(name, 1) > 1]
     if not names:
         return None
     kept = [name for name in sizes if sizes[name] > 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -29,14 +30,17 @@ from autopar.plan import Plan
 from autopar.rows import mark_rows
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence, share_of
 from autopar.runtime.calls import MakeWays, ways_of_call
+from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.fallback import as_global
 from autopar.runtime.groups import backend_of, group_names, make_mesh, rank
+from autopar.runtime.holding import agree_on_frozen, fetched, hold, stage_mesh
 from autopar.runtime.inside import Inside
 from autopar.runtime.interleaved import support_interleaved
 from autopar.runtime.options import Options
 from autopar.runtime.parameters import (
     as_dtensors,
     broadcast_state,
+    is_elsewhere,
     laid_out_as,
     lay_out,
     local,
@@ -86,9 +90,10 @@ class DistributedModule(nn.Module):
         self._held: dict[str, torch.Tensor] = {}
         self._hold = False
         self._all_tangents = False
-        self._random = RandomStream(
-            self.data_parallel_rank, options.data_ranks, device, shared=options.tensor_ranks > 1
-        )
+        self._settled = True
+        models = options.ranks // options.tensor_ranks
+        own = rank() // options.tensor_ranks if options.ranks > 1 else 0
+        self._random = RandomStream(own, models, device, shared=options.tensor_ranks > 1)
 
     # What a training script asks of it.
 
@@ -100,7 +105,8 @@ class DistributedModule(nn.Module):
     @property
     def data_parallel_rank(self) -> int:
         """Which of these ranks this one is; ranks that share a model are the same one."""
-        return rank() // self._options.tensor_ranks if self._options.ranks > 1 else 0
+        options = self._options
+        return rank() // options.tensor_ranks % options.data_ranks if options.ranks > 1 else 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -138,6 +144,9 @@ class DistributedModule(nn.Module):
         share = self._share(leaves, structure)
         if self._fallback:
             return self._run_fallback(leaves, share)
+        if not self._settled:
+            agree_on_frozen(self._wrapped[0])
+            self._settled = True
         return self._run(leaves, share)
 
     def train(self, mode: bool = True) -> DistributedModule:
@@ -146,13 +155,73 @@ class DistributedModule(nn.Module):
         self._wrapped[0].training = mode
         return self
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank holds: under a pipeline those of its own stages."""
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if not is_elsewhere(parameter):
+                yield name, parameter
+
+    def requires_grad_(self, requires_grad: bool = True) -> DistributedModule:
+        """Freezes the whole model or lets it be trained, on all stages."""
+        self._wrapped[0].requires_grad_(requires_grad)
+        return self
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The whole model under the plain model's names, on every rank; sharded as on this one.
+
+        Under a pipeline all ranks call this at once: they send each other what they hold.
+        """
+        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if self.plan is None or self.plan.pipeline_ranks == 1:
+            return found
+        assert self.mesh is not None
+        assert self.plan.pipeline is not None
+        model, group = self._wrapped[0], self.mesh.get_group("pp")
+        elsewhere = fetched(model, self.plan.pipeline, group, self._device)
+        for name, parameter in model.named_parameters(prefix[:-1], remove_duplicate=False):
+            if parameter in elsewhere:
+                found[name] = elsewhere[parameter]
+        return found
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads whole tensors or DTensors under the plain model's names."""
-        own = dict(self.named_parameters(remove_duplicate=False))
+        """Loads whole tensors or DTensors under the plain model's names.
+
+        Of a whole model; a rank takes its own part. Under a pipeline `assign` copies all the same.
+        """
+        own = dict(self._wrapped[0].named_parameters(remove_duplicate=False))
         values = {name: laid_out_as(own.get(name), value) for name, value in state_dict.items()}
+        assign = assign and not any(is_elsewhere(parameter) for parameter in own.values())
         return super().load_state_dict(values, strict=strict, assign=assign)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over the whole model, whatever of it this rank holds.
+
+        All ranks call this at once.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+
+        Raises:
+            RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite`.
+        """
+        across = self.plan is not None and self.plan.pipeline_ranks > 1
+        group = self.mesh.get_group("pp") if across and self.mesh is not None else None
+        widest = functools.reduce(torch.promote_types, (i.dtype for i in self._infos.values()))
+        like = torch.empty((), dtype=widest, device=self._device)
+        own = list(self.parameters())
+        return clip_grad_norm(own, max_norm, norm_type, error_if_nonfinite, foreach, like, group)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -160,7 +229,10 @@ class DistributedModule(nn.Module):
         except AttributeError:
             if name == "_wrapped":
                 raise
-            return getattr(self._wrapped[0], name)
+            value = getattr(self._wrapped[0], name)
+            # models of transformers answer with the device of their first parameter
+            is_meta = isinstance(value, torch.device) and value.type == "meta"
+            return self._device if is_meta else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """A copy with its own parameters under the same plan, such as an average of weights."""
@@ -174,15 +246,19 @@ class DistributedModule(nn.Module):
     # From a call to a program.
 
     def adopt(self, plan: Plan) -> None:
-        """Takes a plan: makes the mesh and lays the parameters out."""
-        self.mesh = make_mesh(self._device, plan.mesh, plan.cuts)
-        if self.mesh is not None and plan.shards_parameters:
+        """Takes a plan: makes the mesh, lays the parameters out and keeps those of own stages."""
+        self.mesh = mesh = make_mesh(self._device, plan.mesh, ("pp", *plan.cuts))
+        model, across = self._wrapped[0], plan.pipeline_ranks > 1
+        lazy = across and any(isinstance(p, DTensor) for p in model.parameters())
+        if mesh is not None and (plan.shards_parameters or lazy):
             layouts = {name: plan.layout(name) for name in self._infos}
             if plan.interleaves:
                 support_interleaved()
-            lay_out(self, self.mesh, layouts)
-            self.__dict__.pop("_inside", None)
-        self.plan = plan
+            lay_out(model, stage_mesh(mesh, plan.axis) if across else mesh, layouts)
+        if across and plan.pipeline is not None:
+            hold(model, plan.pipeline.held(plan.place(rank())["pp"]))
+        self.__dict__.pop("_inside", None)
+        self.plan, self._settled = plan, not across
 
     def prepare(self, *, replicated_dtensors: bool) -> None:
         """Gives all ranks the parameters of rank 0, and DTensors where a plan is yet to come."""
@@ -209,7 +285,7 @@ class DistributedModule(nn.Module):
             self.adopt(self._make_plan(lambda: self._capture(share, for_planning=True)))
         except CaptureError as error:
             # ranks that bring the same rows count alike: means stay what they are
-            self._options = replace(self._options, tensor_ranks=1)
+            self._options = replace(self._options, tensor_ranks=1, pipeline_ranks=1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
 
     def _run_fallback(self, leaves: list[Any], share: Share) -> Any:
@@ -231,7 +307,7 @@ class DistributedModule(nn.Module):
     @cached_property
     def _inside(self) -> Inside:
         """What the model holds, looked up once: calls are many, and modules do not change."""
-        return Inside.of(self)
+        return Inside.of(self._wrapped[0])
 
     def _capture(self, share: Share, for_planning: bool = False) -> Capture:
         """Captures a call; the backward too, if it may be wanted."""
@@ -353,7 +429,7 @@ class DistributedModule(nn.Module):
         roles: list[Differentiable] = []
         tensors: list[torch.Tensor] = []
         for name, parameter in self._inside.parameters.items():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not is_elsewhere(parameter):
                 roles.append(Parameter(name))
                 tensors.append(parameter)
         positions = [i for i, x in enumerate(share.call.leaves) if isinstance(x, TensorSpec)]

@@ -30,10 +30,11 @@ class BeforeStep:
             register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuses an optimizer of replaced parameters; lays out state."""
+        """Refuses an optimizer of replaced parameters; drops released ones; lays out state."""
         if optimizer in self.seen and not self.laid_out:
             return
         self.seen.add(optimizer)
+        _forget_released(optimizer)
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             if getattr(parameter, "replaced_by_autopar", False):
                 raise StrategyError(
@@ -65,6 +66,26 @@ def refuse_optimizers_of(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.replaced_by_autopar = True  # type: ignore[attr-defined]
     _BEFORE_STEP.watch()
+
+
+def release(parameters: Iterable[nn.Parameter]) -> None:
+    """Lets optimizers forget parameters, and their state, before their next step."""
+    for parameter in parameters:
+        parameter.released_by_autopar = True  # type: ignore[attr-defined]
+    _BEFORE_STEP.seen.clear()
+    _BEFORE_STEP.watch()
+
+
+def _forget_released(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        kept = []
+        for parameter in group["params"]:
+            if getattr(parameter, "released_by_autopar", False):
+                optimizer.state.pop(parameter, None)
+                parameter.grad = None
+            else:
+                kept.append(parameter)
+        group["params"] = kept
 
 
 def _as(parameter: DTensor, value: Any) -> Any:

@@ -22,6 +22,7 @@ class Options:
         backend: "eager" or a backend of torch.compile.
         ranks: size of the world.
         tensor_ranks: over how many of them the model itself is partitioned.
+        pipeline_ranks: over how many of them the stages of a pipeline lie.
         recorder: is told when each operator of each step runs, if the backend is "eager".
     """
 
@@ -31,9 +32,15 @@ class Options:
     backend: str = "eager"
     ranks: int = 1
     tensor_ranks: int = 1
+    pipeline_ranks: int = 1
     recorder: Recorder | None = None
 
     @property
     def data_ranks(self) -> int:
         """Over how many ranks the rows of a batch are divided."""
-        return self.ranks // self.tensor_ranks
+        return self.ranks // self.twins
+
+    @property
+    def twins(self) -> int:
+        """How many ranks have the same rows."""
+        return self.tensor_ranks * self.pipeline_ranks

@@ -123,6 +123,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def is_elsewhere(parameter: torch.Tensor) -> bool:
+    """Whether another rank of a pipeline holds a parameter, and this one its shape."""
+    return parameter.device.type == "meta"
+
+
 def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
     """Turns every parameter into a replicated DTensor, which can later be swapped for a shard."""
     whole = [TorchReplicate()] * mesh.ndim
@@ -152,10 +157,10 @@ def lay_out(model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]) -
         assert isinstance(parameter, DTensor)
         if parameter.device_mesh != mesh or parameter.placements != placements:
             part = laid_out(local(parameter.detach()), mesh, placements)
-            _swap(parameter, _parameter(parameter, part))
+            swap(parameter, _parameter(parameter, part))
 
 
-def _swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
+def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Swaps tensors in place; the user's hooks stay."""
     hooks = {name: getattr(parameter, name, None) for name in HOOKS}
     torch.utils.swap_tensors(parameter, other)
@@ -168,7 +173,18 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def laid_out_as(parameter: torch.Tensor | None, value: Any) -> Any:
-    """A value of a state dict, whole or not, as its parameter lies."""
+    """A value of a state dict, whole or not, as its parameter lies.
+
+    Of a parameter that is elsewhere it is let go, but only here: to make a sharded value whole
+    takes all ranks of its mesh.
+    """
+    laid = _laid_out_as(parameter, value)
+    if parameter is not None and is_elsewhere(parameter) and laid.shape == parameter.shape:
+        return parameter.detach()
+    return laid
+
+
+def _laid_out_as(parameter: torch.Tensor | None, value: Any) -> Any:
     if not isinstance(parameter, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if value.shape != parameter.shape:

@@ -16,12 +16,13 @@ class RandomStream:
     With one rank it is torch's default generator, so that results are those of the plain model.
     With more, it is seeded by this process's `torch.initial_seed()` and the rank, at its first use.
     Ranks that share a model draw the same: as the first rank of the world would, for their rows.
+    Those that run different stages of it draw different ones.
 
     Args:
-        rank: among those that have different rows.
+        rank: among those that have different rows, or different stages.
         ranks: how many there are of these.
         device: on which numbers are drawn.
-        shared: whether several ranks have the same rows.
+        shared: whether several ranks have the same rows of the same stages.
     """
 
     def __init__(

@@ -1,0 +1,94 @@
+"""What a rank of a pipeline holds: its own stages' parameters, and of the others names and shapes.
+
+A parameter of another rank's stage stays where it is in its module, on the meta device: so calls
+are captured, and state dicts have names and shapes, as if all of them were here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.pipeline import Pipeline
+from autopar.runtime.agreement import from_everywhere
+from autopar.runtime.groups import failing_together
+from autopar.runtime.layout import from_local
+from autopar.runtime.optimizers import release
+from autopar.runtime.parameters import is_elsewhere, local, swap
+
+
+def stage_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The ranks among which the parameters of a stage are divided.
+
+    Args:
+        mesh: of a plan, whose first axis is pp.
+        axis: that of the data: it stands for a rank that has a stage for itself.
+    """
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
+    if names:
+        return mesh[names]
+    alone = mesh.mesh.view(-1, 1)
+    return DeviceMesh(mesh.device_type, alone, mesh_dim_names=("pp", axis))[axis]
+
+
+def hold(model: nn.Module, held: frozenset[str]) -> None:
+    """Lets go of all parameters but those that are held.
+
+    Both stay what they were to who has them, be it an optimizer: one that is let go has no memory
+    and never a gradient, and the optimizer's next step forgets it.
+    """
+    gone = [p for name, p in model.named_parameters() if name not in held]
+    for parameter in gone:
+        if not is_elsewhere(parameter):
+            swap(parameter, _placeholder(parameter))
+    release(gone)
+
+
+def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
+    """Without memory, but with shape and layout."""
+    part = local(parameter.detach()).to("meta")
+    value = _laid_as(parameter, part) if isinstance(parameter, DTensor) else part
+    return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def fetched(
+    model: nn.Module, pipeline: Pipeline, group: ProcessGroup, device: torch.device
+) -> dict[nn.Parameter, torch.Tensor]:
+    """The values of parameters that are elsewhere, from the ranks that hold them.
+
+    All ranks of the group call this at once. What is sharded comes as the same shards, laid out
+    on this rank's own stage's mesh.
+    """
+    found, under_way = {}, []
+    with torch.no_grad(), failing_together("state_dict"):
+        for name, parameter in model.named_parameters():
+            part = local(parameter.detach())
+            if is_elsewhere(parameter):
+                part = torch.empty_like(part, device=device)
+                laid = _laid_as(parameter, part) if isinstance(parameter, DTensor) else part
+                found[parameter] = laid
+            owner = pipeline.rank_of(pipeline.owners[name])
+            work = dist.broadcast(part, group=group, group_src=owner, async_op=True)
+            under_way.append(work)
+        for work in under_way:
+            work.wait()
+    return found
+
+
+def _laid_as(parameter: DTensor, part: torch.Tensor) -> DTensor:
+    return from_local(part, parameter.device_mesh, parameter.placements, parameter.shape)
+
+
+def agree_on_frozen(model: nn.Module) -> None:
+    """Makes parameters that are elsewhere frozen where those who hold them have frozen them.
+
+    All ranks of the world call this at once.
+    """
+    own = {n: p.requires_grad for n, p in model.named_parameters() if not is_elsewhere(p)}
+    trained = {name: flag for flags in from_everywhere(own) for name, flag in flags.items()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[name])
