@@ -32,58 +32,9 @@ from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from autopar.pipeline import Pipeline
 from autopar.placement import Placement, Replicate, Shard, placement_of
+from autopar.prediction import Prediction, RunnerUp
 
 SCHEMA_VERSION = 4
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a plan is predicted to cost, one step, on the most loaded rank.
-
-    Attributes:
-        step_s: seconds of forward, backward and the optimizer's step.
-        update_s: seconds of the optimizer's step.
-        compute_s: seconds of computation.
-        communication_s: seconds in which some collective is under way.
-        exposed_s: seconds in which computation waits for one.
-        peak_bytes: the most bytes that tensors hold at once.
-        memory: bytes by category at that time.
-        reserved_bytes: the most that torch's allocator takes from the device for them.
-        context_bytes: what the process takes of a GPU beside that, modelled; 0 on a CPU.
-        provenance: how many numbers are measured, imported and modelled.
-        waits: seconds that computation stands still for each kind of collective.
-        events: what runs when: name of the node, stream, start, end and kind, times in seconds.
-        memory_curve: bytes that tensors hold from each time on.
-    """
-
-    step_s: float
-    update_s: float
-    compute_s: float
-    communication_s: float
-    exposed_s: float
-    peak_bytes: int
-    memory: Mapping[str, int] = field(default_factory=dict)
-    reserved_bytes: int = 0
-    context_bytes: int = 0
-    provenance: Mapping[str, int] = field(default_factory=dict)
-    waits: Mapping[str, float] = field(default_factory=dict)
-    events: tuple[tuple[str, str, float, float, str], ...] = field(default=(), repr=False)
-    memory_curve: tuple[tuple[float, int], ...] = field(default=(), repr=False)
-
-    @property
-    def needed_bytes(self) -> int:
-        """What a cap is held against: bytes reserved on a GPU, those of tensors on a CPU."""
-        return self.reserved_bytes if self.context_bytes else self.peak_bytes
-
-
-@dataclass(frozen=True)
-class RunnerUp:
-    """A plan that was not chosen, what it was predicted to cost, and why it lost."""
-
-    name: str
-    step_s: float
-    peak_bytes: int
-    why: str
 
 
 @dataclass(frozen=True)
@@ -322,7 +273,7 @@ class Plan:
         values = {name: _frozen(value) for name, value in document.items()}
         values["buckets"] = Buckets(**_frozen_dict(document["buckets"]))
         if document["prediction"] is not None:
-            values["prediction"] = Prediction(**_frozen_dict(document["prediction"]))
+            values["prediction"] = Prediction.from_dict(_frozen_dict(document["prediction"]))
         values["partitions"] = tuple(
             Partition(**_frozen_dict(partition)) for partition in document["partitions"]
         )

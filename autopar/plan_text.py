@@ -32,7 +32,7 @@ def table(plan: Plan) -> str:
             continue
         kinds = "sharded" if held < whole else "whole"
         grid.add_row(_span(blocks), str(stage), kinds, human_bytes(whole), human_bytes(held), level)
-    lines = [_render(grid)]
+    lines = [_render(grid), *_stages(plan)]
     lines.append(f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}")
     lines += _prediction(plan)
     lines += [f"note: {note}" for note in plan.notes]
@@ -51,6 +51,9 @@ def explain(plan: Plan) -> str:
             f"The step is bound by {bound}: {share:.0%} of it waits for collectives, of which "
             f"{max(0.0, p.communication_s - p.exposed_s) * 1e3:.1f} ms are hidden."
         )
+        if p.stages:
+            waits = ", ".join(f"{share:.0%}" for share in p.idle)
+            lines.append(f"Ranks of the pipeline wait for others {waits} of the step.")
         if plan.memory_cap is not None:
             room = plan.memory_cap - p.needed_bytes
             lines.append(f"{human_bytes(room)} of {human_bytes(plan.memory_cap)} stay free.")
@@ -120,6 +123,32 @@ def _prediction(plan: Plan) -> list[str]:
         f"{memory}",
         f"reserved for them {human_bytes(p.reserved_bytes)}, as torch's allocator does{context}",
     ]
+
+
+def _stages(plan: Plan) -> list[str]:
+    """A row for each stage of a pipeline: what it holds, takes and sends."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return []
+    several = f", {pipeline.stages_per_rank} stages a rank" if pipeline.stages_per_rank > 1 else ""
+    title = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches{several}"
+    grid = Table(title=title, title_justify="left")
+    columns = ("stage", "rank", "begins with", "parameters", "forward", "backward")
+    for column in (*columns, "sends on", "back", "keeps of each", "in flight"):
+        grid.add_column(column, justify="left" if column == "begins with" else "right")
+    sizes, owners = dict(plan.parameter_bytes), pipeline.owners
+    predicted = plan.prediction.stages if plan.prediction else ()
+    for stage in range(pipeline.stages):
+        names = [name for name, owner in owners.items() if owner == stage]
+        held = human_bytes(sum(sizes[name] for name in names))
+        row = [str(stage), str(pipeline.rank_of(stage)), names[0] if names else "", held]
+        if predicted:
+            p = predicted[stage]
+            row += [f"{s * 1e3:.2f} ms" for s in (p.forward_s, p.backward_s)]
+            row += [human_bytes(n) for n in (p.sent_bytes, p.returned_bytes, p.saved_bytes)]
+            row.append(str(p.in_flight))
+        grid.add_row(*row)
+    return [_render(grid)]
 
 
 def _runs(plan: Plan) -> Iterable[tuple[list[str], int, str]]:

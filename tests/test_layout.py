@@ -18,7 +18,7 @@ MAX_LINES = 450
 GROUND = frozenset({"autopar._torch", "autopar.errors", "autopar.graph", "autopar.placement"})
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
-PARTS = {"autopar.partition", "autopar.pipeline"}
+PARTS = {"autopar.partition", "autopar.pipeline", "autopar.prediction"}
 PLAN = PASSES | PARTS | {"autopar.plan", "autopar.plan_text", "autopar.strategy"}
 TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
 PLAN_AND_CAPTURE = PLAN | TRACING | {"autopar.capture", "autopar.rows"}
@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "autopar.rows": GROUND | {"autopar.capture", "autopar.rows"},
     "autopar.partition": PASSES,
     "autopar.pipeline": PASSES,
+    "autopar.prediction": GROUND,
     "autopar.strategy": PASSES | PARTS,
     "autopar.plan": PLAN | {"autopar.plan_text"},
     "autopar.plan_text": PLAN | {"autopar.plan_text"},

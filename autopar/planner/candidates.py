@@ -19,7 +19,8 @@ from autopar.passes.checkpoint_activations import Level
 from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import shards
 from autopar.placement import Replicate, Shard
-from autopar.plan import Plan, Prediction
+from autopar.plan import Plan
+from autopar.prediction import Prediction
 
 IN_FLIGHT = 2
 """Reduce-scatters under way: more would keep more whole gradients alive."""

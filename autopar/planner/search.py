@@ -10,9 +10,10 @@ from itertools import pairwise
 from autopar.errors import OutOfMemoryError
 from autopar.passes.bucket_collectives import BUCKET_BYTES
 from autopar.passes.checkpoint_activations import LEVELS, Level
-from autopar.plan import Plan, RunnerUp
+from autopar.plan import Plan
 from autopar.plan_text import human_bytes
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
+from autopar.prediction import RunnerUp
 from autopar.strategy import Strategy
 
 BUCKET_SIZES = (2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20)

@@ -1,0 +1,97 @@
+"""`Prediction`: what a plan is predicted to cost, and what others would have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """What a stage of a pipeline is predicted to take.
+
+    Attributes:
+        parameter_bytes: of the whole parameters that it holds.
+        forward_s: seconds of the forward of one micro-batch.
+        backward_s: seconds of its backward.
+        sent_bytes: what it sends to the next stage, of one micro-batch.
+        returned_bytes: what it sends to the one before it.
+        saved_bytes: what is kept of one micro-batch between its forward and its backward.
+        in_flight: of how many micro-batches at once.
+    """
+
+    parameter_bytes: int
+    forward_s: float
+    backward_s: float
+    sent_bytes: int
+    returned_bytes: int
+    saved_bytes: int
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan is predicted to cost, one step, on the most loaded rank.
+
+    Of a pipeline all ranks count for times, and the one that needs most for memory.
+
+    Attributes:
+        step_s: seconds of forward, backward and the optimizer's step.
+        update_s: seconds of the optimizer's step.
+        compute_s: seconds of computation.
+        communication_s: seconds in which some collective is under way.
+        exposed_s: seconds in which computation waits for one.
+        peak_bytes: the most bytes that tensors hold at once.
+        memory: bytes by category at that time.
+        reserved_bytes: the most that torch's allocator takes from the device for them.
+        context_bytes: what the process takes of a GPU beside that, modelled; 0 on a CPU.
+        provenance: how many numbers are measured, imported and modelled.
+        waits: seconds that computation stands still for each kind of collective.
+        events: what runs when: name of the node, stream, start, end and kind, times in seconds.
+        memory_curve: bytes that tensors hold from each time on.
+        stages: what each stage of a pipeline takes; none if there is no pipeline.
+        idle: the share of the step in which each rank of the pipeline waits for others.
+    """
+
+    step_s: float
+    update_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    peak_bytes: int
+    memory: Mapping[str, int] = field(default_factory=dict)
+    reserved_bytes: int = 0
+    context_bytes: int = 0
+    provenance: Mapping[str, int] = field(default_factory=dict)
+    waits: Mapping[str, float] = field(default_factory=dict)
+    events: tuple[tuple[str, str, float, float, str], ...] = field(default=(), repr=False)
+    memory_curve: tuple[tuple[float, int], ...] = field(default=(), repr=False)
+    stages: tuple[StagePrediction, ...] = ()
+    idle: tuple[float, ...] = ()
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Prediction:
+        """The prediction in a document of a plan."""
+        stages = tuple(StagePrediction(**stage) for stage in values["stages"])
+        return Prediction(**{**values, "stages": stages})
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step that ranks of a pipeline wait for others, all together."""
+        return sum(self.idle) / len(self.idle) if self.idle else 0.0
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a cap is held against: bytes reserved on a GPU, those of tensors on a CPU."""
+        return self.reserved_bytes if self.context_bytes else self.peak_bytes
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """A plan that was not chosen, what it was predicted to cost, and why it lost."""
+
+    name: str
+    step_s: float
+    peak_bytes: int
+    why: str
