@@ -1,6 +1,7 @@
-"""Whether models partitioned over real processes train as the plain ones do on one.
+"""Whether models divided over real processes train as the plain ones do on one.
 
     python -m benchmarks.exactness --json FILE
+    python -m benchmarks.exactness --setups pp2-1f1b-4,pp2xtp2xdp2 --models gpt,llama
 
 The parity models and sixteen architectures of transformers, small, ten steps each: every loss and
 the final state of every rank beside those of the plain model. Exact are 1e-9 relative in float64
@@ -15,7 +16,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +29,7 @@ from rich.table import Table
 from torch import nn
 
 import autopar
+from autopar.pipeline import SCHEDULES
 from autopar.placement import Shard
 from benchmarks.report import machine, versions
 from tests.architectures import ARCHITECTURES
@@ -43,31 +45,69 @@ from tests.reference import (
 from tests.training import EXACT, STEPS, fixed, optimizer_of, whole_state
 from tests.worlds import RankError, run
 
-ROWS = 5
-"""So few, and odd, that something else than rows is divided; uneven over data-parallel ranks."""
-
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train a model: on how many ranks, and what of the strategy is fixed."""
+    """One way to train a model.
+
+    Attributes:
+        ranks: on how many.
+        options: what of the strategy is fixed.
+        rows: of each batch. So few, and odd, that something else than rows is divided, and uneven
+            over data-parallel ranks; under a pipeline its micro-batches must divide them.
+    """
 
     ranks: int
     options: Mapping[str, Any]
+    rows: int = 5
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks have different rows, and draw numbers of their own for them."""
-        return self.ranks > self.options["tp"]
+        """Whether ranks draw random numbers of their own: for their rows, or for their stages."""
+        return self.ranks > self.options.get("tp", 1)
+
+    def suits(self, model: str) -> bool:
+        """Whether a model can train exactly so."""
+        batch_norm = model in ("conv", "resnet") and self.options.get("micro_batches", 1) > 1
+        return not batch_norm and not (model == "dropout" and self.is_divided)
 
 
-SETUPS = {
+def piped(
+    pp: int,
+    schedule: str = "1f1b",
+    micro_batches: int = 4,
+    ranks: int | None = None,
+    **options: Any,
+) -> Setup:
+    """A setup of a pipeline."""
+    fixed = {"pp": pp, "schedule": schedule, "micro_batches": micro_batches, **options}
+    return Setup(ranks or pp, fixed, rows=16)
+
+
+PIPELINES = {
+    f"pp{pp}-{schedule}-{micro_batches}": piped(pp, schedule, micro_batches)
+    for pp in (2, 3, 4)
+    for schedule in SCHEDULES
+    for micro_batches in (1, 2, 4, 8)
+}
+"""Every schedule at every number of stages and of micro-batches."""
+
+COMPOSED = {
     "tp2": Setup(2, {"tp": 2}),
     "tp3": Setup(3, {"tp": 3}),
     "tp4": Setup(4, {"tp": 4}),
     "tp2xdp2": Setup(4, {"tp": 2, "zero": 3}),
+    "pp2xdp2": piped(2, ranks=4),
+    "pp2xdp2-zero3": piped(2, ranks=4, zero=3),
+    "pp2xtp2": piped(2, ranks=4, tp=2),
+    "pp2xtp2xdp2": piped(2, ranks=8, tp=2, zero=2),
+    "pp2xtp2xdp2-whole": piped(2, micro_batches=1, ranks=8, tp=2, zero=3),
 }
+"""What is swept if nothing else is asked for: partitions, and pipelines of them."""
+
+SETUPS = COMPOSED | PIPELINES
 
 CASES: Mapping[str, Case] = MODELS | {name: it.case for name, it in ARCHITECTURES.items()}
 
@@ -106,12 +146,12 @@ class Row:
 
 def measure(name: str, setup: str, dtype: torch.dtype = torch.float64, steps: int = STEPS) -> Row:
     """Trains one model in one setup on processes that stay alive for the next."""
-    given = {"name": name, "options": SETUPS[setup].options, "dtype": dtype, "steps": steps}
+    given = {"name": name, "setup": SETUPS[setup], "dtype": dtype, "steps": steps}
     try:
         answers = run(trained, SETUPS[setup].ranks, timeout=600, **given)
     except RankError as error:
         return Row(name, setup, error=_first_line(error))
-    want = plain(name, dtype, steps)
+    want = plain(name, dtype, steps, SETUPS[setup].rows)
     losses, states = [], []
     for got, _, _ in answers:
         losses.append(worst_loss(got, want))
@@ -132,34 +172,34 @@ def trained(
     rank: int,
     world_size: int,
     name: str,
-    options: Mapping[str, Any],
+    setup: Setup,
     dtype: torch.dtype,
     steps: int,
 ) -> tuple[Reference, tuple[int, int], float]:
     """One rank's training; how many parameters lie in shards, and how many there are; seconds."""
     warnings.simplefilter("ignore")
     start, case = time.perf_counter(), CASES[name]
-    model = autopar.compile(case.make().to(dtype), strategy=fixed(**options), fallback=False)
+    model = autopar.compile(case.make().to(dtype), strategy=fixed(**setup.options), fallback=False)
     optimizer = optimizer_of(dtype)(model.parameters())
-    losses = train_steps(model, optimizer, case, batches(case, range(steps), ROWS, dtype))
+    losses = train_steps(model, optimizer, case, batches(case, range(steps), setup.rows, dtype))
     found = Reference(losses, whole_state(model))
     return found, sharded_of(model), time.perf_counter() - start
 
 
 def sharded_of(model: nn.Module) -> tuple[int, int]:
-    """How many parameters lie in shards along tp, and how many there are."""
+    """How many parameters lie in shards along tp, and how many a rank has to do with."""
     names = [name for name, _ in model.named_parameters()]
-    sharded = [name for name in names if isinstance(model.plan.layout(name)["tp"], Shard)]
+    sharded = [name for name in names if isinstance(model.plan.layout(name).get("tp"), Shard)]
     return len(sharded), len(names)
 
 
 @functools.cache
-def plain(name: str, dtype: torch.dtype, steps: int) -> Reference:
+def plain(name: str, dtype: torch.dtype, steps: int, rows: int) -> Reference:
     """The plain model's training, from the seed that ranks start with."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        return reference(CASES[name], steps, dtype, optimizer_of(dtype), ROWS)
+        return reference(CASES[name], steps, dtype, optimizer_of(dtype), rows)
 
 
 def sweep(
@@ -168,8 +208,8 @@ def sweep(
     """Every model in every setup."""
     for setup in setups:
         for name in models:
-            if name == "dropout" and SETUPS[setup].is_divided:
-                continue  # ranks with other rows draw for themselves
+            if not SETUPS[setup].suits(name):
+                continue
             row = measure(name, setup, dtype)
             console.print(f"{setup} {name}: {row.error or row.parameter_error}", markup=False)
             yield row
@@ -198,11 +238,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exactness", description=__doc__)
 
-    def some(known: Mapping[str, Any]) -> Any:
+    def some(known: Iterable[str]) -> Any:
         return {"type": lambda text: text.split(","), "default": list(known), "metavar": "A,B"}
 
     parser.add_argument("--models", help=f"of {', '.join(CASES)}", **some(CASES))
-    parser.add_argument("--setups", help=f"of {', '.join(SETUPS)}", **some(SETUPS))
+    parser.add_argument("--setups", help=f"of {', '.join(SETUPS)}", **some(COMPOSED))
     parser.add_argument("--dtype", choices=DTYPES, default="float64")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args(arguments)

@@ -72,6 +72,7 @@ def release(parameters: Iterable[nn.Parameter]) -> None:
     """Lets optimizers forget parameters, and their state, before their next step."""
     for parameter in parameters:
         parameter.released_by_autopar = True  # type: ignore[attr-defined]
+        _BEFORE_STEP.laid_out.discard(id(parameter))
     _BEFORE_STEP.seen.clear()
     _BEFORE_STEP.watch()
 
