@@ -37,6 +37,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed import ProcessGroup
+from torch.distributed.pipelining.schedules import _Action as PipelineAction
+from torch.distributed.pipelining.schedules import _add_send_recv as add_transfers
+from torch.distributed.pipelining.schedules import _ComputationType as PipelineWork
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
+from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
@@ -97,12 +102,17 @@ __all__ = [
     "InputMutationAOTOutput",
     "OpOverload",
     "ParamAOTInput",
+    "PipelineAction",
+    "PipelineRuntime",
+    "PipelineStageBase",
+    "PipelineWork",
     "PlainAOTInput",
     "PlainAOTOutput",
     "ProfilerConfig",
     "ProfilerState",
     "StridedShard",
     "TangentAOTInput",
+    "add_transfers",
     "aot_backend",
     "aot_export_joint_with_descriptors",
     "compiling",

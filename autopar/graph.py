@@ -7,6 +7,7 @@ The graph is in execution order, forward nodes first. Every node carries in `met
 - `block`: the repeated block of the model that it came from ("" outside of any);
 - `source`: the user's (file, line) that it came from, None if unknown;
 - `seq_nr`: autograd's number shared by a forward operator and its backward;
+- `stage`: the stage of a pipeline that it runs on, once placed;
 - `rows`: for each element that it yields, the dims that run over the rows of the batch (more
   than one rank only), and `placement`: how it lies over the data-parallel axis, once typed.
 
@@ -80,6 +81,27 @@ class Accumulated:
 
 
 @dataclass(frozen=True)
+class Received:
+    """Input of a stage: a value of another stage, by its number; it comes in a phase."""
+
+    value: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class Total:
+    """Input: a sum over the batch, of the parts of all micro-batches and ranks.
+
+    Attributes:
+        index: which.
+        late: whether it is known only when all forwards have run.
+    """
+
+    index: int
+    late: bool
+
+
+@dataclass(frozen=True)
 class Output:
     """Output: the `index`-th flattened output of the model."""
 
@@ -121,8 +143,34 @@ class Saved:
     name: str
 
 
-InputRole = Parameter | Buffer | Input | Tangent | RowWeight | Evidence | Accumulated | Saved
-OutputRole = Output | Gradient | Update | Verdict | Held | Saved
+@dataclass(frozen=True)
+class Sent:
+    """Output of a stage: a value that another stage receives, by its number."""
+
+    value: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """Output: what a micro-batch adds to the `Total` of this index."""
+
+    index: int
+
+
+InputRole = (
+    Parameter
+    | Buffer
+    | Input
+    | Tangent
+    | RowWeight
+    | Evidence
+    | Accumulated
+    | Saved
+    | Received
+    | Total
+)
+OutputRole = Output | Gradient | Update | Verdict | Held | Saved | Sent | Part
 
 
 @dataclass(frozen=True)

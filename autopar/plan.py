@@ -18,6 +18,7 @@ from autopar.cost_model.timeline import chrome_trace, write_trace
 from autopar.errors import PlanError
 from autopar.graph import ParameterInfo
 from autopar.partition import Partition, Ways
+from autopar.passes.accumulate_micro_batches import BATCH, AccumulateMicroBatches
 from autopar.passes.agree_on_batch import AgreeOnBatch
 from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets
@@ -26,6 +27,7 @@ from autopar.passes.checkpoint_activations import CheckpointActivations, Level
 from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.partition_axis import PartitionAxis
+from autopar.passes.place_stages import PlaceStages
 from autopar.passes.schedule_overlap import ScheduleOverlap
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
@@ -183,31 +185,89 @@ class Plan:
             held: parameters with gradients kept from earlier calls.
             compiled: whether a compiler follows that fuses operators by itself.
         """
+        first = self.model_passes(rank, ways=ways)
+        last = self.stage_passes(rank, backend, hold=hold, held=held, compiled=compiled)
+        return (*first, *last)
+
+    def model_passes(
+        self, rank: int, *, ways: Sequence[Ways] = (), micro_batches: int = 1
+    ) -> tuple[Pass, ...]:
+        """The first of the passes, which go over the whole model.
+
+        Args:
+            rank: this rank in the world.
+            ways: as in `passes`.
+            micro_batches: of a pipeline, into how many parts the rows of a rank are cut.
+        """
+        place, axes = self.place(rank), [partition.axis for partition in self.partitions]
+        along = zip_longest(axes, ways, fillvalue=())
+        divided = [PartitionAxis(axis, place[axis], own) for axis, own in along]  # type: ignore[index,arg-type]
+        several, local = self.data_ranks > 1, self.batch_statistics
+        statistics = [SynchronizeStatistics(self.axis, local)] if several else []  # type: ignore[arg-type]
+        if self.pipeline is None:
+            agree = [AgreeOnBatch(tuple(axes))] if axes else []
+            return (*divided, *agree, *statistics)
+        stages = PlaceStages(self.pipeline.uses, self.pipeline.stages)
+        statistics = [replace(item, agree=False) for item in statistics]
+        if micro_batches == 1:
+            return (stages, *divided, *statistics)
+        over_all = SynchronizeStatistics(BATCH, local, agree=False)  # type: ignore[arg-type]
+        return (stages, *divided, over_all, AccumulateMicroBatches())
+
+    def stage_passes(
+        self,
+        rank: int,
+        backend: str,
+        *,
+        hold: bool = False,
+        held: tuple[str, ...] = (),
+        compiled: bool = False,
+        accumulate: bool = False,
+    ) -> tuple[Pass, ...]:
+        """The rest of the passes, which go over the model or over one stage of it.
+
+        The arguments are those of `passes`.
+
+        Args:
+            rank: this rank in the world.
+            backend: the torch.distributed backend that collectives are lowered for.
+            hold: keep gradients instead of reducing them.
+            held: parameters with gradients kept from earlier calls.
+            compiled: whether a compiler follows.
+            accumulate: another micro-batch follows: keep gradients that ZeRO does not divide.
+        """
         place = self.place(rank)
         row, axes = place[self.axis], [partition.axis for partition in self.partitions]
         fuse = () if compiled else (FuseCrossEntropy(),)
         checkpoint = CheckpointActivations(self.recompute, self.activation_bytes, compiled)
-        along = zip_longest(axes, ways, fillvalue=())
-        first: list[Pass] = [PartitionAxis(axis, place[axis], own) for axis, own in along]  # type: ignore[index,arg-type]
-        first += [AgreeOnBatch(tuple(axes))] if axes else []
         sums = [BucketSums(partition.axis, partition.bucket_bytes) for partition in self.partitions]
         overlap = ScheduleOverlap(self.prefetch, self.in_flight)
         last = [LowerCollectives(backend, place[axis], axis) for axis in axes]
         if self.data_ranks == 1:
-            return (*first, *fuse, checkpoint, *sums, *([overlap] if axes else []), *last)
+            return (*fuse, checkpoint, *sums, *([overlap] if axes else []), *last)
+        kept = tuple(dict(self.parameter_bytes)) if hold else self.undivided if accumulate else ()
         return (
-            *first,
-            SynchronizeStatistics(self.axis, self.batch_statistics),  # type: ignore[arg-type]
             *fuse,
             checkpoint,
             *sums,
             ShardParameters(self.axis, row, self.stages),
-            SynchronizeGradients(self.axis, row, hold, held),
+            SynchronizeGradients(self.axis, row, kept, held),
             BucketCollectives(self.buckets),
             overlap,
             LowerCollectives(backend, row, self.axis),
             *last,
         )
+
+    @property
+    def undivided(self) -> tuple[str, ...]:
+        """The parameters whose gradients ZeRO sums once a step, not once a micro-batch."""
+        zero = dict(self.stages)
+
+        def block(name: str) -> str:
+            inside = (b for b in zero if b and name.startswith(b + "."))
+            return max(inside, key=len, default="")
+
+        return tuple(name for name, _ in self.parameter_bytes if zero.get(block(name), 0) < 2)
 
     def check(self, model: nn.Module, parameters: Iterable[ParameterInfo], world_size: int) -> None:
         """Raises PlanError if this plan was made for another model or number of ranks."""

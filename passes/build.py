@@ -22,9 +22,9 @@ def value(argument: Any) -> Any:
 
 
 def call(graph: fx.Graph, like: fx.Node, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new operator at the graph's insertion point; phase, block and source as `like`."""
+    """A new operator at the graph's insertion point; phase, block, source, stage as `like`."""
     node = graph.call_function(target, args, kwargs)
-    node.meta = {key: like.meta.get(key) for key in ("phase", "block", "source", "seq_nr")}
+    node.meta = {key: like.meta.get(key) for key in ("phase", "block", "source", "seq_nr", "stage")}
     node.meta["val"] = target(*value(args), **value(kwargs))
     return node
 

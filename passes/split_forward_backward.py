@@ -12,6 +12,7 @@ from autopar.graph import (
     InputRole,
     OutputRole,
     Saved,
+    Sent,
     TrainingGraph,
 )
 
@@ -40,7 +41,7 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
         return Split(graph, None)
     forward_nodes, backward_nodes = _halves(graph, start)
     late = set(backward_nodes)
-    late_roles = {r for r in graph.outputs if isinstance(r, (Gradient, Held))}
+    late_roles = {r for r in graph.outputs if _is_late(r)}
     roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
     table = dict(zip(graph.outputs, graph.results, strict=True))
     needed = list(
@@ -67,6 +68,12 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
         {**{n: Saved(n.name) for n in saved}, **{n: roles[n] for n in own}},
     )
     return Split(forward, backward)
+
+
+def _is_late(role: OutputRole) -> bool:
+    return isinstance(role, (Gradient, Held)) or (
+        isinstance(role, Sent) and role.phase == "backward"
+    )
 
 
 def _halves(graph: TrainingGraph, start: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

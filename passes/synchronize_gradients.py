@@ -25,13 +25,13 @@ class SynchronizeGradients:
     Attributes:
         axis: the axis over which gradients are Partial.
         rank: this rank's place on it.
-        hold: return local gradients, reduce nothing.
+        hold: parameters whose local gradients are returned, not reduced.
         held: parameters with local gradients of earlier calls, which are added before reducing.
     """
 
     axis: str
     rank: int
-    hold: bool = False
+    hold: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
     tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
@@ -42,7 +42,7 @@ class SynchronizeGradients:
         if not names and not self.held:
             return PassResult(graph, "no parameter has a gradient")
         if self.hold:
-            return PassResult(self.hold_gradients(graph))
+            graph = self.hold_gradients(graph)
         for name in self.held:
             graph = self.add_held(graph, name)
         changed = {}
@@ -54,7 +54,7 @@ class SynchronizeGradients:
     def hold_gradients(self, graph: TrainingGraph) -> TrainingGraph:
         """Returns local gradients under the role `Held`."""
         roles = tuple(
-            Held(r.of.name) if _is_parameter(r) else r  # type: ignore[union-attr]
+            Held(r.of.name) if _is_parameter(r) and r.of.name in self.hold else r  # type: ignore[union-attr]
             for r in graph.outputs
         )
         return replace(graph, outputs=roles)

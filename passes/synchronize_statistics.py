@@ -57,17 +57,21 @@ class SynchronizeStatistics:
     Attributes:
         axis: the mesh axis over which ranks hold different rows.
         batch_statistics: "global", or "local" as DDP has it.
+        agree: whether the ranks add up evidence that they were given what they must be.
     """
 
     axis: str
     batch_statistics: Literal["global", "local"] = "global"
+    agree: bool = True
     tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
         work = Typing(graph.copy(), self.axis, self.batch_statistics)
         work.run()
-        return PassResult(work.graph)
+        if self.agree:
+            work.agree()
+        return PassResult(work.finished())
 
 
 class Typing:
@@ -96,8 +100,10 @@ class Typing:
         self.returned()
         self.walk("backward")
         self.gradients()
-        self.agree()
-        self.graph = replace(self.graph, notes=(*self.graph.notes, *dict.fromkeys(self.notes)))
+
+    def finished(self) -> TrainingGraph:
+        """The graph, with what was noted on the way."""
+        return replace(self.graph, notes=(*self.graph.notes, *dict.fromkeys(self.notes)))
 
     def walk(self, phase: str) -> None:
         """Types the nodes of a phase, but those that rules have written."""

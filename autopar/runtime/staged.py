@@ -1,0 +1,152 @@
+"""A captured call of a pipeline, lowered under a plan: the generated code of a rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.capture import Capture
+from autopar.graph import Gradient, Output, Parameter, TrainingGraph
+from autopar.partition import Ways
+from autopar.passes.accumulate_micro_batches import BATCH
+from autopar.passes.build import is_random
+from autopar.passes.lower_collectives import LowerCollectives
+from autopar.passes.runner import run_passes
+from autopar.passes.split_stages import Stages, split_stages
+from autopar.plan import Plan
+from autopar.runtime.program import Half, halves, with_axes
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """What one stage runs for each micro-batch.
+
+    Attributes:
+        forward: its forward half.
+        more: its backward half while other micro-batches follow; None without a backward.
+        last: that of the last micro-batch, which also reduces what was kept until then.
+    """
+
+    forward: Half
+    more: Half | None
+    last: Half | None
+
+
+@dataclass(frozen=True)
+class StagedProgram:
+    """What a call of a pipeline runs on one rank.
+
+    Attributes:
+        capture: the call of one micro-batch, with the structure of its result.
+        micro_batches: how many there are.
+        cut: the graphs of all stages.
+        stages: the programs of the rank's own.
+        prologue: yields parts of totals from the inputs; None if there are none.
+        epilogue: makes of totals what is returned without rows, and new values of buffers.
+    """
+
+    capture: Capture
+    micro_batches: int
+    cut: Stages
+    stages: Mapping[int, StageProgram]
+    prologue: Half | None
+    epilogue: Half
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether there is a backward."""
+        return any(isinstance(r, Gradient) for graph in self.cut.stages for r in graph.outputs)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether this rank draws random numbers."""
+        return any(is_random(n) for s in self.stages.values() for n in s.forward.graph.calls())
+
+    @property
+    def returned_by(self) -> dict[int, int]:
+        """The stage that makes each output that leaves it as it is, by index."""
+        graphs = enumerate(self.cut.stages)
+        return {r.index: s for s, g in graphs for r in g.outputs if isinstance(r, Output)}
+
+    def users_of(self, name: str) -> list[int]:
+        """The stages that a parameter is used by."""
+        graphs = enumerate(self.cut.stages)
+        return [stage for stage, graph in graphs if Parameter(name) in graph.inputs]
+
+
+def cut(
+    graph: TrainingGraph, plan: Plan, rank: int, ways: Sequence[Ways], micro_batches: int
+) -> Stages:
+    """The graphs of all stages of a captured micro-batch, as a rank sees them."""
+    assert plan.pipeline is not None
+    graph = with_axes(graph, plan)
+    if micro_batches > 1:
+        graph = replace(graph, axes={**graph.axes, BATCH: plan.data_ranks * micro_batches})
+    passes = plan.model_passes(rank, ways=ways, micro_batches=micro_batches)
+    return split_stages(run_passes(graph, passes), plan.pipeline.stages)
+
+
+def build_staged(
+    capture: Capture,
+    plan: Plan,
+    *,
+    rank: int,
+    ways: Sequence[Ways] = (),
+    micro_batches: int,
+    comm_backend: str,
+    groups: Mapping[str, str],
+    compile_backend: str = "eager",
+    hold: bool = False,
+    held: tuple[str, ...] = (),
+) -> StagedProgram:
+    """Lowers the capture of a micro-batch under a plan and generates the code of a rank's stages.
+
+    The arguments are those of `program.build`.
+
+    Args:
+        capture: the call of one micro-batch.
+        plan: what to do.
+        rank: this rank in the world.
+        ways: of the graph before each axis that the model is partitioned along.
+        micro_batches: into how many the rows of a rank are cut.
+        comm_backend: what collectives are lowered for.
+        groups: process group of each mesh axis.
+        compile_backend: "eager" or a backend of torch.compile.
+        hold: keep gradients local (`no_sync`).
+        held: parameters with gradients held from earlier calls.
+    """
+    assert plan.pipeline is not None
+    stages = cut(capture.graph, plan, rank, ways, micro_batches)
+    compiled = compile_backend != "eager"
+
+    def lowered(graph: TrainingGraph, **options: object) -> tuple[Half, Half | None]:
+        passes = plan.stage_passes(rank, comm_backend, compiled=compiled, **options)  # type: ignore[arg-type]
+        return halves(run_passes(graph, passes), groups, compile_backend)
+
+    def program(graph: TrainingGraph) -> StageProgram:
+        trained = {r.of.name for r in graph.outputs if _is_gradient(r)}  # type: ignore[union-attr]
+        several = plan.data_ranks > 1 and micro_batches > 1
+        kept = () if hold or not several else tuple(n for n in plan.undivided if n in trained)
+        own = tuple(n for n in dict.fromkeys((*held, *kept)) if n in graph.parameters)
+        forward, last = lowered(graph, hold=hold, held=() if hold else own)
+        more = lowered(graph, hold=hold, accumulate=True)[1] if several else last
+        return StageProgram(forward, more, last)
+
+    def end(graph: TrainingGraph) -> Half:
+        place = plan.place(rank)
+        lower = [LowerCollectives(comm_backend, place[a], a) for a, n in plan.mesh if n > 1 and a != "pp"]
+        return halves(run_passes(graph, lower), groups)[0]
+
+    own = plan.pipeline.stages_of(plan.place(rank).get("pp", 0))
+    return StagedProgram(
+        capture,
+        micro_batches,
+        stages,
+        {stage: program(stages.stages[stage]) for stage in own},
+        end(stages.prologue) if stages.prologue is not None else None,
+        end(stages.epilogue),
+    )
+
+
+def _is_gradient(role: object) -> bool:
+    return isinstance(role, Gradient) and isinstance(role.of, Parameter)

@@ -1,0 +1,111 @@
+"""Sums over the batch become sums over micro-batches that pass one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from autopar.errors import StrategyError
+from autopar.graph import (
+    Part,
+    Total,
+    TrainingGraph,
+    has_rows,
+    tensors,
+    user_line,
+)
+from autopar.passes.base import PassResult
+from autopar.passes.build import add_input
+from autopar.passes.collectives import axis_of, results_of, start_all_reduce, starts, wait_of
+from autopar.passes.dependence import kinds_of
+
+BATCH = "batch"
+"""In the place of a mesh axis: all micro-batches of all data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class AccumulateMicroBatches:
+    """Replaces each sum over the batch by what a micro-batch adds, and the total.
+
+    Before: the graph of one micro-batch, with sums over `BATCH` where the whole batch is reduced
+    over. After: it has none; it returns `Part`s, and takes each `Total`: early ones, known from
+    the inputs alone, and late ones, known when all forwards have run. Tier: exact.
+    """
+
+    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`.
+
+        Raises:
+            StrategyError: some rows need a total before the forwards have run.
+        """
+        graph = graph.copy()
+        sums = [start for start in starts(graph) if axis_of(start) == BATCH]
+        if not sums:
+            return PassResult(graph, "nothing is reduced over the batch")
+        kinds, waits = kinds_of(graph), {wait_of(start) for start in sums}
+        chained = {start for start in sums if not waits.isdisjoint(_ancestors(start))}
+        for start in sums:
+            if start.target is not start_all_reduce or start.meta["phase"] == "backward":
+                raise _cannot(start)
+            pairs = zip(start.args[0], results_of(start), strict=True)  # type: ignore[arg-type]
+            for operand, result in pairs:
+                if result is not None:
+                    late = kinds[operand] != "free" or start in chained
+                    graph = _replaced(graph, operand, result, late)
+            done = wait_of(start)
+            for item in list(done.users):
+                graph.graph.erase_node(item)
+            graph.graph.erase_node(done)
+            graph.graph.erase_node(start)
+        _check(graph)
+        return PassResult(graph)
+
+
+def _replaced(
+    graph: TrainingGraph, operand: fx.Node, result: fx.Node, late: bool
+) -> TrainingGraph:
+    """Returns a part and takes the total in the place of a sum."""
+    index = sum(isinstance(role, Part) for role in graph.outputs)
+    like = tensors(result)[0]
+    graph, total = add_input(graph, Total(index, late), f"total_{index}", like)
+    total.meta |= {k: v for k, v in result.meta.items() if k in ("rows", "placement")}
+    result.replace_all_uses_with(total)
+    return graph.with_results({Part(index): operand})
+
+
+def _ancestors(start: fx.Node) -> Iterator[fx.Node]:
+    """All that a sum depends on."""
+    seen, todo = set[fx.Node](), list(start.all_input_nodes)
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += node.all_input_nodes
+
+
+def _check(graph: TrainingGraph) -> None:
+    """No rows, and no other part, may need a late total in the forward."""
+    kinds = kinds_of(graph)
+    returned = {n: r for r, n in zip(graph.outputs, graph.results, strict=True) if n is not None}
+    for node in graph.calls():
+        if node.meta["phase"] == "backward":
+            return
+        needs = any(kinds[n] == "late" for n in node.all_input_nodes)
+        if needs and (has_rows(node) or isinstance(returned.get(node), Part)):
+            raise _cannot(node)
+
+
+def _cannot(node: fx.Node) -> StrategyError:
+    line = user_line(node)
+    return StrategyError(
+        "the model reduces over all rows of the batch before it goes on"
+        + (f" ({line})" if line else "")
+        + ", so micro-batches cannot pass one after the other and give the same: give "
+        "Strategy(micro_batches=1), or, for batch norm, batch_statistics='local'"
+    )
