@@ -150,7 +150,7 @@ def compile(
     if plan is not None:
         together(lambda: plan.check(model, parameters.values(), ranks))
 
-    def make_plan(captured: Callable[[], Capture]) -> Plan:
+    def make_plan(captured: Callable[[int], Capture]) -> Plan:
         chosen = plan or _choose(question, captured)
         same_everywhere({"plan": chosen.digest()}, "Give every rank the same plan.")
         return chosen
@@ -172,7 +172,7 @@ def compile(
     if example_inputs is not None:
         module.plan_for(*_flatten(example_inputs))
     elif plan is not None:
-        module.adopt(make_plan(lambda: None))  # type: ignore[arg-type,return-value]
+        module.adopt(make_plan(lambda _: None))  # type: ignore[arg-type,return-value]
     return module
 
 
@@ -210,7 +210,7 @@ def plan(
         comm_backend=cluster.backend if cluster else ("gloo" if device.type == "cpu" else "nccl"),
         live=False,
     )
-    ranks = question.mesh[0][1]
+    ranks = question.data_ranks
     graph = capture_of_rank(model, example_inputs, 0, ranks, batch, autocast, loss_fn)
     return decide(question, graph, measured(question, graph))
 
@@ -279,9 +279,9 @@ def capture_of_rank(
     return mark_rows(attempt, share.call, share.rows, share.total, ranks).graph
 
 
-def _choose(question: Question, captured: Callable[[], Capture]) -> Plan:
+def _choose(question: Question, captured: Callable[[int], Capture]) -> Plan:
     """Captures, measures and plans; one rank decides, all follow."""
-    graph = together(captured).graph
+    graph = together(lambda: captured(question.strategy.micro_batches or 1)).graph
     machine = together(lambda: measured(question, graph))
     return decided_by_first(lambda: decide(question, graph, machine))
 

@@ -85,6 +85,11 @@ class Call:
     structure: Any
     has_rows: tuple[bool, ...]
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where among the leaves the tensors are."""
+        return tuple(i for i, leaf in enumerate(self.leaves) if isinstance(leaf, TensorSpec))
+
     def with_rows(self, rows: int) -> Call:
         """The same call with another number of rows."""
         leaves = tuple(

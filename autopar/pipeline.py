@@ -29,6 +29,7 @@ class Pipeline:
     micro_batches: int
     stages_per_rank: int = 1
     uses: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    rows: int = 0
 
     @property
     def stages(self) -> int:

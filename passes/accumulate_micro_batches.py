@@ -66,9 +66,7 @@ class AccumulateMicroBatches:
         return PassResult(graph)
 
 
-def _replaced(
-    graph: TrainingGraph, operand: fx.Node, result: fx.Node, late: bool
-) -> TrainingGraph:
+def _replaced(graph: TrainingGraph, operand: fx.Node, result: fx.Node, late: bool) -> TrainingGraph:
     """Returns a part and takes the total in the place of a sum."""
     index = sum(isinstance(role, Part) for role in graph.outputs)
     like = tensors(result)[0]

@@ -117,7 +117,9 @@ def uses(graph: TrainingGraph) -> Iterator[Use]:
             yield Use(node, name, number)
 
 
-def stages_by_use(graph: TrainingGraph, wanted: Mapping[str, tuple[int, ...]]) -> dict[fx.Node, int]:
+def stages_by_use(
+    graph: TrainingGraph, wanted: Mapping[str, tuple[int, ...]]
+) -> dict[fx.Node, int]:
     """The stage of each forward operator that one stage makes: that of the last use before it.
 
     Args:

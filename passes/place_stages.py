@@ -9,9 +9,9 @@ from torch import fx
 
 from autopar.graph import TrainingGraph
 from autopar.passes.base import PassResult
-from autopar.passes.dependence import Kind, kinds_of, packet, stages_by_use
 from autopar.passes.build import aten
 from autopar.passes.collectives import is_name
+from autopar.passes.dependence import Kind, kinds_of, packet, stages_by_use
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from autopar.graph import (
     Held,
     InputRole,
     OutputRole,
+    Received,
     Saved,
     Sent,
     TrainingGraph,
@@ -52,6 +53,8 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
         if node is not None and node not in late and node not in needed:
             needed.append(node)
     own = [n for n in needed if n.op == "placeholder" and n.meta["phase"] == "backward"]
+    comes = (n for n, role in roles.items() if _comes_late(role))
+    own = list(dict.fromkeys((*own, *comes)))
     saved = [n for n in needed if n not in own]
     forward = _extract(
         graph,
@@ -68,6 +71,11 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
         {**{n: Saved(n.name) for n in saved}, **{n: roles[n] for n in own}},
     )
     return Split(forward, backward)
+
+
+def _comes_late(role: InputRole) -> bool:
+    """Whether another stage sends it in the backward, whether it is read or not."""
+    return isinstance(role, Received) and role.phase == "backward"
 
 
 def _is_late(role: OutputRole) -> bool:

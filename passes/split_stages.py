@@ -35,7 +35,7 @@ from autopar.graph import (
 )
 from autopar.passes.build import aten
 from autopar.passes.collectives import is_name
-from autopar.passes.dependence import LAYOUT, Kind, kinds_of, packet
+from autopar.passes.dependence import LAYOUT, kinds_of, packet
 from autopar.passes.place_stages import backward_stage
 
 
@@ -243,7 +243,9 @@ class _Cut:
         )
         for number, node in enumerate(travels):
             at, phase = self.stage[node], node.meta["phase"]
-            wanted = [s for s in range(self.count) if node in self.needs[s] and not self.own(node, s)]
+            wanted = [
+                s for s in range(self.count) if node in self.needs[s] and not self.own(node, s)
+            ]
             if phase == "backward":
                 takers, givers = range(min(wanted), at), range(min(wanted) + 1, at + 1)
             else:

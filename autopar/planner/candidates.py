@@ -153,14 +153,16 @@ class Evaluator:
 
     def _plan(self, choice: Choice) -> tuple[Plan, TrainingGraph]:
         stages = dict(choice.stages)
-        (_, ranks), *others = self.base.mesh
+        ranks = self.base.data_ranks
         axis = "dp_shard" if any(stages.values()) else "dp_replicate"
         size = choice.reduce_bytes
         plan = replace(
             self.base,
             partitions=tuple(replace(p, bucket_bytes=size) for p in self.base.partitions),
-            name=", ".join([*(f"{name}{size}" for name, size in others), str(choice)]),
-            mesh=((axis, ranks), *others),
+            name=", ".join(
+                [*(f"{n}{size}" for n, size in self.base.mesh if n != self.base.axis), str(choice)]
+            ),
+            mesh=tuple((axis if n == self.base.axis else n, size) for n, size in self.base.mesh),
             stages=choice.stages,
             recompute=choice.recompute,
             prefetch=choice.prefetch,

@@ -15,7 +15,9 @@ from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.optimizer import optimizer_state_ratio
 from autopar.errors import OutOfMemoryError, StrategyError
 from autopar.graph import ParameterInfo, TrainingGraph
-from autopar.partition import Partition, Ways, in_turn, named
+from autopar.partition import Partition, Ways, in_turn, named, rows_of
+from autopar.passes.dependence import uses
+from autopar.pipeline import Pipeline
 from autopar.plan import Plan, fingerprint
 from autopar.planner.candidates import Evaluator
 from autopar.planner.machine import Machine, measure_machine, time_shards
@@ -75,6 +77,11 @@ class Question:
         return ("", *dict.fromkeys(p.block for p in self.parameters.values() if p.block))
 
     @property
+    def data_ranks(self) -> int:
+        """Over how many ranks the rows of a batch are divided."""
+        return self.base().data_ranks
+
+    @property
     def mesh(self) -> tuple[tuple[str, int], ...]:
         """The axis of the data, and behind it those of the model."""
         return self.strategy.mesh(self.world_size)
@@ -112,7 +119,7 @@ def measured(question: Question, graph: TrainingGraph) -> Machine | None:
     if not needs_machine(question):
         return None
     evaluator = evaluator_of(question, graph, None)
-    stages = (0, 3) if question.mesh[0][1] > 1 else (0,)
+    stages = (0, 3) if question.data_ranks > 1 else (0,)
     tried = [first_choice(question.strategy, question.blocks, stage) for stage in stages]
     graphs = [evaluator.lowered(choice) for choice in dict.fromkeys(tried)]
     for done in range(len(evaluator.ways)):  # what is whole along an axis is timed for its prices
@@ -145,12 +152,42 @@ def decide(question: Question, graph: TrainingGraph, machine: Machine | None) ->
     fixed = default_choice(question.strategy, question.blocks)
     if machine is None:
         assert fixed is not None
-        return evaluator.plan(fixed)
+        return replace(evaluator.plan(fixed), pipeline=even_pipeline(question, graph))
     cap = question.memory
     if cap is None and machine.cluster.device_memory_bytes is not None:
         cap = machine.cluster.device_memory_bytes - context_bytes(machine.cluster.device)
     plan = fastest(question, graph, machine, cap)
+    plan = replace(plan, pipeline=even_pipeline(question, graph))
     return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
+
+
+def even_pipeline(question: Question, graph: TrainingGraph) -> Pipeline | None:
+    """Stages of as many uses of parameters each."""
+    strategy, found = question.strategy, list(uses(graph))
+    if strategy.stages == 1 and strategy.micro_batches is None:
+        return None
+    count = strategy.stages
+    if len(found) < count:
+        raise StrategyError(
+            f"{question.model} has {len(found)} uses of parameters, which cannot be cut into "
+            f"{count} stages: give a smaller pp or stages_per_rank"
+        )
+    table: dict[str, list[int]] = {name: [] for name in question.parameters}
+    for place, use in enumerate(found):
+        stage = place * count // len(found)
+        if strategy.cuts is not None:
+            names = [u.name for u in found[: place + 1]]
+            stage = sum(any(n == c or n.startswith(c + ".") for n in names) for c in strategy.cuts)
+        table[use.name].append(stage)
+    rows = rows_of(graph) * (strategy.micro_batches or 1)
+    return Pipeline(
+        strategy.pp or 1,
+        strategy.schedule or ("interleaved" if count > (strategy.pp or 1) else "1f1b"),
+        strategy.micro_batches or 1,
+        count // (strategy.pp or 1),
+        tuple((name, tuple(stages) or (0,)) for name, stages in table.items()),
+        rows,
+    )
 
 
 LEANER = (0.75, 0.0)
@@ -203,7 +240,7 @@ def ways_of(
         return partition_by_bytes(graph, mesh[axis], pins)
     whole = question.parameters
     sharded = any(p.shape != whole[name].shape for name, p in graph.parameters.items())
-    divided = question.mesh[0][1] if question.strategy.zero != 0 else 1
+    divided = question.data_ranks if question.strategy.zero != 0 else 1
     solution = partition(
         graph,
         mesh[axis],
@@ -229,7 +266,7 @@ def evaluator_of(
         machine: as measured.
         memory: bytes that a partition may hold on a rank over a step.
     """
-    batches = question.mesh[0][1] if question.batch == "global" else 1
+    batches = question.data_ranks if question.batch == "global" else 1
     base, axes, found = question.base(), question.strategy.axes, []
     whole, first = replace(graph, axes=dict(question.mesh)), dict.fromkeys(axes, 0)
     turns = in_turn(axes, whole, first, lambda axis, g: ways_of(question, axis, g, machine, memory))

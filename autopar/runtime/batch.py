@@ -26,12 +26,45 @@ class Share:
         tensors: the tensors among them, this rank's rows.
         rows: rows of this rank.
         total: rows of the global batch.
+        slices: into how many parts the global batch is cut.
     """
 
     call: Call
     tensors: tuple[torch.Tensor, ...]
     rows: int
     total: int
+    slices: int = 1
+
+    def micro_batches(self, count: int) -> list[Share]:
+        """The share cut into as many equal parts.
+
+        Raises:
+            BatchError: its rows cannot be cut so.
+        """
+        if count == 1:
+            return [self]
+        if self.rows % count or self.rows * self.slices != self.total:
+            raise BatchError(
+                f"a batch of {self.total} rows, {self.rows} of them on this rank, cannot be cut "
+                f"into {count} equal micro-batches on each of {self.slices} ranks. Give a number "
+                f"of rows that is a multiple of {count * self.slices}, or other micro_batches."
+            )
+        rows, found = self.rows // count, []
+        split = [h for h, x in zip(self.call.has_rows, self.call.leaves, strict=True)
+                 if isinstance(x, TensorSpec)]  # fmt: skip
+        for begin in range(0, self.rows, rows):
+            taken = tuple(
+                x[begin : begin + rows] if has_rows else x
+                for x, has_rows in zip(self.tensors, split, strict=True)
+            )
+            parts = iter(taken)
+            leaves = tuple(
+                TensorSpec.of(next(parts)) if isinstance(x, TensorSpec) else x
+                for x in self.call.leaves
+            )
+            call = Call(leaves, self.call.structure, self.call.has_rows)
+            found.append(Share(call, taken, rows, self.total, self.slices * count))
+        return found
 
 
 def share_of(leaves: Sequence[Any], structure: Any, *, mode: str, rank: int, ranks: int) -> Share:
@@ -67,7 +100,7 @@ def share_of(leaves: Sequence[Any], structure: Any, *, mode: str, rank: int, ran
     ]
     specs = tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in taken)
     tensors = tuple(x for x in taken if isinstance(x, torch.Tensor))
-    return Share(Call(specs, structure, has_rows), tensors, rows, total)
+    return Share(Call(specs, structure, has_rows), tensors, rows, total, ranks)
 
 
 def evidence(leaves: Sequence[Any], rows: int, mode: str, device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ MakeWays = Callable[[TrainingGraph, Partition], Ways]
 
 
 def ways_of_call(
-    graph: TrainingGraph, plan: Plan, rank: int, total: int, make_ways: MakeWays
+    graph: TrainingGraph, plan: Plan, rank: int, total: int, slices: int, make_ways: MakeWays
 ) -> tuple[Ways, ...]:
     """The ways of a call before each axis; all ranks of the plan call this at once.
 
@@ -24,13 +24,14 @@ def ways_of_call(
         plan: how the model is partitioned.
         rank: this rank in the world.
         total: rows of the batch on all ranks.
+        slices: into how many parts they are cut, of which the graph is of one.
         make_ways: finds the ways of a call that was not planned for, the same on every rank.
 
     Raises:
         BatchError: ranks have different numbers of rows, and whole rows are divided.
         DisagreementError: ranks of one axis are left with different programs before the next.
     """
-    first = even_rows(total, plan.data_ranks)[0] if rows_of(graph) else 0
+    first = even_rows(total, slices)[0] if rows_of(graph) else 0
     partitions = {partition.axis: partition for partition in plan.partitions}
 
     def find(axis: str, graph: TrainingGraph) -> Ways:
@@ -38,7 +39,7 @@ def ways_of_call(
             same_everywhere({f"graph before {axis}": mark(graph)}, "This is an error of autopar.")
         known = partitions[axis].ways_of(graph, first)
         ways = make_ways(graph, partitions[axis]) if known is None else known
-        uneven = first * plan.data_ranks != total
+        uneven = first * slices != total
         if uneven and splits_rows(ways, graph, first, partitions[axis].ranks):
             raise BatchError(
                 f"a batch of {total} rows is uneven over {plan.data_ranks} ranks, and each of "

@@ -45,11 +45,12 @@ from autopar.runtime.parameters import (
     lay_out,
     local,
 )
+from autopar.runtime.pipes import Pipes
 from autopar.runtime.program import Half, Program, build, with_axes
 from autopar.runtime.random import RandomStream
 from autopar.runtime.step import Differentiable, Running, Step, run_forward
 
-MakePlan = Callable[[Callable[[], Capture]], Plan]
+MakePlan = Callable[[Callable[[int], Capture]], Plan]
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
 
 
@@ -86,6 +87,7 @@ class DistributedModule(nn.Module):
         self.plan: Plan | None = None
         self.mesh: DeviceMesh | None = None
         self._programs: dict[Any, Program] = {}
+        self._pipes: Pipes | None = None
         self._captures: dict[Any, Capture] = {}
         self._held: dict[str, torch.Tensor] = {}
         self._hold = False
@@ -147,6 +149,8 @@ class DistributedModule(nn.Module):
         if not self._settled:
             agree_on_frozen(self._wrapped[0])
             self._settled = True
+        if self._pipes is not None:
+            return self._pipes.run(leaves, share, self._hold)
         return self._run(leaves, share)
 
     def train(self, mode: bool = True) -> DistributedModule:
@@ -238,9 +242,10 @@ class DistributedModule(nn.Module):
         """A copy with its own parameters under the same plan, such as an average of weights."""
         made = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
-            if name not in ("_inside", "_held"):
+            if name not in ("_inside", "_held", "_pipes"):
                 made.__dict__[name] = value if name in SHARED else copy.deepcopy(value, memo)
         made._held = {}
+        made._pipes = made._new_pipes()
         return made
 
     # From a call to a program.
@@ -259,6 +264,25 @@ class DistributedModule(nn.Module):
             hold(model, plan.pipeline.held(plan.place(rank())["pp"]))
         self.__dict__.pop("_inside", None)
         self.plan, self._settled = plan, not across
+        self._pipes = self._new_pipes()
+
+    def _new_pipes(self) -> Pipes | None:
+        if self.plan is None or self.plan.pipeline is None:
+            return None
+        return Pipes(
+            self.plan,
+            self.mesh,
+            self._device,
+            self._options.backend,
+            self._capture,
+            self._key,
+            lambda: self._inside,
+            self._random,
+            self._held,
+            self._wrap,
+            self._enter_by_all,
+            self._make_ways,
+        )
 
     def prepare(self, *, replicated_dtensors: bool) -> None:
         """Gives all ranks the parameters of rank 0, and DTensors where a plan is yet to come."""
@@ -282,7 +306,7 @@ class DistributedModule(nn.Module):
     def _plan_on(self, share: Share) -> None:
         """Plans on the arguments of a call, or falls back."""
         try:
-            self.adopt(self._make_plan(lambda: self._capture(share, for_planning=True)))
+            self.adopt(self._make_plan(lambda micro: self._capture_for_planning(share, micro)))
         except CaptureError as error:
             # ranks that bring the same rows count alike: means stay what they are
             self._options = replace(self._options, tensor_ranks=1, pipeline_ranks=1)
@@ -308,6 +332,9 @@ class DistributedModule(nn.Module):
     def _inside(self) -> Inside:
         """What the model holds, looked up once: calls are many, and modules do not change."""
         return Inside.of(self._wrapped[0])
+
+    def _capture_for_planning(self, share: Share, micro_batches: int) -> Capture:
+        return self._capture(share.micro_batches(micro_batches)[0], for_planning=True)
 
     def _capture(self, share: Share, for_planning: bool = False) -> Capture:
         """Captures a call; the backward too, if it may be wanted."""
@@ -337,9 +364,9 @@ class DistributedModule(nn.Module):
                 )
             return replace(made, graph=replace(made.graph, parameters=self._infos))
 
-        if options.data_ranks == 1:
+        if share.slices == 1:
             return attempt(share.call)
-        return mark_rows(attempt, share.call, share.rows, share.total, options.data_ranks)
+        return mark_rows(attempt, share.call, share.rows, share.total, share.slices)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._options.precision is None:
@@ -352,7 +379,7 @@ class DistributedModule(nn.Module):
         call = share.call
         leaves = tuple(x if _hashable(x) else repr(x) for x in call.leaves)
         modes = tuple(m.training for m in self._inside.modules)
-        called = (leaves, call.structure, call.has_rows, share.total)
+        called = (leaves, call.structure, call.has_rows, share.total, share.slices)
         trained = tuple(p.requires_grad for p in self._inside.parameters.values())
         return (*called, autocast, modes, trained, self._all_tangents)
 
@@ -366,7 +393,9 @@ class DistributedModule(nn.Module):
                 captured,
                 self.plan,
                 rank=rank(),
-                ways=ways_of_call(graph, self.plan, rank(), share.total, self._make_ways),
+                ways=ways_of_call(
+                    graph, self.plan, rank(), share.total, share.slices, self._make_ways
+                ),
                 comm_backend=backend_of(self._device),
                 groups=group_names(self.mesh),
                 compile_backend=self._options.backend,
@@ -451,9 +480,12 @@ class DistributedModule(nn.Module):
 
     def _general(self, share: Share, hold: bool) -> Program:
         """The call with gradients entering by every output, from now on."""
-        self._all_tangents = True
+        self._enter_by_all()
         with torch.enable_grad():
             return self._program(share, hold)
+
+    def _enter_by_all(self) -> None:
+        self._all_tangents = True
 
     def _finish(self, running: Running, share: Share) -> None:
         for axis, verdict in running.verdicts.items():

@@ -66,11 +66,17 @@ class Half:
         """The role of every result."""
         return self.graph.outputs
 
+    @cached_property
+    def likes(self) -> dict[InputRole | OutputRole, torch.Tensor]:
+        """The fake tensor of each argument and result."""
+        graph = self.graph
+        nodes = dict(zip(graph.inputs, graph.placeholders, strict=True))
+        nodes |= {r: n for r, n in zip(graph.outputs, graph.results, strict=True) if n is not None}  # type: ignore[misc]
+        return {role: tensors(node)[0] for role, node in nodes.items()}
+
     def like(self, role: InputRole) -> torch.Tensor:
         """The fake tensor of an argument."""
-        node = self.graph.placeholder(role)
-        assert node is not None
-        return tensors(node)[0]
+        return self.likes[role]
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,9 @@ def halves(
         forward = replace(forward, run=recorder.from_start(graph, forward.run))
     if split.backward is not None:
         through = compile_backend != "eager"
-        backward = half(split.backward, donated_by(split.forward, split.backward) if through else ())
+        backward = half(
+            split.backward, donated_by(split.forward, split.backward) if through else ()
+        )
     return forward, backward
 
 

@@ -59,8 +59,8 @@ class StagedProgram:
 
     @property
     def is_random(self) -> bool:
-        """Whether this rank draws random numbers."""
-        return any(is_random(n) for s in self.stages.values() for n in s.forward.graph.calls())
+        """Whether some rank draws random numbers."""
+        return any(is_random(node) for graph in self.cut.stages for node in graph.calls())
 
     @property
     def returned_by(self) -> dict[int, int]:
@@ -134,7 +134,9 @@ def build_staged(
 
     def end(graph: TrainingGraph) -> Half:
         place = plan.place(rank)
-        lower = [LowerCollectives(comm_backend, place[a], a) for a, n in plan.mesh if n > 1 and a != "pp"]
+        lower = [
+            LowerCollectives(comm_backend, place[a], a) for a, n in plan.mesh if n > 1 and a != "pp"
+        ]
         return halves(run_passes(graph, lower), groups)[0]
 
     own = plan.pipeline.stages_of(plan.place(rank).get("pp", 0))

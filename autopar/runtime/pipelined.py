@@ -1,0 +1,385 @@
+"""One call of a pipeline on one rank: what is given, the schedule, and what every rank returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import distributed as dist
+
+from autopar.cost_model.schedules import Orders, forward_orders, orders, split_orders
+from autopar.graph import (
+    Buffer,
+    Gradient,
+    Input,
+    InputRole,
+    Output,
+    Parameter,
+    Part,
+    RowWeight,
+    Tangent,
+    Total,
+    Update,
+    tensors,
+)
+from autopar.plan import Plan
+from autopar.runtime.batch import Share
+from autopar.runtime.groups import failing_together
+from autopar.runtime.schedule import Schedule
+from autopar.runtime.stage import Stage, Step
+from autopar.runtime.staged import StagedProgram
+
+Tensors = dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """What a rank runs for one kind of call.
+
+    Attributes:
+        program: its stages.
+        plan: under which.
+        rank: this rank in the world.
+        device: of tensors.
+        group: the process group along the stages; None if this rank has all of them.
+    """
+
+    program: StagedProgram
+    plan: Plan
+    rank: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @cached_property
+    def stages(self) -> dict[int, Stage]:
+        """The stages of this rank."""
+        return {index: Stage(index, p) for index, p in self.program.stages.items()}
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """Where this rank stands on each axis."""
+        return self.plan.place(self.rank)
+
+    @property
+    def pp_rank(self) -> int:
+        """Where it stands among the ranks of the pipeline."""
+        return self.place.get("pp", 0)
+
+    @cached_property
+    def tangents(self) -> frozenset[int]:
+        """The outputs that gradients may enter by."""
+        graphs = self.program.cut.stages
+        return frozenset(r.index for g in graphs for r in g.inputs if isinstance(r, Tangent))
+
+    @cached_property
+    def at_once(self) -> bool:
+        """Whether backwards run among the forwards: there is one loss, and all know its gradient."""
+        assert self.plan.pipeline is not None
+        losses = len(self.tangents) == 1 and not self.tangents & set(self.program.returned_by)
+        late = self.program.cut.late
+        return losses and not late and self.plan.pipeline.schedule != "gpipe"
+
+    def schedule(self, which: Orders) -> Schedule:
+        """Orders as they are run here."""
+        return Schedule(self.stages, which, self.program.micro_batches, self.device, self.group)
+
+    @cached_property
+    def whole(self) -> Schedule:
+        """Forwards and backwards."""
+        p = self.plan.pipeline
+        assert p is not None
+        count = self.program.micro_batches
+        return self.schedule(orders(p.schedule, p.ranks, count, p.stages_per_rank))
+
+    @cached_property
+    def halves(self) -> tuple[Schedule, Schedule]:
+        """Forwards, and the backwards for when the gradients of what they returned are known."""
+        p = self.plan.pipeline
+        assert p is not None
+        first, second = split_orders(p.ranks, self.program.micro_batches, p.stages_per_rank)
+        return self.schedule(first), self.schedule(second)
+
+    @cached_property
+    def forwards(self) -> Schedule:
+        """Forwards alone."""
+        p = self.plan.pipeline
+        assert p is not None
+        count = self.program.micro_batches
+        return self.schedule(forward_orders(p.ranks, count, p.stages_per_rank))
+
+    @cached_property
+    def lent(self) -> list[tuple[str, int, list[int]]]:
+        """Parameters used on other ranks than their own: name, rank that holds, ranks that use."""
+        pipeline, found = self.plan.pipeline, []
+        assert pipeline is not None
+        for name, stage in pipeline.owners.items():
+            owner = pipeline.rank_of(stage)
+            users = {pipeline.rank_of(s) for s in self.program.users_of(name)} - {owner}
+            if users:
+                found.append((name, owner, sorted(users)))
+        return found
+
+    def trains(self, name: str, rank: int) -> bool:
+        """Whether the stages of a rank of the pipeline have a gradient of a parameter."""
+        assert self.plan.pipeline is not None
+        graphs = (self.program.cut.stages[s] for s in self.plan.pipeline.stages_of(rank))
+        return any(graph.result(Gradient(Parameter(name))) is not None for graph in graphs)
+
+    def like(self, name: str) -> torch.Tensor:
+        """The fake tensor of this rank's part of a parameter."""
+        role = Parameter(name)
+        halves = (program.forward for program in self.program.stages.values())
+        return next(half.likes[role] for half in halves if role in half.likes)
+
+
+@dataclass
+class Call:
+    """A call under way.
+
+    Attributes:
+        pipe: what runs.
+        shares: what each micro-batch is given.
+        parameters: this rank's parts of parameters, by name.
+        buffers: by name.
+        held: local gradients kept from earlier calls, by parameter.
+        hold: keep gradients local.
+        first_tangent: what the gradient of the loss is taken to be until it is known.
+        lent: parameters that other ranks hold.
+        updates: new values of buffers.
+    """
+
+    pipe: Pipe
+    shares: Sequence[Share]
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    held: dict[str, torch.Tensor]
+    hold: bool = False
+    first_tangent: float = 1.0
+    lent: dict[str, torch.Tensor] = field(default_factory=dict)
+    updates: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.pipe.program
+        self.step = Step(
+            self.argument,
+            len(self.shares),
+            self.held,
+            program.cut.same,
+            differentiates=program.differentiates,
+        )
+        self.at_once = self.pipe.at_once and not self.hold and not self.held
+        tensor_leaves = program.capture.tensor_leaves
+        self.returned = [i for i, is_tensor in enumerate(tensor_leaves) if is_tensor]
+
+    def argument(self, role: InputRole, micro: int) -> torch.Tensor:
+        """An argument of a program for a micro-batch."""
+        share = self.shares[micro]
+        match role:
+            case Parameter(name):
+                return self.lent[name] if name in self.lent else self.parameters[name]
+            case Buffer(name):
+                return self.buffers[name]
+            case Input(index):
+                return self._inputs[micro][index].detach()
+            case RowWeight():
+                weight = share.rows / share.total
+                return torch.tensor(weight, dtype=torch.float64, device=self.pipe.device)
+            case Total(index):
+                return self.step.totals[index]
+        raise AssertionError(f"a stage asks for {role}")
+
+    @cached_property
+    def _inputs(self) -> list[Tensors]:
+        return [dict(zip(s.call.places, s.tensors, strict=True)) for s in self.shares]
+
+    # Forward.
+
+    def run(self) -> list[torch.Tensor]:
+        """Runs the forwards, and the backwards too where they run among them."""
+        pipe = self.pipe
+        with failing_together("a pipeline"), torch.no_grad():
+            self._open()
+            self._lend()
+            if not self.step.differentiates:
+                pipe.forwards.run(self.step)
+            elif self.at_once:
+                (loss,) = pipe.tangents
+                tangent = torch.tensor(self.first_tangent, device=pipe.device, dtype=torch.float64)
+                self.step.tangents = [{loss: tangent}] * len(self.shares)
+                pipe.whole.run(self.step)
+            else:
+                pipe.halves[0].run(self.step)
+            return self._close()
+
+    def _open(self) -> None:
+        """Adds up what is known from the inputs."""
+        prologue = self.pipe.program.prologue
+        if prologue is None:
+            return
+        parts: Tensors = {}
+        for micro in range(len(self.shares)):
+            results = prologue.run([self.argument(role, micro) for role in prologue.inputs])
+            for role, value in zip(prologue.outputs, results, strict=True):
+                assert isinstance(role, Part)
+                known = parts.get(role.index)
+                parts[role.index] = value if known is None else known + value
+        twins = any(at for axis, at in self.pipe.place.items() if axis != self.pipe.plan.axis)
+        likes = {r.index: prologue.likes[r] for r in prologue.outputs if isinstance(r, Part)}
+        self.step.totals |= self._sum({} if twins else parts, likes)
+
+    def _lend(self) -> None:
+        """Sends parameters to the ranks that use them beside the one that holds them."""
+        pipe, transfers = self.pipe, []
+        for name, owner, users in pipe.lent:
+            if pipe.pp_rank == owner:
+                value = self.parameters[name].contiguous()
+                transfers += [dist.isend(value, group=pipe.group, group_dst=u) for u in users]
+            elif pipe.pp_rank in users:
+                like = pipe.like(name)
+                self.lent[name] = torch.empty(like.shape, dtype=like.dtype, device=pipe.device)
+                transfers.append(dist.irecv(self.lent[name], group=pipe.group, group_src=owner))
+        for transfer in transfers:
+            assert transfer is not None
+            transfer.wait()
+
+    def _close(self) -> list[torch.Tensor]:
+        """What every rank returns."""
+        program = self.pipe.program
+        likes = {
+            role.index: tensors(node)[0]
+            for graph in program.cut.stages
+            for role, node in zip(graph.outputs, graph.results, strict=True)
+            if isinstance(role, Part) and node is not None
+        }
+        if likes:
+            place, axis = self.pipe.place, self.pipe.plan.axis
+            twin = any(at for name, at in place.items() if name not in ("pp", axis))
+            first = place.get(axis, 0) == 0
+            parts = {
+                index: value
+                for index, value in self.step.parts.items()
+                if not twin and (first or index not in self.step.same)
+            }
+            self.step.totals |= self._sum(parts, likes)
+        found: dict[int, torch.Tensor] = {}
+        epilogue, last = program.epilogue, len(self.shares) - 1
+        results = epilogue.run([self.argument(role, last) for role in epilogue.inputs])
+        for role, value in zip(epilogue.outputs, results, strict=True):
+            match role:
+                case Output(index):
+                    found[index] = value
+                case Update(Buffer(name)):
+                    self.updates[name] = value
+        for index, stage in program.returned_by.items():
+            found[index] = self._broadcast(index, stage)
+        return [found[index] for index in self.returned]
+
+    def _sum(self, parts: Tensors, likes: Mapping[int, torch.Tensor]) -> Tensors:
+        """Sums over all ranks; what a rank has no part of it adds nothing to."""
+        flat = torch.cat(
+            [
+                parts[index].reshape(-1).to(torch.float64)
+                if index in parts
+                else torch.zeros(like.numel(), dtype=torch.float64, device=self.pipe.device)
+                for index, like in sorted(likes.items())
+            ]
+        )
+        if self.pipe.plan.world_size > 1:
+            dist.all_reduce(flat)
+        sizes = [like.numel() for _, like in sorted(likes.items())]
+        pieces = zip(sorted(likes.items()), flat.split(sizes), strict=True)
+        return {i: piece.view(like.shape).to(like.dtype) for (i, like), piece in pieces}
+
+    def _broadcast(self, index: int, stage: int) -> torch.Tensor:
+        """An output that one stage has, on all ranks of the pipeline."""
+        pipe = self.pipe
+        assert pipe.plan.pipeline is not None
+        owner = pipe.plan.pipeline.rank_of(stage)
+        node = pipe.program.cut.stages[stage].result(Output(index))
+        assert node is not None
+        rows = (node.meta.get("rows") or ((),))[0]
+        if pipe.pp_rank == owner:
+            made = self.step.outputs.pop(index)
+            value = torch.cat(made, rows[0]) if rows and len(made) > 1 else made[-1]
+            value = value.contiguous()
+        else:
+            like = tensors(node)[0]
+            shape = list(like.shape)
+            if rows:
+                shape[rows[0]] *= len(self.shares)
+            value = torch.empty(shape, dtype=like.dtype, device=pipe.device)
+        if pipe.group is not None:
+            dist.broadcast(value, group=pipe.group, group_src=owner)
+        return value
+
+    # Backward.
+
+    def backward(self, given: Mapping[int, torch.Tensor]) -> None:
+        """Runs the backwards, or scales what they gave by the gradient that is now known."""
+        pipe, step = self.pipe, self.step
+        with failing_together("a pipeline's backward"), torch.no_grad():
+            if self.at_once:
+                (loss,) = pipe.tangents
+                ratio = float(given[loss]) / self.first_tangent if loss in given else 0.0
+                if ratio != 1.0:
+                    for value in (*step.gradients.values(), *_all(step.of_inputs)):
+                        value.mul_(ratio)
+            else:
+                step.tangents = [
+                    {i: self._of_micro(i, value, micro) for i, value in given.items()}
+                    for micro in range(len(self.shares))
+                ]
+                pipe.halves[1].run(step, begins=False)
+            if not self.hold:
+                self._give_back()
+
+    def _of_micro(self, index: int, tangent: torch.Tensor, micro: int) -> torch.Tensor:
+        """The part of an output's gradient that belongs to a micro-batch."""
+        stage = self.pipe.program.returned_by.get(index)
+        count = len(self.shares)
+        if stage is None or count == 1:
+            return tangent
+        node = self.pipe.program.cut.stages[stage].result(Output(index))
+        rows = (node.meta.get("rows") or ((),))[0] if node is not None else ()
+        return tangent.chunk(count, rows[0])[micro] if rows else tangent
+
+    def _give_back(self) -> None:
+        """Sends gradients to the ranks that hold their parameters."""
+        pipe, waiting, transfers = self.pipe, [], []
+        for name, owner, users in pipe.lent:
+            if pipe.pp_rank == owner:
+                for user in users:
+                    if pipe.trains(name, user):
+                        came = torch.empty_like(
+                            self.parameters[name], memory_format=torch.contiguous_format
+                        )
+                        transfers.append(dist.irecv(came, group=pipe.group, group_src=user))
+                        waiting.append((name, came))
+            elif pipe.pp_rank in users and pipe.trains(name, pipe.pp_rank):
+                sent = self.step.gradients.pop(name)
+                transfers.append(dist.isend(sent.contiguous(), group=pipe.group, group_dst=owner))
+        for transfer in transfers:
+            assert transfer is not None
+            transfer.wait()
+        for name, came in waiting:
+            known = self.step.gradients.get(name)
+            self.step.gradients[name] = came if known is None else known + came
+
+    def gradient_of_input(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        """The gradient of an argument, on every rank."""
+        own = self.step.of_inputs.get(index, {})
+        split = self.shares[0].call.has_rows[index] and len(self.shares) > 1
+        if not split:
+            total = sum(own.values(), torch.zeros_like(like))
+        else:
+            pieces = like.chunk(len(self.shares))
+            total = torch.cat([own.get(m, torch.zeros_like(p)) for m, p in enumerate(pieces)])
+        if self.pipe.group is not None:
+            dist.all_reduce(total, group=self.pipe.group)
+        return total
+
+
+def _all(tables: Mapping[int, Tensors]) -> Iterable[torch.Tensor]:
+    return [value for table in tables.values() for value in table.values()]

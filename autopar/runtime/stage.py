@@ -1,0 +1,182 @@
+"""One stage of a pipeline on its rank: what it runs for each micro-batch, without autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.graph import (
+    Accumulated,
+    Gradient,
+    Held,
+    Input,
+    InputRole,
+    Output,
+    Parameter,
+    Part,
+    Received,
+    Saved,
+    Sent,
+    Tangent,
+    Total,
+)
+from autopar.runtime.program import Half
+from autopar.runtime.staged import StageProgram
+
+Values = dict[Any, torch.Tensor]
+
+
+@dataclass
+class Step:
+    """What all stages of a rank share over one call.
+
+    Attributes:
+        arguments: gives an argument of a stage's forward for a micro-batch.
+        tangents: gradients by outputs, for each micro-batch.
+        micro_batches: how many there are.
+        totals: sums over the batch, as they become known.
+        held: local gradients that are kept, by parameter.
+        parts: what the micro-batches have added to totals so far.
+        same: the parts that are the same for each of them.
+        differentiates: whether a backward follows.
+        outputs: what was returned, by index and micro-batch.
+        gradients: of parameters and inputs, summed; those of inputs by micro-batch.
+    """
+
+    arguments: Callable[[InputRole, int], torch.Tensor]
+    micro_batches: int
+    held: dict[str, torch.Tensor]
+    same: frozenset[int]
+    differentiates: bool
+    tangents: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    totals: dict[int, torch.Tensor] = field(default_factory=dict)
+    parts: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    of_inputs: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+
+
+class Stage:
+    """A stage.
+
+    Attributes:
+        index: which of them.
+        program: what it runs.
+    """
+
+    def __init__(self, index: int, program: StageProgram) -> None:
+        self.index, self.program = index, program
+        self.step: Step | None = None
+        self.saved: dict[int, list[torch.Tensor]] = {}
+        self.done = 0
+
+    def begin(self, step: Step) -> None:
+        """Takes up a call."""
+        self.step, self.done = step, 0
+        self.saved.clear()
+
+    def forward(self, micro: int, came: Values) -> Values:
+        """Runs the forward on a micro-batch; takes what the stage below sent, returns what goes on.
+
+        It empties `came`.
+        """
+        step, half = self._step, self.program.forward
+        arguments = [
+            came.pop(role) if isinstance(role, Received) else step.arguments(role, micro)
+            for role in half.inputs
+        ]
+        results = half.run(arguments)
+        kept, sent = [], {}
+        for role, value in zip(half.outputs, results, strict=True):
+            match role:
+                case Saved():
+                    kept.append(value)
+                case Sent():
+                    sent[role] = value
+                case Output(index):
+                    step.outputs.setdefault(index, []).append(value)
+                case Part(index):
+                    self._add_part(index, value)
+        if step.differentiates:
+            self.saved[micro] = kept
+        return sent
+
+    def backward(self, micro: int, came: Values) -> Values:
+        """Runs the backward on a micro-batch; takes what came from above, returns what goes below.
+
+        It empties `came`.
+        """
+        step = self._step
+        self.done += 1
+        half = self.program.last if self.done == step.micro_batches else self.program.more
+        if half is None:
+            return {}
+        arguments = self._of_backward(half, micro, came)
+        results = half.run(arguments)
+        sent = {}
+        for role, value in zip(half.outputs, results, strict=True):
+            match role:
+                case Sent():
+                    sent[role] = value
+                case Held(name):
+                    _add(step.held, name, value)
+                case Gradient(Parameter(name)) if value is not None:
+                    _add(step.gradients, name, value)
+                case Gradient(Input(index)) if value is not None:
+                    of_input = step.of_inputs.setdefault(index, {})
+                    _add(of_input, micro, value)
+        return sent
+
+    @property
+    def _step(self) -> Step:
+        assert self.step is not None
+        return self.step
+
+    def _add_part(self, index: int, value: torch.Tensor) -> None:
+        parts, step = self._step.parts, self._step
+        known = parts.get(index)
+        parts[index] = value if known is None or index in step.same else known + value
+
+    def _of_backward(self, half: Half, micro: int, came: Values) -> list[torch.Tensor]:
+        step, saved = self._step, iter(self.saved.pop(micro))
+        arguments = []
+        for role in half.inputs:
+            match role:
+                case Saved():
+                    arguments.append(next(saved))
+                case Received():
+                    arguments.append(came.pop(role))
+                case Tangent(index):
+                    arguments.append(self._tangent(half, role, step.tangents[micro].get(index)))
+                case Total(index):
+                    arguments.append(step.totals[index])
+                case Accumulated(name):
+                    arguments.append(self._held(half, role, step.held.pop(name, None)))
+        return arguments
+
+    @staticmethod
+    def _tangent(half: Half, role: Tangent, given: torch.Tensor | None) -> torch.Tensor:
+        like = half.like(role)
+        if given is None:
+            return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        given = given.to(like.dtype)
+        return given if given.stride() == like.stride() else given.contiguous()
+
+    @staticmethod
+    def _held(half: Half, role: Accumulated, known: torch.Tensor | None) -> torch.Tensor:
+        like = half.like(role)
+        return (
+            torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+            if known is None
+            else known
+        )
+
+
+def _add(table: dict[Any, torch.Tensor], key: Any, value: torch.Tensor) -> None:
+    if key in table:
+        table[key] += value
+    else:
+        table[key] = value.contiguous()
