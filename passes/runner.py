@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.errors import PassError
+from autopar.errors import PassError, StrategyError
 from autopar.graph import TrainingGraph, render
 from autopar.passes.base import Pass, describe, pass_name
 from autopar.passes.legality import check
@@ -27,6 +27,7 @@ def run_passes(
         observe: called after each pass with its name, the graph and the seconds it took.
 
     Raises:
+        StrategyError: what was asked for cannot be done to this graph.
         PassError: a pass failed or made an illegal graph. A file beside the message holds the
             graph before it and the pipeline, to reproduce the failure with.
     """
@@ -38,6 +39,8 @@ def run_passes(
             line = describe(item) + (f": declined, {result.reason}" if result.reason else "")
             after = replace(result.graph, history=(*graph.history, line))
             check(after)
+        except StrategyError:
+            raise  # what was asked for cannot be: no pass is at fault
         except Exception as error:
             path = _reproducer(graph, passes, index)
             done = ", ".join(pass_name(p) for p in passes[:index]) or "none"

@@ -75,7 +75,7 @@ class Pipe:
 
     @cached_property
     def at_once(self) -> bool:
-        """Whether backwards run among the forwards: there is one loss, and all know its gradient."""
+        """Whether backwards can run among the forwards: of one loss, whose gradient is known."""
         assert self.plan.pipeline is not None
         losses = len(self.tangents) == 1 and not self.tangents & set(self.program.returned_by)
         late = self.program.cut.late

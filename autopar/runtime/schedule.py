@@ -105,10 +105,12 @@ class _Staged(PipelineStageBase):
         self.forwards: dict[int, Values] = {}  # came from below, then goes above
         self.backwards: dict[int, Values] = {}  # came from above, then goes below
 
-    def forward_one_chunk(self, micro: int, *_: Any, **__: Any) -> None:
+    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
+        micro = fwd_chunk_id
         self.forwards[micro] = self.stage.forward(micro, self.forwards.pop(micro, {}))
 
-    def backward_one_chunk(self, micro: int, *_: Any, **__: Any) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
+        micro = bwd_chunk_id
         self.backwards[micro] = self.stage.backward(micro, self.backwards.pop(micro, {}))
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
