@@ -79,7 +79,8 @@ def reduce_nll(work: Typing, node: fx.Node) -> bool:
         work.type(item, V)
     loss_users, count_users = list(loss.users), list(count.users)
     work.fx.inserting_before(max(loss, count).next)
-    total, number = work.all_reduce([loss, count], node)
+    known = count if node.args[2] is not None else _count(work, node)
+    total, number = work.all_reduce([loss, known], node)
     mean = work.call(node, aten.div.Tensor, total, number)
     work.type(mean, R)
     for user in loss_users:
@@ -87,6 +88,14 @@ def reduce_nll(work: Typing, node: fx.Node) -> bool:
     for user in count_users:
         user.replace_input_with(count, number)
     return True
+
+
+def _count(work: Typing, node: fx.Node) -> fx.Node:
+    """How many targets are not ignored, of the targets alone: known before any loss is."""
+    target, ignored = node.args[1], node.args[4]
+    counted = work.call(node, aten.ne.Scalar, target, ignored)
+    dtype = tensors(_getitem(work, node, 1))[0].dtype
+    return work.call(node, aten.sum.default, counted, dtype=dtype)
 
 
 def contraction(work: Typing, node: fx.Node) -> bool:

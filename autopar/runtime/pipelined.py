@@ -225,9 +225,8 @@ class Call:
                 assert isinstance(role, Part)
                 known = parts.get(role.index)
                 parts[role.index] = value if known is None else known + value
-        twins = any(at for axis, at in self.pipe.place.items() if axis != self.pipe.plan.axis)
         likes = {r.index: prologue.likes[r] for r in prologue.outputs if isinstance(r, Part)}
-        self.step.totals |= self._sum({} if twins else parts, likes)
+        self.step.totals |= self._sum({} if self.pipe.pp_rank else parts, likes)
 
     def _lend(self) -> None:
         """Sends parameters to the ranks that use them beside the one that holds them."""
@@ -254,14 +253,9 @@ class Call:
             if isinstance(role, Part) and node is not None
         }
         if likes:
-            place, axis = self.pipe.place, self.pipe.plan.axis
-            twin = any(at for name, at in place.items() if name not in ("pp", axis))
-            first = place.get(axis, 0) == 0
-            parts = {
-                index: value
-                for index, value in self.step.parts.items()
-                if not twin and (first or index not in self.step.same)
-            }
+            first = self.pipe.place[self.pipe.plan.axis] == 0
+            made = self.step.parts.items()
+            parts = {i: value for i, value in made if first or i not in self.step.same}
             self.step.totals |= self._sum(parts, likes)
         found: dict[int, torch.Tensor] = {}
         epilogue, last = program.epilogue, len(self.shares) - 1
@@ -277,19 +271,26 @@ class Call:
         return [found[index] for index in self.returned]
 
     def _sum(self, parts: Tensors, likes: Mapping[int, torch.Tensor]) -> Tensors:
-        """Sums over all ranks; what a rank has no part of it adds nothing to."""
+        """Sums over ranks that are in the same place of the model's own axes.
+
+        What a rank has no part of it adds nothing to.
+        """
+        plan, device = self.pipe.plan, self.pipe.device
         flat = torch.cat(
             [
                 parts[index].reshape(-1).to(torch.float64)
                 if index in parts
-                else torch.zeros(like.numel(), dtype=torch.float64, device=self.pipe.device)
+                else torch.zeros(like.numel(), dtype=torch.float64, device=device)
                 for index, like in sorted(likes.items())
             ]
         )
-        if self.pipe.plan.world_size > 1:
-            dist.all_reduce(flat)
+        places = torch.zeros(plan.tensor_ranks, flat.numel(), dtype=torch.float64, device=device)
+        own = places[self.pipe.rank % plan.tensor_ranks]
+        own.copy_(flat)
+        if plan.world_size > 1:
+            dist.all_reduce(places)
         sizes = [like.numel() for _, like in sorted(likes.items())]
-        pieces = zip(sorted(likes.items()), flat.split(sizes), strict=True)
+        pieces = zip(sorted(likes.items()), own.split(sizes), strict=True)
         return {i: piece.view(like.shape).to(like.dtype) for (i, like), piece in pieces}
 
     def _broadcast(self, index: int, stage: int) -> torch.Tensor:
