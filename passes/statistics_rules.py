@@ -69,7 +69,11 @@ def reduce_nll(work: Typing, node: fx.Node) -> bool:
         for item in (node, loss, count):
             work.type(item, V)
         if any(user.target not in NLL_BACKWARD for user in count.users):
-            reduce_sum(work, count)  # a lowering divides by it
+            work.fx.inserting_before(max(loss, count).next)
+            known = _count(work, node)
+            if known is not count:
+                count.replace_all_uses_with(known)
+            reduce_sum(work, known)  # a lowering divides by it
         return reduce_sum(work, loss)
     arguments = list(node.args)
     arguments[3] = 2
@@ -79,8 +83,7 @@ def reduce_nll(work: Typing, node: fx.Node) -> bool:
         work.type(item, V)
     loss_users, count_users = list(loss.users), list(count.users)
     work.fx.inserting_before(max(loss, count).next)
-    known = count if node.args[2] is not None else _count(work, node)
-    total, number = work.all_reduce([loss, known], node)
+    total, number = work.all_reduce([loss, _count(work, node)], node)
     mean = work.call(node, aten.div.Tensor, total, number)
     work.type(mean, R)
     for user in loss_users:
@@ -91,7 +94,12 @@ def reduce_nll(work: Typing, node: fx.Node) -> bool:
 
 
 def _count(work: Typing, node: fx.Node) -> fx.Node:
-    """How many targets are not ignored, of the targets alone: known before any loss is."""
+    """How many targets are not ignored, of the targets alone: known before any loss is.
+
+    With a weight for each class it is the operator's own sum of these.
+    """
+    if node.args[2] is not None:
+        return _getitem(work, node, 1)
     target, ignored = node.args[1], node.args[4]
     counted = work.call(node, aten.ne.Scalar, target, ignored)
     dtype = tensors(_getitem(work, node, 1))[0].dtype
