@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.graph import has_rows, tensors
+from autopar.passes.accumulate_micro_batches import BATCH
 from autopar.passes.build import aten
 from autopar.passes.collectives import collective, start_all_gather
 from autopar.placement import Partial, Replicate, Varying
@@ -96,9 +97,9 @@ def reduce_nll(work: Typing, node: fx.Node) -> bool:
 def _count(work: Typing, node: fx.Node) -> fx.Node:
     """How many targets are not ignored, of the targets alone: known before any loss is.
 
-    With a weight for each class it is the operator's own sum of these.
+    With a weight for each class, or where no schedule waits for it, the operator's own number.
     """
-    if node.args[2] is not None:
+    if node.args[2] is not None or work.axis != BATCH:
         return _getitem(work, node, 1)
     target, ignored = node.args[1], node.args[4]
     counted = work.call(node, aten.ne.Scalar, target, ignored)

@@ -7,7 +7,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,26 +14,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import laid_as, pytree
-from autopar.capture import Call, Capture, TensorSpec, capture
+from autopar._torch import pytree
+from autopar.capture import Capture, TensorSpec
 from autopar.errors import CaptureError
 from autopar.graph import (
-    Buffer,
-    Evidence,
-    Input,
-    Parameter,
     ParameterInfo,
-    RowWeight,
 )
 from autopar.plan import Plan
-from autopar.rows import mark_rows
-from autopar.runtime.batch import Share, check_twins, check_verdict, evidence, share_of
-from autopar.runtime.calls import MakeWays, ways_of_call
+from autopar.runtime.batch import Share, share_of
+from autopar.runtime.calls import MakeWays
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.fallback import as_global
-from autopar.runtime.groups import backend_of, group_names, make_mesh, rank
+from autopar.runtime.groups import make_mesh, rank
 from autopar.runtime.holding import agree_on_frozen, fetched, hold, stage_mesh
-from autopar.runtime.inside import Inside
 from autopar.runtime.interleaved import support_interleaved
 from autopar.runtime.options import Options
 from autopar.runtime.parameters import (
@@ -43,12 +35,11 @@ from autopar.runtime.parameters import (
     is_elsewhere,
     laid_out_as,
     lay_out,
-    local,
 )
 from autopar.runtime.pipes import Pipes
-from autopar.runtime.program import Half, Program, build, with_axes
 from autopar.runtime.random import RandomStream
-from autopar.runtime.step import Differentiable, Running, Step, run_forward
+from autopar.runtime.setting import Setting
+from autopar.runtime.whole import Whole
 
 MakePlan = Callable[[Callable[[int], Capture]], Plan]
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
@@ -80,22 +71,19 @@ class DistributedModule(nn.Module):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = getattr(model, table)
         self.training = model.training
-        self._infos = dict(parameters)
         self._device, self._options, self._make_plan = device, options, make_plan
-        self._make_fallback, self._make_ways = make_fallback, make_ways
+        self._make_fallback = make_fallback
         self._fallback: tuple[nn.Module, ...] = ()
         self.plan: Plan | None = None
         self.mesh: DeviceMesh | None = None
-        self._programs: dict[Any, Program] = {}
-        self._pipes: Pipes | None = None
-        self._captures: dict[Any, Capture] = {}
-        self._held: dict[str, torch.Tensor] = {}
         self._hold = False
-        self._all_tangents = False
         self._settled = True
         models = options.ranks // options.tensor_ranks
         own = rank() // options.tensor_ranks if options.ranks > 1 else 0
-        self._random = RandomStream(own, models, device, shared=options.tensor_ranks > 1)
+        stream = RandomStream(own, models, device, shared=options.tensor_ranks > 1)
+        infos = dict(parameters)
+        self._setting = Setting(model, infos, device, options, stream, make_ways)
+        self._runner: Whole | Pipes | None = None
 
     # What a training script asks of it.
 
@@ -129,11 +117,11 @@ class DistributedModule(nn.Module):
     @property
     def rng_state(self) -> torch.Tensor:
         """State of this rank's random stream (dropout); save and restore it with a checkpoint."""
-        return self._random.get()
+        return self._setting.random.get()
 
     @rng_state.setter
     def rng_state(self, state: torch.Tensor) -> None:
-        self._random.set(state)
+        self._setting.random.set(state)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on this rank's rows; scalars come back as means over the global batch."""
@@ -149,9 +137,8 @@ class DistributedModule(nn.Module):
         if not self._settled:
             agree_on_frozen(self._wrapped[0])
             self._settled = True
-        if self._pipes is not None:
-            return self._pipes.run(leaves, share, self._hold)
-        return self._run(leaves, share)
+        assert self._runner is not None
+        return self._runner.run(leaves, share, self._hold)
 
     def train(self, mode: bool = True) -> DistributedModule:
         """Sets training mode, of the model too."""
@@ -222,7 +209,9 @@ class DistributedModule(nn.Module):
         """
         across = self.plan is not None and self.plan.pipeline_ranks > 1
         group = self.mesh.get_group("pp") if across and self.mesh is not None else None
-        widest = functools.reduce(torch.promote_types, (i.dtype for i in self._infos.values()))
+        widest = functools.reduce(
+            torch.promote_types, (i.dtype for i in self._setting.parameters.values())
+        )
         like = torch.empty((), dtype=widest, device=self._device)
         own = list(self.parameters())
         return clip_grad_norm(own, max_norm, norm_type, error_if_nonfinite, foreach, like, group)
@@ -242,10 +231,13 @@ class DistributedModule(nn.Module):
         """A copy with its own parameters under the same plan, such as an average of weights."""
         made = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
-            if name not in ("_inside", "_held", "_pipes"):
+            if name not in ("_setting", "_runner"):
                 made.__dict__[name] = value if name in SHARED else copy.deepcopy(value, memo)
-        made._held = {}
-        made._pipes = made._new_pipes()
+        model, stream = made._wrapped[0], copy.deepcopy(self._setting.random, memo)
+        made._setting = replace(self._setting, model=model, random=stream, held={})
+        made._runner = made._new_runner()
+        if isinstance(self._runner, Whole) and isinstance(made._runner, Whole):
+            made._runner.programs = self._runner.programs
         return made
 
     # From a call to a program.
@@ -256,33 +248,21 @@ class DistributedModule(nn.Module):
         model, across = self._wrapped[0], plan.pipeline_ranks > 1
         lazy = across and any(isinstance(p, DTensor) for p in model.parameters())
         if mesh is not None and (plan.shards_parameters or lazy):
-            layouts = {name: plan.layout(name) for name in self._infos}
+            layouts = {name: plan.layout(name) for name in self._setting.parameters}
             if plan.interleaves:
                 support_interleaved()
             lay_out(model, stage_mesh(mesh, plan.axis) if across else mesh, layouts)
         if across and plan.pipeline is not None:
             hold(model, plan.pipeline.held(plan.place(rank())["pp"]))
-        self.__dict__.pop("_inside", None)
+        self._setting.look_again()
         self.plan, self._settled = plan, not across
-        self._pipes = self._new_pipes()
+        self._setting.plan, self._setting.mesh = plan, mesh
+        self._runner = self._new_runner()
 
-    def _new_pipes(self) -> Pipes | None:
-        if self.plan is None or self.plan.pipeline is None:
+    def _new_runner(self) -> Whole | Pipes | None:
+        if self.plan is None:
             return None
-        return Pipes(
-            self.plan,
-            self.mesh,
-            self._device,
-            self._options.backend,
-            self._capture,
-            self._key,
-            lambda: self._inside,
-            self._random,
-            self._held,
-            self._wrap,
-            self._enter_by_all,
-            self._make_ways,
-        )
+        return Whole(self._setting) if self.plan.pipeline is None else Pipes(self._setting)
 
     def prepare(self, *, replicated_dtensors: bool) -> None:
         """Gives all ranks the parameters of rank 0, and DTensors where a plan is yet to come."""
@@ -293,7 +273,7 @@ class DistributedModule(nn.Module):
             mesh = make_mesh(self._device, (("dp_shard", self._options.ranks),))
             assert mesh is not None
             as_dtensors(self, mesh)
-            self.__dict__.pop("_inside", None)
+            self._setting.look_again()
 
     def plan_for(self, leaves: list[Any], structure: Any) -> None:
         """Plans on example arguments."""
@@ -305,8 +285,12 @@ class DistributedModule(nn.Module):
 
     def _plan_on(self, share: Share) -> None:
         """Plans on the arguments of a call, or falls back."""
+
+        def captured(micro_batches: int) -> Capture:
+            return self._setting.capture(share.micro_batches(micro_batches)[0], for_planning=True)
+
         try:
-            self.adopt(self._make_plan(lambda micro: self._capture_for_planning(share, micro)))
+            self.adopt(self._make_plan(captured))
         except CaptureError as error:
             # ranks that bring the same rows count alike: means stay what they are
             self._options = replace(self._options, tensor_ranks=1, pipeline_ranks=1)
@@ -317,7 +301,7 @@ class DistributedModule(nn.Module):
         options, inner, tensors = self._options, self._fallback[0], iter(share.tensors)
         own = [next(tensors) if isinstance(x, TensorSpec) else x for x in share.call.leaves]
         args, kwargs = pytree.tree_unflatten(own, share.call.structure)
-        with self._autocast():
+        with self._setting.autocast():
             if options.loss_fn is None:
                 result = inner(*args, **kwargs)
             else:
@@ -328,205 +312,5 @@ class DistributedModule(nn.Module):
             result, leaves, share, mode=options.batch, ranks=options.ranks, device=self._device
         )
 
-    @cached_property
-    def _inside(self) -> Inside:
-        """What the model holds, looked up once: calls are many, and modules do not change."""
-        return Inside.of(self._wrapped[0])
 
-    def _capture_for_planning(self, share: Share, micro_batches: int) -> Capture:
-        return self._capture(share.micro_batches(micro_batches)[0], for_planning=True)
-
-    def _capture(self, share: Share, for_planning: bool = False) -> Capture:
-        """Captures a call; the backward too, if it may be wanted."""
-        differentiate = for_planning or torch.is_grad_enabled()
-        key = (*self._key(share), differentiate)
-        if key not in self._captures:
-            self._captures[key] = self._new_capture(share, differentiate)
-        return self._captures[key]
-
-    def _new_capture(self, share: Share, differentiate: bool) -> Capture:
-        model, options = self._wrapped[0], self._options
-        now = {
-            name: replace(info, requires_grad=self._inside.parameters[name].requires_grad)
-            for name, info in self._infos.items()
-        }
-
-        def attempt(call: Call) -> Capture:
-            with self._autocast():
-                made = capture(
-                    model,
-                    call,
-                    now,  # parameters may have been frozen since; their layouts stay the plan's
-                    device=self._device,
-                    differentiate=differentiate,
-                    all_tangents=self._all_tangents,
-                    loss_fn=options.loss_fn,
-                )
-            return replace(made, graph=replace(made.graph, parameters=self._infos))
-
-        if share.slices == 1:
-            return attempt(share.call)
-        return mark_rows(attempt, share.call, share.rows, share.total, share.slices)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._options.precision is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, dtype=self._options.precision)
-
-    def _key(self, share: Share) -> tuple[Any, ...]:
-        kind = self._device.type
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        call = share.call
-        leaves = tuple(x if _hashable(x) else repr(x) for x in call.leaves)
-        modes = tuple(m.training for m in self._inside.modules)
-        called = (leaves, call.structure, call.has_rows, share.total, share.slices)
-        trained = tuple(p.requires_grad for p in self._inside.parameters.values())
-        return (*called, autocast, modes, trained, self._all_tangents)
-
-    def _program(self, share: Share, hold: bool = False, held: tuple[str, ...] = ()) -> Program:
-        assert self.plan is not None
-        key = (*self._key(share), torch.is_grad_enabled(), hold, held)
-        if key not in self._programs:
-            captured = self._capture(share)
-            graph = with_axes(captured.graph, self.plan)
-            self._programs[key] = build(
-                captured,
-                self.plan,
-                rank=rank(),
-                ways=ways_of_call(
-                    graph, self.plan, rank(), share.total, share.slices, self._make_ways
-                ),
-                comm_backend=backend_of(self._device),
-                groups=group_names(self.mesh),
-                compile_backend=self._options.backend,
-                hold=hold,
-                held=held,
-                recorder=self._options.recorder,
-            )
-        return self._programs[key]
-
-    def _run(self, leaves: list[Any], share: Share) -> Any:
-        hold = self._hold
-        program = self._program(share, hold)
-        running = Running(
-            program,
-            self._arguments(program, leaves, share),
-            differentiable=(),
-            backward_half=lambda p: self._backward(p, share, hold),
-            general=lambda: self._general(share, hold),
-            held=self._held,
-            wrap=self._wrap,
-            updates={},
-        )
-        with self._random.during(program.is_random), _no_autocast(self._device):
-            if program.backward is None:
-                with torch.no_grad():
-                    outputs = run_forward(running, program)[0]
-            else:
-                running.differentiable, tensors = self._differentiable(program, share)
-                outputs = Step.apply(running, *tensors)
-        self._finish(running, share)
-        result = list(program.capture.leaves)
-        for index, value in zip(program.returned, outputs, strict=True):
-            result[index] = value
-        return pytree.tree_unflatten(result, program.capture.structure)
-
-    def _arguments(self, program: Program, leaves: list[Any], share: Share) -> list[Any]:
-        named, buffers = self._inside.parameters, self._inside.buffers()
-        indices = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-        inputs = dict(zip(indices, share.tensors, strict=True))
-        values: list[Any] = []
-        for role in program.forward.inputs:
-            match role:
-                case Parameter(name):
-                    values.append(local(named[name]).detach())
-                case Buffer(name):
-                    values.append(buffers[name])
-                case Input(index):
-                    values.append(inputs[index].detach())
-                case RowWeight():
-                    weight = share.rows / share.total
-                    values.append(torch.tensor(weight, dtype=torch.float64, device=self._device))
-                case Evidence(axis):
-                    mode = "global" if axis else self._options.batch
-                    values.append(evidence(leaves, share.rows, mode, self._device))
-        return values
-
-    def _differentiable(
-        self, program: Program, share: Share
-    ) -> tuple[tuple[Differentiable, ...], list[torch.Tensor]]:
-        roles: list[Differentiable] = []
-        tensors: list[torch.Tensor] = []
-        for name, parameter in self._inside.parameters.items():
-            if parameter.requires_grad and not is_elsewhere(parameter):
-                roles.append(Parameter(name))
-                tensors.append(parameter)
-        positions = [i for i, x in enumerate(share.call.leaves) if isinstance(x, TensorSpec)]
-        for index, tensor in zip(positions, share.tensors, strict=True):
-            if tensor.requires_grad:
-                roles.append(Input(index))
-                tensors.append(tensor)
-        return tuple(roles), tensors
-
-    def _backward(self, program: Program, share: Share, hold: bool) -> Half:
-        """The backward that adds what is held at the time that it runs."""
-        if hold or not self._held:
-            half = program.backward
-        else:
-            with torch.enable_grad():
-                half = self._program(share, False, tuple(sorted(self._held))).backward
-        assert half is not None
-        return half
-
-    def _general(self, share: Share, hold: bool) -> Program:
-        """The call with gradients entering by every output, from now on."""
-        self._enter_by_all()
-        with torch.enable_grad():
-            return self._program(share, hold)
-
-    def _enter_by_all(self) -> None:
-        self._all_tangents = True
-
-    def _finish(self, running: Running, share: Share) -> None:
-        for axis, verdict in running.verdicts.items():
-            if axis:
-                check_twins(verdict, self._options.tensor_ranks)
-            else:
-                check_verdict(verdict, self._options.data_ranks, self._options.batch)
-        buffers = self._inside.buffers()
-        inputs = iter(share.tensors)
-        positions = {
-            i: next(inputs) for i, x in enumerate(share.call.leaves) if isinstance(x, TensorSpec)
-        }
-        with torch.no_grad():
-            for of, value in running.updates.items():
-                target = buffers[of.name] if isinstance(of, Buffer) else positions[of.index]
-                target.copy_(value)
-        running.updates.clear()  # the caller may hold the loss, and by it all this, for a step more
-
-    def _wrap(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        parameter = self._inside.parameters[name]
-        if not isinstance(parameter, DTensor):
-            return gradient
-        return laid_as(gradient, parameter)
-
-
-SHARED = {"plan", "mesh", "_infos", "_device", "_options", "_programs", "_captures"} | {
-    "_make_plan",
-    "_make_fallback",
-    "_make_ways",
-}
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if not torch.is_autocast_enabled(device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
+SHARED = {"plan", "mesh", "_device", "_options", "_make_plan", "_make_fallback"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
@@ -10,20 +10,17 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import pytree
-from autopar.capture import Capture
 from autopar.graph import Input, Parameter
 from autopar.plan import Plan
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
-from autopar.runtime.calls import MakeWays, ways_of_call
+from autopar.runtime.calls import ways_of_call
 from autopar.runtime.groups import backend_of, failing_together, group_names, rank
-from autopar.runtime.inside import Inside
 from autopar.runtime.parameters import local
 from autopar.runtime.pipelined import Call, Pipe
 from autopar.runtime.program import with_axes
-from autopar.runtime.random import RandomStream
+from autopar.runtime.setting import Setting
 from autopar.runtime.staged import build_staged
 from autopar.runtime.step import Differentiable
 
@@ -33,34 +30,20 @@ class Pipes:
     """Runs the calls of a module whose plan has stages.
 
     Attributes:
-        plan: the plan.
-        mesh: of its axes; None for one rank.
-        device: of tensors.
-        backend: "eager", or a backend of torch.compile.
-        capture: captures a call at the rows of a micro-batch.
-        key: of a kind of call.
-        inside: what the model holds.
-        random: this rank's stream.
-        held: local gradients kept from earlier calls, by parameter.
-        wrap: makes a parameter's gradient out of its local part.
-        enter_by_all: lets gradients enter by every output from now on.
-        make_ways: finds the ways of a call that was not planned for.
+        setting: what they share.
+        known: what runs each kind of call.
+        tangent: the gradient of the last loss.
     """
 
-    plan: Plan
-    mesh: DeviceMesh | None
-    device: torch.device
-    backend: str
-    capture: Callable[[Share], Capture]
-    key: Callable[[Share], tuple[Any, ...]]
-    inside: Callable[[], Inside]
-    random: RandomStream
-    held: dict[str, torch.Tensor]
-    wrap: Callable[[str, torch.Tensor], torch.Tensor]
-    enter_by_all: Callable[[], None]
-    make_ways: MakeWays
+    setting: Setting
     known: dict[Any, Pipe] = field(default_factory=dict)
     tangent: float = 1.0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        assert self.setting.plan is not None
+        return self.setting.plan
 
     def run(self, leaves: Sequence[Any], share: Share, hold: bool) -> Any:
         """The result of a call, the same on every rank of the pipeline.
@@ -74,13 +57,15 @@ class Pipes:
         shares = share.micro_batches(self._micro_batches(share))
         call = self._call(shares, hold)
         pipe = call.pipe
-        with self.random.during(pipe.program.is_random), _no_autocast(self.device):
+        setting = self.setting
+        with setting.random.during(pipe.program.is_random), setting.without_autocast():
             if pipe.program.differentiates:
-                roles, tensors = self._differentiable(share)
+                roles, tensors = setting.differentiable(share)
+                tensors.append(torch.zeros((), requires_grad=True))  # if nothing here is trained
                 outputs = _Run.apply(_Under(self, call, shares, hold, roles), *tensors)
             else:
                 outputs = call.run()
-        buffers = self.inside().buffers()
+        buffers = setting.inside.buffers()
         with torch.no_grad():
             for name, value in call.updates.items():
                 buffers[name].copy_(value)
@@ -95,9 +80,9 @@ class Pipes:
         if ranks == 1:
             return
         row = self.plan.place(rank())[self.plan.axis]
-        own = torch.zeros(data + 1, 4, dtype=torch.float64, device=self.device)
-        own[row] = evidence(leaves, share.rows, "global", self.device)
-        own[data] = evidence(leaves, share.rows, self.plan.batch, self.device)
+        own = torch.zeros(data + 1, 4, dtype=torch.float64, device=self.setting.device)
+        own[row] = evidence(leaves, share.rows, "global", self.setting.device)
+        own[data] = evidence(leaves, share.rows, self.plan.batch, self.setting.device)
         with failing_together("a pipeline"):
             dist.all_reduce(own)
         if self.plan.batch == "local":
@@ -114,63 +99,45 @@ class Pipes:
         return gcd(planned, rows) if rows < self.plan.pipeline.rows else planned
 
     def _call(self, shares: list[Share], hold: bool) -> Call:
-        inside = self.inside()
+        inside = self.setting.inside
         return Call(
             self._pipe(shares[0], len(shares), hold),
             shares,
             {name: local(value).detach() for name, value in inside.parameters.items()},
             inside.buffers(),
-            self.held,
+            self.setting.held,
             hold,
             self.tangent,
         )
 
     def _pipe(self, share: Share, count: int, hold: bool) -> Pipe:
         """What runs calls in so many micro-batches, of which `share` is one."""
-        held = () if hold else tuple(sorted(self.held))
-        key = (*self.key(share), torch.is_grad_enabled(), count, hold, held)
+        held = () if hold else tuple(sorted(self.setting.held))
+        key = (*self.setting.key(share), torch.is_grad_enabled(), count, hold, held)
         if key not in self.known:
-            captured = self.capture(share)
-            graph = with_axes(captured.graph, self.plan)
+            captured = self.setting.capture(share)
+            graph, ways = with_axes(captured.graph, self.plan), self.setting.make_ways
             program = build_staged(
                 captured,
                 self.plan,
                 rank=rank(),
-                ways=ways_of_call(
-                    graph, self.plan, rank(), share.total, share.slices, self.make_ways
-                ),
+                ways=ways_of_call(graph, self.plan, rank(), share.total, share.slices, ways),
                 micro_batches=count,
-                comm_backend=backend_of(self.device),
-                groups=group_names(self.mesh),
-                compile_backend=self.backend,
+                comm_backend=backend_of(self.setting.device),
+                groups=group_names(self.setting.mesh),
+                compile_backend=self.setting.options.backend,
                 hold=hold,
                 held=held,
             )
-            group = None
-            if self.mesh is not None and "pp" in (self.mesh.mesh_dim_names or ()):
-                group = self.mesh.get_group("pp")
-            self.known[key] = Pipe(program, self.plan, rank(), self.device, group)
+            mesh, group = self.setting.mesh, None
+            if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
+                group = mesh.get_group("pp")
+            self.known[key] = Pipe(program, self.plan, rank(), self.setting.device, group)
         return self.known[key]
-
-    def _differentiable(
-        self, share: Share
-    ) -> tuple[tuple[Differentiable | None, ...], list[torch.Tensor]]:
-        """What autograd is told that a call depends on; something, on every rank."""
-        roles: list[Differentiable | None] = [None]
-        tensors = [torch.zeros((), device=self.device, requires_grad=True)]
-        for name, parameter in self.inside().parameters.items():
-            if parameter.requires_grad:
-                roles.append(Parameter(name))
-                tensors.append(parameter)
-        for index, tensor in zip(share.call.places, share.tensors, strict=True):
-            if tensor.requires_grad:
-                roles.append(Input(index))
-                tensors.append(tensor)
-        return tuple(roles), tensors
 
     def general(self, shares: list[Share], hold: bool) -> Call:
         """A call again, up to its backward, with gradients entering by every output."""
-        self.enter_by_all()
+        self.setting.all_tangents = True
         with torch.enable_grad():
             call = self._call(shares, hold)
         call.run()
@@ -185,7 +152,7 @@ class _Under:
     call: Call
     shares: list[Share]
     hold: bool
-    roles: tuple[Differentiable | None, ...]
+    roles: tuple[Differentiable, ...]
 
 
 class _Run(torch.autograd.Function):
@@ -221,12 +188,10 @@ class _Run(torch.autograd.Function):
             match role:
                 case Parameter(name):
                     gradient = call.step.gradients.pop(name, None)
-                    found.append(None if gradient is None else pipes.wrap(name, gradient))
+                    found.append(None if gradient is None else pipes.setting.wrap(name, gradient))
                 case Input(index):
                     found.append(call.gradient_of_input(index, _like(under.shares, index)))
-                case _:
-                    found.append(None)
-        return (None, *found)
+        return (None, *found, None)
 
 
 def _like(shares: list[Share], index: int) -> torch.Tensor:
@@ -234,7 +199,3 @@ def _like(shares: list[Share], index: int) -> torch.Tensor:
     parts = [dict(zip(s.call.places, s.tensors, strict=True))[index] for s in shares]
     split = shares[0].call.has_rows[index] and len(shares) > 1
     return torch.zeros_like(torch.cat(parts) if split else parts[0])
-
-
-def _no_autocast(device: torch.device) -> Any:
-    return torch.autocast(device.type, enabled=False)

@@ -65,7 +65,7 @@ def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None
     graph = run_passes(two_layers().graph(0), passes)
     assert graph.history == (
         "captured from TwoLayers",
-        "synchronize_statistics(axis='dp', batch_statistics='global')",
+        "synchronize_statistics(axis='dp', batch_statistics='global', agree=True)",
         "shard_parameters(axis='dp', rank=1, stages=(('blocks.0', 0), ('blocks.1', 0))): declined, "
         "every block is stage 0: parameters stay whole",
     )
@@ -75,7 +75,7 @@ def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None
 def test_passes_print_their_options() -> None:
     item = SynchronizeGradients(AXIS, 1, held=("a",))
     assert pass_name(item) == "synchronize_gradients"
-    assert describe(item) == "synchronize_gradients(axis='dp', rank=1, hold=False, held=('a',))"
+    assert describe(item) == "synchronize_gradients(axis='dp', rank=1, hold=(), held=('a',))"
 
 
 def test_the_graph_given_is_left_as_it_is() -> None:

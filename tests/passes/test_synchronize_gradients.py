@@ -40,7 +40,7 @@ def test_whole_parameters_are_reduced_and_sharded_ones_scattered() -> None:
 
 def test_hold_returns_local_gradients() -> None:
     graph = run_passes(two_layers().graph(0), before(0))
-    after = run_passes(graph, [SynchronizeGradients(AXIS, 0, hold=True)])
+    after = run_passes(graph, [SynchronizeGradients(AXIS, 0, hold=NAMES)])
     assert_expected_inline(
         changes(graph, after),
         """\
@@ -72,7 +72,7 @@ def test_accumulation_reduces_once() -> None:
     """Two calls that hold, and one that adds what they held: three times the gradient."""
     it: World = two_layers(ranks=3, rows=7)
     held = it.run(
-        it.lower(lambda rank: (*before(rank, 3), SynchronizeGradients(AXIS, rank, hold=True)))
+        it.lower(lambda rank: (*before(rank, 3), SynchronizeGradients(AXIS, rank, hold=NAMES)))
     )
     graphs = it.lower(lambda rank: (*before(rank, 3), SynchronizeGradients(AXIS, rank, held=NAMES)))
     inputs = []

@@ -1,0 +1,148 @@
+"""`Setting`: what all calls of a module share, and their captures."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import laid_as
+from autopar.capture import Call, Capture, capture
+from autopar.graph import Input, Parameter, ParameterInfo
+from autopar.plan import Plan
+from autopar.rows import mark_rows
+from autopar.runtime.batch import Share
+from autopar.runtime.calls import MakeWays
+from autopar.runtime.inside import Inside
+from autopar.runtime.options import Options
+from autopar.runtime.parameters import is_elsewhere
+from autopar.runtime.random import RandomStream
+from autopar.runtime.step import Differentiable
+
+
+@dataclass
+class Setting:
+    """What all calls of a module share.
+
+    Attributes:
+        model: the model.
+        parameters: what is known of its parameters.
+        device: of tensors.
+        options: how calls are captured and run.
+        random: this rank's stream of random numbers.
+        make_ways: finds the ways of a call that was not planned for.
+        plan: None until there is one.
+        mesh: of the plan; None for one rank.
+        held: local gradients kept from earlier calls, by parameter.
+        captures: of each kind of call.
+        all_tangents: whether gradients may enter by every output.
+    """
+
+    model: nn.Module
+    parameters: Mapping[str, ParameterInfo]
+    device: torch.device
+    options: Options
+    random: RandomStream
+    make_ways: MakeWays
+    plan: Plan | None = None
+    mesh: DeviceMesh | None = None
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
+    captures: dict[Any, Capture] = field(default_factory=dict)
+    all_tangents: bool = False
+
+    @cached_property
+    def inside(self) -> Inside:
+        """What the model holds, looked up once: calls are many, and modules do not change."""
+        return Inside.of(self.model)
+
+    def look_again(self) -> None:
+        """Forgets what the model held: its parameters were replaced."""
+        self.__dict__.pop("inside", None)
+
+    def capture(self, share: Share, for_planning: bool = False) -> Capture:
+        """Captures a call; the backward too, if it may be wanted."""
+        differentiate = for_planning or torch.is_grad_enabled()
+        key = (*self.key(share), differentiate)
+        if key not in self.captures:
+            self.captures[key] = self._capture(share, differentiate)
+        return self.captures[key]
+
+    def _capture(self, share: Share, differentiate: bool) -> Capture:
+        now = {
+            name: replace(info, requires_grad=self.inside.parameters[name].requires_grad)
+            for name, info in self.parameters.items()
+        }
+
+        def attempt(call: Call) -> Capture:
+            with self.autocast():
+                made = capture(
+                    self.model,
+                    call,
+                    now,  # parameters may have been frozen since; their layouts stay the plan's
+                    device=self.device,
+                    differentiate=differentiate,
+                    all_tangents=self.all_tangents,
+                    loss_fn=self.options.loss_fn,
+                )
+            return replace(made, graph=replace(made.graph, parameters=self.parameters))
+
+        if share.slices == 1:
+            return attempt(share.call)
+        return mark_rows(attempt, share.call, share.rows, share.total, share.slices)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision that the model is captured in."""
+        if self.options.precision is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.options.precision)
+
+    def without_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Programs have their casts written in."""
+        if not torch.is_autocast_enabled(self.device.type):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, enabled=False)
+
+    def key(self, share: Share) -> tuple[Any, ...]:
+        """What distinguishes a kind of call."""
+        kind = self.device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        call = share.call
+        leaves = tuple(x if _hashable(x) else repr(x) for x in call.leaves)
+        modes = tuple(m.training for m in self.inside.modules)
+        called = (leaves, call.structure, call.has_rows, share.total, share.slices)
+        trained = tuple(p.requires_grad for p in self.inside.parameters.values())
+        return (*called, autocast, modes, trained, self.all_tangents)
+
+    def differentiable(self, share: Share) -> tuple[tuple[Differentiable, ...], list[torch.Tensor]]:
+        """What autograd is told that a call depends on: parameters held here, and inputs."""
+        roles: list[Differentiable] = []
+        tensors: list[torch.Tensor] = []
+        for name, parameter in self.inside.parameters.items():
+            if parameter.requires_grad and not is_elsewhere(parameter):
+                roles.append(Parameter(name))
+                tensors.append(parameter)
+        for index, tensor in zip(share.call.places, share.tensors, strict=True):
+            if tensor.requires_grad:
+                roles.append(Input(index))
+                tensors.append(tensor)
+        return tuple(roles), tensors
+
+    def wrap(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """A parameter's gradient around its local part."""
+        parameter = self.inside.parameters[name]
+        return laid_as(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
