@@ -142,17 +142,6 @@ def build(
     through = compile_backend != "eager"
     passes = plan.passes(rank, comm_backend, ways=ways, hold=hold, held=held, compiled=through)
     graph = run_passes(with_axes(capture.graph, plan), passes)
-    forward, backward = halves(graph, groups, compile_backend, recorder)
-    return Program(capture, graph, forward, backward)
-
-
-def halves(
-    graph: TrainingGraph,
-    groups: Mapping[str, str],
-    compile_backend: str = "eager",
-    recorder: Recorder | None = None,
-) -> tuple[Half, Half | None]:
-    """The generated forward and backward of a lowered graph; no backward if it has none."""
     split = split_forward_backward(graph)
 
     def half(part: TrainingGraph, donated: tuple[int, ...] = ()) -> Half:
@@ -162,11 +151,9 @@ def halves(
     if recorder is not None:
         forward = replace(forward, run=recorder.from_start(graph, forward.run))
     if split.backward is not None:
-        through = compile_backend != "eager"
-        backward = half(
-            split.backward, donated_by(split.forward, split.backward) if through else ()
-        )
-    return forward, backward
+        spare = donated_by(split.forward, split.backward) if through else ()
+        backward = half(split.backward, spare)
+    return Program(capture, graph, forward, backward)
 
 
 def with_axes(graph: TrainingGraph, plan: Plan) -> TrainingGraph:

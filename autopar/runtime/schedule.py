@@ -65,13 +65,18 @@ class Schedule:
 
     def _run_alone(self) -> None:
         """This rank has all stages: nothing travels."""
-        came: dict[tuple[str, int, int], Values] = {}
+        came: dict[tuple[bool, int, int], Values] = {}
         for action in self.orders[0]:
             stage, micro = self.stages[action.stage], action.micro
+            if action.kind == "W":
+                stage.finish(micro)
+                continue
             forward = action.kind == "F"
-            given = came.pop((action.kind, stage.index, micro), {})
+            given = came.pop((forward, stage.index, micro), {})
             sent = stage.forward(micro, given) if forward else stage.backward(micro, given)
-            came[action.kind, stage.index + (1 if forward else -1), micro] = arrived(sent)
+            came[forward, stage.index + (1 if forward else -1), micro] = arrived(sent)
+            if action.kind == "B":
+                stage.finish(micro)
 
     @cached_property
     def _runtime(self) -> PipelineRuntime:
@@ -109,39 +114,52 @@ class _Staged(PipelineStageBase):
         micro = fwd_chunk_id
         self.forwards[micro] = self.stage.forward(micro, self.forwards.pop(micro, {}))
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, *_: Any, full_backward: bool = True, **__: Any
+    ) -> None:
         micro = bwd_chunk_id
         self.backwards[micro] = self.stage.backward(micro, self.backwards.pop(micro, {}))
+        if full_backward:
+            self.stage.finish(micro)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
+        self.stage.finish(bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: the last backward has reduced."""
 
     def get_fwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._receive(self.forwards, micro, self.stage.program.forward, -1)
+        return self._receive(self.forwards, micro, self.stage.program.forward.likes, -1)
 
     def get_fwd_send_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._send(self.forwards.pop(micro), self.stage.program.forward, +1)
+        return self._send(self.forwards.pop(micro), self.stage.program.forward.likes, +1)
 
     def get_bwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._receive(self.backwards, micro, self.stage.program.last, +1)
+        return self._receive(self.backwards, micro, self._of_backward, +1)
 
     def get_bwd_send_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._send(self.backwards.pop(micro), self.stage.program.last, -1)
+        return self._send(self.backwards.pop(micro), self._of_backward, -1)
+
+    @cached_property
+    def _of_backward(self) -> Mapping[Any, torch.Tensor]:
+        last = self.stage.program.last
+        return {} if last is None else Half(last.graph, last.halves[0].run).likes
 
     def _receive(
-        self, table: dict[int, Values], micro: int, half: Half | None, offset: int
+        self, table: dict[int, Values], micro: int, likes: Mapping[Any, torch.Tensor], offset: int
     ) -> list[dist.P2POp]:
         table[micro], ops = {}, []
-        for role in _in_order(half.inputs if half is not None else ()):
-            wire, table[micro][role] = _buffer(half.like(role), self.device)  # type: ignore[union-attr]
+        for role in _in_order(likes, Received):
+            wire, table[micro][role] = _buffer(likes[role], self.device)
             ops.append(self._transfer(dist.irecv, wire, offset))
         return ops
 
-    def _send(self, sent: Values, half: Half | None, offset: int) -> list[dist.P2POp]:
-        likes = half.likes if half is not None else {}
+    def _send(
+        self, sent: Values, likes: Mapping[Any, torch.Tensor], offset: int
+    ) -> list[dist.P2POp]:
         return [
             self._transfer(dist.isend, _wire(sent[role], likes[role]), offset)
-            for role in _in_order(sent)
+            for role in _in_order(sent, Sent)
         ]
 
     def _transfer(self, what: Any, tensor: torch.Tensor, offset: int) -> dist.P2POp:
@@ -165,10 +183,8 @@ def arrived(sent: Values) -> Values:
     return {Received(role.value, role.phase): value for role, value in sent.items()}
 
 
-def _in_order(roles: Iterable[Any]) -> list[Any]:
-    return sorted(
-        (role for role in roles if isinstance(role, (Sent, Received))), key=lambda r: r.value
-    )
+def _in_order(roles: Iterable[Any], kind: type) -> list[Any]:
+    return sorted((role for role in roles if isinstance(role, kind)), key=lambda r: r.value)
 
 
 def _dims(strides: Sequence[int]) -> list[int]:

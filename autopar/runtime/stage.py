@@ -24,7 +24,7 @@ from autopar.graph import (
     Total,
 )
 from autopar.runtime.program import Half
-from autopar.runtime.staged import StageProgram
+from autopar.runtime.staged import Backward, StageProgram
 
 Values = dict[Any, torch.Tensor]
 
@@ -71,12 +71,13 @@ class Stage:
         self.index, self.program = index, program
         self.step: Step | None = None
         self.saved: dict[int, list[torch.Tensor]] = {}
-        self.done = 0
+        self.under_way: dict[int, Values] = {}  # what a backward in two has to go on with
 
     def begin(self, step: Step) -> None:
         """Takes up a call."""
-        self.step, self.done = step, 0
+        self.step = step
         self.saved.clear()
+        self.under_way.clear()
 
     def forward(self, micro: int, came: Values) -> Values:
         """Runs the forward on a micro-batch; takes what the stage below sent, returns what goes on.
@@ -107,27 +108,44 @@ class Stage:
     def backward(self, micro: int, came: Values) -> Values:
         """Runs the backward on a micro-batch; takes what came from above, returns what goes below.
 
-        It empties `came`.
+        It empties `came`. A backward in two runs up to what goes below; `finish` runs the rest.
         """
-        step = self._step
-        self.done += 1
-        half = self.program.last if self.done == step.micro_batches else self.program.more
-        if half is None:
+        found = self._backward(micro)
+        if found is None:
             return {}
-        arguments = self._of_backward(half, micro, came)
+        known = came | dict(zip(found.saved, self.saved.pop(micro), strict=True))
+        came.clear()
+        return self._run(found.halves[0], micro, known, keep=len(found.halves) > 1)
+
+    def finish(self, micro: int) -> None:
+        """Runs what is left of the backward on a micro-batch."""
+        found = self._backward(micro)
+        if found is not None and len(found.halves) > 1:
+            self._run(found.halves[1], micro, self.under_way.pop(micro))
+
+    def _backward(self, micro: int) -> Backward | None:
+        last = micro == self._step.micro_batches - 1
+        return self.program.last if last else self.program.more
+
+    def _run(self, half: Half, micro: int, known: Values, keep: bool = False) -> Values:
+        """Runs one function of a backward; returns what is sent."""
+        step, sent = self._step, Values()
+        arguments = [self._argument(half, role, micro, known, keep) for role in half.inputs]
         results = half.run(arguments)
-        sent = {}
         for role, value in zip(half.outputs, results, strict=True):
             match role:
                 case Sent():
                     sent[role] = value
+                case Saved():
+                    known[role] = value
                 case Held(name):
                     _add(step.held, name, value)
                 case Gradient(Parameter(name)) if value is not None:
                     _add(step.gradients, name, value)
                 case Gradient(Input(index)) if value is not None:
-                    of_input = step.of_inputs.setdefault(index, {})
-                    _add(of_input, micro, value)
+                    _add(step.of_inputs.setdefault(index, {}), micro, value)
+        if keep:
+            self.under_way[micro] = known
         return sent
 
     @property
@@ -140,22 +158,20 @@ class Stage:
         known = parts.get(index)
         parts[index] = value if known is None or index in step.same else known + value
 
-    def _of_backward(self, half: Half, micro: int, came: Values) -> list[torch.Tensor]:
-        step, saved = self._step, iter(self.saved.pop(micro))
-        arguments = []
-        for role in half.inputs:
-            match role:
-                case Saved():
-                    arguments.append(next(saved))
-                case Received():
-                    arguments.append(came.pop(role))
-                case Tangent(index):
-                    arguments.append(self._tangent(half, role, step.tangents[micro].get(index)))
-                case Total(index):
-                    arguments.append(step.totals[index])
-                case Accumulated(name):
-                    arguments.append(self._held(half, role, step.held.pop(name, None)))
-        return arguments
+    def _argument(
+        self, half: Half, role: InputRole, micro: int, known: Values, keep: bool
+    ) -> torch.Tensor:
+        step = self._step
+        match role:
+            case Saved() | Received():
+                return known[role] if keep else known.pop(role)
+            case Tangent(index):
+                return self._tangent(half, role, step.tangents[micro].get(index))
+            case Total(index):
+                return step.totals[index]
+            case Accumulated(name):
+                return self._held(half, role, step.held.pop(name, None))
+        raise AssertionError(f"a backward asks for {role}")
 
     @staticmethod
     def _tangent(half: Half, role: Tangent, given: torch.Tensor | None) -> torch.Tensor:

@@ -6,15 +6,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.capture import Capture
-from autopar.graph import Gradient, Output, Parameter, TrainingGraph
+from autopar.graph import Gradient, Output, Parameter, Saved, TrainingGraph
 from autopar.partition import Ways
 from autopar.passes.accumulate_micro_batches import BATCH
 from autopar.passes.build import is_random
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.runner import run_passes
+from autopar.passes.split_forward_backward import split_forward_backward
+from autopar.passes.split_inputs_weights import split_inputs_weights
 from autopar.passes.split_stages import Stages, split_stages
 from autopar.plan import Plan
-from autopar.runtime.program import Half, halves, with_axes
+from autopar.runtime.program import Half, generate, with_axes
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward of a stage, whole or in two.
+
+    Attributes:
+        graph: all of it.
+        halves: one, or what other stages wait for and then what parameters need.
+    """
+
+    graph: TrainingGraph
+    halves: tuple[Half, ...]
+
+    @property
+    def saved(self) -> list[Saved]:
+        """What it takes of the forward, in the order in which that returns it."""
+        return [role for role in self.graph.inputs if isinstance(role, Saved)]
 
 
 @dataclass(frozen=True)
@@ -23,13 +43,13 @@ class StageProgram:
 
     Attributes:
         forward: its forward half.
-        more: its backward half while other micro-batches follow; None without a backward.
+        more: its backward while other micro-batches follow; None if it has none.
         last: that of the last micro-batch, which also reduces what was kept until then.
     """
 
     forward: Half
-    more: Half | None
-    last: Half | None
+    more: Backward | None
+    last: Backward | None
 
 
 @dataclass(frozen=True)
@@ -117,11 +137,19 @@ def build_staged(
     """
     assert plan.pipeline is not None
     stages = cut(capture.graph, plan, rank, ways, micro_batches)
-    compiled = compile_backend != "eager"
+    compiled, in_two = compile_backend != "eager", plan.pipeline.schedule == "zero_bubble"
 
-    def lowered(graph: TrainingGraph, **options: object) -> tuple[Half, Half | None]:
+    def lowered(graph: TrainingGraph, **options: object) -> tuple[Half, Backward | None]:
         passes = plan.stage_passes(rank, comm_backend, compiled=compiled, **options)  # type: ignore[arg-type]
-        return halves(run_passes(graph, passes), groups, compile_backend)
+        split = split_forward_backward(run_passes(graph, passes))
+        forward, backward = half(split.forward), None
+        if split.backward is not None:
+            parts = split_inputs_weights(split.backward) if in_two else (split.backward,)
+            backward = Backward(split.backward, tuple(map(half, parts)))
+        return forward, backward
+
+    def half(graph: TrainingGraph) -> Half:
+        return Half(graph, generate(graph, groups, compile_backend))
 
     def program(graph: TrainingGraph) -> StageProgram:
         trained = {r.of.name for r in graph.outputs if _is_gradient(r)}  # type: ignore[union-attr]
@@ -137,7 +165,8 @@ def build_staged(
         lower = [
             LowerCollectives(comm_backend, place[a], a) for a, n in plan.mesh if n > 1 and a != "pp"
         ]
-        return halves(run_passes(graph, lower), groups)[0]
+        done = run_passes(graph, lower)
+        return Half(done, generate(done, groups, "eager"))
 
     own = plan.pipeline.stages_of(plan.place(rank).get("pp", 0))
     return StagedProgram(
