@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import pytree
 from autopar.api import _flatten, compile
 from autopar.plan import Plan
+from autopar.runtime.agreement import from_everywhere, is_live
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,15 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _worst(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
-    if have.keys() != want.keys():
-        missing = sorted(have.keys() ^ want.keys())
+    """The worst difference of what the ranks have, each of the stages of its own."""
+    own = {name: _difference(have[name], want[name]) for name in have.keys() & want.keys()}
+    own |= dict.fromkeys(have.keys() - want.keys(), float("inf"))
+    found: dict[str, float] = {}
+    for errors in from_everywhere(own) if is_live() else [own]:
+        found |= {name: max(error, found.get(name, 0.0)) for name, error in errors.items()}
+    if missing := sorted(found.keys() ^ want.keys()):
         return float("inf"), f"only one side has {missing}"
-    return max(((_difference(have[n], want[n]), n) for n in want), default=(0.0, ""))
+    return max(((error, name) for name, error in found.items()), default=(0.0, ""))
 
 
 def _difference(have: torch.Tensor, want: torch.Tensor) -> float:
