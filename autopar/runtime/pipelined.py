@@ -145,9 +145,11 @@ class Call:
         buffers: by name.
         held: local gradients kept from earlier calls, by parameter.
         hold: keep gradients local.
-        first_tangent: what the gradient of the loss is taken to be until it is known.
+        tangent: what the gradient of the loss is taken to be until it is known.
         lent: parameters that other ranks hold.
         updates: new values of buffers.
+        over: whether its gradients are given away.
+        given_back: whether those of lent parameters are where these are held.
     """
 
     pipe: Pipe
@@ -156,9 +158,11 @@ class Call:
     buffers: Mapping[str, torch.Tensor]
     held: dict[str, torch.Tensor]
     hold: bool = False
-    first_tangent: float = 1.0
+    tangent: float = 1.0
     lent: dict[str, torch.Tensor] = field(default_factory=dict)
     updates: dict[str, torch.Tensor] = field(default_factory=dict)
+    over: bool = False
+    given_back: bool = False
 
     def __post_init__(self) -> None:
         program = self.pipe.program
@@ -206,7 +210,7 @@ class Call:
                 pipe.forwards.run(self.step)
             elif self.at_once:
                 (loss,) = pipe.tangents
-                tangent = torch.tensor(self.first_tangent, device=pipe.device, dtype=torch.float64)
+                tangent = torch.tensor(self.tangent, device=pipe.device, dtype=torch.float64)
                 self.step.tangents = [{loss: tangent}] * len(self.shares)
                 pipe.whole.run(self.step)
             else:
@@ -317,24 +321,48 @@ class Call:
 
     # Backward.
 
-    def backward(self, given: Mapping[int, torch.Tensor]) -> None:
-        """Runs the backwards, or scales what they gave by the gradient that is now known."""
+    def backward(self, given: Mapping[int, torch.Tensor], again: bool) -> None:
+        """Runs the backwards, or scales what they gave by the gradient that is now known.
+
+        Args:
+            given: gradients by the outputs that they enter by.
+            again: whether the caller may ask for another backward.
+
+        Raises:
+            RuntimeError: nothing was kept for another backward.
+        """
         pipe, step = self.pipe, self.step
+        if self.over:
+            raise RuntimeError(
+                "backward a second time through a call whose gradients are given away: give "
+                "retain_graph=True the first time"
+            )
+        self.over = not again
         with failing_together("a pipeline's backward"), torch.no_grad():
             if self.at_once:
                 (loss,) = pipe.tangents
-                ratio = float(given[loss]) / self.first_tangent if loss in given else 0.0
-                if ratio != 1.0:
+                known, self.tangent = self.tangent, float(given[loss]) if loss in given else 0.0
+                if known != self.tangent:
                     for value in (*step.gradients.values(), *_all(step.of_inputs)):
-                        value.mul_(ratio)
+                        value.mul_(self.tangent / known)
             else:
+                step.keep = again
+                step.of_inputs.clear()
                 step.tangents = [
                     {i: self._of_micro(i, value, micro) for i, value in given.items()}
                     for micro in range(len(self.shares))
                 ]
                 pipe.halves[1].run(step, begins=False)
-            if not self.hold:
+            if not self.hold and not self.given_back:
                 self._give_back()
+                self.given_back = self.at_once
+
+    def take(self, name: str, again: bool) -> torch.Tensor | None:
+        """The gradient of a parameter."""
+        gradients = self.step.gradients
+        if again and self.at_once:
+            return gradients[name].clone() if name in gradients else None
+        return gradients.pop(name, None)
 
     def _of_micro(self, index: int, tangent: torch.Tensor, micro: int) -> torch.Tensor:
         """The part of an output's gradient that belongs to a micro-batch."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, isfinite
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from autopar._torch import pytree
+from autopar._torch import keeps_graph, pytree
 from autopar.graph import Input, Parameter
 from autopar.plan import Plan
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
 from autopar.runtime.calls import ways_of_call
 from autopar.runtime.groups import backend_of, failing_together, group_names, rank
-from autopar.runtime.parameters import local
+from autopar.runtime.parameters import is_elsewhere, local
 from autopar.runtime.pipelined import Call, Pipe
 from autopar.runtime.program import with_axes
 from autopar.runtime.setting import Setting
@@ -103,7 +103,7 @@ class Pipes:
         return Call(
             self._pipe(shares[0], len(shares), hold),
             shares,
-            {name: local(value).detach() for name, value in inside.parameters.items()},
+            {n: local(p).detach() for n, p in inside.parameters.items() if not is_elsewhere(p)},
             inside.buffers(),
             self.setting.held,
             hold,
@@ -180,14 +180,15 @@ class _Run(torch.autograd.Function):
         given = {index: gradient for index, gradient in pairs if gradient is not None}
         if not call.pipe.tangents.issuperset(given):
             call = pipes.general(under.shares, under.hold)
-        call.backward(given)
+        again = keeps_graph()
+        call.backward(given, again)
         if call.at_once and given:
-            pipes.tangent = float(next(iter(given.values()))) or 1.0
+            pipes.tangent = call.tangent if isfinite(call.tangent) and call.tangent else 1.0
         found: list[torch.Tensor | None] = []
         for role in under.roles:
             match role:
                 case Parameter(name):
-                    gradient = call.step.gradients.pop(name, None)
+                    gradient = call.take(name, again)
                     found.append(None if gradient is None else pipes.setting.wrap(name, gradient))
                 case Input(index):
                     found.append(call.gradient_of_input(index, _like(under.shares, index)))

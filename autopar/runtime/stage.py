@@ -42,6 +42,7 @@ class Step:
         parts: what the micro-batches have added to totals so far.
         same: the parts that are the same for each of them.
         differentiates: whether a backward follows.
+        keep: whether another backward may follow that one.
         outputs: what was returned, by index and micro-batch.
         gradients: of parameters and inputs, summed; those of inputs by micro-batch.
     """
@@ -51,6 +52,7 @@ class Step:
     held: dict[str, torch.Tensor]
     same: frozenset[int]
     differentiates: bool
+    keep: bool = False
     tangents: list[dict[int, torch.Tensor]] = field(default_factory=list)
     totals: dict[int, torch.Tensor] = field(default_factory=dict)
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -113,7 +115,8 @@ class Stage:
         found = self._backward(micro)
         if found is None:
             return {}
-        known = came | dict(zip(found.saved, self.saved.pop(micro), strict=True))
+        saved = self.saved[micro] if self._step.keep else self.saved.pop(micro)
+        known = came | dict(zip(found.saved, saved, strict=True))
         came.clear()
         return self._run(found.halves[0], micro, known, keep=len(found.halves) > 1)
 
