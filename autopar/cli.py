@@ -13,6 +13,7 @@ from autopar.commands.launch import add_script, launch
 from autopar.commands.script import load
 from autopar.cost_model.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.pipeline import SCHEDULES
 from autopar.plan import Plan
 from autopar.strategy import Strategy
 
@@ -42,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--tp", type=int, help="ranks over which the model itself is partitioned")
     plan.add_argument("--cp", type=int, help="ranks over which only activations are")
     plan.add_argument("--ep", type=int, help="ranks over which it is, inside of tp")
+    plan.add_argument("--pp", type=int, help="ranks over which the forward is cut into stages")
+    plan.add_argument("--micro-batches", type=int, help="parts of a rank's rows, one after another")
+    plan.add_argument("--schedule", choices=SCHEDULES, help="the order in which they pass")
     plan.add_argument("--memory", help="cap per rank, such as 24GiB")
     plan.add_argument("--cluster", help="JSON file of a cluster, or one that ships")
     plan.add_argument("--out", help="write the plan as JSON")
@@ -73,13 +77,13 @@ def parser() -> argparse.ArgumentParser:
 def run_plan(options: argparse.Namespace) -> None:
     """`autopar plan`."""
     model, inputs = load(options.script)
+    given = ("tp", "cp", "ep", "pp", "micro_batches", "schedule")
+    axes = {name: getattr(options, name) for name in given}
     plan = make_plan(
         model,
         options.world_size,
         example_inputs=inputs,
-        strategy=replace(
-            Strategy.of(options.strategy), tp=options.tp, cp=options.cp, ep=options.ep
-        ),
+        strategy=replace(Strategy.of(options.strategy), **axes),
         memory=options.memory,
         cluster=Cluster.load(options.cluster) if options.cluster else None,
     )

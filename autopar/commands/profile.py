@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         raise StrategyError(
             f"{options.script} left nothing to show (exit status {status}). It has to train "
             f"{WARM_STEPS + options.steps + 1} steps of one shape or more on a model from "
-            "autopar.compile with backend='eager'."
+            "autopar.compile with backend='eager', not cut into stages (pp)."
         )
     show(profiles, Console(width=None if sys.stdout.isatty() else _WIDTH))
     if options.trace:
