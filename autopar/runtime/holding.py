@@ -6,6 +6,8 @@ are captured, and state dicts have names and shapes, as if all of them were here
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -14,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.pipeline import Pipeline
-from autopar.runtime.agreement import from_everywhere
 from autopar.runtime.groups import failing_together
 from autopar.runtime.layout import from_local
 from autopar.runtime.optimizers import release
@@ -83,12 +84,13 @@ def _laid_as(parameter: DTensor, part: torch.Tensor) -> DTensor:
     return from_local(part, parameter.device_mesh, parameter.placements, parameter.shape)
 
 
-def agree_on_frozen(model: nn.Module) -> None:
-    """Makes parameters that are elsewhere frozen where those who hold them have frozen them.
+def flags_of(parameters: Iterable[nn.Parameter], *, speaks: bool) -> list[float]:
+    """1 for each parameter that is held here and not frozen, if this rank speaks for its stage."""
+    return [float(speaks and p.requires_grad and not is_elsewhere(p)) for p in parameters]
 
-    All ranks of the world call this at once.
-    """
-    own = {n: p.requires_grad for n, p in model.named_parameters() if not is_elsewhere(p)}
-    trained = {name: flag for flags in from_everywhere(own) for name, flag in flags.items()}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained[name])
+
+def follow(parameters: Iterable[nn.Parameter], flags: Sequence[float]) -> None:
+    """Freezes what is elsewhere as the ranks that hold it have; `flags` are the sum of theirs."""
+    for parameter, flag in zip(parameters, flags, strict=True):
+        if is_elsewhere(parameter) and parameter.requires_grad != bool(flag):
+            parameter.requires_grad_(bool(flag))

@@ -26,7 +26,7 @@ from autopar.runtime.calls import MakeWays
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.fallback import as_global
 from autopar.runtime.groups import make_mesh, rank
-from autopar.runtime.holding import agree_on_frozen, fetched, hold, stage_mesh
+from autopar.runtime.holding import fetched, hold, stage_mesh
 from autopar.runtime.interleaved import support_interleaved
 from autopar.runtime.options import Options
 from autopar.runtime.parameters import (
@@ -77,7 +77,6 @@ class DistributedModule(nn.Module):
         self.plan: Plan | None = None
         self.mesh: DeviceMesh | None = None
         self._hold = False
-        self._settled = True
         models = options.ranks // options.tensor_ranks
         own = rank() // options.tensor_ranks if options.ranks > 1 else 0
         stream = RandomStream(own, models, device, shared=options.tensor_ranks > 1)
@@ -134,9 +133,6 @@ class DistributedModule(nn.Module):
         share = self._share(leaves, structure)
         if self._fallback:
             return self._run_fallback(leaves, share)
-        if not self._settled:
-            agree_on_frozen(self._wrapped[0])
-            self._settled = True
         assert self._runner is not None
         return self._runner.run(leaves, share, self._hold)
 
@@ -255,7 +251,7 @@ class DistributedModule(nn.Module):
         if across and plan.pipeline is not None:
             hold(model, plan.pipeline.held(plan.place(rank())["pp"]))
         self._setting.look_again()
-        self.plan, self._settled = plan, not across
+        self.plan = plan
         self._setting.plan, self._setting.mesh = plan, mesh
         self._runner = self._new_runner()
 

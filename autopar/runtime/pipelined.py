@@ -365,14 +365,18 @@ class Call:
         return gradients.pop(name, None)
 
     def _of_micro(self, index: int, tangent: torch.Tensor, micro: int) -> torch.Tensor:
-        """The part of an output's gradient that belongs to a micro-batch."""
+        """The part of an output's gradient that belongs to a micro-batch.
+
+        Times their number: gradients that enter by rows are averaged over all slices of a batch, as
+        losses that ranks make of their rows are.
+        """
         stage = self.pipe.program.returned_by.get(index)
         count = len(self.shares)
         if stage is None or count == 1:
             return tangent
         node = self.pipe.program.cut.stages[stage].result(Output(index))
         rows = (node.meta.get("rows") or ((),))[0] if node is not None else ()
-        return tangent.chunk(count, rows[0])[micro] if rows else tangent
+        return tangent.chunk(count, rows[0])[micro] * count if rows else tangent
 
     def _give_back(self) -> None:
         """Sends gradients to the ranks that hold their parameters."""

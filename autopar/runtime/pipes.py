@@ -17,6 +17,7 @@ from autopar.plan import Plan
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
 from autopar.runtime.calls import ways_of_call
 from autopar.runtime.groups import backend_of, failing_together, group_names, rank
+from autopar.runtime.holding import flags_of, follow
 from autopar.runtime.parameters import is_elsewhere, local
 from autopar.runtime.pipelined import Call, Pipe
 from autopar.runtime.program import with_axes
@@ -75,20 +76,31 @@ class Pipes:
         return pytree.tree_unflatten(result, pipe.program.capture.structure)
 
     def _agree(self, leaves: Sequence[Any], share: Share) -> None:
-        """Ranks that share rows must have been given the same, before anything is sent."""
+        """Ranks that share rows must have been given the same, before anything is sent.
+
+        They also hear of what others have frozen of their stages.
+        """
         ranks, data = self.plan.world_size, self.plan.data_ranks
         if ranks == 1:
             return
         row = self.plan.place(rank())[self.plan.axis]
-        own = torch.zeros(data + 1, 4, dtype=torch.float64, device=self.setting.device)
-        own[row] = evidence(leaves, share.rows, "global", self.setting.device)
-        own[data] = evidence(leaves, share.rows, self.plan.batch, self.setting.device)
+        device, parameters = self.setting.device, self.setting.inside.parameters.values()
+        speaks = rank() % (ranks // self.plan.pipeline_ranks) == 0
+        flags = torch.tensor(
+            flags_of(parameters, speaks=speaks), dtype=torch.float64, device=device
+        )
+        own = torch.zeros(data + 1, 4, dtype=torch.float64, device=device)
+        own[row] = evidence(leaves, share.rows, "global", device)
+        own[data] = evidence(leaves, share.rows, self.plan.batch, device)
+        every = torch.cat([own.view(-1), flags])
         with failing_together("a pipeline"):
-            dist.all_reduce(own)
+            dist.all_reduce(every)
+        verdicts = every[: own.numel()].view(own.shape)
         if self.plan.batch == "local":
-            for verdict in own[:data]:
+            for verdict in verdicts[:data]:
                 check_twins(verdict, ranks // data)
-        check_verdict(own[data], ranks, self.plan.batch)
+        check_verdict(verdicts[data], ranks, self.plan.batch)
+        follow(parameters, every[own.numel() :].tolist())
 
     def _micro_batches(self, share: Share) -> int:
         """As many as planned; fewer for a smaller batch that these do not divide."""
