@@ -76,10 +76,8 @@ class Pipe:
     @cached_property
     def at_once(self) -> bool:
         """Whether backwards can run among the forwards: of one loss, whose gradient is known."""
-        assert self.plan.pipeline is not None
-        losses = len(self.tangents) == 1 and not self.tangents & set(self.program.returned_by)
-        late = self.program.cut.late
-        return losses and not late and self.plan.pipeline.schedule != "gpipe"
+        one_loss = len(self.tangents) == 1 and not self.tangents & set(self.program.returned_by)
+        return one_loss and not self.program.cut.late
 
     def schedule(self, which: Orders) -> Schedule:
         """Orders as they are run here."""
