@@ -23,6 +23,7 @@ from autopar.graph import TrainingGraph
 from autopar.partition import Partition, Ways, in_turn, rows_of, scaled
 from autopar.passes.runner import run_passes
 from autopar.plan import Plan, fingerprint
+from autopar.planner.choose_stages import captured_at
 from autopar.planner.decide import Question, decide, measured
 from autopar.planner.partitions import repartition
 from autopar.profiling import profiler
@@ -211,8 +212,14 @@ def plan(
         live=False,
     )
     ranks = question.data_ranks
-    graph = capture_of_rank(model, example_inputs, 0, ranks, batch, autocast, loss_fn)
-    return decide(question, graph, measured(question, graph))
+
+    def captured(micro_batches: int) -> TrainingGraph:
+        return capture_of_rank(
+            model, example_inputs, 0, ranks, batch, autocast, loss_fn, micro_batches
+        )
+
+    graphs = captured_at(question.strategy, captured)
+    return decide(question, graphs, measured(question, graphs))
 
 
 def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int = 0) -> str:
@@ -263,27 +270,29 @@ def capture_of_rank(
     batch: str,
     autocast: torch.dtype | None,
     loss_fn: Callable[..., Any] | None,
+    micro_batches: int = 1,
 ) -> TrainingGraph:
-    """The joint graph of a rank that need not be running."""
+    """The joint graph of a micro-batch of a rank that need not be running."""
     device = device_of(model)
     leaves, structure = _flatten(example_inputs)
     share = share_of(leaves, structure, mode=batch, rank=rank, ranks=ranks)
+    share = share.micro_batches(micro_batches)[0]
     parameters = describe_parameters(model)
 
     def attempt(call: Call) -> Capture:
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             return capture(model, call, parameters, device=device, loss_fn=loss_fn)
 
-    if ranks == 1:
+    if share.slices == 1:
         return attempt(share.call).graph
-    return mark_rows(attempt, share.call, share.rows, share.total, ranks).graph
+    return mark_rows(attempt, share.call, share.rows, share.total, share.slices).graph
 
 
 def _choose(question: Question, captured: Callable[[int], Capture]) -> Plan:
     """Captures, measures and plans; one rank decides, all follow."""
-    graph = together(lambda: captured(question.strategy.micro_batches or 1)).graph
-    machine = together(lambda: measured(question, graph))
-    return decided_by_first(lambda: decide(question, graph, machine))
+    graphs = together(lambda: captured_at(question.strategy, lambda n: captured(n).graph))
+    machine = together(lambda: measured(question, graphs))
+    return decided_by_first(lambda: decide(question, graphs, machine))
 
 
 def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn.Module:

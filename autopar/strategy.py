@@ -124,6 +124,11 @@ class Strategy:
         return (self.pp or 1) * several
 
     @property
+    def pipelined(self) -> bool:
+        """Whether micro-batches pass one after the other, through stages or not."""
+        return self.stages > 1 or self.micro_batches is not None
+
+    @property
     def axes(self) -> dict[str, int]:
         """The axes that the model itself is partitioned along, in that order, and their sizes."""
         return {axis: n for axis in ORDER if (n := getattr(self, axis) or 1) > 1}

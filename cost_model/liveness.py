@@ -6,6 +6,7 @@ it, as the generated code frees each value behind its last use. Beyond that:
 - parameters, buffers, constants and optimizer state always exist, and so does the batch, which
   the caller holds;
 - gradients live until the optimizer has stepped, which is the last point of time;
+- what a stage sends on goes when its half has run;
 - outputs are held by the caller until the next forward returns other ones: in `loss = model(x)`
   the old loss goes when the new one is there;
 - what a collective reads or writes is held until it has been waited for, unless it makes a copy;
@@ -32,12 +33,17 @@ from autopar.graph import (
     Gradient,
     Held,
     Input,
+    InputRole,
     Output,
     OutputRole,
     Parameter,
+    Part,
+    Received,
     RowWeight,
     Saved,
+    Sent,
     Tangent,
+    Total,
     TrainingGraph,
     Update,
     Verdict,
@@ -220,7 +226,7 @@ class _Life:
             return ALWAYS
         if storage.maker.op == "call_function":
             return self.at[storage.maker]
-        return self.backward if isinstance(role, Tangent) else 0
+        return self.backward if _is_late(role) else 0
 
     def end(self, storage: Storage, holders: list[fx.Node]) -> int:
         """The last point of time at which a storage exists."""
@@ -236,9 +242,9 @@ class _Life:
             if user.op != "output":
                 waits = waits_of(user) if not copies(user) else []
                 last = max([last, self.at[user], *(self.at[w] for w in waits)])
-            elif not all(isinstance(role, Update) for role in self.returned[node]):
+            elif not all(isinstance(role, _TAKEN) for role in self.returned[node]):
                 last = self.last
-            elif index < self.backward:  # copied into the buffer when the forward returns
+            elif index < self.backward:  # taken when the forward returns
                 last = max(last, self.backward - 1)
         return last
 
@@ -282,6 +288,7 @@ _COPYING = frozenset(
     {_c10d.all_reduce.default, _c10d.all_reduce_coalesced.default, _c10d.broadcast.default}
 )
 _STANDING = (Parameter, Buffer, Input, RowWeight, Evidence)
+_TAKEN = (Update, Sent, Part)  # copied, sent or added up at once
 
 _INPUTS = {
     Parameter: "parameters",
@@ -290,6 +297,13 @@ _INPUTS = {
     Accumulated: "gradients",
     Saved: "saved",
 }
+
+
+def _is_late(role: InputRole | None) -> bool:
+    """Whether an input comes with the backward."""
+    if isinstance(role, Received):
+        return role.phase == "backward"
+    return isinstance(role, Tangent) or (isinstance(role, Total) and role.late)
 
 
 def copies(node: fx.Node) -> bool:

@@ -59,6 +59,23 @@ class Stages:
     makers: dict[int, int]
     late: bool
 
+    @property
+    def returned_by(self) -> dict[int, int]:
+        """The stage that makes each output that leaves it as it is, by index."""
+        graphs = enumerate(self.stages)
+        return {r.index: s for s, g in graphs for r in g.outputs if isinstance(r, Output)}
+
+    @property
+    def tangents(self) -> frozenset[int]:
+        """The outputs that gradients may enter by."""
+        return frozenset(r.index for g in self.stages for r in g.inputs if isinstance(r, Tangent))
+
+    @property
+    def at_once(self) -> bool:
+        """Whether backwards may run among the forwards: one loss, that nothing else depends on."""
+        losses = self.tangents - set(self.returned_by)
+        return len(self.tangents) == len(losses) == 1 and not self.late
+
 
 def split_stages(graph: TrainingGraph, stages: int) -> Stages:
     """Cuts a graph that `place_stages` went over, and that may be partitioned since.

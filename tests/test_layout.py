@@ -21,7 +21,7 @@ PASSES = COST_MODEL | {"autopar.passes"}
 PARTS = {"autopar.partition", "autopar.pipeline", "autopar.prediction"}
 PLAN = PASSES | PARTS | {"autopar.plan", "autopar.plan_text", "autopar.strategy"}
 TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
-PLAN_AND_CAPTURE = PLAN | TRACING | {"autopar.capture", "autopar.rows"}
+PLAN_AND_CAPTURE = PLAN | TRACING | {"autopar.capture", "autopar.rows", "autopar.staging"}
 
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "autopar.strategy": PASSES | PARTS,
     "autopar.plan": PLAN | {"autopar.plan_text"},
     "autopar.plan_text": PLAN | {"autopar.plan_text"},
+    "autopar.staging": PLAN,
     "autopar.planner": PLAN_AND_CAPTURE | {"autopar.planner"},
     "autopar.runtime": PLAN_AND_CAPTURE | {"autopar.runtime"},
     "autopar.report": PLAN_AND_CAPTURE | {"autopar.report"},

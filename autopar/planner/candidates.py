@@ -151,18 +151,18 @@ class Evaluator:
         ]
         return self.update.seconds(trained, dtensors=bool(graph.layouts or graph.partitioned))
 
-    def _plan(self, choice: Choice) -> tuple[Plan, TrainingGraph]:
+    def draft(self, choice: Choice) -> Plan:
+        """The plan of a choice, but for its buckets."""
         stages = dict(choice.stages)
-        ranks = self.base.data_ranks
+        ranks, own = self.base.data_ranks, self.base.axis
         axis = "dp_shard" if any(stages.values()) else "dp_replicate"
         size = choice.reduce_bytes
-        plan = replace(
+        others = (f"{name}{size}" for name, size in self.base.mesh if name != own)
+        return replace(
             self.base,
             partitions=tuple(replace(p, bucket_bytes=size) for p in self.base.partitions),
-            name=", ".join(
-                [*(f"{n}{size}" for n, size in self.base.mesh if n != self.base.axis), str(choice)]
-            ),
-            mesh=tuple((axis if n == self.base.axis else n, size) for n, size in self.base.mesh),
+            name=", ".join([*others, str(choice)]),
+            mesh=tuple((axis if n == own else n, size) for n, size in self.base.mesh),
             stages=choice.stages,
             recompute=choice.recompute,
             prefetch=choice.prefetch,
@@ -175,6 +175,9 @@ class Evaluator:
                 for name, p in self.parameters.items()
             ),
         )
+
+    def _plan(self, choice: Choice) -> tuple[Plan, TrainingGraph]:
+        plan = self.draft(choice)
         graph = replace(self.graph, axes=dict(plan.mesh))
         passes = plan.passes(0, self.comm_backend, ways=self.ways)
         first = next(

@@ -15,18 +15,21 @@ from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.optimizer import optimizer_state_ratio
 from autopar.errors import OutOfMemoryError, StrategyError
 from autopar.graph import ParameterInfo, TrainingGraph
-from autopar.partition import Partition, Ways, in_turn, named, rows_of
-from autopar.passes.dependence import uses
-from autopar.pipeline import Pipeline
+from autopar.partition import Partition, Ways, in_turn, named
 from autopar.plan import Plan, fingerprint
 from autopar.planner.candidates import Evaluator
+from autopar.planner.choose_stages import fastest_pipeline, fixed_pipeline
 from autopar.planner.machine import Machine, measure_machine, time_shards
 from autopar.planner.partitions import partition_by_bytes
+from autopar.planner.pipelines import staged
 from autopar.planner.placements import partition
 from autopar.planner.prices import shards_of
 from autopar.planner.search import choose, default_choice, first_choice
 from autopar.planner.ways import choices
 from autopar.strategy import Strategy
+
+Graphs = Mapping[int, TrainingGraph]
+"""The graph of one micro-batch, by how many there are of them."""
 
 
 @dataclass(frozen=True)
@@ -114,21 +117,24 @@ def needs_machine(question: Question) -> bool:
     return not fixed or question.memory is not None
 
 
-def measured(question: Question, graph: TrainingGraph) -> Machine | None:
-    """The machine, its operators timed at the shapes of this graph; every rank calls it."""
+def measured(question: Question, graphs: Graphs) -> Machine | None:
+    """The machine, its operators timed at the shapes of these graphs; every rank calls it."""
     if not needs_machine(question):
         return None
-    evaluator = evaluator_of(question, graph, None)
     stages = (0, 3) if question.data_ranks > 1 else (0,)
     tried = [first_choice(question.strategy, question.blocks, stage) for stage in stages]
-    graphs = [evaluator.lowered(choice) for choice in dict.fromkeys(tried)]
-    for done in range(len(evaluator.ways)):  # what is whole along an axis is timed for its prices
-        graphs.append(replace(evaluator, ways=evaluator.ways[:done]).lowered(tried[0]))
+    lowered, nodes = [], dict[str, fx.Node]()
+    for graph in graphs.values():
+        evaluator = evaluator_of(question, graph, None)
+        lowered += [evaluator.lowered(choice) for choice in dict.fromkeys(tried)]
+        for done in range(len(evaluator.ways)):  # whole along an axis, for the prices of that
+            lowered.append(replace(evaluator, ways=evaluator.ways[:done]).lowered(tried[0]))
+        if question.strategy.axes:
+            nodes |= _shards(question, graph, evaluator.ways)
     machine = measure_machine(
-        graphs, question.device, question.cluster, question.optimizer, live=question.live
+        lowered, question.device, question.cluster, question.optimizer, live=question.live
     )
     if question.strategy.axes and machine.operators.present:
-        nodes = _shards(question, graph, evaluator.ways)
         machine = time_shards(machine, nodes, live=question.live)
     return machine
 
@@ -146,48 +152,26 @@ def _shards(
     return nodes
 
 
-def decide(question: Question, graph: TrainingGraph, machine: Machine | None) -> Plan:
+def decide(question: Question, graphs: Graphs, machine: Machine | None) -> Plan:
     """The plan; rank 0 calls it."""
-    evaluator = evaluator_of(question, graph, machine)
-    fixed = default_choice(question.strategy, question.blocks)
+    strategy, model = question.strategy, question.model
+    fixed = default_choice(strategy, question.blocks)
     if machine is None:
         assert fixed is not None
-        return replace(evaluator.plan(fixed), pipeline=even_pipeline(question, graph))
+        (graph,) = graphs.values()
+        evaluator = evaluator_of(question, graph, None)
+        if strategy.pipelined:
+            evaluator = staged(evaluator, fixed_pipeline(strategy, model, graph))
+        return evaluator.plan(fixed)
     cap = question.memory
     if cap is None and machine.cluster.device_memory_bytes is not None:
         cap = machine.cluster.device_memory_bytes - context_bytes(machine.cluster.device)
-    plan = fastest(question, graph, machine, cap)
-    plan = replace(plan, pipeline=even_pipeline(question, graph))
+    if strategy.pipelined:
+        evaluators = {m: evaluator_of(question, g, machine) for m, g in graphs.items()}
+        plan = fastest_pipeline(evaluators, strategy, model, cap)
+    else:
+        plan = fastest(question, graphs[1], machine, cap)
     return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
-
-
-def even_pipeline(question: Question, graph: TrainingGraph) -> Pipeline | None:
-    """Stages of as many uses of parameters each."""
-    strategy, found = question.strategy, list(uses(graph))
-    if strategy.stages == 1 and strategy.micro_batches is None:
-        return None
-    count = strategy.stages
-    if len(found) < count:
-        raise StrategyError(
-            f"{question.model} has {len(found)} uses of parameters, which cannot be cut into "
-            f"{count} stages: give a smaller pp or stages_per_rank"
-        )
-    table: dict[str, list[int]] = {name: [] for name in question.parameters}
-    for place, use in enumerate(found):
-        stage = place * count // len(found)
-        if strategy.cuts is not None:
-            names = [u.name for u in found[: place + 1]]
-            stage = sum(any(n == c or n.startswith(c + ".") for n in names) for c in strategy.cuts)
-        table[use.name].append(stage)
-    rows = rows_of(graph) * (strategy.micro_batches or 1)
-    return Pipeline(
-        strategy.pp or 1,
-        strategy.schedule or ("interleaved" if count > (strategy.pp or 1) else "1f1b"),
-        strategy.micro_batches or 1,
-        count // (strategy.pp or 1),
-        tuple((name, tuple(stages) or (0,)) for name, stages in table.items()),
-        rows,
-    )
 
 
 LEANER = (0.75, 0.0)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-SLACK = 0.01
+SLACK = 0.03
 """By how much the slowest stage may be slower than it need be, where less is sent for that."""
 
 MOST = 192
@@ -130,6 +130,7 @@ class _Table:
             least = now
             for first in range(len(self.in_flight) - self.ranks + 1):
                 cuts = self.moved(cuts, first)
+        cuts = self.cheaper(cuts)
         held = self.of_ranks([float(self.memory(s)[run]) for s, run in self.stages(cuts)])
         return cuts if self.cap is None or held.max() <= self.cap else None
 
@@ -148,6 +149,23 @@ class _Table:
         window = (runs[first][1][0], runs[rows[-1]][1][1])
         found = self.cut(prices, np.add, window) or ()
         return (*cuts[:first], *found, *cuts[rows[-1] :])
+
+    def cheaper(self, cuts: Cuts) -> Cuts:
+        """These cuts, each moved to where the fewest bytes cross, as far as `SLACK` lets it."""
+        limit = (1.0 + SLACK) ** _POWER * self.pressure(cuts)
+        for index in range(len(cuts)):
+            ends = (0, *cuts, self.last)
+            moved = [
+                (*cuts[:index], place, *cuts[index + 1 :])
+                for place in range(ends[index] + 1, ends[index + 2])
+            ]
+            near = [tried for tried in moved if self.pressure(tried) <= limit]
+            cuts = min(near, key=self.sent)
+        return cuts
+
+    def sent(self, cuts: Cuts) -> float:
+        """Bytes that cross all cuts."""
+        return float(self.crossing[list(cuts)].sum())
 
     def pressure(self, cuts: Cuts) -> float:
         """What is to be made small: mostly what the slowest rank takes."""

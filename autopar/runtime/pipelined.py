@@ -19,7 +19,6 @@ from autopar.graph import (
     Parameter,
     Part,
     RowWeight,
-    Tangent,
     Total,
     Update,
     tensors,
@@ -70,14 +69,12 @@ class Pipe:
     @cached_property
     def tangents(self) -> frozenset[int]:
         """The outputs that gradients may enter by."""
-        graphs = self.program.cut.stages
-        return frozenset(r.index for g in graphs for r in g.inputs if isinstance(r, Tangent))
+        return self.program.cut.tangents
 
     @cached_property
     def at_once(self) -> bool:
         """Whether backwards can run among the forwards: of one loss, whose gradient is known."""
-        one_loss = len(self.tangents) == 1 and not self.tangents & set(self.program.returned_by)
-        return one_loss and not self.program.cut.late
+        return self.program.cut.at_once
 
     def schedule(self, which: Orders) -> Schedule:
         """Orders as they are run here."""
@@ -268,7 +265,7 @@ class Call:
                     found[index] = value
                 case Update(Buffer(name)):
                     self.updates[name] = value
-        for index, stage in program.returned_by.items():
+        for index, stage in program.cut.returned_by.items():
             found[index] = self._broadcast(index, stage)
         return [found[index] for index in self.returned]
 
@@ -368,7 +365,7 @@ class Call:
         Times their number: gradients that enter by rows are averaged over all slices of a batch, as
         losses that ranks make of their rows are.
         """
-        stage = self.pipe.program.returned_by.get(index)
+        stage = self.pipe.program.cut.returned_by.get(index)
         count = len(self.shares)
         if stage is None or count == 1:
             return tangent

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.capture import Capture
-from autopar.graph import Gradient, Output, Parameter, Saved, TrainingGraph
+from autopar.graph import Gradient, Parameter, Saved, TrainingGraph
 from autopar.partition import Ways
-from autopar.passes.accumulate_micro_batches import BATCH
+from autopar.passes.base import Pass
 from autopar.passes.build import is_random
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.runner import run_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.split_inputs_weights import split_inputs_weights
-from autopar.passes.split_stages import Stages, split_stages
+from autopar.passes.split_stages import Stages
 from autopar.plan import Plan
-from autopar.runtime.program import Half, generate, with_axes
+from autopar.runtime.program import Half, generate
+from autopar.staging import cut, passes_of_stage
 
 
 @dataclass(frozen=True)
@@ -82,28 +83,10 @@ class StagedProgram:
         """Whether some rank draws random numbers."""
         return any(is_random(node) for graph in self.cut.stages for node in graph.calls())
 
-    @property
-    def returned_by(self) -> dict[int, int]:
-        """The stage that makes each output that leaves it as it is, by index."""
-        graphs = enumerate(self.cut.stages)
-        return {r.index: s for s, g in graphs for r in g.outputs if isinstance(r, Output)}
-
     def users_of(self, name: str) -> list[int]:
         """The stages that a parameter is used by."""
         graphs = enumerate(self.cut.stages)
         return [stage for stage, graph in graphs if Parameter(name) in graph.inputs]
-
-
-def cut(
-    graph: TrainingGraph, plan: Plan, rank: int, ways: Sequence[Ways], micro_batches: int
-) -> Stages:
-    """The graphs of all stages of a captured micro-batch, as a rank sees them."""
-    assert plan.pipeline is not None
-    graph = with_axes(graph, plan)
-    if micro_batches > 1:
-        graph = replace(graph, axes={**graph.axes, BATCH: plan.data_ranks * micro_batches})
-    passes = plan.model_passes(rank, ways=ways, micro_batches=micro_batches)
-    return split_stages(run_passes(graph, passes), plan.pipeline.stages)
 
 
 def build_staged(
@@ -139,8 +122,7 @@ def build_staged(
     stages = cut(capture.graph, plan, rank, ways, micro_batches)
     compiled, in_two = compile_backend != "eager", plan.pipeline.schedule == "zero_bubble"
 
-    def lowered(graph: TrainingGraph, **options: object) -> tuple[Half, Backward | None]:
-        passes = plan.stage_passes(rank, comm_backend, compiled=compiled, **options)  # type: ignore[arg-type]
+    def lowered(graph: TrainingGraph, passes: Sequence[Pass]) -> tuple[Half, Backward | None]:
         split = split_forward_backward(run_passes(graph, passes))
         forward, backward = half(split.forward), None
         if split.backward is not None:
@@ -152,12 +134,18 @@ def build_staged(
         return Half(graph, generate(graph, groups, compile_backend))
 
     def program(graph: TrainingGraph) -> StageProgram:
-        trained = {r.of.name for r in graph.outputs if _is_gradient(r)}  # type: ignore[union-attr]
-        several = plan.data_ranks > 1 and micro_batches > 1
-        kept = () if hold or not several else tuple(n for n in plan.undivided if n in trained)
-        own = tuple(n for n in dict.fromkeys((*held, *kept)) if n in graph.parameters)
-        forward, last = lowered(graph, hold=hold, held=() if hold else own)
-        more = lowered(graph, hold=hold, accumulate=True)[1] if several else last
+        at_last, before = passes_of_stage(
+            graph,
+            plan,
+            rank,
+            comm_backend,
+            micro_batches=micro_batches,
+            hold=hold,
+            held=held,
+            compiled=compiled,
+        )
+        forward, last = lowered(graph, at_last)
+        more = last if before == at_last else lowered(graph, before)[1]
         return StageProgram(forward, more, last)
 
     def end(graph: TrainingGraph) -> Half:
@@ -177,7 +165,3 @@ def build_staged(
         end(stages.prologue) if stages.prologue is not None else None,
         end(stages.epilogue),
     )
-
-
-def _is_gradient(role: object) -> bool:
-    return isinstance(role, Gradient) and isinstance(role.of, Parameter)

@@ -1,0 +1,249 @@
+"""Which pipeline: how many micro-batches, which schedule, and where to cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.cost_model.schedules import in_flight, orders
+from autopar.errors import BatchError, CaptureError, OutOfMemoryError, StrategyError
+from autopar.graph import TrainingGraph
+from autopar.partition import rows_of
+from autopar.passes.dependence import uses
+from autopar.passes.runner import run_passes
+from autopar.pipeline import Pipeline
+from autopar.plan import Plan
+from autopar.planner.candidates import Evaluated, Evaluator
+from autopar.planner.pipelines import Link, PipelineEvaluator, staged
+from autopar.planner.search import choose, first_choice
+from autopar.planner.segments import Places, seconds_of, segments_of
+from autopar.planner.stages import Cuts, balance
+from autopar.prediction import RunnerUp
+from autopar.staging import placed
+from autopar.strategy import Strategy
+
+MOST_A_RANK = 4
+"""Micro-batches that are tried for each rank of a pipeline: more hide little more of the bubble."""
+
+FINALISTS = 3
+"""Pipelines of which all else is searched."""
+
+KEPT = 12
+"""Runners-up that a plan keeps."""
+
+
+def captured_at(
+    strategy: Strategy, captured: Callable[[int], TrainingGraph]
+) -> dict[int, TrainingGraph]:
+    """The graph of one micro-batch, for each number of them that may be chosen.
+
+    Args:
+        strategy: what is fixed.
+        captured: captures a call in so many micro-batches.
+
+    Raises:
+        BatchError: the rows cannot be cut into as many as the strategy says.
+    """
+    if strategy.micro_batches is not None or strategy.stages == 1:
+        count = strategy.micro_batches or 1
+        return {count: captured(count)}
+    found, count = {1: captured(1)}, 2
+    while count <= MOST_A_RANK * (strategy.pp or 1):
+        try:
+            found[count] = captured(count)
+        except (BatchError, CaptureError):
+            break
+        count *= 2
+    return found
+
+
+@dataclass(frozen=True)
+class Form:
+    """What distinguishes pipelines, but for their cuts."""
+
+    schedule: str
+    micro_batches: int
+    stages_per_rank: int
+
+
+def forms(strategy: Strategy, micro_batches: int, places: int) -> Iterator[Form]:
+    """The pipelines that a strategy leaves open, at a number of micro-batches."""
+    ranks, chunks = strategy.pp or 1, strategy.stages // (strategy.pp or 1)
+    if strategy.schedule is not None or chunks > 1 or ranks == 1:
+        default = "interleaved" if chunks > 1 else "1f1b"
+        yield Form(strategy.schedule or default, micro_batches, chunks)
+        return
+    yield Form("gpipe", micro_batches, 1)
+    yield Form("1f1b", micro_batches, 1)
+    yield Form("zero_bubble", micro_batches, 1)
+    if strategy.cuts is None and strategy.stages_per_rank is None and places >= 2 * ranks:
+        yield Form("interleaved", micro_batches, 2)
+
+
+def fixed_pipeline(strategy: Strategy, model: str, graph: TrainingGraph) -> Pipeline:
+    """The pipeline of a strategy that leaves nothing open."""
+    micro = strategy.micro_batches or 1
+    places = places_of(strategy, model, graph)
+    form = next(forms(strategy, micro, len(places.names)))
+    return _pipeline(strategy, form, graph, places, named_cuts(strategy, places))
+
+
+def places_of(strategy: Strategy, model: str, graph: TrainingGraph) -> Places:
+    """Where a model may be cut.
+
+    Raises:
+        StrategyError: it cannot be cut into as many stages.
+    """
+    places = Places.of(uses(graph), graph.parameters)
+    if len(places.names) < strategy.stages:
+        raise StrategyError(
+            f"{model} uses parameters in {len(places.names)} places, so it cannot be cut into "
+            f"{strategy.stages} stages: give a smaller pp or stages_per_rank"
+        )
+    return places
+
+
+def named_cuts(strategy: Strategy, places: Places) -> Cuts:
+    """The places that a strategy names.
+
+    Raises:
+        StrategyError: a name is none of the model, or they are not in the order of the forward.
+    """
+    found: list[int] = []
+    for cut in strategy.cuts or ():
+        at = [
+            place
+            for place, names in enumerate(places.names)
+            if any(name == cut or name.startswith(cut + ".") for name in names)
+        ]
+        if not at:
+            raise StrategyError(
+                f"cuts={strategy.cuts!r}: {cut!r} is no module or parameter that the forward uses"
+            )
+        if at[0] <= (found[-1] if found else 0):
+            raise StrategyError(
+                f"cuts={strategy.cuts!r}: {cut!r} is not used after what comes before it, so a "
+                "stage would have nothing to do. Name them in the order of the forward."
+            )
+        found.append(at[0])
+    return tuple(found)
+
+
+def _pipeline(
+    strategy: Strategy, form: Form, graph: TrainingGraph, places: Places, cuts: Cuts
+) -> Pipeline:
+    return Pipeline(
+        ranks=strategy.pp or 1,
+        schedule=form.schedule,
+        micro_batches=form.micro_batches,
+        stages_per_rank=form.stages_per_rank,
+        uses=places.stages(cuts),
+        rows=rows_of(graph) * form.micro_batches,
+    )
+
+
+@dataclass(frozen=True)
+class _Cutter:
+    """Finds the cuts of a graph of one micro-batch."""
+
+    evaluator: Evaluator
+    strategy: Strategy
+    model: str
+    cap: int | None
+
+    def candidates(self, micro_batches: int) -> Iterator[PipelineEvaluator]:
+        """An evaluator of each pipeline."""
+        base, graph = self.evaluator.base, self.evaluator.graph
+        places = places_of(self.strategy, self.model, graph)
+        blocks = tuple(block for block, _ in base.stages)
+        zero = first_choice(self.strategy, blocks, 0)
+        each = Pipeline(len(places.names), "gpipe", micro_batches, 1, places.uses)
+        plan = replace(self.evaluator.draft(zero), pipeline=each)
+        whole = placed(graph, plan, 0, self.evaluator.ways, micro_batches)
+        cluster, operators = self.evaluator.cluster, self.evaluator.operators
+        lowered = run_passes(whole, plan.stage_passes(0, self.evaluator.comm_backend))
+        taken = seconds_of(lowered, places, cluster, operators, plan.axis)
+        divided = base.data_ranks if self.strategy.zero not in (0, 1, 2) else 1
+        copies = (2.0 + base.optimizer_state_ratio) / divided
+        segments = segments_of(whole, places, taken, copies)
+        ranks, link = self.strategy.pp or 1, Link(cluster, base.mesh)
+        for form in forms(self.strategy, micro_batches, len(places.names)):
+            order = orders(form.schedule, ranks, micro_batches, form.stages_per_rank)
+            count = ranks * form.stages_per_rank
+            flights = [in_flight(order[stage % ranks], stage) for stage in range(count)]
+            if self.strategy.cuts is not None:
+                cuts: Cuts | None = named_cuts(self.strategy, places)
+            else:
+                cuts = balance(segments, ranks, flights, link.seconds, self.cap)
+                cuts = cuts or balance(segments, ranks, flights, link.seconds)
+            pipeline = _pipeline(self.strategy, form, graph, places, cuts or ())
+            yield staged(self.evaluator, pipeline)
+
+
+def fastest_pipeline(
+    evaluators: Mapping[int, Evaluator],
+    strategy: Strategy,
+    model: str,
+    cap: int | None,
+) -> Plan:
+    """The fastest plan that fits, of all numbers of micro-batches, schedules and balanced cuts.
+
+    Args:
+        evaluators: of the model as it is, for each number of micro-batches.
+        strategy: what is fixed.
+        model: its name.
+        cap: bytes for each rank; None for any number.
+
+    Raises:
+        StrategyError: the model cannot be cut as the strategy says.
+        OutOfMemoryError: nothing fits.
+    """
+    tried: list[tuple[PipelineEvaluator, Evaluated]] = []
+    refusals: list[StrategyError] = []
+    blocks = tuple(block for block, _ in next(iter(evaluators.values())).base.stages)
+    first = first_choice(strategy, blocks, 0)
+    for micro_batches, evaluator in evaluators.items():
+        try:
+            for candidate in _Cutter(evaluator, strategy, model, cap).candidates(micro_batches):
+                tried.append((candidate, candidate.evaluate(first)))
+        except StrategyError as refusal:
+            refusals.append(refusal)
+    if not tried:
+        raise refusals[0]
+
+    def merit(item: tuple[PipelineEvaluator, Evaluated]) -> tuple[bool, float]:
+        cost = item[1].prediction
+        return cap is not None and cost.needed_bytes > cap, cost.step_s
+
+    tried.sort(key=merit)
+    finalists = tried[:FINALISTS]
+    if cap is not None:
+        finalists += [min(tried, key=lambda item: item[1].prediction.needed_bytes)]
+    plans, failures = [], []
+    for candidate, _ in finalists:
+        try:
+            plans.append(choose(candidate, strategy, blocks, cap))
+        except OutOfMemoryError as failure:
+            failures.append(failure)
+    if not plans:
+        raise min(failures, key=lambda failure: failure.shortfall)
+    best = min(plans, key=_step_s)
+    return replace(best, runners_up=_runners_up(best, [e.plan for _, e in tried]))
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_s
+
+
+def _runners_up(best: Plan, others: list[Plan]) -> tuple[RunnerUp, ...]:
+    """Those of the best pipeline, and the other pipelines."""
+    found = {other.name: other for other in best.runners_up}
+    for plan in others:
+        if plan.pipeline != best.pipeline and plan.prediction is not None:
+            cost, slower = plan.prediction, _step_s(plan) - _step_s(best)
+            why = f"{slower * 1e3:.2f} ms slower, ranks wait {cost.bubble:.0%} of the step"
+            if slower <= 0:
+                why = "does not fit as it is"
+            found[plan.name] = RunnerUp(plan.name, cost.step_s, cost.peak_bytes, why)
+    return tuple(sorted(found.values(), key=lambda other: other.step_s)[:KEPT])

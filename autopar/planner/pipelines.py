@@ -1,0 +1,315 @@
+"""Pipelines as candidates: plans with stages, priced on what each stage lowers to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cost import ClusterError, Cost
+from autopar.cost_model.pipeline import PipelineSimulation, StageCost, simulate_pipeline
+from autopar.cost_model.schedules import Orders, in_flight, orders, split_orders
+from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.simulate import Simulation, simulate
+from autopar.cost_model.streams import COMPUTE, Event
+from autopar.graph import Parameter, Sent, TrainingGraph, tensor_bytes, tensors
+from autopar.passes.bucket_collectives import BucketCollectives, Buckets, propose_buckets
+from autopar.passes.runner import run_passes
+from autopar.passes.split_forward_backward import split_forward_backward
+from autopar.passes.split_inputs_weights import split_inputs_weights
+from autopar.passes.split_stages import Stages
+from autopar.pipeline import Pipeline
+from autopar.plan import Plan
+from autopar.planner.candidates import Choice, Evaluated, Evaluator
+from autopar.planner.stage_memory import RankMemory, StageMemory, memory_of_rank
+from autopar.prediction import Prediction, StagePrediction
+from autopar.staging import cut, passes_of_stage
+
+
+@dataclass(frozen=True)
+class Link:
+    """What neighbouring ranks of a pipeline send each other over.
+
+    Attributes:
+        cluster: times of messages.
+        mesh: the axes of the plan, those of the stages outermost.
+    """
+
+    cluster: Cluster
+    mesh: tuple[tuple[str, int], ...]
+
+    def seconds(self, nbytes: int) -> float:
+        """The time of one message."""
+        return self.cost(nbytes).seconds if nbytes else 0.0
+
+    def cost(self, nbytes: int) -> Cost:
+        """The same, and where it comes from: where no messages were timed, from broadcasts."""
+        try:
+            return self.cluster.seconds("send", nbytes, self._pair)
+        except ClusterError:
+            return self.cluster.seconds("broadcast", nbytes, self._pair)
+
+    @cached_property
+    def _pair(self) -> GroupShape:
+        ranks, world = dict(self.mesh).get("pp", 1), self.cluster.world_size
+        stride, node = max(1, world // ranks), self.cluster.ranks_per_node
+        apart = any(r * stride // node != (r + 1) * stride // node for r in range(ranks - 1))
+        return GroupShape(2, 1 if apart else 2, max(1, world // 2))
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A stage as it runs, and what is predicted of it.
+
+    Attributes:
+        graph: the last micro-batch of a step.
+        last: the same, simulated.
+        more: a micro-batch before that.
+        weights: the share of the backward that only gradients of parameters need.
+    """
+
+    graph: TrainingGraph
+    last: Simulation
+    more: Simulation
+    weights: float
+
+    def sent(self, phase: str) -> int:
+        """Bytes that go to a neighbour, of one micro-batch."""
+        pairs = zip(self.graph.outputs, self.graph.results, strict=True)
+        return sum(
+            tensor_bytes(tensors(node)[0])
+            for role, node in pairs
+            if isinstance(role, Sent) and role.phase == phase and node is not None
+        )
+
+    @property
+    def cost(self) -> StageCost:
+        """What it takes."""
+        backward = self.more.backward_s
+        return StageCost(
+            forward_s=self.more.forward_s,
+            backward_s=backward,
+            input_s=backward * (1.0 - self.weights),
+            weight_s=backward * self.weights,
+            last_s=max(0.0, self.last.backward_s - backward),
+            sent_bytes=self.sent("forward"),
+            returned_bytes=self.sent("backward"),
+        )
+
+
+@dataclass(frozen=True)
+class PipelineEvaluator(Evaluator):
+    """Turns choices into plans with stages, and prices them; `base` has the pipeline."""
+
+    cuts: dict[str, Stages] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages."""
+        assert self.base.pipeline is not None
+        return self.base.pipeline
+
+    def plan(self, choice: Choice) -> Plan:
+        """The plan of a choice, buckets filled in the order of each stage."""
+        return self._staged(choice)[0]
+
+    def evaluate(self, choice: Choice) -> Evaluated:
+        """Lowers every stage as the plan says, and simulates them, alone and together."""
+        plan, pairs = self._staged(choice)
+        stages = [self._lowered(last, more) for last, more in pairs]
+        order = self.orders(self.cuts[plan.axis])
+        link = Link(self.cluster, plan.mesh)
+        together = simulate_pipeline(order, [stage.cost for stage in stages], link.seconds)
+        flights = [in_flight(order[s % len(order)], s) for s in range(len(stages))]
+        update = [self._update(plan, stages, rank) for rank in range(self.pipeline.ranks)]
+        prediction = self._prediction(plan, stages, together, flights, update)
+        notes = (*plan.notes, *self.overhead.gaps())
+        return Evaluated(choice, replace(plan, prediction=prediction, notes=notes), prediction)
+
+    def orders(self, stages: Stages) -> Orders:
+        """What each rank does: forwards first, where the loss must be known before a backward."""
+        p = self.pipeline
+        if stages.at_once:
+            return orders(p.schedule, p.ranks, p.micro_batches, p.stages_per_rank)
+        return tuple(map(tuple.__add__, *split_orders(p.ranks, p.micro_batches, p.stages_per_rank)))
+
+    def _staged(self, choice: Choice) -> tuple[Plan, list[tuple[TrainingGraph, TrainingGraph]]]:
+        """The plan, and each stage lowered: its last micro-batch, and one before that."""
+        plan, micro = self.draft(choice), self.pipeline.micro_batches
+        p = self.pipeline
+        several = f" x{p.stages_per_rank}" if p.stages_per_rank > 1 else ""
+        name = f"{plan.name}, {p.schedule}{several}, {micro} micro-batches"
+        if plan.axis not in self.cuts:
+            self.cuts[plan.axis] = cut(self.graph, plan, 0, self.ways, micro)
+        stages = self.cuts[plan.axis].stages
+        found = Buckets()
+        for graph in stages:
+            passes, _ = passes_of_stage(graph, plan, 0, self.comm_backend, micro_batches=micro)
+            kinds = [isinstance(item, BucketCollectives) for item in passes]
+            if any(kinds):
+                graph = run_passes(graph, passes[: kinds.index(True)])
+                own = propose_buckets(graph, choice.gather_bytes, choice.reduce_bytes)
+                found = _joined(found, own)
+        plan = replace(plan, name=name, buckets=found)
+        pairs, notes = [], dict.fromkeys(plan.notes)
+        for graph in stages:
+            last, more = passes_of_stage(graph, plan, 0, self.comm_backend, micro_batches=micro)
+            lowered = run_passes(graph, last)
+            pairs.append((lowered, lowered if more == last else run_passes(graph, more)))
+            notes |= dict.fromkeys(lowered.notes)
+        return replace(plan, notes=tuple(notes)), pairs
+
+    def _lowered(self, last: TrainingGraph, more: TrainingGraph) -> Lowered:
+        def simulated(graph: TrainingGraph) -> Simulation:
+            return simulate(graph, self.cluster, self.operators, overhead=self.overhead)
+
+        first = simulated(last)
+        weights = self._weights(last) if self.pipeline.schedule == "zero_bubble" else 0.0
+        return Lowered(last, first, first if more is last else simulated(more), weights)
+
+    def _weights(self, graph: TrainingGraph) -> float:
+        """The share of a stage's backward that other stages need not wait for."""
+        backward = split_forward_backward(graph).backward
+        if backward is None:
+            return 0.0
+        seconds = [
+            sum(self.operators.seconds(node).seconds for node in part.calls())
+            for part in split_inputs_weights(backward)
+        ]
+        return seconds[1] / sum(seconds) if sum(seconds) else 0.0
+
+    def _update(self, plan: Plan, stages: Sequence[Lowered], rank: int) -> Cost:
+        """The optimizer's step of a rank."""
+        held, sizes, wrapped = self.pipeline.held(rank), dict[str, int](), plan.shards_parameters
+        for stage in self.pipeline.stages_of(rank):
+            graph = stages[stage].graph
+            for role, node in zip(graph.inputs, graph.placeholders, strict=True):
+                if isinstance(role, Parameter) and graph.parameters[role.name].requires_grad:
+                    sizes[role.name] = tensor_bytes(tensors(node)[0])
+        return self.update.seconds(
+            [n for name, n in sizes.items() if name in held], dtensors=wrapped
+        )
+
+    def _prediction(
+        self,
+        plan: Plan,
+        stages: Sequence[Lowered],
+        together: PipelineSimulation,
+        flights: Sequence[int],
+        update: Sequence[Cost],
+    ) -> Prediction:
+        micro, ranks = self.pipeline.micro_batches, range(self.pipeline.ranks)
+        ends = [end + cost.seconds for end, cost in zip(together.ends_s, update, strict=True)]
+        slow = max(ranks, key=lambda rank: together.busy_s[rank] + update[rank].seconds)
+        own = [stages[stage] for stage in self.pipeline.stages_of(slow)]
+        memory = self._memory(stages, flights)
+        within = micro * sum(stage.more.communication_s for stage in own)
+        return Prediction(
+            step_s=max(ends),
+            update_s=update[slow].seconds,
+            compute_s=micro * sum(stage.more.compute_s for stage in own),
+            communication_s=within + together.transfer_s / len(ranks),
+            exposed_s=together.exposed_s + micro * sum(stage.more.exposed_s for stage in own),
+            peak_bytes=memory.peak,
+            memory=memory.by_category,
+            reserved_bytes=memory.reserved,
+            context_bytes=stages[0].last.memory.context,
+            provenance=self._provenance(stages, update, Link(self.cluster, plan.mesh)),
+            waits=_summed(stage.more.waits for stage in own),
+            events=_events(together, update),
+            stages=tuple(
+                StagePrediction(
+                    parameter_bytes=sum(
+                        info.bytes for name, info in self.parameters.items()
+                        if self.pipeline.owners[name] == index
+                    ),
+                    forward_s=stage.cost.forward_s,
+                    backward_s=stage.cost.backward_s,
+                    sent_bytes=stage.cost.sent_bytes,
+                    returned_bytes=stage.cost.returned_bytes,
+                    saved_bytes=StageMemory.of(stage.more.memory, stage.graph, micro).saved,
+                    in_flight=flights[index],
+                )
+                for index, stage in enumerate(stages)
+            ),
+            idle=tuple(
+                1.0 - (busy + cost.seconds) / max(ends)
+                for busy, cost in zip(together.busy_s, update, strict=True)
+            ),
+        )  # fmt: skip
+
+    def _memory(self, stages: Sequence[Lowered], flights: Sequence[int]) -> RankMemory:
+        """Of the rank that needs most."""
+        micro = self.pipeline.micro_batches
+        found = [
+            memory_of_rank(
+                [
+                    (
+                        StageMemory.of(stages[s].more.memory, stages[s].graph, micro),
+                        StageMemory.of(stages[s].last.memory, stages[s].graph, micro),
+                        flights[s],
+                    )
+                    for s in self.pipeline.stages_of(rank)
+                ]
+            )
+            for rank in range(self.pipeline.ranks)
+        ]
+        return max(found, key=lambda memory: memory.peak)
+
+    def _provenance(
+        self, stages: Sequence[Lowered], update: Sequence[Cost], link: Link
+    ) -> dict[str, int]:
+        counts = Counter(cost.kind for cost in update)
+        for stage in stages:
+            counts.update(stage.last.provenance)
+            counts.update(link.cost(n).kind for n in (stage.cost.sent_bytes,) if n)
+        return dict(counts)
+
+
+def staged(evaluator: Evaluator, pipeline: Pipeline) -> PipelineEvaluator:
+    """The evaluator of plans with these stages."""
+    own = {f.name: getattr(evaluator, f.name) for f in fields(Evaluator)}
+    overhead = evaluator.overhead
+    batches = overhead.batches * pipeline.micro_batches
+    own["base"] = replace(evaluator.base, pipeline=pipeline)
+    return PipelineEvaluator(**{**own, "overhead": replace(overhead, batches=batches)})
+
+
+def _joined(one: Buckets, other: Buckets) -> Buckets:
+    """The buckets of two stages; a parameter of both travels with those of the first."""
+
+    def join(
+        first: tuple[tuple[str, ...], ...], second: tuple[tuple[str, ...], ...]
+    ) -> tuple[tuple[str, ...], ...]:
+        known = {name for group in first for name in group}
+        left = (tuple(n for n in group if n not in known) for group in second)
+        return (*first, *(group for group in left if group))
+
+    return Buckets(
+        join(one.gather, other.gather),
+        join(one.regather, other.regather),
+        join(one.reduce, other.reduce),
+    )
+
+
+def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for table in tables:
+        for key, seconds in table.items():
+            total[key] = total.get(key, 0.0) + seconds
+    return total
+
+
+def _events(
+    together: PipelineSimulation, update: Sequence[Cost]
+) -> tuple[tuple[str, str, float, float, str], ...]:
+    """What all ranks do, and the step of the optimizer on each."""
+    ends = zip(together.ends_s, update, strict=True)
+    steps = [
+        Event("optimizer", f"rank {rank}", end, end + cost.seconds, COMPUTE)
+        for rank, (end, cost) in enumerate(ends)
+    ]
+    found = sorted([*together.timeline, *steps], key=lambda event: event.end_s)
+    return tuple((e.name, e.stream, round(e.start_s, 8), round(e.end_s, 8), e.kind) for e in found)
