@@ -62,7 +62,7 @@ def chrome_trace(
     rows: list[dict[str, Any]] = []
     for pid, (name, events) in enumerate(processes.items()):
         rows.append(_named("process_name", name, pid))
-        streams = [COMPUTE, *sorted({e.stream for e in events} - {COMPUTE})]
+        streams = sorted({e.stream for e in events}, key=lambda name: (name != COMPUTE, name))
         for tid, stream in enumerate(streams):
             rows.append(_named("thread_name", stream, pid, tid))
         rows += [_slice(event, pid, streams.index(event.stream)) for event in events]

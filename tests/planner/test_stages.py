@@ -68,8 +68,8 @@ def test_several_stages_on_a_rank_are_near_the_best(ranks, chunks, count, head):
         found = balance(segments, ranks, in_flight, transfer)
         least = best(segments, ranks, in_flight, transfer, 10**9)
         worse.append(max(loads(segments, ranks, found, transfer)) / least)
-    assert max(worse) < 1.16
-    assert sum(worse) / len(worse) < 1.07
+    assert max(worse) < 1.16 * (1 + SLACK)
+    assert sum(worse) / len(worse) < 1.07 * (1 + SLACK)
 
 
 def test_several_stages_on_a_rank_stay_under_the_cap():
