@@ -44,6 +44,7 @@ from autopar.runtime.parameters import (
     total_bytes,
 )
 from autopar.runtime.program import with_axes
+from autopar.staging import cut
 from autopar.strategy import Strategy
 
 Batch = Literal["global", "local"]
@@ -237,7 +238,15 @@ def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int
 
     turns = in_turn(planned, with_axes(graph, plan), place, as_planned)
     own = [ways for _, _, ways in turns]
-    return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend, ways=own)))
+    if plan.pipeline is None:
+        return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend, ways=own)))
+    stages = cut(graph, plan, rank, own, plan.pipeline.micro_batches).stages
+    passes = plan.stage_passes(rank, backend)
+    return "\n\n".join(
+        f"# stage {stage} of {plan.pipeline.stages}, for each micro-batch\n"
+        f"{run_passes(stages[stage], passes)}"
+        for stage in plan.pipeline.stages_of(place.get("pp", 0))
+    )
 
 
 def planned_ways(
@@ -259,7 +268,8 @@ def _capture_under(
 ) -> TrainingGraph:
     autocast = getattr(torch, plan.precision) if plan.precision else None
     ranks, batch = plan.data_ranks, plan.batch
-    return capture_of_rank(model, example_inputs, data_rank, ranks, batch, autocast, None)
+    count = plan.pipeline.micro_batches if plan.pipeline is not None else 1
+    return capture_of_rank(model, example_inputs, data_rank, ranks, batch, autocast, None, count)
 
 
 def capture_of_rank(
