@@ -115,10 +115,14 @@ class Stage:
         found = self._backward(micro)
         if found is None:
             return {}
-        saved = self.saved[micro] if self._step.keep else self.saved.pop(micro)
-        known = came | dict(zip(found.saved, saved, strict=True))
+        first, *rest = found.halves
+        known = came | dict(zip(found.saved, self._take(micro), strict=True))
         came.clear()
-        return self._run(found.halves[0], micro, known, keep=len(found.halves) > 1)
+        later = frozenset(role for half in rest for role in half.inputs)
+        sent = self._run(first, micro, known, later)
+        if rest:
+            self.under_way[micro] = known
+        return sent
 
     def finish(self, micro: int) -> None:
         """Runs what is left of the backward on a micro-batch."""
@@ -126,14 +130,23 @@ class Stage:
         if found is not None and len(found.halves) > 1:
             self._run(found.halves[1], micro, self.under_way.pop(micro))
 
+    def _take(self, micro: int) -> list[torch.Tensor]:
+        """What the forward on a micro-batch has saved; from here on the backward's own, to free."""
+        return self.saved[micro] if self._step.keep else self.saved.pop(micro)
+
     def _backward(self, micro: int) -> Backward | None:
         last = micro == self._step.micro_batches - 1
         return self.program.last if last else self.program.more
 
-    def _run(self, half: Half, micro: int, known: Values, keep: bool = False) -> Values:
-        """Runs one function of a backward; returns what is sent."""
+    def _run(
+        self, half: Half, micro: int, known: Values, later: frozenset[Any] = frozenset()
+    ) -> Values:
+        """Runs one function of a backward; returns what is sent.
+
+        Of `known` only what is used `later` stays: the rest is freed as the function runs.
+        """
         step, sent = self._step, Values()
-        arguments = [self._argument(half, role, micro, known, keep) for role in half.inputs]
+        arguments = [self._argument(half, role, micro, known, later) for role in half.inputs]
         results = half.run(arguments)
         for role, value in zip(half.outputs, results, strict=True):
             match role:
@@ -147,8 +160,6 @@ class Stage:
                     _add(step.gradients, name, value)
                 case Gradient(Input(index)) if value is not None:
                     _add(step.of_inputs.setdefault(index, {}), micro, value)
-        if keep:
-            self.under_way[micro] = known
         return sent
 
     @property
@@ -162,12 +173,12 @@ class Stage:
         parts[index] = value if known is None or index in step.same else known + value
 
     def _argument(
-        self, half: Half, role: InputRole, micro: int, known: Values, keep: bool
+        self, half: Half, role: InputRole, micro: int, known: Values, later: frozenset[Any]
     ) -> torch.Tensor:
         step = self._step
         match role:
             case Saved() | Received():
-                return known[role] if keep else known.pop(role)
+                return known[role] if role in later else known.pop(role)
             case Tangent(index):
                 return self._tangent(half, role, step.tangents[micro].get(index))
             case Total(index):
