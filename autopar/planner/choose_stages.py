@@ -80,14 +80,6 @@ def forms(strategy: Strategy, micro_batches: int, places: int) -> Iterator[Form]
         yield Form("interleaved", micro_batches, 2)
 
 
-def fixed_pipeline(strategy: Strategy, model: str, graph: TrainingGraph) -> Pipeline:
-    """The pipeline of a strategy that leaves nothing open."""
-    micro = strategy.micro_batches or 1
-    places = places_of(strategy, model, graph)
-    form = next(forms(strategy, micro, len(places.names)))
-    return _pipeline(strategy, form, graph, places, named_cuts(strategy, places))
-
-
 def places_of(strategy: Strategy, model: str, graph: TrainingGraph) -> Places:
     """Where a model may be cut.
 
@@ -178,6 +170,18 @@ class _Cutter:
                 cuts = cuts or balance(segments, ranks, flights, link.seconds)
             pipeline = _pipeline(self.strategy, form, graph, places, cuts or ())
             yield staged(self.evaluator, pipeline)
+
+
+def unmeasured_pipeline(evaluator: Evaluator, strategy: Strategy, model: str) -> PipelineEvaluator:
+    """The pipeline of a strategy that leaves nothing open but its cuts.
+
+    Args:
+        evaluator: of the model as it is, with modelled figures: cuts are balanced by these.
+        strategy: what is fixed.
+        model: its name.
+    """
+    cutter = _Cutter(evaluator, strategy, model, None)
+    return next(cutter.candidates(strategy.micro_batches or 1))
 
 
 def fastest_pipeline(

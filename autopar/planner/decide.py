@@ -12,16 +12,16 @@ from torch import fx
 from autopar.cost_model.allocator import context_bytes
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.liveness import Overhead
+from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.optimizer import optimizer_state_ratio
 from autopar.errors import OutOfMemoryError, StrategyError
 from autopar.graph import ParameterInfo, TrainingGraph
 from autopar.partition import Partition, Ways, in_turn, named
 from autopar.plan import Plan, fingerprint
 from autopar.planner.candidates import Evaluator
-from autopar.planner.choose_stages import fastest_pipeline, fixed_pipeline
+from autopar.planner.choose_stages import fastest_pipeline, unmeasured_pipeline
 from autopar.planner.machine import Machine, measure_machine, time_shards
 from autopar.planner.partitions import partition_by_bytes
-from autopar.planner.pipelines import staged
 from autopar.planner.placements import partition
 from autopar.planner.prices import shards_of
 from autopar.planner.search import choose, default_choice, first_choice
@@ -161,7 +161,7 @@ def decide(question: Question, graphs: Graphs, machine: Machine | None) -> Plan:
         (graph,) = graphs.values()
         evaluator = evaluator_of(question, graph, None)
         if strategy.pipelined:
-            evaluator = staged(evaluator, fixed_pipeline(strategy, model, graph))
+            evaluator = unmeasured_pipeline(_modelled(question, evaluator), strategy, model)
         return evaluator.plan(fixed)
     cap = question.memory
     if cap is None and machine.cluster.device_memory_bytes is not None:
@@ -172,6 +172,14 @@ def decide(question: Question, graphs: Graphs, machine: Machine | None) -> Plan:
     else:
         plan = fastest(question, graphs[1], machine, cap)
     return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
+
+
+def _modelled(question: Question, evaluator: Evaluator) -> Evaluator:
+    """The evaluator with figures of no machine in particular."""
+    kind = question.device.type
+    cluster = question.cluster or Cluster.default(question.world_size, kind)
+    operators = replace(OperatorTimes.load(kind), times={}, alone={})
+    return replace(evaluator, cluster=cluster, operators=operators)
 
 
 LEANER = (0.75, 0.0)

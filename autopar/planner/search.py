@@ -47,7 +47,7 @@ def default_choice(strategy: Strategy, blocks: Sequence[str]) -> Choice | None:
     fixed = (strategy.zero, strategy.recompute, strategy.gather_bytes, strategy.reduce_bytes)
     if strategy.stages > 1:
         schedule = strategy.schedule or ((strategy.stages_per_rank or 1) > 1 or None)
-        fixed = (*fixed, strategy.micro_batches, schedule, strategy.cuts)
+        fixed = (*fixed, strategy.micro_batches, schedule)
     if any(value is None for value in fixed):
         return None
     return first_choice(strategy, blocks, 0)
