@@ -21,7 +21,8 @@ def placed(
     graph = replace(graph, axes=dict(plan.mesh))
     if micro_batches > 1:
         graph = replace(graph, axes={**graph.axes, BATCH: plan.data_ranks * micro_batches})
-    return run_passes(graph, plan.model_passes(rank, ways=ways, micro_batches=micro_batches))
+    passes = plan.model_passes(rank, ways=ways, micro_batches=micro_batches)
+    return replace(run_passes(graph, passes), axes=dict(plan.mesh))  # micro-batches are no ranks
 
 
 def cut(
