@@ -27,6 +27,7 @@ from tests.training import (
     fixed,
     optimizer_of,
     plain,
+    rows_of,
     whole_state,
 )
 from tests.worlds import run
@@ -142,6 +143,29 @@ def held_back(rank: int, world_size: int) -> None:
 
 def test_gradients_are_held_back() -> None:
     run(held_back, 4)
+
+
+def bring_rows(rank: int, world_size: int) -> None:
+    """Each data-parallel rank brings its rows, or all are given all, even or not."""
+    pair = Pair("gpt", strategy=staged(2, 2, zero=3), batch="local")
+    args, _ = batch_of("gpt", 0)
+    own = pair.parallel.data_parallel_rank, pair.parallel.data_parallel_size
+    losses = pair.plain(*args), pair.parallel(*rows_of((args, {}), *own)[0])
+    close(losses[1], losses[0])
+    for loss in losses:
+        loss.backward()
+    pair.step()
+    pair.check_state()
+    pair = Pair("gpt", strategy=staged(2, 2))
+    for step, rows in enumerate((8, 7, 5)):
+        for model in pair.models:
+            model(*batch_of("gpt", step, rows)[0]).backward()
+        pair.step()
+    pair.check_state()
+
+
+def test_rows_over_data_parallel_ranks() -> None:
+    run(bring_rows, 4)
 
 
 def loss_outside(rank: int, world_size: int) -> None:
