@@ -135,8 +135,9 @@ class Stage:
         return self.saved[micro] if self._step.keep else self.saved.pop(micro)
 
     def _backward(self, micro: int) -> Backward | None:
-        last = micro == self._step.micro_batches - 1
-        return self.program.last if last else self.program.more
+        if micro == self._step.micro_batches - 1:
+            return self.program.last
+        return self.program.more if micro else self.program.first
 
     def _run(
         self, half: Half, micro: int, known: Values, later: frozenset[Any] = frozenset()
@@ -184,7 +185,10 @@ class Stage:
             case Total(index):
                 return step.totals[index]
             case Accumulated(name):
-                return self._held(half, role, step.held.pop(name, None))
+                known_before = step.gradients.pop(name, None)
+                if known_before is None:
+                    known_before = step.held.pop(name, None)
+                return self._before(half, role, known_before)
         raise AssertionError(f"a backward asks for {role}")
 
     @staticmethod
@@ -196,7 +200,7 @@ class Stage:
         return given if given.stride() == like.stride() else given.contiguous()
 
     @staticmethod
-    def _held(half: Half, role: Accumulated, known: torch.Tensor | None) -> torch.Tensor:
+    def _before(half: Half, role: Accumulated, known: torch.Tensor | None) -> torch.Tensor:
         like = half.like(role)
         return (
             torch.zeros(like.shape, dtype=like.dtype, device=like.device)
@@ -208,5 +212,7 @@ class Stage:
 def _add(table: dict[Any, torch.Tensor], key: Any, value: torch.Tensor) -> None:
     if key in table:
         table[key] += value
-    else:
-        table[key] = value.contiguous()
+        return
+    place = value.data_ptr()  # a sum of two biases has one gradient, which both would add to
+    shared = bool(place) and any(other.data_ptr() == place for other in table.values())
+    table[key] = value.clone() if shared else value.contiguous()

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from autopar.capture import Capture
 from autopar.graph import Gradient, Parameter, Saved, TrainingGraph
 from autopar.partition import Ways
+from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.base import Pass
 from autopar.passes.build import is_random
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.runner import run_passes
-from autopar.passes.split_forward_backward import split_forward_backward
+from autopar.passes.split_forward_backward import Split, split_forward_backward
 from autopar.passes.split_inputs_weights import split_inputs_weights
 from autopar.passes.split_stages import Stages
 from autopar.plan import Plan
@@ -44,11 +45,13 @@ class StageProgram:
 
     Attributes:
         forward: its forward half.
-        more: its backward while other micro-batches follow; None if it has none.
-        last: that of the last micro-batch, which also reduces what was kept until then.
+        first: its backward on the first of several micro-batches; None if it has none.
+        more: on those in between, which adds to the gradients of the ones before.
+        last: on the last, which also reduces what was kept until then.
     """
 
     forward: Half
+    first: Backward | None
     more: Backward | None
     last: Backward | None
 
@@ -122,13 +125,15 @@ def build_staged(
     stages = cut(capture.graph, plan, rank, ways, micro_batches)
     compiled, in_two = compile_backend != "eager", plan.pipeline.schedule == "zero_bubble"
 
-    def lowered(graph: TrainingGraph, passes: Sequence[Pass]) -> tuple[Half, Backward | None]:
-        split = split_forward_backward(run_passes(graph, passes))
-        forward, backward = half(split.forward), None
-        if split.backward is not None:
-            parts = split_inputs_weights(split.backward) if in_two else (split.backward,)
-            backward = Backward(split.backward, tuple(map(half, parts)))
-        return forward, backward
+    def lowered(graph: TrainingGraph, passes: Sequence[Pass]) -> Split:
+        return split_forward_backward(run_passes(graph, passes))
+
+    def backward(graph: TrainingGraph | None, adds: bool) -> Backward | None:
+        if graph is None:
+            return None
+        graph = accumulate_gradients(graph) if adds else graph
+        parts = split_inputs_weights(graph) if in_two else (graph,)
+        return Backward(graph, tuple(map(half, parts)))
 
     def half(graph: TrainingGraph) -> Half:
         return Half(graph, generate(graph, groups, compile_backend))
@@ -144,9 +149,15 @@ def build_staged(
             held=held,
             compiled=compiled,
         )
-        forward, last = lowered(graph, at_last)
-        more = last if before == at_last else lowered(graph, before)[1]
-        return StageProgram(forward, more, last)
+        final = lowered(graph, at_last)
+        forward = half(final.forward)
+        if micro_batches == 1:
+            return StageProgram(forward, None, None, backward(final.backward, adds=False))
+        alike = before == at_last
+        other = final if alike else lowered(graph, before)
+        more = backward(other.backward, adds=True)
+        last = more if alike else backward(final.backward, adds=True)
+        return StageProgram(forward, backward(other.backward, adds=False), more, last)
 
     def end(graph: TrainingGraph) -> Half:
         place = plan.place(rank)
