@@ -181,8 +181,23 @@ def loss_outside(rank: int, world_size: int) -> None:
     pair.check_state()
 
 
-def test_losses_made_outside_of_the_model() -> None:
-    run(loss_outside, 2)
+def two_at_once(rank: int, world_size: int) -> None:
+    """Two calls before either's backward."""
+    pair = Pair(make_regressor, strategy=staged(2, 2))
+    for seed in range(2):
+        given = [regression(8, 10 * seed + part) for part in range(2)]
+        for model in pair.models:
+            outputs = [model(x) for x, _ in given]
+            losses = [F.mse_loss(out, y) for out, (_, y) in zip(outputs, given, strict=True)]
+            losses[0].backward()
+            losses[1].backward()
+        pair.step()
+    pair.check_state()
+
+
+@pytest.mark.parametrize("how", [loss_outside, two_at_once], ids=lambda how: how.__name__)
+def test_losses_made_outside_of_the_model(how: Any) -> None:
+    run(how, 2)
 
 
 def freeze(rank: int, world_size: int) -> None:

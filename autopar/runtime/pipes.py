@@ -19,7 +19,8 @@ from autopar.runtime.calls import ways_of_call
 from autopar.runtime.groups import backend_of, failing_together, group_names, rank
 from autopar.runtime.holding import flags_of, follow
 from autopar.runtime.parameters import is_elsewhere, local
-from autopar.runtime.pipelined import Call, Pipe
+from autopar.runtime.pipe import Pipe
+from autopar.runtime.pipelined import Call
 from autopar.runtime.program import with_axes
 from autopar.runtime.setting import Setting
 from autopar.runtime.staged import build_staged

@@ -47,16 +47,10 @@ class Schedule:
     device: torch.device
     group: dist.ProcessGroup | None
 
-    def run(self, step: Step, *, begins: bool = True) -> None:
-        """Runs all of it for one call.
-
-        Args:
-            step: what is given and what comes out.
-            begins: whether this is the start of a call, not the second half of one.
-        """
-        if begins:
-            for stage in self.stages.values():
-                stage.begin(step)
+    def run(self, step: Step) -> None:
+        """Runs all of it for one call."""
+        for stage in self.stages.values():
+            stage.begin(step)
         if self.group is None:
             return self._run_alone()
         with failing_together("a pipeline"):

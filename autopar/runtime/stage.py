@@ -39,6 +39,7 @@ class Step:
         micro_batches: how many there are.
         totals: sums over the batch, as they become known.
         held: local gradients that are kept, by parameter.
+        saved: what forwards have saved for their backwards, by stage and micro-batch.
         parts: what the micro-batches have added to totals so far.
         same: the parts that are the same for each of them.
         differentiates: whether a backward follows.
@@ -55,6 +56,7 @@ class Step:
     keep: bool = False
     tangents: list[dict[int, torch.Tensor]] = field(default_factory=list)
     totals: dict[int, torch.Tensor] = field(default_factory=dict)
+    saved: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -72,13 +74,11 @@ class Stage:
     def __init__(self, index: int, program: StageProgram) -> None:
         self.index, self.program = index, program
         self.step: Step | None = None
-        self.saved: dict[int, list[torch.Tensor]] = {}
         self.under_way: dict[int, Values] = {}  # what a backward in two has to go on with
 
     def begin(self, step: Step) -> None:
-        """Takes up a call."""
+        """Takes up a call, or its second half: others may have run in between."""
         self.step = step
-        self.saved.clear()
         self.under_way.clear()
 
     def forward(self, micro: int, came: Values) -> Values:
@@ -104,7 +104,7 @@ class Stage:
                 case Part(index):
                     self._add_part(index, value)
         if step.differentiates:
-            self.saved[micro] = kept
+            step.saved[self.index, micro] = kept
         return sent
 
     def backward(self, micro: int, came: Values) -> Values:
@@ -132,7 +132,8 @@ class Stage:
 
     def _take(self, micro: int) -> list[torch.Tensor]:
         """What the forward on a micro-batch has saved; from here on the backward's own, to free."""
-        return self.saved[micro] if self._step.keep else self.saved.pop(micro)
+        step, place = self._step, (self.index, micro)
+        return step.saved[place] if step.keep else step.saved.pop(place)
 
     def _backward(self, micro: int) -> Backward | None:
         if micro == self._step.micro_batches - 1:
