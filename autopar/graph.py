@@ -75,9 +75,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """Input: this rank's not yet reduced gradient of parameter `name` from earlier steps."""
+    """Input: the gradient of parameter `name` from earlier steps or micro-batches.
+
+    Attributes:
+        name: of the parameter.
+        reduced: whether it lies as the parameter does; otherwise it is this rank's own part.
+    """
 
     name: str
+    reduced: bool = False
 
 
 @dataclass(frozen=True)

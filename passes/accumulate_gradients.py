@@ -31,7 +31,8 @@ def accumulate_gradients(backward: TrainingGraph) -> TrainingGraph:
                 if node is None or node.op != "call_function":
                     continue
                 place = f"accumulated_{len(graph.inputs)}"
-                graph, before = add_input(graph, Accumulated(name), place, tensors(node)[0])
+                known_as = Accumulated(name, reduced=isinstance(role, Gradient))
+                graph, before = add_input(graph, known_as, place, tensors(node)[0])
                 before.meta["phase"] = "backward"
                 graph.graph.inserting_before(node.next)
                 changed[role] = call(graph.graph, node, aten.add_.Tensor, before, node)

@@ -158,7 +158,7 @@ def train_all(
             captures[key] = capture(model, call, *given, **options)
         return captures[key]
 
-    with mock.patch("autopar.runtime.module.capture", once):
+    with mock.patch("autopar.runtime.setting.capture", once):
         return [train(rank, world_size, name, dtype, setup) for setup in setups]
 
 

@@ -185,10 +185,8 @@ class Stage:
                 return self._tangent(half, role, step.tangents[micro].get(index))
             case Total(index):
                 return step.totals[index]
-            case Accumulated(name):
-                known_before = step.gradients.pop(name, None)
-                if known_before is None:
-                    known_before = step.held.pop(name, None)
+            case Accumulated(name, reduced):
+                known_before = (step.gradients if reduced else step.held).pop(name, None)
                 return self._before(half, role, known_before)
         raise AssertionError(f"a backward asks for {role}")
 

@@ -18,7 +18,7 @@ def test_gradients_are_added_to_what_was_there_as_soon_as_they_are() -> None:
     before = {name: torch.ones(it.parameters[name].shape, dtype=torch.float64) for name in NAMES}
     given = {r: v for r, v in saved.items() if isinstance(r, Saved)}
     given |= {Tangent(0): torch.ones((), dtype=torch.float64)}  # type: ignore[dict-item]
-    (result,) = run_ranks([graph], [given | {Accumulated(n): t for n, t in before.items()}])  # type: ignore
+    (result,) = run_ranks([graph], [given | {Accumulated(n, True): t for n, t in before.items()}])  # type: ignore
     for name, total in before.items():
         assert result[Gradient(Parameter(name))] is total  # in place
         assert torch.equal(total, 1 + it.plain().gradients[name])
