@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import fx
 
@@ -59,18 +60,18 @@ class Stages:
     makers: dict[int, int]
     late: bool
 
-    @property
+    @cached_property
     def returned_by(self) -> dict[int, int]:
         """The stage that makes each output that leaves it as it is, by index."""
         graphs = enumerate(self.stages)
         return {r.index: s for s, g in graphs for r in g.outputs if isinstance(r, Output)}
 
-    @property
+    @cached_property
     def tangents(self) -> frozenset[int]:
         """The outputs that gradients may enter by."""
         return frozenset(r.index for g in self.stages for r in g.inputs if isinstance(r, Tangent))
 
-    @property
+    @cached_property
     def at_once(self) -> bool:
         """Whether backwards may run among the forwards: one loss, that nothing else depends on."""
         losses = self.tangents - set(self.returned_by)

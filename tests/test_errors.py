@@ -4,6 +4,7 @@ import datetime
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,12 +213,17 @@ def die(rank: int, world_size: int) -> None:
         model(torch.ones(6, 4)).backward()
 
 
-def test_the_others_stop_when_one_dies() -> None:
+def the_others_stop(fn: Callable[..., None]) -> None:
+    """Of three ranks the second is killed: the others say so, and do not wait for ever."""
     begin = time.monotonic()
-    answers = run_isolated(die, 3, init=False, expect_errors=True)
+    answers = run_isolated(fn, 3, init=False, expect_errors=True)
     assert answers[1] == ("Died", "exit code -9")
     all_raise([answers[0], answers[2]], autopar.CommunicationError, "another rank died", "rank ")
     assert time.monotonic() - begin < 60  # not a matter of speed: nothing waits for ever
+
+
+def test_the_others_stop_when_one_dies() -> None:
+    the_others_stop(die)
 
 
 def object_alone(rank: int, world_size: int) -> None:

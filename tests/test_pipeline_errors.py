@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 import autopar
 from tests.models import MODELS
-from tests.test_errors import Model, all_raise
+from tests.test_errors import Model, all_raise, the_others_stop
 from tests.test_pipeline import batch_of, staged
 from tests.training import Pair, close
 from tests.worlds import run, run_isolated
@@ -94,11 +94,7 @@ def die(rank: int, world_size: int) -> None:
 
 
 def test_the_others_stop_when_one_dies_in_the_middle() -> None:
-    begin = time.monotonic()
-    answers = run_isolated(die, 3, init=False, expect_errors=True)
-    assert answers[1] == ("Died", "exit code -9")
-    all_raise([answers[0], answers[2]], autopar.CommunicationError, "another rank died", "rank ")
-    assert time.monotonic() - begin < 60  # not a matter of speed: nothing waits for ever
+    the_others_stop(die)
 
 
 def mistake(rank: int, world_size: int) -> None:

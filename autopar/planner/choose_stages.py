@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_model.schedules import in_flight, orders
-from autopar.errors import BatchError, CaptureError, OutOfMemoryError, StrategyError
+from autopar.errors import BatchError, CaptureError, StrategyError
 from autopar.graph import TrainingGraph
 from autopar.partition import rows_of
 from autopar.passes.dependence import uses
@@ -15,7 +15,7 @@ from autopar.pipeline import Pipeline
 from autopar.plan import Plan
 from autopar.planner.candidates import Evaluated, Evaluator
 from autopar.planner.pipelines import Link, PipelineEvaluator, staged
-from autopar.planner.search import choose, first_choice
+from autopar.planner.search import choose_among, first_choice
 from autopar.planner.segments import Places, seconds_of, segments_of
 from autopar.planner.stages import Cuts, balance
 from autopar.prediction import RunnerUp
@@ -223,15 +223,7 @@ def fastest_pipeline(
     finalists = tried[:FINALISTS]
     if cap is not None:
         finalists += [min(tried, key=lambda item: item[1].prediction.needed_bytes)]
-    plans, failures = [], []
-    for candidate, _ in finalists:
-        try:
-            plans.append(choose(candidate, strategy, blocks, cap))
-        except OutOfMemoryError as failure:
-            failures.append(failure)
-    if not plans:
-        raise min(failures, key=lambda failure: failure.shortfall)
-    best = min(plans, key=_step_s)
+    best = choose_among((evaluator for evaluator, _ in finalists), strategy, blocks, cap)
     return replace(best, runners_up=_runners_up(best, [e.plan for _, e in tried]))
 
 

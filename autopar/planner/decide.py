@@ -14,7 +14,7 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.optimizer import optimizer_state_ratio
-from autopar.errors import OutOfMemoryError, StrategyError
+from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo, TrainingGraph
 from autopar.partition import Partition, Ways, in_turn, named
 from autopar.plan import Plan, fingerprint
@@ -24,7 +24,7 @@ from autopar.planner.machine import Machine, measure_machine, time_shards
 from autopar.planner.partitions import partition_by_bytes
 from autopar.planner.placements import partition
 from autopar.planner.prices import shards_of
-from autopar.planner.search import choose, default_choice, first_choice
+from autopar.planner.search import choose, choose_among, default_choice, first_choice
 from autopar.planner.ways import choices
 from autopar.strategy import Strategy
 
@@ -198,15 +198,7 @@ def fastest(question: Question, graph: TrainingGraph, machine: Machine, cap: int
     if not strategy.axes or cap is None or _fits(evaluator, question, cap):
         return choose(evaluator, strategy, blocks, cap)
     leaner = [evaluator_of(question, graph, machine, int(cap * share)) for share in LEANER]
-    plans, failures = [], []
-    for tried in (evaluator, *leaner):
-        try:
-            plans.append(choose(tried, strategy, blocks, cap))
-        except OutOfMemoryError as failure:
-            failures.append(failure)
-    if not plans:
-        raise min(failures, key=lambda failure: failure.shortfall)
-    best = min(plans, key=lambda plan: plan.prediction.step_s if plan.prediction else 0.0)
+    best = choose_among((evaluator, *leaner), strategy, blocks, cap)
     if best.partitions == evaluator.base.partitions:
         return best
     note = "more is divided than were fastest, to fit under the cap"

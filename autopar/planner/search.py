@@ -41,6 +41,25 @@ def choose(
     return replace(best.plan, runners_up=search.runners_up(best), memory_cap=cap)
 
 
+def choose_among(
+    evaluators: Iterable[Evaluator], strategy: Strategy, blocks: Sequence[str], cap: int | None
+) -> Plan:
+    """The fastest of what `choose` finds under each of several evaluators.
+
+    Raises:
+        OutOfMemoryError: nothing fits; the one that lacks least.
+    """
+    plans, failures = [], []
+    for evaluator in evaluators:
+        try:
+            plans.append(choose(evaluator, strategy, blocks, cap))
+        except OutOfMemoryError as failure:
+            failures.append(failure)
+    if not plans:
+        raise min(failures, key=lambda failure: failure.shortfall)
+    return min(plans, key=lambda plan: plan.prediction.step_s if plan.prediction else 0.0)
+
+
 def default_choice(strategy: Strategy, blocks: Sequence[str]) -> Choice | None:
     """The choice of a strategy that leaves nothing to search; None if it leaves something."""
     fixed: tuple[object, ...]

@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 
 from autopar.cost_model.schedules import Orders, forward_orders, orders, split_orders
-from autopar.graph import Gradient, Parameter
+from autopar.graph import Gradient, Parameter, Part, tensors
 from autopar.plan import Plan
 from autopar.runtime.schedule import Schedule
 from autopar.runtime.stage import Stage
@@ -58,6 +58,16 @@ class Pipe:
     def at_once(self) -> bool:
         """Whether backwards can run among the forwards: of one loss, whose gradient is known."""
         return self.program.cut.at_once
+
+    @cached_property
+    def parts(self) -> dict[int, torch.Tensor]:
+        """The fake tensor of each part of a total that stages yield."""
+        return {
+            role.index: tensors(node)[0]
+            for graph in self.program.cut.stages
+            for role, node in zip(graph.outputs, graph.results, strict=True)
+            if isinstance(role, Part) and node is not None
+        }
 
     def schedule(self, which: Orders) -> Schedule:
         """Orders as they are run here."""

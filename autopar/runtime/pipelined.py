@@ -145,12 +145,7 @@ class Call:
     def _close(self) -> list[torch.Tensor]:
         """What every rank returns."""
         program = self.pipe.program
-        likes = {
-            role.index: tensors(node)[0]
-            for graph in program.cut.stages
-            for role, node in zip(graph.outputs, graph.results, strict=True)
-            if isinstance(role, Part) and node is not None
-        }
+        likes = self.pipe.parts
         if likes:
             first = self.pipe.place[self.pipe.plan.axis] == 0
             made = self.step.parts.items()

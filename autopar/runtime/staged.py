@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.capture import Capture
 from autopar.graph import Gradient, Parameter, Saved, TrainingGraph
@@ -76,12 +77,12 @@ class StagedProgram:
     prologue: Half | None
     epilogue: Half
 
-    @property
+    @cached_property
     def differentiates(self) -> bool:
         """Whether there is a backward."""
         return any(isinstance(r, Gradient) for graph in self.cut.stages for r in graph.outputs)
 
-    @property
+    @cached_property
     def is_random(self) -> bool:
         """Whether some rank draws random numbers."""
         return any(is_random(node) for graph in self.cut.stages for node in graph.calls())
