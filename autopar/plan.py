@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.compression import Compressions
 from autopar.cost_model.streams import Event
 from autopar.cost_model.timeline import chrome_trace, write_trace
 from autopar.errors import PlanError
@@ -36,7 +37,7 @@ from autopar.pipeline import Pipeline
 from autopar.placement import Placement, Replicate, Shard, placement_of
 from autopar.prediction import Prediction, RunnerUp
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Plan:
         batch: "global" or "local": what each rank is given.
         stages: ZeRO stage of each block, "" being all outside of blocks.
         buckets: parameters whose collectives travel together.
+        compressions: which of these are compressed, and how: lossy.
         prefetch: buckets of parameters gathered ahead.
         in_flight: reductions under way at most; 0 for any number.
         recompute: for each block, what its backward computes again: none, selective or full.
@@ -81,6 +83,7 @@ class Plan:
     stages: tuple[tuple[str, int], ...]
     batch: str = "global"
     buckets: Buckets = field(default_factory=Buckets)
+    compressions: Compressions = field(default_factory=Compressions)
     prefetch: int = 1
     in_flight: int = 0
     recompute: tuple[tuple[str, Level], ...] = ()
@@ -334,6 +337,7 @@ class Plan:
         values["buckets"] = Buckets(**_frozen_dict(document["buckets"]))
         if document["prediction"] is not None:
             values["prediction"] = Prediction.from_dict(_frozen_dict(document["prediction"]))
+        values["compressions"] = Compressions(**_frozen_dict(document["compressions"]))
         values["partitions"] = tuple(
             Partition(**_frozen_dict(partition)) for partition in document["partitions"]
         )

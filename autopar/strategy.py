@@ -8,6 +8,7 @@ from glob import escape
 from math import prod
 from typing import Literal
 
+from autopar.compression import CASTS, ELEMENTWISE, Compression
 from autopar.errors import StrategyError
 from autopar.passes.checkpoint_activations import Level
 from autopar.pipeline import SCHEDULES
@@ -47,6 +48,11 @@ class Strategy:
         schedule: the order in which they do: "gpipe", "1f1b", "interleaved" or "zero_bubble".
         stages_per_rank: how many stages a rank runs: more than one with "interleaved".
         cuts: names of modules or parameters, by the first use of which each next stage begins.
+        compress: how gradients are compressed on their way, such as "int8" or "powersgd(rank=2)";
+            "none" for not at all. Lossy, so None means none unless `compile(lossy=...)` allows some.
+        compress_gathers: the same for gathered parameters: "bf16", "fp16" or "int8".
+        compress_activations: the same for what travels between parts of a model partitioned along
+            tp, cp or ep, and between stages: "bf16" or "fp16".
         placements: where parameters must lie, by pattern of their names: along tp, or ep if there
             is no tp; or a mapping of these axes to where they must lie along each.
     """
@@ -66,6 +72,9 @@ class Strategy:
     schedule: Schedule | None = None
     stages_per_rank: int | None = None
     cuts: tuple[str, ...] | None = None
+    compress: str | Compression | None = None
+    compress_gathers: str | Compression | None = None
+    compress_activations: str | Compression | None = None
     placements: Mapping[str, Pin | Mapping[str, Pin]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,6 +93,7 @@ class Strategy:
             if (ranks := getattr(self, axis)) is not None and ranks < 1:
                 raise StrategyError(f"{axis}={ranks!r}: give a number of ranks")
         self._check_pipeline()
+        self._check_compression()
         pinned = {axis for _, axis, _ in self._pins()}
         if missing := sorted(pinned - ({"tp", "ep"} & set(self.axes))):
             raise StrategyError(
@@ -116,6 +126,14 @@ class Strategy:
             raise StrategyError(
                 f"cuts={self.cuts!r}: {self.stages} stages have {self.stages - 1} cuts between them"
             )
+
+    def _check_compression(self) -> None:
+        allowed = {"compress_gathers": ELEMENTWISE, "compress_activations": CASTS}
+        for name in ("compress", *allowed):
+            given = getattr(self, name)
+            found = None if given in (None, "none") else Compression.of(given)
+            if found is not None and found.method not in allowed.get(name, (found.method,)):
+                raise StrategyError(f"{name}={given!r}: choose {', '.join(allowed[name])}")
 
     @property
     def stages(self) -> int:

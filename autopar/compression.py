@@ -1,0 +1,125 @@
+"""`Compression`: how what is sent is made smaller, and `Compressions`: where a plan does so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from autopar.errors import StrategyError
+
+CASTS = ("bf16", "fp16")
+BLOCKWISE = ("int8", "sign")
+SPARSE = ("topk", "randomk", "threshold")
+METHODS = (*CASTS, *BLOCKWISE, "powersgd", *SPARSE)
+"""The methods, from the nearest to what is sent without."""
+
+MILD = ("bf16", "int8")
+"""What `lossy=True` allows: 500 steps of training came out within 0.5 % (benchmarks/results)."""
+
+ELEMENTWISE = (*CASTS, "int8")
+"""What also serves parameters: nothing is left out, so nothing has to be sent later."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How a message is made smaller.
+
+    Attributes:
+        method: one of METHODS.
+        rank: of PowerSGD's approximation.
+        density: part of the elements that sparse methods send.
+        threshold: magnitude that an element must exceed to be sent, of the method of that name;
+            it sends at most `density` of them.
+        block: elements that share a scale, of int8 and sign.
+        feedback: whether what is lost is added to the next message; None where the method is
+            biased by more than rounding: everywhere but in casts and int8.
+    """
+
+    method: str
+    rank: int = 4
+    density: float = 0.01
+    threshold: float = 0.0
+    block: int = 256
+    feedback: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise StrategyError(f"compression {self.method!r} is none of {', '.join(METHODS)}")
+        if self.rank < 1 or self.block < 8 or self.block % 8:
+            raise StrategyError(f"{self}: a rank is 1 or more, a block a multiple of 8")
+        if not 0.0 < self.density <= 1.0 or not self.threshold >= 0.0:
+            raise StrategyError(f"{self}: a density is in (0, 1], a threshold not negative")
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what is lost is added to the next message."""
+        return self.method not in ELEMENTWISE if self.feedback is None else self.feedback
+
+    @staticmethod
+    def of(given: str | Compression) -> Compression:
+        """What a user or a plan wrote: "int8", "powersgd(rank=2)", "topk(density=0.001)".
+
+        Raises:
+            StrategyError: it is none of these.
+        """
+        if isinstance(given, Compression):
+            return given
+        match = re.fullmatch(r"(\w+)(?:\((.*)\))?", given.strip())
+        types = {f.name: f for f in fields(Compression)}
+        options: dict[str, object] = {}
+        for part in filter(None, (match[2] or "").split(",")) if match else ():
+            name, _, value = part.partition("=")
+            if name.strip() not in types or not value.strip():
+                match = None
+                break
+            options[name.strip()] = _value(name.strip(), value.strip(), given)
+        if match is None:
+            raise StrategyError(
+                f"compression {given!r}: write one of {', '.join(METHODS)}, or as in "
+                "'powersgd(rank=2)'"
+            )
+        return Compression(match[1], **options)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        changed = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in fields(self)
+            if f.name != "method" and getattr(self, f.name) != f.default
+        ]
+        return self.method + (f"({', '.join(changed)})" if changed else "")
+
+
+@dataclass(frozen=True)
+class Compressions:
+    """Where a plan compresses: text of a `Compression` for each bucket, "" for none.
+
+    Attributes:
+        gather: of each bucket of gathers in the forward.
+        regather: of each bucket of gathers in the backward.
+        reduce: of each bucket of gradients.
+        activations: of all that travels between parts of a partitioned model, and between stages.
+    """
+
+    gather: tuple[str, ...] = ()
+    regather: tuple[str, ...] = ()
+    reduce: tuple[str, ...] = ()
+    activations: str = ""
+
+    def __bool__(self) -> bool:
+        return any((*self.gather, *self.regather, *self.reduce, self.activations))
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What is used, each once."""
+        every: Iterable[str] = (*self.gather, *self.regather, *self.reduce, self.activations)
+        return tuple(dict.fromkeys(filter(None, every)))
+
+
+def _value(name: str, text: str, given: str) -> object:
+    try:
+        if name == "feedback":
+            return {"True": True, "False": False, "None": None}[text]
+        return int(text) if name in ("rank", "block") else float(text)
+    except (KeyError, ValueError) as error:
+        raise StrategyError(f"compression {given!r}: {name}={text} cannot be read") from error
