@@ -49,7 +49,7 @@ class Strategy:
         stages_per_rank: how many stages a rank runs: more than one with "interleaved".
         cuts: names of modules or parameters, by the first use of which each next stage begins.
         compress: how gradients are compressed on their way, such as "int8" or "powersgd(rank=2)";
-            "none" for not at all. Lossy, so None means none unless `compile(lossy=...)` allows some.
+            "none" for not at all, which None means unless `compile(lossy=...)` allows some.
         compress_gathers: the same for gathered parameters: "bf16", "fp16" or "int8".
         compress_activations: the same for what travels between parts of a model partitioned along
             tp, cp or ep, and between stages: "bf16" or "fp16".
