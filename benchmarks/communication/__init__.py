@@ -1,0 +1,1 @@
+"""What is sent, by which route and when: `python -m benchmarks.communication`."""

@@ -1,0 +1,58 @@
+"""Bytes that leave a node while its ranks communicate.
+
+`ring` says what a rank sends; most of it may go to a neighbour on its own node. What a node's link
+carries, and what its interface counts, is less. Protocol headers are not included: about 0.2 % of
+large messages over TCP.
+"""
+
+from __future__ import annotations
+
+from autopar.cost_model.collectives import check_collective, ring
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.shape import GroupShape
+
+
+def leaving(collective: str, shape: GroupShape, backend: str, ranks_per_node: int) -> float:
+    """Bytes that leave a node for a collective, as a multiple of its message size.
+
+    Rings run in the order of ranks, so one of their links leaves each node, however many ranks
+    are on it. An all-to-all sends each part straight to its rank. Groups that run at once add up.
+
+    Args:
+        collective: one of COLLECTIVES; its message size is meant as there.
+        shape: the groups that run at once, each over neighbouring nodes.
+        backend: of torch.distributed.
+        ranks_per_node: ranks of the world on each node.
+
+    Returns:
+        The multiple for the node that sends most: of a broadcast that of the root; 0.0 where a
+        group lies on one node.
+
+    Raises:
+        ClusterError: there is no such collective, or the groups are no part of such nodes.
+    """
+    check_collective(collective)
+    if ranks_per_node % shape.ranks_per_node:
+        raise ClusterError(f"{shape} do not fill nodes of {ranks_per_node} ranks")
+    if shape.nodes == 1:
+        return 0.0
+    groups = ranks_per_node // shape.ranks_per_node
+    return groups * _of_one(collective, shape, backend)
+
+
+def _of_one(collective: str, shape: GroupShape, backend: str) -> float:
+    own, others = shape.ranks_per_node, shape.ranks - shape.ranks_per_node
+    if collective == "all_to_all":
+        return own * others / shape.ranks
+    if collective == "broadcast" and backend == "gloo":
+        return float(_tree_links(shape))
+    return ring(collective, shape.ranks, backend)[1]
+
+
+def _tree_links(shape: GroupShape) -> int:
+    """Links of a binomial tree that leave the node of its root, rank 0."""
+    ends, step = [], 1
+    while step < shape.ranks:
+        ends += [rank + step for rank in range(min(step, shape.ranks_per_node))]
+        step *= 2
+    return sum(shape.ranks_per_node <= end < shape.ranks for end in ends)

@@ -1,0 +1,54 @@
+"""What the cost model says leaves a node, beside the counters of the nodes' interfaces."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.wire import leaving
+from benchmarks.cluster import Network, Unavailable, launch
+
+MIB = 1 << 20
+SEND = """
+import json
+import torch, torch.distributed as dist
+from benchmarks.communication.counters import sent_bytes
+
+dist.init_process_group("gloo")
+ranks = dist.get_world_size()
+whole, part = torch.ones(1 << 18), torch.ones((1 << 18) // ranks)
+out = torch.empty_like(whole)
+calls = {
+    "all_reduce": lambda: dist.all_reduce(whole),
+    "all_gather": lambda: dist.all_gather_into_tensor(out, part),
+    "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+    "all_to_all": lambda: dist.all_to_all_single(out, whole),
+    "broadcast": lambda: dist.broadcast(whole, 0),
+}
+found = {}
+for name, call in calls.items():
+    call()
+    dist.barrier()
+    before = sent_bytes()
+    dist.barrier()
+    for _ in range(4):
+        call()
+    dist.barrier()
+    found[name] = (sent_bytes() - before) / 4
+    dist.barrier()
+print(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+def test_nodes_send_what_the_cost_model_says(tmp_path: Path) -> None:
+    try:
+        with Network(nodes=2) as network:
+            launch(network, [sys.executable, "-c", SEND], 2, logs=tmp_path, timeout_s=60)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    counted = json.loads((tmp_path / "rank0.log").read_text().splitlines()[-1])
+    expected = {c: leaving(c, GroupShape(4, 2), "gloo", 2) * MIB for c in counted}
+    assert counted == pytest.approx(expected, rel=0.02)
