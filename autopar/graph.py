@@ -87,6 +87,20 @@ class Accumulated:
 
 
 @dataclass(frozen=True)
+class State:
+    """Input of the backward: what compression keeps from one step to the next; written in place.
+
+    Attributes:
+        kind: "residual": of this rank's gradient, what was not sent yet; "factor": the last right
+            factor of PowerSGD; "count": how often random places were drawn.
+        name: of the parameter, of the first of a bucket for a count.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
 class Received:
     """Input of a stage: a value of another stage, by its number; it comes in a phase."""
 
@@ -123,9 +137,9 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Update:
-    """Output: the new value of a buffer or of an input that the model changes in place."""
+    """Output: the new value of a buffer, or of an input or state that is changed in place."""
 
-    of: Buffer | Input
+    of: Buffer | Input | State
 
 
 @dataclass(frozen=True)
@@ -172,6 +186,7 @@ InputRole = (
     | RowWeight
     | Evidence
     | Accumulated
+    | State
     | Saved
     | Received
     | Total

@@ -25,6 +25,7 @@ from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets
 from autopar.passes.bucket_sums import BucketSums
 from autopar.passes.checkpoint_activations import CheckpointActivations, Level
+from autopar.passes.compress_gradients import CompressGradients
 from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.partition_axis import PartitionAxis
@@ -256,10 +257,19 @@ class Plan:
             ShardParameters(self.axis, row, self.stages),
             SynchronizeGradients(self.axis, row, kept, held),
             BucketCollectives(self.buckets),
+            *self._compress(row),
             overlap,
             LowerCollectives(backend, row, self.axis),
             *last,
         )
+
+    def _compress(self, row: int) -> tuple[Pass, ...]:
+        """The lossy passes, of a plan that has some."""
+        chosen = self.compressions
+        found: list[Pass] = []
+        if any(chosen.reduce):
+            found.append(CompressGradients(self.buckets.reduce, chosen.reduce, row))
+        return tuple(found)
 
     @property
     def undivided(self) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ from autopar.graph import (
     RowWeight,
     Saved,
     Sent,
+    State,
     Tangent,
     Total,
     TrainingGraph,
@@ -66,9 +67,9 @@ CATEGORIES = (
 """Each byte is in one at any time: in gradients if it will be returned as one; in gathered if it
 is a whole parameter put together from shards; in flight while a collective under way reads or
 writes it, and before and after that in buckets, if it is nothing of the other kinds; in saved if
-the backward needs it from the forward; constants of the model, states of random streams and
-cuBLAS's workspace are in buffers; all else, scratch of kernels and of the optimizer's step
-included, is transient."""
+the backward needs it from the forward; constants of the model, states of random streams and of
+compression, and cuBLAS's workspace are in buffers; all else, scratch of kernels and of the
+optimizer's step included, is transient."""
 
 
 @dataclass(frozen=True)
@@ -287,12 +288,13 @@ _c10d = torch.ops._c10d_functional
 _COPYING = frozenset(
     {_c10d.all_reduce.default, _c10d.all_reduce_coalesced.default, _c10d.broadcast.default}
 )
-_STANDING = (Parameter, Buffer, Input, RowWeight, Evidence)
+_STANDING = (Parameter, Buffer, State, Input, RowWeight, Evidence)
 _TAKEN = (Update, Sent, Part)  # copied, sent or added up at once
 
 _INPUTS = {
     Parameter: "parameters",
     Buffer: "buffers",
+    State: "buffers",
     Input: "inputs",
     Accumulated: "gradients",
     Saved: "saved",

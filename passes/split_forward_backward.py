@@ -14,7 +14,9 @@ from autopar.graph import (
     Received,
     Saved,
     Sent,
+    State,
     TrainingGraph,
+    Update,
 )
 
 
@@ -79,9 +81,12 @@ def _comes_late(role: InputRole) -> bool:
 
 
 def _is_late(role: OutputRole) -> bool:
-    return isinstance(role, (Gradient, Held)) or (
-        isinstance(role, Sent) and role.phase == "backward"
-    )
+    match role:
+        case Gradient() | Held() | Update(State()):
+            return True
+        case Sent(_, phase):
+            return phase == "backward"
+    return False
 
 
 def _halves(graph: TrainingGraph, start: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar.compression import Compressions
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.liveness import Overhead
@@ -14,7 +15,7 @@ from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.update import UpdateCost
 from autopar.graph import Parameter, ParameterInfo, TrainingGraph, tensor_bytes, tensors
 from autopar.partition import Ways
-from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
+from autopar.passes.bucket_collectives import BucketCollectives, Buckets, propose_buckets
 from autopar.passes.checkpoint_activations import Level
 from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import shards
@@ -36,6 +37,9 @@ class Choice:
         gather_bytes: size of buckets of gathers.
         reduce_bytes: size of buckets of reductions.
         prefetch: buckets gathered ahead.
+        compress: how each bucket of gradients is compressed, or one way for all; "" for not at all.
+        compress_gathers: how gathered parameters are.
+        compress_activations: how what travels between parts and stages of a model is.
     """
 
     stages: tuple[tuple[str, int], ...]
@@ -43,6 +47,9 @@ class Choice:
     gather_bytes: int
     reduce_bytes: int
     prefetch: int
+    compress: tuple[str, ...] = ("",)
+    compress_gathers: str = ""
+    compress_activations: str = ""
 
     def __str__(self) -> str:
         parts = [_mixed({b: f"zero{s}" if s else "ddp" for b, s in self.stages})]
@@ -52,6 +59,14 @@ class Choice:
         parts.append(f"buckets {mb:g} MiB")
         if self.prefetch != 1:
             parts.append(f"prefetch {self.prefetch}")
+        if any(self.compress):
+            parts.append(
+                "gradients " + _mixed({str(i): c or "whole" for i, c in enumerate(self.compress)})
+            )
+        if self.compress_gathers:
+            parts.append(f"parameters {self.compress_gathers}")
+        if self.compress_activations:
+            parts.append(f"activations {self.compress_activations}")
         return ", ".join(parts)
 
 
@@ -176,6 +191,18 @@ class Evaluator:
             ),
         )
 
+    @staticmethod
+    def compressions(choice: Choice, buckets: Buckets) -> Compressions:
+        """How each bucket is compressed."""
+        given = choice.compress
+        reduce = given * len(buckets.reduce) if len(given) == 1 else given
+        return Compressions(
+            gather=(choice.compress_gathers,) * len(buckets.gather),
+            regather=(choice.compress_gathers,) * len(buckets.regather),
+            reduce=reduce,
+            activations=choice.compress_activations,
+        )
+
     def _plan(self, choice: Choice) -> tuple[Plan, TrainingGraph]:
         plan = self.draft(choice)
         graph = replace(self.graph, axes=dict(plan.mesh))
@@ -187,6 +214,6 @@ class Evaluator:
         plan = replace(plan, notes=(*plan.notes, *graph.notes))
         if first < len(passes):
             buckets = propose_buckets(graph, choice.gather_bytes, choice.reduce_bytes)
-            plan = replace(plan, buckets=buckets)
+            plan = replace(plan, buckets=buckets, compressions=self.compressions(choice, buckets))
             graph = run_passes(graph, plan.passes(0, self.comm_backend, ways=self.ways)[first:])
         return plan, graph

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+from autopar.compression import Compression
 from autopar.errors import OutOfMemoryError
 from autopar.passes.bucket_collectives import BUCKET_BYTES
 from autopar.passes.checkpoint_activations import LEVELS, Level
@@ -85,7 +86,15 @@ def first_choice(strategy: Strategy, blocks: Sequence[str], stage: int) -> Choic
         gather_bytes=strategy.gather_bytes or BUCKET_BYTES,
         reduce_bytes=strategy.reduce_bytes or BUCKET_BYTES,
         prefetch=1 if strategy.prefetch is None else strategy.prefetch,
+        compress=(compression_of(strategy.compress),),
+        compress_gathers=compression_of(strategy.compress_gathers),
+        compress_activations=compression_of(strategy.compress_activations),
     )
+
+
+def compression_of(given: str | Compression | None) -> str:
+    """What a strategy says of a compression, as a plan writes it: "" for none."""
+    return "" if given in (None, "none") else str(Compression.of(given))
 
 
 class _Search:

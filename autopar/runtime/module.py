@@ -230,7 +230,9 @@ class DistributedModule(nn.Module):
             if name not in ("_setting", "_runner"):
                 made.__dict__[name] = value if name in SHARED else copy.deepcopy(value, memo)
         model, stream = made._wrapped[0], copy.deepcopy(self._setting.random, memo)
-        made._setting = replace(self._setting, model=model, random=stream, held={})
+        made._setting = replace(
+            self._setting, model=model, random=stream, held={}, states=self._setting.states.copied()
+        )
         made._runner = made._new_runner()
         if isinstance(self._runner, Whole) and isinstance(made._runner, Whole):
             made._runner.programs = self._runner.programs

@@ -25,6 +25,7 @@ from autopar.runtime.batch import Share
 from autopar.runtime.groups import failing_together
 from autopar.runtime.pipe import Pipe
 from autopar.runtime.stage import Step
+from autopar.runtime.states import States
 
 Tensors = dict[int, torch.Tensor]
 
@@ -39,6 +40,7 @@ class Call:
         parameters: this rank's parts of parameters, by name.
         buffers: by name.
         held: local gradients kept from earlier calls, by parameter.
+        states: what compression keeps from step to step.
         hold: keep gradients local.
         tangent: what the gradient of the loss is taken to be until it is known.
         lent: parameters that other ranks hold.
@@ -52,6 +54,7 @@ class Call:
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     held: dict[str, torch.Tensor]
+    states: States
     hold: bool = False
     tangent: float = 1.0
     lent: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -65,6 +68,7 @@ class Call:
             self.argument,
             len(self.shares),
             self.held,
+            self.states,
             program.cut.same,
             differentiates=program.differentiates,
         )

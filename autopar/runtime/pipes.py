@@ -119,6 +119,7 @@ class Pipes:
             {n: local(p).detach() for n, p in inside.parameters.items() if not is_elsewhere(p)},
             inside.buffers(),
             self.setting.held,
+            self.setting.states,
             hold,
             self.tangent,
         )

@@ -24,6 +24,7 @@ from autopar.runtime.inside import Inside
 from autopar.runtime.options import Options
 from autopar.runtime.parameters import is_elsewhere
 from autopar.runtime.random import RandomStream
+from autopar.runtime.states import States
 from autopar.runtime.step import Differentiable
 
 
@@ -41,6 +42,7 @@ class Setting:
         plan: None until there is one.
         mesh: of the plan; None for one rank.
         held: local gradients kept from earlier calls, by parameter.
+        states: what compression keeps from step to step.
         captures: of each kind of call.
         all_tangents: whether gradients may enter by every output.
     """
@@ -54,6 +56,7 @@ class Setting:
     plan: Plan | None = None
     mesh: DeviceMesh | None = None
     held: dict[str, torch.Tensor] = field(default_factory=dict)
+    states: States = field(default_factory=States)
     captures: dict[Any, Capture] = field(default_factory=dict)
     all_tangents: bool = False
 

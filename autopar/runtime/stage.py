@@ -20,11 +20,13 @@ from autopar.graph import (
     Received,
     Saved,
     Sent,
+    State,
     Tangent,
     Total,
 )
 from autopar.runtime.program import Half
 from autopar.runtime.staged import Backward, StageProgram
+from autopar.runtime.states import States
 
 Values = dict[Any, torch.Tensor]
 
@@ -39,6 +41,7 @@ class Step:
         micro_batches: how many there are.
         totals: sums over the batch, as they become known.
         held: local gradients that are kept, by parameter.
+        states: what compression keeps from step to step.
         saved: what forwards have saved for their backwards, by stage and micro-batch.
         parts: what the micro-batches have added to totals so far.
         same: the parts that are the same for each of them.
@@ -51,6 +54,7 @@ class Step:
     arguments: Callable[[InputRole, int], torch.Tensor]
     micro_batches: int
     held: dict[str, torch.Tensor]
+    states: States
     same: frozenset[int]
     differentiates: bool
     keep: bool = False
@@ -185,6 +189,8 @@ class Stage:
                 return self._tangent(half, role, step.tangents[micro].get(index))
             case Total(index):
                 return step.totals[index]
+            case State():
+                return step.states.of(role, half.like(role))
             case Accumulated(name, reduced):
                 known_before = (step.gradients if reduced else step.held).pop(name, None)
                 return self._before(half, role, known_before)

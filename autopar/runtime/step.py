@@ -18,12 +18,14 @@ from autopar.graph import (
     Output,
     Parameter,
     Saved,
+    State,
     Tangent,
     Update,
     Verdict,
 )
 from autopar.runtime.groups import failing_together
 from autopar.runtime.program import Half, Program
+from autopar.runtime.states import States
 
 Differentiable = Parameter | Input
 
@@ -39,6 +41,7 @@ class Running:
         backward_half: chooses the backward when it comes (held gradients may have changed).
         general: the same call with gradients by every output, if they come unexpectedly.
         held: local gradients of earlier calls, by parameter.
+        states: what compression keeps.
         wrap: makes a parameter's gradient out of its local part.
         updates: new values of buffers and inputs.
         verdicts: what the ranks of each axis added up of their evidence.
@@ -50,6 +53,7 @@ class Running:
     backward_half: Callable[[Program], Half]
     general: Callable[[], Program]
     held: dict[str, torch.Tensor]
+    states: States
     wrap: Callable[[str, torch.Tensor], torch.Tensor]
     updates: dict[Any, torch.Tensor]
     verdicts: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -106,7 +110,7 @@ class Step(torch.autograd.Function):
             program = running.general()
             saved = run_forward(running, program)[1]
         half = running.backward_half(program)
-        arguments = _arguments(half, saved, given, running.held)
+        arguments = _arguments(half, saved, given, running)
         if half.donated and keeps_graph():
             for place in half.donated:
                 arguments[place] = arguments[place].clone()
@@ -120,7 +124,7 @@ def _arguments(
     half: Half,
     saved: list[torch.Tensor],
     given: dict[int, torch.Tensor],
-    held: dict[str, torch.Tensor],
+    running: Running,
 ) -> list[torch.Tensor]:
     values = iter(saved)
     arguments = []
@@ -130,7 +134,9 @@ def _arguments(
         elif isinstance(role, Tangent):
             arguments.append(_tangent(half, role, given))
         elif isinstance(role, Accumulated):
-            arguments.append(held.pop(role.name))
+            arguments.append(running.held.pop(role.name))
+        elif isinstance(role, State):
+            arguments.append(running.states.of(role, half.like(role)))
     return arguments
 
 

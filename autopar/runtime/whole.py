@@ -46,6 +46,7 @@ class Whole:
             backward_half=lambda p: self._backward(p, share, hold),
             general=lambda: self._general(share, hold),
             held=setting.held,
+            states=setting.states,
             wrap=setting.wrap,
             updates={},
         )

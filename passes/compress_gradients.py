@@ -1,0 +1,68 @@
+"""Compresses the sums of gradients, bucket by bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from autopar.compression import Compression
+from autopar.graph import OutputRole, TrainingGraph, tensors
+from autopar.passes.base import PassResult
+from autopar.passes.bucket_collectives import Group
+from autopar.passes.collectives import op_of, results_of, starts
+from autopar.passes.ways_of_sending import WAYS
+
+
+@dataclass(frozen=True)
+class CompressGradients:
+    """Sends the sums of gradients as smaller messages.
+
+    Before: sums of gradients are collectives of whole buckets. After: those of the buckets that
+    are compressed are encoded, sent, summed and decoded, as `compressed` says; what was not sent
+    is state of the graph, by parameter, so that buckets may change. Tier: lossy.
+
+    Attributes:
+        buckets: names of parameters whose gradients travel together.
+        compressions: text of a `Compression` for each bucket, "" for none.
+        rank: this rank's place on the axis that gradients are summed over.
+    """
+
+    buckets: tuple[Group, ...]
+    compressions: tuple[str, ...]
+    rank: int
+    tier: ClassVar[Literal["exact", "lossy"]] = "lossy"
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        pairs = zip(self.buckets, self.compressions, strict=True)
+        chosen = {name: text for names, text in pairs for name in names if text}
+        graph, done, notes = graph.copy(), False, []
+        updates: dict[OutputRole, fx.Node | None] = {}
+        for start in list(starts(graph)):
+            names = [r.meta.get("gradient", "") for r in results_of(start) if r is not None]
+            if not names or names[0] not in chosen:
+                continue
+            if reason := _impossible(start):
+                notes.append(f"the gradient of {names[0]} is not compressed: {reason}")
+                continue
+            way = WAYS[(compression := Compression.of(chosen[names[0]])).method]
+            one = way(graph, start, compression, self.rank)
+            one.run()
+            graph, done = one.graph, True
+            updates |= one.updates
+        graph = replace(graph, notes=(*graph.notes, *notes))
+        return PassResult(graph.with_results(updates), "" if done else "no bucket is compressed")
+
+
+def _impossible(start: fx.Node) -> str:
+    """Why a sum cannot be compressed, "" if it can."""
+    given = [tensors(node)[0] for node in start.args[0]]  # type: ignore[union-attr,arg-type]
+    if op_of(start) != "sum":
+        return f"it is reduced by {op_of(start)}"
+    if not all(tensor.is_floating_point() for tensor in given):
+        return f"it is of {str(given[0].dtype).removeprefix('torch.')}, no real floating type"
+    if not any(tensor.numel() for tensor in given):
+        return "it is empty"
+    return ""

@@ -1,0 +1,177 @@
+"""`Compressed`: what all ways of sending a bucket's sum compressed have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from autopar.compression import Compression
+from autopar.graph import OutputRole, State, TrainingGraph, Update, tensors
+from autopar.passes.build import add_input, fake_like
+from autopar.passes.collectives import (
+    axis_of,
+    collective,
+    results_of,
+    start_reduce_scatter,
+    wait_of,
+)
+from autopar.passes.inline import inline
+from autopar.placement import chunk_rows
+
+TAGS = ("gradient", "placement", "rows")
+
+
+class Compressed:
+    """Writes what one started sum becomes.
+
+    Attributes:
+        graph: what is written into; inputs are added to it.
+        updates: the new values of state, as results of the graph.
+    """
+
+    def __init__(
+        self, graph: TrainingGraph, start: fx.Node, compression: Compression, rank: int
+    ) -> None:
+        self.graph, self.start, self.compression, self.rank = graph, start, compression, rank
+        self.axis = axis_of(start)
+        self.ranks = graph.axes[self.axis]
+        self.operands: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
+        self.results = results_of(start)
+        self.names = [str(result.meta["gradient"]) for result in self.results if result is not None]
+        self.scatters = start.target is start_reduce_scatter
+        self.shapes = [tuple(tensors(node)[0].shape) for node in self.operands]
+        self.dtype = tensors(self.operands[0])[0].dtype
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.updates: dict[OutputRole, fx.Node] = {}
+
+    def run(self) -> None:
+        """Replaces start, wait and results."""
+        done = wait_of(self.start)
+        self.graph.graph.inserting_before(self.start)
+        for before, after in zip(self.results, self.write(), strict=True):
+            assert before is not None
+            after.meta |= {key: before.meta[key] for key in TAGS if key in before.meta}
+            before.replace_all_uses_with(after)
+            self.graph.graph.erase_node(before)
+        self.graph.graph.erase_node(done)
+        self.graph.graph.erase_node(self.start)
+
+    def write(self) -> list[fx.Node]:
+        """Writes at the insertion point; returns what stands for each result."""
+        raise NotImplementedError
+
+    # Pieces.
+
+    def inline(self, function: Any, *arguments: Any) -> Any:
+        return inline(self.graph.graph, self.start, function, *arguments)
+
+    def send(self, kind: Any, given: Sequence[fx.Node], *options: Any) -> tuple[fx.Node, list[Any]]:
+        """A collective over the axis; returns its wait, and its results."""
+        found = collective(self.graph.graph, self.start, kind, given, *options, self.axis)
+        done = found[0].args[0]
+        assert isinstance(done, fx.Node)
+        for node in (done.args[0], done, *found):
+            node.meta["gradient"] = self.names[0]  # type: ignore[union-attr]
+        return done, found
+
+    def beside(self, done: fx.Node, function: Any, *arguments: Any) -> Any:
+        """What can be computed while `done` is waited for."""
+        with self.graph.graph.inserting_before(done):
+            return self.inline(function, *arguments)
+
+    def state(self, kind: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        """The input that holds what is kept from step to step."""
+        fake = fake_like(self.graph, tuple(shape), dtype)
+        known_as = f"{kind}_{len(self.graph.inputs)}"
+        self.graph, node = add_input(self.graph, State(kind, name), known_as, fake)
+        node.meta["phase"] = "backward"
+        return node
+
+    def residuals(self) -> list[fx.Node]:
+        """What was not sent of each operand; none without feedback."""
+        if not self.compression.feeds_back:
+            return []
+        pairs = zip(self.names, self.shapes, strict=True)
+        return [self.state("residual", name, shape, self.wide) for name, shape in pairs]
+
+    def keep(self, kind: str, nodes: Sequence[fx.Node]) -> None:
+        """Tells that these have been written in place."""
+        for name, node in zip(self.names, nodes, strict=True):
+            self.updates[Update(State(kind, name))] = node
+
+    # Between tensors and a table of one row for each rank.
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of dim 0 that each rank owns of each operand, where they are scattered."""
+        return [math.ceil(shape[0] / self.ranks) for shape in self.shapes]
+
+    @property
+    def width(self) -> int:
+        """Of the table."""
+        if self.scatters:
+            pairs = zip(self.sizes, self.shapes, strict=True)
+            return sum(size * math.prod(shape[1:]) for size, shape in pairs)
+        return math.ceil(sum(map(math.prod, self.shapes)) / self.ranks)
+
+    def table(self, given: Sequence[Tensor], residuals: Sequence[Tensor]) -> Tensor:
+        """The operands and what was not sent of them, [ranks, width]: row r is what rank r owns."""
+        pieces = [tensor.to(self.wide) for tensor in given]
+        if residuals:
+            pieces = [piece + left for piece, left in zip(pieces, residuals, strict=True)]
+        if self.scatters:
+            parts = [
+                _filled(piece, self.ranks * size).reshape(self.ranks, -1)
+                for piece, size in zip(pieces, self.sizes, strict=True)
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        return _filled(flat, self.ranks * self.width).view(self.ranks, -1)
+
+    def pieces(self, table: Tensor) -> list[Tensor]:
+        """The operands that lie in a table."""
+        if self.scatters:
+            found, at = [], 0
+            for size, shape in zip(self.sizes, self.shapes, strict=True):
+                wide = size * math.prod(shape[1:])
+                part = table[:, at : at + wide].reshape(self.ranks * size, *shape[1:])
+                found.append(part[: shape[0]])
+                at += wide
+            return found
+        counts = [math.prod(shape) for shape in self.shapes]
+        flat = table.reshape(-1)[: sum(counts)].split(counts)
+        return [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
+
+    def own_rows(self, row: Tensor) -> list[Tensor]:
+        """The results of this rank that lie in its row of a table of chunks."""
+        found, at = [], 0
+        for size, shape in zip(self.sizes, self.shapes, strict=True):
+            wide = size * math.prod(shape[1:])
+            rows = chunk_rows(shape[0], self.ranks)[self.rank]
+            part = row[at : at + wide].view(size, *shape[1:])[:rows]
+            found.append(part.to(self.dtype).contiguous())
+            at += wide
+        return found
+
+    def outcome(self, whole: Tensor) -> list[Tensor]:
+        """The results: of an all-reduce from the whole table, of a reduce-scatter from own row."""
+        if self.scatters:
+            return self.own_rows(whole)
+        return [piece.to(self.dtype) for piece in self.pieces(whole)]
+
+    def settle(self, left: Tensor, whole: Tensor, residuals: Sequence[Tensor]) -> list[Tensor]:
+        """What was not sent takes the place of what had not been, unless the sum overflowed."""
+        fine = whole.sum().isfinite() & left.sum().isfinite()
+        pairs = zip(residuals, self.pieces(left), strict=True)
+        return [old.copy_(torch.where(fine, new, old)) for old, new in pairs]
+
+
+def _filled(tensor: Tensor, rows: int) -> Tensor:
+    """A tensor with zeros behind its dim 0, up to so many rows."""
+    missing = rows - tensor.shape[0]
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing]) if missing else tensor

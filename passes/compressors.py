@@ -1,0 +1,232 @@
+"""How rows of numbers are written as smaller messages, and read: plain functions of tensors.
+
+A codec turns a table [n, width] into messages [n, ...], each of which can be read alone, and back
+into numbers; `total` adds up what several messages say. What is inf or nan comes out as inf or
+nan, if need be with its neighbours: nothing hides an overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.compression import Compression
+
+ROW = 2**16
+"""Elements among which top-k selects: their places fit into two bytes."""
+
+
+class Codec(Protocol):
+    """Writes and reads messages."""
+
+    def encode(self, table: Tensor) -> Tensor:
+        """The message of each row of a table [n, width]."""
+        ...
+
+    def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """The table [n, width] that messages stand for."""
+        ...
+
+    def total(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """The sum [width] of the rows that messages stand for."""
+        ...
+
+
+def codec(given: Compression) -> Codec:
+    """What writes and reads the messages of a compression, PowerSGD and random-k apart."""
+    match given.method:
+        case "bf16":
+            return Cast(torch.bfloat16)
+        case "fp16":
+            return Cast(torch.float16)
+        case "int8":
+            return Int8(given.block)
+        case "sign":
+            return Sign(given.block)
+        case "topk":
+            return TopK(given.density)
+        case "threshold":
+            return TopK(given.density, given.threshold)
+    raise AssertionError(f"{given} has no codec")
+
+
+class _Summed:
+    """What sums by reading everything."""
+
+    def total(self: Codec, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return self.decode(messages, width, dtype).sum(0)
+
+
+@dataclass(frozen=True)
+class Cast(_Summed):
+    """A narrower floating type."""
+
+    narrow: torch.dtype
+
+    def encode(self, table: Tensor) -> Tensor:
+        return table.to(self.narrow)
+
+    def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return messages.to(dtype)
+
+
+@dataclass(frozen=True)
+class Int8(_Summed):
+    """127 steps to either side; each block has a scale, in float32.
+
+    (Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016; in blocks as ZeRO++.)
+    """
+
+    block: int
+
+    def encode(self, table: Tensor) -> Tensor:
+        blocks = _blocks(table, self.block)
+        scales = (blocks.abs().amax(-1, keepdim=True) / 127).float()
+        steps = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round()
+        return _joined(steps.to(torch.int8), scales)
+
+    def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        bodies, scales = _parted(messages, math.ceil(width / self.block), self.block)
+        steps = bodies.view(torch.int8).view(*scales.shape[:2], self.block)
+        return (steps * scales).to(dtype).flatten(1)[:, :width]
+
+
+@dataclass(frozen=True)
+class Sign(_Summed):
+    """A bit an element; each block has its mean magnitude, in float32.
+
+    (Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
+    """
+
+    block: int
+
+    def encode(self, table: Tensor) -> Tensor:
+        blocks = _blocks(table, self.block)
+        scales = blocks.abs().mean(-1, keepdim=True).float()
+        return _joined(_packed(blocks >= 0), scales)
+
+    def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        bodies, scales = _parted(messages, math.ceil(width / self.block), self.block // 8)
+        signs = _unpacked(bodies).view(*scales.shape[:2], self.block) * 2 - 1
+        return (signs * scales).to(dtype).flatten(1)[:, :width]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The largest elements of every row, each as a bfloat16 and its place in two bytes.
+
+    (Stich, Cordonnier & Jaggi, Sparsified SGD with Memory, 2018.)
+
+    Attributes:
+        density: part of the elements that are sent, one of every row at least.
+        threshold: those not larger than this are not sent; their places in the message are zero.
+    """
+
+    density: float
+    threshold: float = 0.0
+
+    def encode(self, table: Tensor) -> Tensor:
+        rows = self._rows(table)
+        places = rows.abs().topk(self._count(rows.shape[-1]), sorted=False).indices
+        values = rows.gather(-1, places)
+        if self.threshold:
+            values = values.where(~(values.abs() <= self.threshold), 0.0)
+        short = torch.stack([values.bfloat16().view(torch.int16), places.to(torch.int16)])
+        return short.transpose(0, 1).reshape(table.shape[0], -1)
+
+    def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.stack([self._read(message, width, dtype) for message in messages.unbind()])
+
+    def total(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """One message after the other, so that all ranks add in the same order."""
+        first, *rest = messages.unbind()
+        found = self._read(first, width, dtype, whole=True)
+        for message in rest:
+            values, places = self._entries(message, width, dtype)
+            found = found.scatter_add(-1, places, values)
+        return found.view(-1)[:width]
+
+    def _read(
+        self, message: Tensor, width: int, dtype: torch.dtype, *, whole: bool = False
+    ) -> Tensor:
+        values, places = self._entries(message, width, dtype)
+        length = _length(width)
+        found = values.new_zeros((math.ceil(width / length), length)).scatter(-1, places, values)
+        return found if whole else found.view(-1)[:width]
+
+    def _entries(self, message: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        length = _length(width)
+        values, places = message.view(2, math.ceil(width / length), self._count(length)).unbind()
+        return values.contiguous().view(torch.bfloat16).to(dtype), places.long() & (ROW - 1)
+
+    def _rows(self, table: Tensor) -> Tensor:
+        return _blocks(table, _length(table.shape[1]))
+
+    def _count(self, length: int) -> int:
+        return min(length, max(1, round(self.density * length)))
+
+
+def random_places(count: Tensor, width: int, density: float) -> Tensor:
+    """One place of every stretch of `width`, another at every count, the same on all ranks.
+
+    Args:
+        count: int64 scalar, how often this was done before.
+        width: of the rows.
+        density: part of the places that is taken.
+    """
+    stretch = max(1, min(width, round(1 / density)))
+    starts = torch.arange(0, width, stretch, device=count.device)
+    mixed = (starts + 1) * 0x9E3779B1 + (count + 1) * 0x85EBCA77
+    mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D & 0x7FFFFFFF
+    mixed = (mixed ^ (mixed >> 13)) * 0x297A2D39 & 0x7FFFFFFF
+    return (starts + (mixed ^ (mixed >> 15)) % stretch).clamp_max(width - 1)
+
+
+def _length(width: int) -> int:
+    """Of the rows of at most `ROW` that a width is cut into."""
+    return math.ceil(width / math.ceil(width / ROW))
+
+
+def _blocks(table: Tensor, block: int) -> Tensor:
+    """A table [n, width] as [n, blocks, block], filled up with zeros."""
+    missing = -table.shape[1] % block
+    full = F.pad(table, (0, missing)) if missing else table
+    return full.view(table.shape[0], -1, block)
+
+
+def _joined(bodies: Tensor, scales: Tensor) -> Tensor:
+    """Bytes: those of the bodies, then those of the scales."""
+    return torch.cat([_bytes(bodies), _bytes(scales)], 1)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8).flatten(1)
+
+
+def _parted(messages: Tensor, blocks: int, body: int) -> tuple[Tensor, Tensor]:
+    """Bodies [n, blocks * body] of bytes, and scales [n, blocks, 1]."""
+    bodies, scales = messages.split([blocks * body, blocks * 4], 1)
+    return bodies.contiguous(), scales.contiguous().view(torch.float32).unsqueeze(-1)
+
+
+_GATHER, _SPREAD = 0x0102040810204080, 0x0101010101010101
+_EACH = 0x8040201008040201 - 2**64
+"""Of eight bytes that are 0 or 1, seen as one integer, `_GATHER` puts every bit into the highest
+byte; `_SPREAD` copies a byte into all eight, of each of which `_EACH` keeps one bit."""
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """Booleans [n, ...] as bits [n, an eighth of them]."""
+    eights = bits.flatten(1).view(torch.int64)
+    return ((eights * _GATHER) >> 56).to(torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    """0 or 1 for each bit, as int8, eight times as many."""
+    eights = (packed.long() * _SPREAD) & _EACH
+    return (eights.view(torch.uint8) != 0).view(torch.int8)

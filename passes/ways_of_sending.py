@@ -1,0 +1,247 @@
+"""What a bucket's sum becomes when it is compressed: one way of sending it for each kind of method.
+
+All sum what ranks send in the gradients' own precision, float32 at least, and give every rank the
+same result: what a rank keeps for itself has gone through the same messages. What was not sent is
+added to the next message (Seide et al., 1-Bit Stochastic Gradient Descent, 2014): exactly what the
+sum lacks, on the rank where it was lost. Where the result is not finite the state stays as it was:
+that step will be skipped.
+
+| way | methods | all-reduce | reduce-scatter |
+|---|---|---|---|
+| `Exchanged` | casts, int8, sign | messages to chunks' owners; their sums to all | the first half |
+| `Gathered` | top-k, threshold | messages to all | messages to the owners of chunks |
+| `Drawn` | random-k | all-reduce of the same places | reduce-scatter of them |
+| `LowRank` | PowerSGD | two small all-reduces | the same, of which own rows are made |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from autopar.graph import State, Update
+from autopar.passes.collectives import (
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from autopar.passes.compressed import Compressed
+from autopar.passes.compressors import Codec, codec, random_places
+from autopar.placement import Partial, chunk_rows
+
+
+class Exchanged(Compressed):
+    """Every rank sums what all sent of its chunk, and sends the sum to all."""
+
+    def write(self) -> list[fx.Node]:
+        codec_, width, wide = codec(self.compression), self.width, self.wide
+        residuals = self.residuals()
+        table = self.inline(self.table, self.operands, residuals)
+        message = self.inline(codec_.encode, table)
+        done, (came,) = self.send(start_all_to_all, [message])
+        left = self.beside(done, _lost, codec_, table, message) if residuals else None
+        whole = self.inline(codec_.total, came, width, wide)
+        if not self.scatters:
+            own = whole
+            again = self.inline(lambda own: codec_.encode(own.unsqueeze(0)), own)
+            done, (came,) = self.send(start_all_gather, [again], [self.ranks])
+            if left is not None:
+                left = self.beside(done, self._owned, codec_, left, own, again)
+            whole = self.inline(codec_.decode, came, width, wide)
+        if left is not None:
+            self.keep("residual", self.inline(self.settle, left, whole, residuals))
+        return list(self.inline(self.outcome, whole))
+
+    def _owned(self, codec_: Codec, left: Tensor, own: Tensor, again: Tensor) -> Tensor:
+        """What is lost on the way to the others of this rank's chunk, beside what was before."""
+        more = own - codec_.decode(again, own.numel(), own.dtype).view(-1)
+        rows = [more if row == self.rank else torch.zeros_like(more) for row in range(self.ranks)]
+        return left + torch.stack(rows)
+
+
+class Gathered(Exchanged):
+    """Every rank reads what all have chosen to send."""
+
+    def write(self) -> list[fx.Node]:
+        if self.scatters:
+            return super().write()
+        codec_, wide = codec(self.compression), self.wide
+        width, residuals = self.ranks * self.width, self.residuals()
+        table = self.inline(self.table, self.operands, residuals)
+        row = self.inline(lambda table: table.view(1, -1), table)
+        message = self.inline(codec_.encode, row)
+        done, (came,) = self.send(start_all_gather, [message], [self.ranks])
+        left = self.beside(done, _lost, codec_, row, message) if residuals else None
+        whole = self.inline(codec_.total, came, width, wide)
+        if left is not None:
+            self.keep("residual", self.inline(self.settle, left, whole, residuals))
+        return list(self.inline(self.outcome, whole))
+
+
+class Drawn(Compressed):
+    """All ranks send the same places, drawn anew at every step.
+
+    Without feedback what is sent is scaled, so that the sum is right on average.
+    """
+
+    def write(self) -> list[fx.Node]:
+        residuals = self.residuals()
+        count = self.state("count", self.names[0], (), torch.int64)
+        table = self.inline(self.table, self.operands, residuals)
+        places = self.inline(self._places, count)
+        values = self.inline(self._values, table, places)
+        values.meta["placement"] = Partial()
+        if self.scatters:
+            done, (sums,) = self.send(start_reduce_scatter, [values], [1])
+        else:
+            done, (sums,) = self.send(start_all_reduce, [values])
+        left = self.beside(done, self._others, table, places) if residuals else None
+        whole = self.inline(self._spread, sums, places)
+        if left is not None:
+            self.keep("residual", self.inline(self.settle, left, whole, residuals))
+        role = Update(State("count", self.names[0]))
+        self.updates[role] = self.inline(lambda count: count.add_(1), count)
+        return list(self.inline(self.outcome, whole))
+
+    @property
+    def _row(self) -> int:
+        """Of how many elements places are drawn: of a chunk, or of all."""
+        return self.width if self.scatters else self.ranks * self.width
+
+    def _places(self, count: Tensor) -> Tensor:
+        return random_places(count, self._row, self.compression.density)
+
+    def _values(self, table: Tensor, places: Tensor) -> Tensor:
+        return table.reshape(-1, self._row).index_select(1, places)
+
+    def _others(self, table: Tensor, places: Tensor) -> Tensor:
+        return table.reshape(-1, self._row).index_fill(1, places, 0.0).view_as(table)
+
+    def _spread(self, sums: Tensor, places: Tensor) -> Tensor:
+        scale = 1.0 if self.compression.feeds_back else self._row / places.numel()
+        row = sums.new_zeros(self._row)
+        return row.index_copy(0, places, sums.reshape(-1) * scale)
+
+
+class LowRank(Compressed):
+    """Matrices as products of two narrow ones, sums of which are enough (Vogels et al., PowerSGD,
+    2019). Vectors, and matrices that would not become smaller, are sent as they are.
+    """
+
+    def write(self) -> list[fx.Node]:
+        narrow = [i for i, shape in enumerate(self.shapes) if self._pays(shape)]
+        plain = [i for i in range(len(self.shapes)) if i not in narrow]
+        found: dict[int, fx.Node] = {}
+        if plain:
+            found |= zip(plain, self._as_they_are(plain), strict=True)
+        if narrow:
+            found |= zip(narrow, self._as_products(narrow), strict=True)
+        return [found[i] for i in range(len(self.shapes))]
+
+    def _pays(self, shape: Sequence[int]) -> bool:
+        if len(shape) < 2 or 0 in shape:
+            return False
+        rows, columns = shape[0], math.prod(shape[1:])
+        return (rows + columns) * self.compression.rank < rows * columns
+
+    def _as_they_are(self, which: Sequence[int]) -> list[fx.Node]:
+        given = [self.operands[i] for i in which]
+        if self.scatters:
+            rows = [chunk_rows(self.shapes[i][0], self.ranks)[self.rank] for i in which]
+            return self.send(start_reduce_scatter, given, rows)[1]
+        return self.send(start_all_reduce, given)[1]
+
+    def _as_products(self, which: Sequence[int]) -> list[fx.Node]:
+        rank, names = self.compression.rank, [self.names[i] for i in which]
+        shapes = [self.shapes[i] for i in which]
+        residuals = [
+            self.state("residual", name, shape, self.wide)
+            for name, shape in zip(names, shapes, strict=True)
+            if self.compression.feeds_back
+        ]
+        factors = [
+            self.state("factor", name, (math.prod(shape[1:]), rank), self.wide)
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+        matrices = self.inline(self._matrices, [self.operands[i] for i in which], residuals)
+        lefts = self.inline(_products, matrices, factors)
+        _, lefts = self.send(start_all_reduce, lefts)
+        lefts, rights = self.inline(_project, matrices, lefts)
+        done, sums = self.send(start_all_reduce, rights)
+        if residuals:
+            lost = self.beside(done, _rest, matrices, lefts, rights)
+            kept = self.inline(_settle_each, lost, sums, residuals)
+            pairs = zip(names, kept, strict=True)
+            self.updates |= {Update(State("residual", name)): node for name, node in pairs}
+        kept = self.inline(_settle_each, sums, sums, factors)
+        self.updates |= {
+            Update(State("factor", name)): node for name, node in zip(names, kept, strict=True)
+        }
+        return list(self.inline(self._rows_of_products, which, lefts, sums))
+
+    def _matrices(self, given: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:
+        wide = [tensor.to(self.wide) for tensor in given]
+        if residuals:
+            wide = [tensor + left for tensor, left in zip(wide, residuals, strict=True)]
+        return [tensor.reshape(tensor.shape[0], -1) for tensor in wide]
+
+    def _rows_of_products(
+        self, which: Sequence[int], lefts: Sequence[Tensor], rights: Sequence[Tensor]
+    ) -> list[Tensor]:
+        found = []
+        for i, left, right in zip(which, lefts, rights, strict=True):
+            shape = self.shapes[i]
+            if self.scatters:
+                counts = chunk_rows(shape[0], self.ranks)
+                first = sum(counts[: self.rank])
+                left = left[first : first + counts[self.rank]]
+            found.append((left @ right.T).view(-1, *shape[1:]).to(self.dtype))
+        return found
+
+
+WAYS: dict[str, type[Compressed]] = {
+    "bf16": Exchanged,
+    "fp16": Exchanged,
+    "int8": Exchanged,
+    "sign": Exchanged,
+    "topk": Gathered,
+    "threshold": Gathered,
+    "randomk": Drawn,
+    "powersgd": LowRank,
+}
+
+
+def _lost(codec_: Codec, table: Tensor, message: Tensor) -> Tensor:
+    return table - codec_.decode(message, table.shape[1], table.dtype)
+
+
+def _products(matrices: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
+    return [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
+
+
+def _project(
+    matrices: Sequence[Tensor], lefts: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """An orthonormal basis of what the left factors span, and each matrix in it."""
+    bases = [torch.linalg.qr(left).Q for left in lefts]
+    return bases, [m.T @ basis for m, basis in zip(matrices, bases, strict=True)]
+
+
+def _rest(
+    matrices: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor]
+) -> list[Tensor]:
+    triples = zip(matrices, lefts, rights, strict=True)
+    return [matrix - left @ right.T for matrix, left, right in triples]
+
+
+def _settle_each(
+    new: Sequence[Tensor], results: Sequence[Tensor], old: Sequence[Tensor]
+) -> list[Tensor]:
+    return [
+        before.copy_(torch.where(result.sum().isfinite(), now.view_as(before), before))
+        for now, result, before in zip(new, results, old, strict=True)
+    ]
