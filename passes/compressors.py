@@ -137,7 +137,7 @@ class TopK:
         if self.threshold:
             values = values.where(~(values.abs() <= self.threshold), 0.0)
         short = torch.stack([values.bfloat16().view(torch.int16), places.to(torch.int16)])
-        return short.transpose(0, 1).reshape(table.shape[0], -1)
+        return _bytes(short.transpose(0, 1))
 
     def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         return torch.stack([self._read(message, width, dtype) for message in messages.unbind()])
@@ -161,7 +161,8 @@ class TopK:
 
     def _entries(self, message: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         length = _length(width)
-        values, places = message.view(2, math.ceil(width / length), self._count(length)).unbind()
+        short = message.view(torch.int16)
+        values, places = short.view(2, math.ceil(width / length), self._count(length)).unbind()
         return values.contiguous().view(torch.bfloat16).to(dtype), places.long() & (ROW - 1)
 
     def _rows(self, table: Tensor) -> Tensor:
