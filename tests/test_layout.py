@@ -15,7 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("passes", "cost_model")
 MAX_LINES = 450
 
-GROUND = frozenset({"autopar._torch", "autopar.errors", "autopar.graph", "autopar.placement"})
+GROUND = frozenset(
+    {
+        "autopar.compression",
+        "autopar._torch",
+        "autopar.errors",
+        "autopar.graph",
+        "autopar.placement",
+    }
+)
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
 PARTS = {"autopar.partition", "autopar.pipeline", "autopar.prediction"}
