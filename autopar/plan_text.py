@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cost_model.allocator import CONTEXT_SOURCE
+from autopar.cost_model.exposure import CAUSES
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
+    from autopar.prediction import Prediction
 
 
 def table(plan: Plan) -> str:
@@ -35,6 +37,7 @@ def table(plan: Plan) -> str:
     lines = [_render(grid), *_stages(plan)]
     lines.append(f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}")
     lines += _prediction(plan)
+    lines += _exposures(plan.prediction, 5) if plan.prediction else []
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
@@ -51,6 +54,7 @@ def explain(plan: Plan) -> str:
             f"The step is bound by {bound}: {share:.0%} of it waits for collectives, of which "
             f"{max(0.0, p.communication_s - p.exposed_s) * 1e3:.1f} ms are hidden."
         )
+        lines += _exposures(p, len(p.exposures))
         if p.stages:
             waits = ", ".join(f"{share:.0%}" for share in p.idle)
             lines.append(f"Ranks of the pipeline wait for others {waits} of the step.")
@@ -119,10 +123,31 @@ def _prediction(plan: Plan) -> list[str]:
         f"predicted step {p.step_s * 1e3:.1f} ms: compute {p.compute_s * 1e3:.1f}, "
         f"communication {p.communication_s * 1e3:.1f}, of it exposed {p.exposed_s * 1e3:.1f}, "
         f"optimizer {p.update_s * 1e3:.1f}",
+        *([f"exposed because of: {causes}"] if (causes := _causes(p)) else []),
         f"predicted peak {human_bytes(p.peak_bytes)} of tensors per rank, modelled by liveness: "
         f"{memory}",
         f"reserved for them {human_bytes(p.reserved_bytes)}, as torch's allocator does{context}",
     ]
+
+
+def _causes(p: Prediction) -> str:
+    """The seconds of exposed communication by cause, those that there are."""
+    return ", ".join(f"{cause} {s * 1e3:.1f}" for cause, s in p.causes.items() if s * 1e3 >= 0.05)
+
+
+def _exposures(p: Prediction, most: int) -> list[str]:
+    """The collectives that are exposed most, at most so many: how much, and why."""
+    if not p.exposures:
+        return []
+    grid = Table(title="Collectives that computation waits for", title_justify="left")
+    for column in ("collective", "axis", "block", "bytes", "alone", "exposed", *CAUSES):
+        left = column in ("collective", "axis", "block")
+        grid.add_column(column, justify="left" if left else "right")
+    for item in p.exposures[:most]:
+        times = (item.seconds, item.exposed_s, *item.by_cause.values())
+        row = [item.name, item.axis, item.block, human_bytes(item.nbytes)]
+        grid.add_row(*row, *(f"{seconds * 1e3:.2f} ms" for seconds in times))
+    return [_render(grid)]
 
 
 def _stages(plan: Plan) -> list[str]:

@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.cost_model.exposure import Exposure
+
+MOST_EXPOSED = 20
+"""Of how many collectives a plan keeps how much they are exposed."""
+
 
 @dataclass(frozen=True)
 class StagePrediction:
@@ -48,6 +53,8 @@ class Prediction:
         context_bytes: what the process takes of a GPU beside that, modelled; 0 on a CPU.
         provenance: how many numbers are measured, imported and modelled.
         waits: seconds that computation stands still for each kind of collective.
+        causes: the same seconds by cause: the link, memory, data dependence.
+        exposures: the collectives that are exposed most, and why; at most MOST_EXPOSED.
         events: what runs when: name of the node, stream, start, end and kind, times in seconds.
         memory_curve: bytes that tensors hold from each time on.
         stages: what each stage of a pipeline takes; none if there is no pipeline.
@@ -65,6 +72,8 @@ class Prediction:
     context_bytes: int = 0
     provenance: Mapping[str, int] = field(default_factory=dict)
     waits: Mapping[str, float] = field(default_factory=dict)
+    causes: Mapping[str, float] = field(default_factory=dict)
+    exposures: tuple[Exposure, ...] = ()
     events: tuple[tuple[str, str, float, float, str], ...] = field(default=(), repr=False)
     memory_curve: tuple[tuple[float, int], ...] = field(default=(), repr=False)
     stages: tuple[StagePrediction, ...] = ()
@@ -74,7 +83,8 @@ class Prediction:
     def from_dict(values: Mapping[str, Any]) -> Prediction:
         """The prediction in a document of a plan."""
         stages = tuple(StagePrediction(**stage) for stage in values["stages"])
-        return Prediction(**{**values, "stages": stages})
+        exposures = tuple(Exposure(**item) for item in values["exposures"])
+        return Prediction(**{**values, "stages": stages, "exposures": exposures})
 
     @property
     def bubble(self) -> float:

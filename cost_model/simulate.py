@@ -15,6 +15,7 @@ from torch import fx
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Transfer, collective_of, is_wait, issuer
 from autopar.cost_model.cost import Cost
+from autopar.cost_model.exposure import Exposure, apportion
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.memory import Memory, simulate_memory
 from autopar.cost_model.operators import OperatorTimes
@@ -34,6 +35,7 @@ class Simulation:
         communication_s: seconds of all collectives, alone.
         exposed_s: what communication adds to compute: step_s - compute_s.
         waits: seconds that compute stands still for each kind of collective.
+        exposures: how much of each collective that is, and why, in the order of waits.
         memory: the peak and its parts.
         memory_curve: when each of `memory.nodes` starts, in seconds, and the bytes that then exist.
         timeline: what runs when, in order of the end.
@@ -47,6 +49,7 @@ class Simulation:
     communication_s: float
     exposed_s: float
     waits: Mapping[str, float]
+    exposures: tuple[Exposure, ...]
     memory: Memory
     memory_curve: tuple[tuple[float, int], ...]
     timeline: tuple[Event, ...]
@@ -74,7 +77,7 @@ def simulate(
     first_backward = graph.backward_start
     for node in graph.graph.nodes:
         if node is first_backward:
-            forward_s = run.clock.now
+            forward_s = run.begun_s = run.clock.now
         if node.op == "call_function":
             starts.append(run.clock.now)
             run.step(node)
@@ -90,6 +93,7 @@ def simulate(
         communication_s=run.communication_s,
         exposed_s=max(0.0, step_s - run.compute_s),
         waits=dict(run.waits),
+        exposures=tuple(run.exposures),
         memory=memory,
         memory_curve=tuple(zip(starts, memory.curve, strict=True)),
         timeline=tuple(run.clock.events),
@@ -107,6 +111,10 @@ class _Run:
     sources: Counter[str] = field(default_factory=Counter)
     waits: dict[str, float] = field(default_factory=dict)
     issued: dict[fx.Node, Flight] = field(default_factory=dict)
+    exposures: list[Exposure] = field(default_factory=list)
+    ends: dict[fx.Node, float] = field(default_factory=dict)
+    prices: dict[fx.Node, float] = field(default_factory=dict)
+    begun_s: float = 0.0
     compute_s: float = 0.0
     communication_s: float = 0.0
 
@@ -118,9 +126,10 @@ class _Run:
         if collective_of(node) is not None:
             self.issue(node)
         elif is_wait(node) and (source := issuer(node)) is not None:
-            self.wait(node, self.issued[source])
+            self.wait(node, source)
         else:
             self.compute(node.name, self.operators.seconds(node))
+        self.ends[node] = self.clock.now
 
     def compute(self, name: str, cost: Cost) -> None:
         """Keep the computing thread for some time."""
@@ -138,16 +147,16 @@ class _Run:
         price = self.cluster.seconds(sent.collective, sent.nbytes, sent.shape, sent.dtype)
         self.sources[price.kind] += 1
         self.communication_s += price.seconds
-        rest = max(0.0, price.seconds - slowdown.issue_s)
+        rest = self.prices[node] = max(0.0, price.seconds - slowdown.issue_s)
         self.issued[node] = self.clock.issue(node.name, sent, rest)
 
-    def wait(self, node: fx.Node, flight: Flight) -> None:
+    def wait(self, node: fx.Node, source: fx.Node) -> None:
         """Stand still until a collective has ended, and for ranks that are late.
 
         Prices are of ranks that start together. A rehearsed wait for an empty collective tells
         how late they come, when its own latency, as far as it was not hidden, is taken off.
         """
-        kind, slowdown = flight.transfer.collective, self.cluster.slowdown
+        flight, slowdown, late_s = self.issued[source], self.cluster.slowdown, 0.0
         since_s = self.clock.now - flight.issued_s
         waited_s = self.clock.wait(node.name, flight)
         rehearsed = self.operators.call_of_collective(node)
@@ -157,11 +166,41 @@ class _Run:
             self.sources[rehearsed.kind] += 1
             empty = self.cluster.seconds("all_reduce", 8, flight.transfer.shape).seconds
             late_s = max(0.0, rehearsed.seconds - max(0.0, empty - since_s))
-            waited_s += self.clock.stand(node.name, late_s)
-        self.waits[kind] = self.waits.get(kind, 0.0) + waited_s
+            self.clock.stand(node.name, late_s)
+        self.expose(source, waited_s, late_s)
+
+    def expose(self, source: fx.Node, waited_s: float, late_s: float = 0.0) -> None:
+        """Record what compute stood still for a collective, and why."""
+        flight = self.issued[source]
+        sent = flight.transfer
+        exposed_s = waited_s + late_s
+        self.waits[sent.collective] = self.waits.get(sent.collective, 0.0) + exposed_s
+        parts = apportion(
+            exposed_s,
+            delayed_s=flight.end_s - flight.issued_s - self.prices[source],
+            held_s=flight.issued_s - self.ready_s(source),
+            late_s=late_s,
+        )
+        block, seconds = source.meta.get("block") or "", self.prices[source]
+        kind, axis, nbytes = sent.collective, sent.axis, sent.nbytes
+        item = Exposure(source.name, block, kind, axis, nbytes, seconds, *parts)
+        self.exposures.append(item)
+
+    def ready_s(self, source: fx.Node) -> float:
+        """When a collective could have been issued: what it sends was there, copies made."""
+        copied_s, todo, ready_s = 0.0, [source], self.begun_s
+        own = source.meta.get("of")
+        while todo:
+            for node in todo.pop().all_input_nodes:
+                if own is not None and node.meta.get("of") == own:
+                    copied_s += self.operators.seconds(node).seconds
+                    todo.append(node)
+                else:
+                    ready_s = max(ready_s, self.ends.get(node, 0.0))
+        return ready_s + copied_s
 
     def finish(self) -> None:
         """Nothing is under way when a step ends."""
-        for flight in self.issued.values():
-            kind = flight.transfer.collective
-            self.waits[kind] = self.waits.get(kind, 0.0) + self.clock.wait("end", flight)
+        for source, flight in self.issued.items():
+            if flight.left_s > 0.0:
+                self.expose(source, self.clock.wait("end", flight))

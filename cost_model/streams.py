@@ -44,13 +44,25 @@ class Event:
 
 @dataclass(slots=True)
 class Flight:
-    """A collective under way: `left_s` seconds of it are still to do, were it alone."""
+    """A collective under way.
+
+    Attributes:
+        name: of the node that issues it.
+        transfer: what is sent.
+        left_s: seconds of it that are still to do, were it alone.
+        issued_s: when it was issued, in seconds from the start of the step.
+        start_s: when its axis was free for it.
+        end_s: when it ended; while it is under way, when it was issued.
+        on_compute: by what factor it slows compute.
+        beside_compute: by what factor compute slows it.
+    """
 
     name: str
     transfer: Transfer
     left_s: float
     issued_s: float
     start_s: float
+    end_s: float
     on_compute: float
     beside_compute: float
 
@@ -85,7 +97,8 @@ class Clock:
         """Put a collective at the end of its axis's queue."""
         slowdown, nbytes = self._slowdown, transfer.nbytes
         factors = slowdown.of_compute(nbytes), slowdown.of_communication(nbytes)
-        flight = Flight(name, transfer, seconds, self.now, self.now, *factors)
+        now = self.now
+        flight = Flight(name, transfer, seconds, now, now, now, *factors)
         if seconds > 0.0:
             queue = self._queues.setdefault(transfer.axis, deque())
             self._busy += not queue
@@ -132,7 +145,7 @@ class Clock:
 
     def _land(self, flight: Flight) -> None:
         """Record the end of a collective and start the next of its axis."""
-        flight.left_s = 0.0
+        flight.left_s, flight.end_s = 0.0, self.now
         axis, kind = flight.transfer.axis, flight.transfer.collective
         self.events.append(Event(flight.name, axis, flight.start_s, self.now, kind))
         queue = self._queues[axis]

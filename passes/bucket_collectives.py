@@ -19,6 +19,7 @@ from autopar.passes.collectives import (
     start_all_reduce,
     start_reduce_scatter,
     starts,
+    tagged,
     wait_of,
 )
 
@@ -91,14 +92,13 @@ def gathers(graph: TrainingGraph, phase: str) -> list[tuple[str, fx.Node]]:
     found = []
     for start in starts(graph):
         if start.target is start_all_gather and start.meta["phase"] == phase:
-            names = [r.meta["gathered"] for r in results_of(start) if r and "gathered" in r.meta]
-            found += [(name, start) for name in names]
+            found += [(name, start) for name in tagged(start, "gathered")]
     return found
 
 
 def reductions(graph: TrainingGraph) -> list[tuple[str, fx.Node]]:
     """Name of parameter and start of every reduction of a gradient."""
-    return [(s.meta["gradient"], s) for s in starts(graph) if "gradient" in s.meta]
+    return [(name, start) for start in starts(graph) for name in tagged(start, "gradient")]
 
 
 def merge(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
@@ -116,7 +116,7 @@ def merge(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     done = new[0].args[0]
     start = done.args[0]  # type: ignore[union-attr]
     for item in (start, done):
-        item.meta |= {k: first.meta[k] for k in ("placement", "rows") if k in first.meta}  # type: ignore
+        item.meta |= {k: first.meta[k] for k in KEPT if k in first.meta}  # type: ignore
     for before, after in zip(old, new, strict=True):
         if before is None:
             graph.erase_node(after)
@@ -129,6 +129,9 @@ def merge(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
         graph.erase_node(member)
     assert isinstance(start, fx.Node)
     return start
+
+
+KEPT = ("placement", "rows", "gradient", "summed")
 
 
 def merge_statistics(graph: TrainingGraph) -> int:

@@ -126,6 +126,11 @@ def results_of(start: fx.Node) -> list[fx.Node | None]:
     return found
 
 
+def tagged(start: fx.Node, tag: str) -> list[str]:
+    """What the results of a collective are called under a key of their meta."""
+    return [r.meta[tag] for r in results_of(start) if r is not None and tag in r.meta]
+
+
 def collective(
     graph: fx.Graph, like: fx.Node, start: object, tensors: Sequence[fx.Node], *options: object
 ) -> list[fx.Node]:

@@ -63,7 +63,7 @@ class Lowering:
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = call(self.graph, self.like, target, *args, **kwargs)
-        node.meta["placement"] = self.placement
+        node.meta |= {"placement": self.placement, "of": self.start.name}
         return node
 
     # Each issues its collective and says how results are read from what was waited for.

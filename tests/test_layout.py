@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "autopar.rows": GROUND | {"autopar.capture", "autopar.rows"},
     "autopar.partition": PASSES,
     "autopar.pipeline": PASSES,
-    "autopar.prediction": GROUND,
+    "autopar.prediction": COST_MODEL,
     "autopar.strategy": PASSES | PARTS,
     "autopar.plan": PLAN | {"autopar.plan_text"},
     "autopar.plan_text": PLAN | {"autopar.plan_text"},

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.compression import Compressions
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.cost import Cost
+from autopar.cost_model.exposure import by_cause, worst
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.simulate import Simulation, simulate
@@ -21,7 +22,7 @@ from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import shards
 from autopar.placement import Replicate, Shard
 from autopar.plan import Plan
-from autopar.prediction import Prediction
+from autopar.prediction import MOST_EXPOSED, Prediction
 
 IN_FLIGHT = 2
 """Reduce-scatters under way: more would keep more whole gradients alive."""
@@ -151,6 +152,8 @@ class Evaluator:
             memory=dict(result.memory.by_category),
             provenance=provenance,
             waits=dict(result.waits),
+            causes=by_cause(result.exposures),
+            exposures=worst(result.exposures, MOST_EXPOSED),
             events=events_of(result, update.seconds),
             memory_curve=tuple((round(at, 8), nbytes) for at, nbytes in result.memory_curve),
         )

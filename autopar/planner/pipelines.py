@@ -9,6 +9,7 @@ from functools import cached_property
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.cost import ClusterError, Cost
+from autopar.cost_model.exposure import by_cause, worst
 from autopar.cost_model.pipeline import PipelineSimulation, StageCost, simulate_pipeline
 from autopar.cost_model.schedules import Orders, in_flight, orders, split_orders
 from autopar.cost_model.shape import GroupShape
@@ -24,7 +25,7 @@ from autopar.pipeline import Pipeline
 from autopar.plan import Plan
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
 from autopar.planner.stage_memory import RankMemory, StageMemory, memory_of_rank
-from autopar.prediction import Prediction, StagePrediction
+from autopar.prediction import MOST_EXPOSED, Prediction, StagePrediction
 from autopar.staging import cut, passes_of_stage
 
 
@@ -218,6 +219,8 @@ class PipelineEvaluator(Evaluator):
             context_bytes=stages[0].last.memory.context,
             provenance=self._provenance(stages, update, Link(self.cluster, plan.mesh)),
             waits=_summed(stage.more.waits for stage in own),
+            causes=_summed(by_cause(stage.more.exposures) for stage in own),
+            exposures=worst((e for s in own for e in s.more.exposures), MOST_EXPOSED),
             events=_events(together, update),
             stages=tuple(
                 StagePrediction(

@@ -1,10 +1,21 @@
+from itertools import pairwise
+from operator import getitem
+
 import pytest
 from expecttest import assert_expected_inline
 from torch import fx
 
 from autopar.graph import TrainingGraph
 from autopar.passes.base import Pass
-from autopar.passes.collectives import STARTS, start_all_gather, starts, wait, wait_of
+from autopar.passes.bucket_collectives import BucketCollectives
+from autopar.passes.collectives import (
+    STARTS,
+    start_all_gather,
+    starts,
+    tagged,
+    wait,
+    wait_of,
+)
 from autopar.passes.runner import run_passes
 from autopar.passes.schedule_overlap import ScheduleOverlap
 from autopar.passes.shard_parameters import ShardParameters
@@ -107,6 +118,24 @@ def test_so_many_reductions_are_under_way(in_flight: int) -> None:
     for begin in begins:
         under_way = sum(b <= begin < e for b, e in zip(begins, ends, strict=True))
         assert under_way <= in_flight
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_buckets_of_gradients_are_waited_for_late_too(stage: int) -> None:
+    it = World(MODELS["gpt"].make(), MODELS["gpt"].batch(2, 0), 2)
+    plan = it.plan(stage)
+    buckets = [group for group in plan.buckets.reduce if len(group) > 1]
+    graph = run_passes(
+        it.graph(0),
+        [*before(it, 0, stage), BucketCollectives(plan.buckets), ScheduleOverlap(1, 1)],
+    )
+    nodes = list(graph.graph.nodes)
+    merged = [s for s in starts(graph) if len(tagged(s, "gradient")) > 1]
+    assert len(merged) == len(buckets) > 1
+    for start, later in pairwise(s for s in starts(graph) if tagged(s, "gradient")):
+        between = nodes[nodes.index(start) + 1 : nodes.index(wait_of(start))]
+        assert wait_of(start) < later
+        assert any(node.target not in (getitem, wait) for node in between)
 
 
 def test_ranks_start_their_collectives_alike() -> None:
