@@ -9,7 +9,7 @@ of call, under the same plan.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -65,6 +65,7 @@ def compile(
     plan: Plan | None = None,
     batch: Batch = "global",
     precision: str | torch.dtype | None = None,
+    lossy: bool | Sequence[str] = False,
     backend: str = "eager",
     fallback: bool = True,
     timeout_s: float = 300.0,
@@ -90,6 +91,8 @@ def compile(
         batch: "global": every rank is given the same batch and takes its own rows. "local": each
             rank brings as many rows of its own.
         precision: "bf16" or "fp16" runs the forward under autocast.
+        lossy: whether gradients may be compressed where that is faster: True for bf16 and int8, or
+            a list of methods such as ["int8", "powersgd(rank=4)"]. The plan says where it is done.
         backend: "eager", or a backend of torch.compile such as "inductor".
         fallback: train under torch's DDP or fully_shard, with a warning, if the model cannot be
             captured; otherwise raise.
@@ -111,7 +114,7 @@ def compile(
     ours = (fingerprint(parameters.values()), describe_buffers(model))
     same_everywhere({"model": ours}, "Build the same model on every rank.")
     recorder = profiler(optimizer, device)
-    chosen = Strategy.of(strategy)
+    chosen = Strategy.of(strategy).allowing(lossy)
     given = plan if plan is not None else chosen
     options = Options(
         _batch(batch),
@@ -190,6 +193,7 @@ def plan(
     cluster: Cluster | None = None,
     batch: Batch = "global",
     precision: str | torch.dtype | None = None,
+    lossy: bool | Sequence[str] = False,
 ) -> Plan:
     """The plan for `world_size` ranks that need not be running; needs no process group.
 
@@ -202,7 +206,7 @@ def plan(
         model=type(model).__name__,
         parameters=describe_parameters(model),
         world_size=world_size,
-        strategy=Strategy.of(strategy),
+        strategy=Strategy.of(strategy).allowing(lossy),
         memory=_bytes(memory),
         batch=_batch(batch),
         precision=str(autocast)[6:] if autocast else None,

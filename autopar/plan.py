@@ -69,6 +69,7 @@ class Plan:
         pipeline: how the model is cut into stages; None if it is not.
         parameter_bytes: size of each whole parameter.
         prediction: predicted cost; None if it was not asked for.
+        sent_bytes: what a rank sends in a step over each axis, in bytes.
         runners_up: what else was considered.
         cluster: on what, and where its figures come from.
         notes: limits that the user should know.
@@ -99,6 +100,7 @@ class Plan:
     pipeline: Pipeline | None = None
     parameter_bytes: tuple[tuple[str, int], ...] = ()
     prediction: Prediction | None = None
+    sent_bytes: tuple[tuple[str, int], ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
     cluster: str = ""
     notes: tuple[str, ...] = ()

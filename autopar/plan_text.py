@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ def table(plan: Plan) -> str:
         grid.add_row(_span(blocks), str(stage), kinds, human_bytes(whole), human_bytes(held), level)
     lines = [_render(grid), *_stages(plan)]
     lines.append(f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}")
+    lines += _sent(plan)
     lines += _prediction(plan)
     lines += _exposures(plan.prediction, 5) if plan.prediction else []
     lines += [f"note: {note}" for note in plan.notes]
@@ -148,6 +150,25 @@ def _exposures(p: Prediction, most: int) -> list[str]:
         row = [item.name, item.axis, item.block, human_bytes(item.nbytes)]
         grid.add_row(*row, *(f"{seconds * 1e3:.2f} ms" for seconds in times))
     return [_render(grid)]
+
+
+def _sent(plan: Plan) -> list[str]:
+    """What travels, and what of it is compressed."""
+    lines, chosen = [], plan.compressions
+    whats = {"gradients": chosen.reduce, "parameters": (*chosen.gather, *chosen.regather)}
+    for what, texts in {**whats, "activations": (chosen.activations,)}.items():
+        counts = Counter(text or "not" for text in texts)
+        if any(texts):
+            ways = ", ".join(
+                f"{text} ({count} of {len(texts)} buckets)" for text, count in counts.items()
+            )
+            lines.append(f"{what} are compressed, which is lossy: {ways}")
+    if plan.sent_bytes:
+        sizes = ", ".join(f"{human_bytes(size)} over {axis}" for axis, size in plan.sent_bytes)
+        lines.append(f"a rank sends {sizes} a step")
+    if plan.prediction is not None and plan.prediction.node_bytes:
+        lines.append(f"a node sends {human_bytes(plan.prediction.node_bytes)} a step to others")
+    return lines
 
 
 def _stages(plan: Plan) -> list[str]:

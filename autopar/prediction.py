@@ -48,6 +48,7 @@ class Prediction:
         communication_s: seconds in which some collective is under way.
         exposed_s: seconds in which computation waits for one.
         peak_bytes: the most bytes that tensors hold at once.
+        node_bytes: what leaves the node that sends most; 0 where there is but one.
         memory: bytes by category at that time.
         reserved_bytes: the most that torch's allocator takes from the device for them.
         context_bytes: what the process takes of a GPU beside that, modelled; 0 on a CPU.
@@ -67,6 +68,7 @@ class Prediction:
     communication_s: float
     exposed_s: float
     peak_bytes: int
+    node_bytes: int = 0
     memory: Mapping[str, int] = field(default_factory=dict)
     reserved_bytes: int = 0
     context_bytes: int = 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from glob import escape
 from math import prod
 from typing import Literal
 
-from autopar.compression import CASTS, ELEMENTWISE, Compression
+from autopar.compression import CASTS, ELEMENTWISE, MILD, Compression
 from autopar.errors import StrategyError
 from autopar.passes.checkpoint_activations import Level
 from autopar.pipeline import SCHEDULES
@@ -53,6 +53,8 @@ class Strategy:
         compress_gathers: the same for gathered parameters: "bf16", "fp16" or "int8".
         compress_activations: the same for what travels between parts of a model partitioned along
             tp, cp or ep, and between stages: "bf16" or "fp16".
+        lossy: methods that the planner may choose to compress gradients by, where `compress` leaves
+            it open: `compile(lossy=...)` says the same.
         placements: where parameters must lie, by pattern of their names: along tp, or ep if there
             is no tp; or a mapping of these axes to where they must lie along each.
     """
@@ -75,6 +77,7 @@ class Strategy:
     compress: str | Compression | None = None
     compress_gathers: str | Compression | None = None
     compress_activations: str | Compression | None = None
+    lossy: tuple[str, ...] = ()
     placements: Mapping[str, Pin | Mapping[str, Pin]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -134,6 +137,15 @@ class Strategy:
             found = None if given in (None, "none") else Compression.of(given)
             if found is not None and found.method not in allowed.get(name, (found.method,)):
                 raise StrategyError(f"{name}={given!r}: choose {', '.join(allowed[name])}")
+        for method in self.lossy:
+            Compression.of(method)
+
+    def allowing(self, lossy: bool | Sequence[str]) -> Strategy:
+        """This strategy with the methods that may be chosen; True for those of `MILD`."""
+        if isinstance(lossy, str):
+            raise StrategyError(f"lossy={lossy!r}: give True, False, or a list of methods")
+        methods = MILD if lossy is True else tuple(lossy or ())
+        return replace(self, lossy=methods) if methods else self
 
     @property
     def stages(self) -> int:

@@ -7,9 +7,49 @@ large messages over TCP.
 
 from __future__ import annotations
 
-from autopar.cost_model.collectives import check_collective, ring
+from collections import Counter
+from collections.abc import Iterator
+
+from autopar.cost_model.collectives import Transfer, check_collective, collective_of, ring
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.shape import GroupShape
+from autopar.graph import TrainingGraph
+
+
+def sent_bytes(graph: TrainingGraph, backend: str) -> dict[str, int]:
+    """Bytes that a rank sends over each axis in one run of a lowered graph.
+
+    Args:
+        graph: a lowered graph.
+        backend: of torch.distributed.
+    """
+    found: Counter[str] = Counter()
+    for sent in _transfers(graph, 1):
+        share = ring(sent.collective, sent.shape.ranks, backend)[1]
+        found[sent.axis] += round(share * sent.nbytes)
+    return dict(found)
+
+
+def node_bytes(graph: TrainingGraph, backend: str, ranks_per_node: int) -> int:
+    """Bytes that leave the node that sends most in one run of a lowered graph by all its ranks.
+
+    Args:
+        graph: a lowered graph.
+        backend: of torch.distributed.
+        ranks_per_node: ranks of the world on each node.
+    """
+    return round(
+        sum(
+            leaving(sent.collective, sent.shape, backend, ranks_per_node) * sent.nbytes
+            for sent in _transfers(graph, ranks_per_node)
+        )
+    )
+
+
+def _transfers(graph: TrainingGraph, ranks_per_node: int) -> Iterator[Transfer]:
+    for node in graph.calls():
+        if collective_of(node) is not None:
+            yield Transfer.of(node, graph.axes, ranks_per_node)
 
 
 def leaving(collective: str, shape: GroupShape, backend: str, ranks_per_node: int) -> float:

@@ -14,6 +14,7 @@ from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.simulate import Simulation, simulate
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.update import UpdateCost
+from autopar.cost_model.wire import node_bytes, sent_bytes
 from autopar.graph import Parameter, ParameterInfo, TrainingGraph, tensor_bytes, tensors
 from autopar.partition import Ways
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets, propose_buckets
@@ -147,6 +148,7 @@ class Evaluator:
             communication_s=result.communication_s,
             exposed_s=result.exposed_s,
             peak_bytes=result.memory.peak,
+            node_bytes=node_bytes(graph, self.comm_backend, self.cluster.ranks_per_node),
             reserved_bytes=result.memory.reserved,
             context_bytes=result.memory.context,
             memory=dict(result.memory.by_category),
@@ -219,4 +221,5 @@ class Evaluator:
             buckets = propose_buckets(graph, choice.gather_bytes, choice.reduce_bytes)
             plan = replace(plan, buckets=buckets, compressions=self.compressions(choice, buckets))
             graph = run_passes(graph, plan.passes(0, self.comm_backend, ways=self.ways)[first:])
-        return plan, graph
+        sent = sent_bytes(graph, self.comm_backend)
+        return replace(plan, sent_bytes=tuple(sorted(sent.items()))), graph

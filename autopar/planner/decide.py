@@ -24,7 +24,13 @@ from autopar.planner.machine import Machine, measure_machine, time_shards
 from autopar.planner.partitions import partition_by_bytes
 from autopar.planner.placements import partition
 from autopar.planner.prices import shards_of
-from autopar.planner.search import choose, choose_among, default_choice, first_choice
+from autopar.planner.search import (
+    choose,
+    choose_among,
+    compression_of,
+    default_choice,
+    first_choice,
+)
 from autopar.planner.ways import choices
 from autopar.strategy import Strategy
 
@@ -123,6 +129,9 @@ def measured(question: Question, graphs: Graphs) -> Machine | None:
         return None
     stages = (0, 3) if question.data_ranks > 1 else (0,)
     tried = [first_choice(question.strategy, question.blocks, stage) for stage in stages]
+    if question.strategy.compress is None:
+        methods = [(compression_of(method),) for method in question.strategy.lossy]
+        tried += [replace(choice, compress=way) for choice in tried for way in methods]
     lowered, nodes = [], dict[str, fx.Node]()
     for graph in graphs.values():
         evaluator = evaluator_of(question, graph, None)

@@ -15,6 +15,7 @@ from autopar.cost_model.schedules import Orders, in_flight, orders, split_orders
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.simulate import Simulation, simulate
 from autopar.cost_model.streams import COMPUTE, Event
+from autopar.cost_model.wire import sent_bytes
 from autopar.graph import Parameter, Sent, TrainingGraph, tensor_bytes, tensors
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets, propose_buckets
 from autopar.passes.runner import run_passes
@@ -76,15 +77,6 @@ class Lowered:
     more: Simulation
     weights: float
 
-    def sent(self, phase: str) -> int:
-        """Bytes that go to a neighbour, of one micro-batch."""
-        pairs = zip(self.graph.outputs, self.graph.results, strict=True)
-        return sum(
-            tensor_bytes(tensors(node)[0])
-            for role, node in pairs
-            if isinstance(role, Sent) and role.phase == phase and node is not None
-        )
-
     @property
     def cost(self) -> StageCost:
         """What it takes."""
@@ -95,8 +87,8 @@ class Lowered:
             input_s=backward * (1.0 - self.weights),
             weight_s=backward * self.weights,
             last_s=max(0.0, self.last.backward_s - backward),
-            sent_bytes=self.sent("forward"),
-            returned_bytes=self.sent("backward"),
+            sent_bytes=_passed_on(self.graph, "forward"),
+            returned_bytes=_passed_on(self.graph, "backward"),
         )
 
 
@@ -153,14 +145,32 @@ class PipelineEvaluator(Evaluator):
                 graph = run_passes(graph, passes[: kinds.index(True)])
                 own = propose_buckets(graph, choice.gather_bytes, choice.reduce_bytes)
                 found = _joined(found, own)
-        plan = replace(plan, name=name, buckets=found)
+        compressions = self.compressions(choice, found)
+        plan = replace(plan, name=name, buckets=found, compressions=compressions)
         pairs, notes = [], dict.fromkeys(plan.notes)
         for graph in stages:
             last, more = passes_of_stage(graph, plan, 0, self.comm_backend, micro_batches=micro)
             lowered = run_passes(graph, last)
             pairs.append((lowered, lowered if more == last else run_passes(graph, more)))
             notes |= dict.fromkeys(lowered.notes)
-        return replace(plan, notes=tuple(notes)), pairs
+        sent = tuple(sorted(self._sent(pairs).items()))
+        return replace(plan, notes=tuple(notes), sent_bytes=sent), pairs
+
+    def _sent(self, pairs: Sequence[tuple[TrainingGraph, TrainingGraph]]) -> dict[str, int]:
+        """What the rank that sends most does over each axis, in bytes a step."""
+        ranks: list[dict[str, int]] = []
+        for rank in range(self.pipeline.ranks):
+            total: Counter[str] = Counter()
+            for stage in self.pipeline.stages_of(rank):
+                last, more = pairs[stage]
+                total.update(sent_bytes(last, self.comm_backend))
+                for axis, nbytes in sent_bytes(more, self.comm_backend).items():
+                    total[axis] += nbytes * (self.pipeline.micro_batches - 1)
+                total["pp"] += self.pipeline.micro_batches * sum(
+                    _passed_on(last, phase) for phase in ("forward", "backward")
+                )
+            ranks.append(dict(total))
+        return max(ranks, key=lambda own: sum(own.values()))
 
     def _lowered(self, last: TrainingGraph, more: TrainingGraph) -> Lowered:
         def simulated(graph: TrainingGraph) -> Simulation:
@@ -278,6 +288,15 @@ def staged(evaluator: Evaluator, pipeline: Pipeline) -> PipelineEvaluator:
     batches = overhead.batches * pipeline.micro_batches
     own["base"] = replace(evaluator.base, pipeline=pipeline)
     return PipelineEvaluator(**{**own, "overhead": replace(overhead, batches=batches)})
+
+
+def _passed_on(graph: TrainingGraph, phase: str) -> int:
+    """Bytes that a stage sends to a neighbour, of one micro-batch."""
+    return sum(
+        tensor_bytes(tensors(node)[0])
+        for role, node in zip(graph.outputs, graph.results, strict=True)
+        if isinstance(role, Sent) and role.phase == phase and node is not None
+    )
 
 
 def _joined(one: Buckets, other: Buckets) -> Buckets:

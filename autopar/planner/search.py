@@ -68,7 +68,8 @@ def default_choice(strategy: Strategy, blocks: Sequence[str]) -> Choice | None:
     if strategy.stages > 1:
         schedule = strategy.schedule or ((strategy.stages_per_rank or 1) > 1 or None)
         fixed = (*fixed, strategy.micro_batches, schedule)
-    if any(value is None for value in fixed):
+    open_to_loss = strategy.compress is None and strategy.lossy
+    if open_to_loss or any(value is None for value in fixed):
         return None
     return first_choice(strategy, blocks, 0)
 
@@ -205,7 +206,22 @@ class _Search:
         if self.strategy.prefetch is None and any(s == 3 for _, s in found.choice.stages):
             deeper = [self.look(replace(found.choice, prefetch=p)) for p in (0, 2)]
             found = self.best([found, *deeper]) or found
-        return found
+        return self.compress(found)
+
+    def compress(self, best: Evaluated) -> Evaluated:
+        """Tries the methods that are allowed on all buckets, then on the last ones alone.
+
+        The backward hides the earlier ones, if any.
+        """
+        buckets = len(best.plan.buckets.reduce)
+        if self.strategy.compress is not None or not buckets:
+            return best
+        for method in map(compression_of, self.strategy.lossy):
+            parts = dict.fromkeys(-(-buckets * share // 4) for share in (4, 3, 2, 1))
+            ways = (("",) * (buckets - count) + (method,) * count for count in parts)
+            tried = [self.look(replace(best.choice, compress=way)) for way in ways]
+            best = self.best([best, *tried]) or best
+        return best
 
     def runners_up(self, best: Evaluated) -> tuple[RunnerUp, ...]:
         """What else was looked at, fastest first, with the reason why it lost."""
@@ -269,7 +285,14 @@ def _what_runs(item: Evaluated) -> tuple[object, ...]:
     plan = item.plan
     several = any(map(len, (plan.buckets.gather[1:], plan.buckets.regather[1:])))
     sums = tuple(partition.bucket_bytes for partition in plan.partitions)
-    return (plan.stages, plan.recompute, plan.buckets, sums, plan.prefetch if several else 0)
+    return (
+        plan.stages,
+        plan.recompute,
+        plan.buckets,
+        plan.compressions,
+        sums,
+        plan.prefetch if several else 0,
+    )
 
 
 def _levels(blocks: Sequence[str], level: Level) -> tuple[tuple[str, Level], ...]:
