@@ -76,12 +76,19 @@ def write_at_once(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def race(job: Job, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Run a job to its end, without those that brought it down; return the outcome."""
+Start = Callable[[Job, int, Path, int], subprocess.Popen[bytes]]
+"""Starts a rank of a job whose folder and free port are given."""
+
+
+def race(job: Job, tell: Callable[[str], None], start: Start | None = None) -> dict[str, Any]:
+    """Run a job to its end, without those that brought it down; return the outcome.
+
+    Ranks are processes beside this one, unless `start` starts them elsewhere.
+    """
     lost: list[dict[str, str]] = []
     while True:
         with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
-            result = _attempt(job, Path(folder), tell)
+            result = _attempt(job, Path(folder), tell, start or _start)
         if isinstance(result, dict):
             result["contenders"] += lost
             return result
@@ -93,10 +100,12 @@ def race(job: Job, tell: Callable[[str], None]) -> dict[str, Any]:
         job = replace(job, contenders=left)
 
 
-def _attempt(job: Job, folder: Path, tell: Callable[[str], None]) -> dict[str, Any] | Failure:
+def _attempt(
+    job: Job, folder: Path, tell: Callable[[str], None], start: Start
+) -> dict[str, Any] | Failure:
     job.save(folder)
     port = _port()
-    processes = [_start(job, rank, folder, port) for rank in range(job.world_size)]
+    processes = [start(job, rank, folder, port) for rank in range(job.world_size)]
     try:
         reason = _watch(processes, folder, job.patience, tell)
     finally:

@@ -89,7 +89,7 @@ def _speed(contender: Contender, ran: Mapping[str, Any], fastest: str | None) ->
     seconds, peak = mine["seconds"], mine["peak_bytes"]
     figures = {
         "median_step_s": median(seconds),
-        "quartiles_s": _quartiles(seconds),
+        "quartiles_s": quartiles(seconds),
         "peak_bytes": peak,
     }
     if fastest:
@@ -104,7 +104,7 @@ def _speed(contender: Contender, ran: Mapping[str, Any], fastest: str | None) ->
         figures |= {
             "peer": peer,
             "ratio": median(ratios),
-            "ratio_quartiles": _quartiles(ratios),
+            "ratio_quartiles": quartiles(ratios),
             "ratio_of_medians": median(seconds) / median(theirs),
             "peak_ratio": peak / ran[peer]["peak_bytes"],
         }
@@ -126,7 +126,8 @@ def _exactness(contender: Contender, losses: Mapping[str, list[float]]) -> dict[
     return {"loss_difference": worst, "loss_reference": reference, "error": error}
 
 
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the first and the third quartile."""
     first, _, third = quantiles(values, n=4, method="inclusive")
     return first, third
 

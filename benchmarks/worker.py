@@ -11,7 +11,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from dataclasses import field as default
 from datetime import timedelta
@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.contenders import Contender, Step, build_plain, field
 from benchmarks.counting import counter
 from benchmarks.launch import Job, write_at_once
-from benchmarks.models import CASES
+from benchmarks.models import CASES, Case
 
 COUNTED_STEPS = 6  # whose bytes are counted
 WARM_STEPS = 2  # more, not counted
@@ -61,18 +61,12 @@ class Entry:
 class Race:
     """All contenders of one job, on one rank."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.job = Job.load(folder)
+    def __init__(self, job: Job, folder: Path, case: Case, contenders: Iterable[Contender]) -> None:
+        self.job, self.folder, self.case = job, folder, case
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.case = CASES[self.job.case]
         self.batches = [self.case.batch(step) for step in range(self.steps)]
         self.control = dist.new_group(backend="gloo")  # no contender's traffic
-        self.entries = [
-            Entry(contender)
-            for contender in field(self.case, self.world_size)
-            if contender.name in self.job.contenders
-        ]
+        self.entries = [Entry(c) for c in contenders if c.name in job.contenders]
 
     @property
     def steps(self) -> int:
@@ -174,7 +168,8 @@ def main() -> None:
     job = Job.load(folder)
     torch.set_num_threads(job.threads)
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
-    Race(folder).run()
+    case = CASES[job.case]
+    Race(job, folder, case, field(case, dist.get_world_size())).run()
     dist.destroy_process_group()
 
 

@@ -11,6 +11,6 @@ ranks share its cores. Times of 1 MiB and more repeat within 6 %, of 16 MiB with
 """
 
 from benchmarks.cluster.network import Network, Traffic, Unavailable
-from benchmarks.cluster.ranks import RanksFailed, launch
+from benchmarks.cluster.ranks import RanksFailed, launch, start
 
-__all__ = ["Network", "RanksFailed", "Traffic", "Unavailable", "launch"]
+__all__ = ["Network", "RanksFailed", "Traffic", "Unavailable", "launch", "start"]

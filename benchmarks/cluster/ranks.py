@@ -59,8 +59,11 @@ def launch(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world):
-            variables = _environment(network, rank, ranks_per_node) | dict(environment or {})
-            processes.append(_start(network, rank // ranks_per_node, command, variables, logs))
+            log = logs and logs / f"rank{rank}.log"
+            process = start(
+                network, command, rank, ranks_per_node, environment=environment, log=log
+            )
+            processes.append(process)
         failure = _watch(processes, timeout_s, grace_s)
     finally:
         for process in processes:
@@ -94,25 +97,26 @@ def _environment(network: Network, rank: int, ranks_per_node: int) -> dict[str, 
     }
 
 
-def _start(
+def start(
     network: Network,
-    node: int,
     command: Sequence[str],
-    variables: Mapping[str, str],
-    logs: Path | None,
+    rank: int,
+    ranks_per_node: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
 ) -> subprocess.Popen[bytes]:
+    """Run `command` as one rank, as `launch` does for all; it leads a process group of its own."""
+    variables = _environment(network, rank, ranks_per_node) | dict(environment or {})
+    node = rank // ranks_per_node
     inside = ["ip", "netns", "exec", network.namespace(node), "unshare", "--uts", "--"]
     inside += ["setpriv", "--pdeathsig", "KILL", "--"]  # ends with this process, however it ends
-    inside += ["sh", "-c", _NAMED, network.host_name(node)]
-    if logs is None:
-        return subprocess.Popen([*inside, *command], env=variables, start_new_session=True)
-    with (logs / f"rank{variables['RANK']}.log").open("wb") as log:
+    inside += ["sh", "-c", _NAMED, network.host_name(node), *command]
+    if log is None:
+        return subprocess.Popen(inside, env=variables, start_new_session=True)
+    with log.open("wb") as file:
         return subprocess.Popen(
-            [*inside, *command],
-            env=variables,
-            start_new_session=True,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            inside, env=variables, start_new_session=True, stdout=file, stderr=subprocess.STDOUT
         )
 
 

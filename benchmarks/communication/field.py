@@ -1,0 +1,120 @@
+"""Who competes in sending gradients: ways of autopar, and its peers' own.
+
+What a way of autopar is told is a `Strategy` that anybody could write; what is not named is the
+default. Peers are set up as their documentation says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from benchmarks.communication.horovod import Horovod
+from benchmarks.contenders import PLAIN, Contender, Step, build_ddp, my_rows, training_step
+from benchmarks.models import GPT, Case, next_tokens
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+ALONE = "alone"
+UNBUCKETED = "unbucketed"
+ANY = ""  # whose losses those of a lossy one must be
+BUCKET_BYTES = 4 << 20
+POWERSGD_STARTS = 2  # steps after which torch's hook compresses, the least that it takes
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    return list(model.blocks)  # type: ignore[arg-type]
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("gpt", partial(GPT, 6, 256), partial(next_tokens, rows=8, vocabulary=256), _blocks),
+    )
+}
+"""4.8 M parameters: on 4 processes that share 2 cores, 1 Gbit/s takes as long for their gradients
+as they take to compute them."""
+
+
+def build_alone(case: Case) -> Step:
+    """Return the plain model on this rank's rows, which sends nothing."""
+    train = training_step(case.build(), case, local=False)
+    return lambda x, y: train(my_rows(x), my_rows(y))
+
+
+def build_hooked(case: Case, *, hook: Hook) -> Step:
+    """Return torch's DistributedDataParallel with a communication hook."""
+    model = DistributedDataParallel(case.build())
+    model.register_comm_hook(None, hook)
+    return training_step(model, case, local=True)
+
+
+def build_powersgd(case: Case) -> Step:
+    """Return torch's DistributedDataParallel with its PowerSGD.
+
+    All gradients are one bucket: between several, gloo's ranks start the hook's collectives in
+    different orders, and die.
+    """
+    model = DistributedDataParallel(case.build(), bucket_cap_mb=1024)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=4, start_powerSGD_iter=POWERSGD_STARTS
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return training_step(model, case, local=True)
+
+
+def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Do what torch's `bf16_compress_hook` does, which refuses to on any backend but NCCL."""
+    whole = bucket.buffer()
+    half = whole.to(torch.bfloat16).div_(dist.get_world_size())
+    sent = dist.all_reduce(half, async_op=True).get_future()
+    return sent.then(lambda done: whole.copy_(done.value()[0]))
+
+
+def build_autopar(case: Case, *, strategy: autopar.Strategy) -> Step:
+    """Return autopar under a strategy."""
+    model = autopar.compile(
+        case.build(), example_inputs=case.batch(0), strategy=strategy, fallback=False
+    )
+    return training_step(model, case, local=False)
+
+
+def _autopar(name: str, *peers: str, **options: Any) -> Contender:
+    strategy = replace(BUCKETED, **options)
+    build = partial(build_autopar, strategy=strategy)
+    losses = PLAIN if strategy.compress is None else ANY
+    return Contender(name, build, peers, module="autopar", reference=losses)
+
+
+BUCKETED = autopar.Strategy(
+    zero=0, recompute="none", gather_bytes=BUCKET_BYTES, reduce_bytes=BUCKET_BYTES
+)
+
+CONTENDERS = (
+    Contender(ALONE, build_alone, reference=ANY),
+    Contender("ddp", build_ddp),
+    Contender("ddp+fp16", partial(build_hooked, hook=fp16_compress_hook), reference=ANY),
+    Contender("ddp+bf16", partial(build_hooked, hook=bf16_hook), reference=ANY),
+    Contender("ddp+powersgd", build_powersgd, reference=ANY),
+    Contender("horovod+fp16", Horovod, module="horovod", reference=ANY),
+    _autopar(UNBUCKETED, "ddp", reduce_bytes=1),
+    _autopar("bucketed", "ddp"),
+    _autopar("bf16", "ddp+bf16", compress="bf16"),
+    _autopar("fp16", "ddp+fp16", "horovod+fp16", compress="fp16"),
+    _autopar("int8", "ddp+bf16", compress="int8"),
+    _autopar("powersgd", "ddp+powersgd", compress="powersgd(rank=4)"),
+    _autopar("topk", "ddp+powersgd", compress="topk(density=0.01)"),
+    _autopar("randomk", "ddp+powersgd", compress="randomk(density=0.01)"),
+    _autopar("threshold", "ddp+powersgd", compress="threshold(threshold=1e-4)"),
+    _autopar("sign", "ddp+powersgd", compress="sign"),
+)

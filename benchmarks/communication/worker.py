@@ -1,0 +1,87 @@
+"""One rank of a race over an emulated network: builds every contender, then runs them in turn.
+
+Started by `benchmarks.communication.__main__` inside a node; its one argument is the job's folder.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.communication.counters import sent_bytes
+from benchmarks.communication.field import CASES, CONTENDERS
+from benchmarks.communication.horovod import Horovod
+from benchmarks.launch import Job
+from benchmarks.worker import SEED, Entry, Race
+
+WARM_STEPS = 3  # torch's PowerSGD starts after two
+
+
+class Exchange(Race):
+    """A race that also counts what each node sends."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.sent: dict[str, list[int]] = {entry.contender.name: [] for entry in self.entries}
+
+    @property
+    def steps(self) -> int:
+        """Steps that every contender trains, warm and timed."""
+        return WARM_STEPS + self.job.rounds
+
+    def prepare(self, entry: Entry) -> None:
+        """Build and warm up."""
+        torch.manual_seed(SEED)
+        entry.step = entry.contender.build(self.case)
+        for batch in self.batches[:WARM_STEPS]:
+            with self.turn(entry):
+                entry.run(batch)
+
+    def time(self, entry: Entry, number: int) -> None:
+        """Time one whole step from a common start, and count from before it to after it."""
+        batch = self.batches[WARM_STEPS + number]
+        with self.turn(entry):
+            dist.barrier(self.control)
+            before = sent_bytes()
+            dist.barrier(self.control)
+            start = time.perf_counter()
+            entry.run(batch)
+            entry.seconds.append(time.perf_counter() - start)
+            dist.barrier(self.control)
+            self.sent[entry.contender.name].append(sent_bytes() - before)
+            dist.barrier(self.control)
+
+    def turn(self, entry: Entry) -> AbstractContextManager[None]:
+        """What surrounds a contender's turn: Horovod is not to run in those of others."""
+        step = entry.step
+        return step.turn(*self.batches[0]) if isinstance(step, Horovod) else nullcontext()
+
+    def gather(self, entry: Entry) -> dict[str, Any]:
+        """Return what all ranks know of an contender: slowest steps, most bytes."""
+        result = super().gather(entry)
+        if entry.error is None:
+            sent = torch.tensor(self.sent[entry.contender.name])
+            dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.control)
+            result["sent"] = sent.tolist()
+        return result
+
+
+def main() -> None:
+    """Join the other ranks and run the job."""
+    folder = Path(sys.argv[1])
+    job = Job.load(folder)
+    torch.set_num_threads(job.threads)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
+    Exchange(job, folder, CASES[job.case], CONTENDERS).run()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
