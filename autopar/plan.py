@@ -25,6 +25,8 @@ from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets
 from autopar.passes.bucket_sums import BucketSums
 from autopar.passes.checkpoint_activations import CheckpointActivations, Level
+from autopar.passes.compress_activations import CompressActivations
+from autopar.passes.compress_gathers import CompressGathers
 from autopar.passes.compress_gradients import CompressGradients
 from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.lower_collectives import LowerCollectives
@@ -247,10 +249,12 @@ class Plan:
         fuse = () if compiled else (FuseCrossEntropy(),)
         checkpoint = CheckpointActivations(self.recompute, self.activation_bytes, compiled)
         sums = [BucketSums(partition.axis, partition.bucket_bytes) for partition in self.partitions]
+        narrow = self.compressions.activations
+        activations = (CompressActivations(narrow),) if narrow else ()
         overlap = ScheduleOverlap(self.prefetch, self.in_flight)
         last = [LowerCollectives(backend, place[axis], axis) for axis in axes]
         if self.data_ranks == 1:
-            return (*fuse, checkpoint, *sums, *([overlap] if axes else []), *last)
+            return (*fuse, checkpoint, *sums, *activations, *([overlap] if axes else []), *last)
         kept = tuple(dict(self.parameter_bytes)) if hold else self.undivided if accumulate else ()
         return (
             *fuse,
@@ -260,6 +264,7 @@ class Plan:
             SynchronizeGradients(self.axis, row, kept, held),
             BucketCollectives(self.buckets),
             *self._compress(row),
+            *activations,
             overlap,
             LowerCollectives(backend, row, self.axis),
             *last,
@@ -271,6 +276,10 @@ class Plan:
         found: list[Pass] = []
         if any(chosen.reduce):
             found.append(CompressGradients(self.buckets.reduce, chosen.reduce, row))
+        if any((*chosen.gather, *chosen.regather)):
+            gather = zip(self.buckets.gather, chosen.gather, strict=True)
+            regather = zip(self.buckets.regather, chosen.regather, strict=True)
+            found.append(CompressGathers(tuple(gather), tuple(regather)))
         return tuple(found)
 
     @property

@@ -126,12 +126,12 @@ class Compressed:
             pieces = [piece + left for piece, left in zip(pieces, residuals, strict=True)]
         if self.scatters:
             parts = [
-                _filled(piece, self.ranks * size).reshape(self.ranks, -1)
+                filled(piece, self.ranks * size).reshape(self.ranks, -1)
                 for piece, size in zip(pieces, self.sizes, strict=True)
             ]
             return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
-        return _filled(flat, self.ranks * self.width).view(self.ranks, -1)
+        return filled(flat, self.ranks * self.width).view(self.ranks, -1)
 
     def pieces(self, table: Tensor) -> list[Tensor]:
         """The operands that lie in a table."""
@@ -171,7 +171,7 @@ class Compressed:
         return [old.copy_(torch.where(fine, new, old)) for old, new in pairs]
 
 
-def _filled(tensor: Tensor, rows: int) -> Tensor:
+def filled(tensor: Tensor, rows: int) -> Tensor:
     """A tensor with zeros behind its dim 0, up to so many rows."""
     missing = rows - tensor.shape[0]
     return F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing]) if missing else tensor

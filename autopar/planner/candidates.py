@@ -185,6 +185,7 @@ class Evaluator:
             mesh=tuple((axis if n == own else n, size) for n, size in self.base.mesh),
             stages=choice.stages,
             recompute=choice.recompute,
+            compressions=Compressions(activations=choice.compress_activations),
             prefetch=choice.prefetch,
             in_flight=IN_FLIGHT if any(stages.values()) else 0,
             placements=tuple(

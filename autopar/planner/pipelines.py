@@ -169,7 +169,7 @@ class PipelineEvaluator(Evaluator):
                 total["pp"] += self.pipeline.micro_batches * sum(
                     _passed_on(last, phase) for phase in ("forward", "backward")
                 )
-            ranks.append(dict(total))
+            ranks.append({axis: nbytes for axis, nbytes in total.items() if nbytes})
         return max(ranks, key=lambda own: sum(own.values()))
 
     def _lowered(self, last: TrainingGraph, more: TrainingGraph) -> Lowered:

@@ -1,0 +1,112 @@
+"""Gathers parameters as smaller messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, fx
+
+from autopar.compression import Compression
+from autopar.graph import TrainingGraph, tensors
+from autopar.passes.base import PassResult
+from autopar.passes.bucket_collectives import Group
+from autopar.passes.collectives import (
+    axis_of,
+    collective,
+    results_of,
+    start_all_gather,
+    starts,
+    wait_of,
+)
+from autopar.passes.compressed import filled
+from autopar.passes.compressors import codec
+from autopar.passes.inline import inline
+
+
+@dataclass(frozen=True)
+class CompressGathers:
+    """Gathers the parameters of some buckets as smaller messages (ZeRO++'s quantised weights).
+
+    Before: gathers of whole buckets. After: a rank encodes its chunks, and decodes those of all,
+    its own included: every rank computes with the same parameters, and each keeps its own chunk
+    as it is. Tier: lossy.
+
+    Attributes:
+        gather: names and text of a `Compression` of each bucket of the forward that has one.
+        regather: the same, of the backward.
+    """
+
+    gather: tuple[tuple[Group, str], ...]
+    regather: tuple[tuple[Group, str], ...]
+    tier: ClassVar[Literal["exact", "lossy"]] = "lossy"
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        graph, done = graph.copy(), False
+        buckets = {"forward": self.gather, "backward": self.regather}
+        chosen = {
+            (phase, name): text
+            for phase, groups in buckets.items()
+            for names, text in groups
+            for name in names
+        }
+        for start in list(starts(graph)):
+            names = [r.meta.get("gathered", "") for r in results_of(start) if r is not None]
+            text = chosen.get((start.meta["phase"], names[0])) if names else None
+            given = [tensors(node)[0] for node in start.args[0]]  # type: ignore[union-attr,arg-type]
+            floats = all(tensor.is_floating_point() for tensor in given)
+            if start.target is start_all_gather and text and floats:
+                _Gather(graph, start, Compression.of(text)).run()
+                done = True
+        return PassResult(graph, "" if done else "no gather is compressed")
+
+
+class _Gather:
+    """Writes what one gather becomes."""
+
+    def __init__(self, graph: TrainingGraph, start: fx.Node, compression: Compression) -> None:
+        self.graph, self.start, self.codec = graph.graph, start, codec(compression)
+        self.ranks = graph.axes[axis_of(start)]
+        self.chunks: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
+        self.rows: list[int] = list(start.args[1])  # type: ignore[arg-type]
+        self.rests = [tuple(tensors(node)[0].shape[1:]) for node in self.chunks]
+        self.dtype = tensors(self.chunks[0])[0].dtype
+        self.sizes = [math.ceil(rows / self.ranks) for rows in self.rows]
+
+    def run(self) -> None:
+        """Replaces start, wait and results."""
+        old, done = results_of(self.start), wait_of(self.start)
+        self.graph.inserting_before(self.start)
+        message = inline(self.graph, self.start, self.message, self.chunks)
+        axis = axis_of(self.start)
+        came = collective(self.graph, self.start, start_all_gather, [message], [self.ranks], axis)
+        for before, after in zip(
+            old, inline(self.graph, self.start, self.whole, *came), strict=True
+        ):
+            if before is not None:
+                after.meta |= {k: before.meta[k] for k in TAGS if k in before.meta}
+                before.replace_all_uses_with(after)
+                self.graph.erase_node(before)
+        self.graph.erase_node(done)
+        self.graph.erase_node(self.start)
+
+    def message(self, chunks: Sequence[Tensor]) -> Tensor:
+        """This rank's chunks."""
+        pairs = zip(chunks, self.sizes, strict=True)
+        return self.codec.encode(
+            torch.cat([filled(c, size).reshape(1, -1) for c, size in pairs], 1)
+        )
+
+    def whole(self, messages: Tensor) -> list[Tensor]:
+        """The parameters that the messages of all ranks hold."""
+        widths = [size * math.prod(rest) for size, rest in zip(self.sizes, self.rests, strict=True)]
+        table = self.codec.decode(messages, sum(widths), self.dtype)
+        parts = zip(table.split(widths, 1), self.rows, self.rests, strict=True)
+        return [part.reshape(-1, *rest)[:rows] for part, rows, rest in parts]
+
+
+TAGS = ("gathered", "placement", "rows")
