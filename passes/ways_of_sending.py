@@ -17,11 +17,12 @@ that step will be skipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
 
+from autopar.compression import Compression
 from autopar.graph import State, Update
 from autopar.passes.collectives import (
     start_all_gather,
@@ -133,7 +134,8 @@ class LowRank(Compressed):
     """
 
     def write(self) -> list[fx.Node]:
-        narrow = [i for i, shape in enumerate(self.shapes) if self._pays(shape)]
+        rank = self.compression.rank
+        narrow = [i for i, shape in enumerate(self.shapes) if pays(shape, rank)]
         plain = [i for i in range(len(self.shapes)) if i not in narrow]
         found: dict[int, fx.Node] = {}
         if plain:
@@ -141,12 +143,6 @@ class LowRank(Compressed):
         if narrow:
             found |= zip(narrow, self._as_products(narrow), strict=True)
         return [found[i] for i in range(len(self.shapes))]
-
-    def _pays(self, shape: Sequence[int]) -> bool:
-        if len(shape) < 2 or 0 in shape:
-            return False
-        rows, columns = shape[0], math.prod(shape[1:])
-        return (rows + columns) * self.compression.rank < rows * columns
 
     def _as_they_are(self, which: Sequence[int]) -> list[fx.Node]:
         given = [self.operands[i] for i in which]
@@ -201,6 +197,38 @@ class LowRank(Compressed):
                 left = left[first : first + counts[self.rank]]
             found.append((left @ right.T).view(-1, *shape[1:]).to(self.dtype))
         return found
+
+
+def kept_of(
+    compression: Compression, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> Iterator[tuple[State, Tensor]]:
+    """What a bucket keeps from step to step, as tensors of the meta device.
+
+    Args:
+        compression: how it is sent.
+        shapes: of each of its gradients.
+        dtype: what is kept in.
+    """
+    low_rank = compression.method == "powersgd"
+    for name, shape in shapes.items():
+        if low_rank and not pays(shape, compression.rank):
+            continue
+        if compression.feeds_back:
+            yield State("residual", name), torch.empty(shape, dtype=dtype, device="meta")
+        if low_rank:
+            factor = (math.prod(shape[1:]), compression.rank)
+            yield State("factor", name), torch.empty(factor, dtype=dtype, device="meta")
+    if compression.method == "randomk":
+        count = torch.empty((), dtype=torch.int64, device="meta")
+        yield State("count", next(iter(shapes))), count
+
+
+def pays(shape: Sequence[int], rank: int) -> bool:
+    """Whether two factors of a rank are smaller than a matrix of this shape."""
+    if len(shape) < 2 or 0 in shape:
+        return False
+    rows, columns = shape[0], math.prod(shape[1:])
+    return (rows + columns) * rank < rows * columns
 
 
 WAYS: dict[str, type[Compressed]] = {

@@ -39,6 +39,7 @@ from autopar.runtime.parameters import (
 from autopar.runtime.pipes import Pipes
 from autopar.runtime.random import RandomStream
 from autopar.runtime.setting import Setting
+from autopar.runtime.states import KEY, States
 from autopar.runtime.whole import Whole
 
 MakePlan = Callable[[Callable[[int], Capture]], Plan]
@@ -77,6 +78,7 @@ class DistributedModule(nn.Module):
         self.plan: Plan | None = None
         self.mesh: DeviceMesh | None = None
         self._hold = False
+        self._states_to_come: Mapping[str, Any] | None = None
         models = options.ranks // options.tensor_ranks
         own = rank() // options.tensor_ranks if options.ranks > 1 else 0
         stream = RandomStream(own, models, device, shared=options.tensor_ranks > 1)
@@ -163,6 +165,8 @@ class DistributedModule(nn.Module):
         Under a pipeline all ranks call this at once: they send each other what they hold.
         """
         found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if self.mesh is not None and (kept := self._setting.states.saved(self._own_mesh)):
+            found[prefix + KEY] = kept
         if self.plan is None or self.plan.pipeline_ranks == 1:
             return found
         assert self.mesh is not None
@@ -181,10 +185,26 @@ class DistributedModule(nn.Module):
 
         Of a whole model; a rank takes its own part. Under a pipeline `assign` copies all the same.
         """
+        state_dict = dict(state_dict)
+        self._take_states(state_dict.pop(KEY, None))
         own = dict(self._wrapped[0].named_parameters(remove_duplicate=False))
         values = {name: laid_out_as(own.get(name), value) for name, value in state_dict.items()}
         assign = assign and not any(is_elsewhere(parameter) for parameter in own.values())
         return super().load_state_dict(values, strict=strict, assign=assign)
+
+    def _take_states(self, values: Mapping[str, Any] | None) -> None:
+        """Loads what compression had kept; keeps it for the plan if there is none yet."""
+        if self.plan is None:
+            self._states_to_come = values
+        elif self._setting.states.known and self.mesh is not None:
+            self._setting.states.load(values or {}, self._own_mesh)
+
+    @property
+    def _own_mesh(self) -> DeviceMesh:
+        """The ranks that have this rank's stage."""
+        assert self.mesh is not None
+        assert self.plan is not None
+        return stage_mesh(self.mesh, self.plan.axis) if self.plan.pipeline_ranks > 1 else self.mesh
 
     def clip_grad_norm_(
         self,
@@ -254,6 +274,11 @@ class DistributedModule(nn.Module):
             hold(model, plan.pipeline.held(plan.place(rank())["pp"]))
         self._setting.look_again()
         self.plan = plan
+        states = States.of_plan(plan, self._setting.parameters, rank(), self._device)
+        self._setting.states = states
+        if self._states_to_come is not None:
+            self._take_states(self._states_to_come)
+            self._states_to_come = None
         self._setting.plan, self._setting.mesh = plan, mesh
         self._runner = self._new_runner()
 
