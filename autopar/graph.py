@@ -219,7 +219,8 @@ class TrainingGraph:
         inputs: the role of every placeholder.
         outputs: the role of every output; an output may be None (no gradient).
         parameters: every parameter of the model by name, tied ones once.
-        axes: size of every mesh axis of more than one rank that the graph communicates over.
+        axes: size of every mesh axis that the graph communicates over, and of the levels of these
+            (see `levels`).
         partitioned: the axes that the graph was partitioned along: its parameters and values are
             one rank's parts, and all conversions between them are written.
         layouts: where it is not Replicate, how a parameter lies between steps.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -18,6 +18,7 @@ from autopar.cost_model.streams import Event
 from autopar.cost_model.timeline import chrome_trace, write_trace
 from autopar.errors import PlanError
 from autopar.graph import ParameterInfo
+from autopar.levels import BETWEEN, WITHIN, Levels, level, place_on
 from autopar.partition import Partition, Ways
 from autopar.passes.accumulate_micro_batches import BATCH, AccumulateMicroBatches
 from autopar.passes.agree_on_batch import AgreeOnBatch
@@ -29,6 +30,7 @@ from autopar.passes.compress_activations import CompressActivations
 from autopar.passes.compress_gathers import CompressGathers
 from autopar.passes.compress_gradients import CompressGradients
 from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
+from autopar.passes.hierarchical_collectives import HierarchicalCollectives
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.partition_axis import PartitionAxis
 from autopar.passes.place_stages import PlaceStages
@@ -38,6 +40,7 @@ from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from autopar.pipeline import Pipeline
 from autopar.placement import Placement, Replicate, Shard, placement_of
+from autopar.plan_document import read
 from autopar.prediction import Prediction, RunnerUp
 
 SCHEMA_VERSION = 5
@@ -57,6 +60,9 @@ class Plan:
         stages: ZeRO stage of each block, "" being all outside of blocks.
         buckets: parameters whose collectives travel together.
         compressions: which of these are compressed, and how: lossy.
+        levels: of axes whose ranks lie over several nodes, and what is sent by level.
+        hybrid: whether ZeRO shards over the inner level of the data's axis only, and keeps a copy
+            of the shards at each place of the outer one.
         prefetch: buckets of parameters gathered ahead.
         in_flight: reductions under way at most; 0 for any number.
         recompute: for each block, what its backward computes again: none, selective or full.
@@ -88,6 +94,8 @@ class Plan:
     batch: str = "global"
     buckets: Buckets = field(default_factory=Buckets)
     compressions: Compressions = field(default_factory=Compressions)
+    levels: tuple[Levels, ...] = ()
+    hybrid: bool = False
     prefetch: int = 1
     in_flight: int = 0
     recompute: tuple[tuple[str, Level], ...] = ()
@@ -146,9 +154,31 @@ class Plan:
         return any(isinstance(p, Shard) and p.interleave > 1 for p in lies)
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the axes, and of the levels of each."""
+        mesh = dict(self.mesh)
+        return mesh | {k: n for own in self.levels for k, n in own.sizes(mesh[own.axis]).items()}
+
+    @property
+    def shard_axis(self) -> str:
+        """The axis or level that ZeRO shards parameters over."""
+        return level(self.axis, WITHIN) if self.hybrid else self.axis
+
+    @property
+    def storage(self) -> tuple[tuple[str, int], ...]:
+        """The mesh that parameters lie on, with torch's names for an axis in two levels."""
+        if not self.hybrid:
+            return self.mesh
+        names = {BETWEEN: "dp_replicate", WITHIN: "dp_shard"}
+        parts = [(name, self.axes[level(self.axis, part)]) for part, name in names.items()]
+        own = [parts if axis == self.axis else [(axis, size)] for axis, size in self.mesh]
+        return tuple(item for items in own for item in items)
+
+    @property
     def cuts(self) -> tuple[str, ...]:
-        """The axes in the order in which parameters are cut along them."""
-        return (*(partition.axis for partition in self.partitions), self.axis)
+        """The axes of `storage` in the order in which parameters are cut along them."""
+        data = ("dp_replicate", "dp_shard") if self.hybrid else (self.axis,)
+        return (*(partition.axis for partition in self.partitions), *data)
 
     def place(self, rank: int) -> dict[str, int]:
         """Where a rank of the world stands on each axis: the last one is that of neighbours."""
@@ -159,7 +189,7 @@ class Plan:
 
     def share_of(self, name: str) -> float:
         """The fraction of a parameter that a rank holds between steps."""
-        sizes, share = dict(self.mesh), 1.0
+        sizes, share = dict(self.storage), 1.0
         for axis, placement in self.layout(name).items():
             share /= sizes[axis] if isinstance(placement, Shard) else 1
         return share
@@ -169,7 +199,8 @@ class Plan:
         whole = Replicate()
         found: dict[str, Placement] = {p.axis: p.layouts.get(name, whole) for p in self.partitions}
         if self.data_ranks > 1 or not self.partitions:
-            found[self.axis] = placement_of(dict(self.placements)[name])
+            found |= dict.fromkeys(self.cuts[len(self.partitions) :], whole)
+            found[self.cuts[-1]] = placement_of(dict(self.placements)[name])
         return found
 
     def passes(
@@ -255,16 +286,18 @@ class Plan:
         last = [LowerCollectives(backend, place[axis], axis) for axis in axes]
         if self.data_ranks == 1:
             return (*fuse, checkpoint, *sums, *activations, *([overlap] if axes else []), *last)
+        own = place_on(self.shard_axis, row, self.axes)
         kept = tuple(dict(self.parameter_bytes)) if hold else self.undivided if accumulate else ()
         return (
             *fuse,
             checkpoint,
             *sums,
-            ShardParameters(self.axis, row, self.stages),
-            SynchronizeGradients(self.axis, row, kept, held),
+            ShardParameters(self.shard_axis, own, self.stages),
+            SynchronizeGradients(self.axis, row, kept, held, self.shard_axis),
             BucketCollectives(self.buckets),
             *self._compress(row),
             *activations,
+            *(HierarchicalCollectives(own) for own in self.levels if own.from_bytes),
             overlap,
             LowerCollectives(backend, row, self.axis),
             *last,
@@ -345,27 +378,8 @@ class Plan:
     @staticmethod
     def from_dict(document: Any, source: str = "the document") -> Plan:
         """The plan in a document of `to_dict`; unknown or missing fields are errors."""
-        version = document.get("schema_version") if isinstance(document, dict) else None
-        if version != SCHEMA_VERSION:
-            raise PlanError(
-                f"{source} has plan schema {version!r}; this autopar reads {SCHEMA_VERSION}. "
-                "Make the plan again with this version."
-            )
-        known = {f.name for f in fields(Plan)}
-        if strange := sorted(set(document) ^ known):
-            raise PlanError(f"{source} lacks or has strange fields of a plan: {strange}")
-        values = {name: _frozen(value) for name, value in document.items()}
-        values["buckets"] = Buckets(**_frozen_dict(document["buckets"]))
-        if document["prediction"] is not None:
-            values["prediction"] = Prediction.from_dict(_frozen_dict(document["prediction"]))
-        values["compressions"] = Compressions(**_frozen_dict(document["compressions"]))
-        values["partitions"] = tuple(
-            Partition(**_frozen_dict(partition)) for partition in document["partitions"]
-        )
-        if document["pipeline"] is not None:
-            values["pipeline"] = Pipeline(**_frozen_dict(document["pipeline"]))
-        values["runners_up"] = tuple(RunnerUp(**r) for r in document["runners_up"])
-        return Plan(**values)
+        names = [f.name for f in fields(Plan)]
+        return Plan(**read(document, names, SCHEMA_VERSION, source))
 
     def diff(self, other: Plan) -> str:
         """What differs between two plans, one line a field; "" if nothing does."""
@@ -417,14 +431,6 @@ def fingerprint(parameters: Iterable[ParameterInfo]) -> str:
 def resized(plan: Plan, **changes: Any) -> Plan:
     """The same plan with other fields."""
     return replace(plan, **changes)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
-
-
-def _frozen_dict(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _frozen(v) for k, v in value.items()}
 
 
 def _short(value: Any) -> str:

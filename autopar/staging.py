@@ -18,11 +18,11 @@ def placed(
     graph: TrainingGraph, plan: Plan, rank: int, ways: Sequence[Ways], micro_batches: int
 ) -> TrainingGraph:
     """The graph of a captured micro-batch, every operator of it with its stage."""
-    graph = replace(graph, axes=dict(plan.mesh))
+    graph = replace(graph, axes=plan.axes)
     if micro_batches > 1:
         graph = replace(graph, axes={**graph.axes, BATCH: plan.data_ranks * micro_batches})
     passes = plan.model_passes(rank, ways=ways, micro_batches=micro_batches)
-    return replace(run_passes(graph, passes), axes=dict(plan.mesh))  # micro-batches are no ranks
+    return replace(run_passes(graph, passes), axes=plan.axes)  # micro-batches are no ranks
 
 
 def cut(

@@ -48,6 +48,11 @@ class Strategy:
         schedule: the order in which they do: "gpipe", "1f1b", "interleaved" or "zero_bubble".
         stages_per_rank: how many stages a rank runs: more than one with "interleaved".
         cuts: names of modules or parameters, by the first use of which each next stage begins.
+        dp_shard: over how many neighbouring data-parallel ranks ZeRO shards; the others hold copies
+            of the shards. None for all of them.
+        hierarchical: whether large messages go within nodes first, then between: always, never, or
+            (None) where the cluster's curves say that it pays; or always, a number being that of
+            neighbours that are near each other.
         compress: how gradients are compressed on their way, such as "int8" or "powersgd(rank=2)";
             "none" for not at all, which None means unless `compile(lossy=...)` allows some.
         compress_gathers: the same for gathered parameters: "bf16", "fp16" or "int8".
@@ -74,6 +79,8 @@ class Strategy:
     schedule: Schedule | None = None
     stages_per_rank: int | None = None
     cuts: tuple[str, ...] | None = None
+    dp_shard: int | None = None
+    hierarchical: bool | int | None = None
     compress: str | Compression | None = None
     compress_gathers: str | Compression | None = None
     compress_activations: str | Compression | None = None
@@ -92,9 +99,14 @@ class Strategy:
             raise StrategyError(
                 f"batch_statistics={self.batch_statistics!r}: choose 'global' or 'local'"
             )
-        for axis in ("pp", *MESH):
+        for axis in ("pp", "dp_shard", *MESH):
             if (ranks := getattr(self, axis)) is not None and ranks < 1:
                 raise StrategyError(f"{axis}={ranks!r}: give a number of ranks")
+        if self.hierarchical not in (None, False, True) and self.hierarchical < 2:
+            raise StrategyError(
+                f"hierarchical={self.hierarchical!r}: choose True, False, None or how many "
+                "neighbours are near each other, 2 or more"
+            )
         self._check_pipeline()
         self._check_compression()
         pinned = {axis for _, axis, _ in self._pins()}
@@ -192,7 +204,12 @@ class Strategy:
             )
         first = [("pp", self.pp)] if self.pp and self.pp > 1 else []
         own = ((axis, self.axes[axis]) for axis in MESH if axis in self.axes)
-        return (*first, ("dp_replicate", world_size // model_ranks), *own)
+        ranks = world_size // model_ranks
+        if ranks % (self.dp_shard or 1):
+            raise StrategyError(
+                f"dp_shard={self.dp_shard} does not divide {ranks} ranks of the data"
+            )
+        return (*first, ("dp_replicate", ranks), *own)
 
     def pins(self, axis: str, parameters: Iterable[str]) -> dict[str, Pin]:
         """Where parameters must lie along an axis, by pattern of their names."""

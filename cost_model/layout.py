@@ -44,6 +44,17 @@ def axes_of(mesh: Mapping[str, int]) -> list[Axis]:
     return [axis for axis in axes if axis.ranks > 1]
 
 
+def levels_of(axes: Iterable[Axis], ranks_per_node: int) -> list[Axis]:
+    """The two levels of each axis that has several ranks on each of several nodes."""
+    found = []
+    for axis in axes:
+        near, rest = divmod(ranks_per_node, axis.stride)
+        if not rest and 1 < near < axis.ranks and axis.ranks % near == 0:
+            found.append(Axis(near, axis.stride))
+            found.append(Axis(axis.ranks // near, axis.stride * near))
+    return found
+
+
 def every_axis(world_size: int) -> list[Axis]:
     """The axes of all meshes over so many ranks: of each size that divides them, each stride."""
     return [

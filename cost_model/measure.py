@@ -23,7 +23,7 @@ from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.kept import Kept, Shelf, deviation
-from autopar.cost_model.layout import axes_of, block_of, every_axis, layouts
+from autopar.cost_model.layout import axes_of, block_of, every_axis, layouts, levels_of
 from autopar.cost_model.measured import CurveKey, Measured
 from autopar.cost_model.sampling import Layouts, Tell, sample
 from autopar.cost_model.slowdown import APART, SHARED_GPU
@@ -69,6 +69,7 @@ class Request:
         """The groups of each curve to measure. Messages go between pairs."""
         every = self.mesh is None
         axes = every_axis(world_size) if self.mesh is None else axes_of(dict(self.mesh))
+        axes = [*axes, *levels_of(axes, ranks_per_node)]
         shapes = layouts(axes, world_size, ranks_per_node, alone=every)
         return {
             CurveKey(collective, shape, self.dtype): ways
@@ -103,7 +104,8 @@ def measure(
         collectives: which to time.
         sizes: message sizes in bytes.
         mesh: size of each axis, outermost first: times only the groups along these axes, those of
-            one axis at once. None: the axes of every mesh, and their groups alone as well.
+            one axis at once, and of an axis over several nodes those inside and across nodes.
+            None: the axes of every mesh, and their groups alone as well.
         dtype: of what is sent, such as "float32".
         budget_s: about how many seconds to spend. Slow sizes are left out rather than overspend.
         cache: whether to read and write the kept measurement.

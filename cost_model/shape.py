@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.cost_model.cost import ClusterError
+from autopar.levels import mesh_of
 
 
 @dataclass(frozen=True, order=True)
@@ -41,11 +42,13 @@ class GroupShape:
         """The groups along one axis of a mesh, all of which run at once.
 
         Args:
-            mesh: size of each axis, outermost first; ranks are in row-major order.
-            axis: one of them.
+            mesh: size of each axis, outermost first, ranks being in row-major order, and of each
+                level of an axis.
+            axis: an axis or a level.
             ranks_per_node: ranks on each node of the cluster. Where a group has unequal parts on
                 its nodes, their greatest common divisor counts.
         """
+        mesh = mesh_of(axis, mesh)
         names, sizes = list(mesh), list(mesh.values())
         ranks = mesh[axis]
         stride = math.prod(sizes[names.index(axis) + 1 :])

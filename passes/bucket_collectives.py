@@ -68,9 +68,11 @@ class BucketCollectives:
             (self.buckets.regather, gathers(graph, "backward")),
             (self.buckets.reduce, reductions(graph)),
         ):
-            by_name = dict(select)
+            by_name: dict[str, list[fx.Node]] = {}
+            for name, start in select:
+                by_name.setdefault(name, []).append(start)
             for group in groups:
-                members = [by_name[name] for name in group if name in by_name]
+                members = [start for name in group for start in by_name.get(name, ())]
                 for alike in _by_kind(members):
                     merged += len(alike) > 1 and bool(merge(graph.graph, alike))
         merged += merge_statistics(graph)
@@ -157,8 +159,11 @@ def _can(earlier: fx.Node, later: fx.Node) -> bool:
 
 def _fill(items: Iterable[tuple[str, fx.Node]], limit: int) -> Iterable[Group]:
     group: list[str] = []
-    size, last = 0, None
+    size, last, known = 0, None, set[str]()
     for name, start in items:
+        if name in known:
+            continue  # the sum over copies of what was reduce-scattered
+        known.add(name)
         operand = start.args[0][0]  # type: ignore[index]
         whole = max(tensor_bytes(tensors(n)[0]) for n in (operand, start))  # type: ignore[arg-type]
         kind = (start.target, tensors(start)[0].dtype)
@@ -174,5 +179,6 @@ def _fill(items: Iterable[tuple[str, fx.Node]], limit: int) -> Iterable[Group]:
 def _by_kind(members: list[fx.Node]) -> list[list[fx.Node]]:
     kinds: dict[object, list[fx.Node]] = {}
     for member in members:
-        kinds.setdefault((member.target, tensors(member)[0].dtype), []).append(member)
+        kind = (member.target, tensors(member)[0].dtype, axis_of(member))
+        kinds.setdefault(kind, []).append(member)
     return list(kinds.values())

@@ -20,6 +20,7 @@ from autopar.graph import (
     tensors,
     user_line,
 )
+from autopar.levels import axis_of_level
 from autopar.passes.collectives import (
     axis_of,
     start_all_gather,
@@ -74,7 +75,7 @@ def collectives_are_fed(graph: TrainingGraph) -> None:
     for start in starts(graph):
         if len(start.users) != 1:
             raise _error(graph, start, f"has {len(start.users)} waits instead of one")
-        if axis_of(start) in graph.partitioned:
+        if axis_of_level(axis_of(start)) in graph.partitioned:
             continue  # values are typed along the axis of the data
         for operand in start.args[0]:  # type: ignore[union-attr]
             placement = operand.meta.get("placement")  # type: ignore[union-attr]

@@ -6,10 +6,17 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from autopar.graph import TrainingGraph
+from autopar.levels import axis_of_level, place_on
 from autopar.passes.base import PassResult
 from autopar.passes.collectives import axis_of, starts
 from autopar.passes.lowering import Lowering
 from autopar.passes.lowering_gloo import GlooLowering
+
+
+def emitted(kind: str, backend: str) -> str:
+    """The collective that one of a kind becomes, message sizes being the same."""
+    exchanged = backend == "gloo" and kind in ("all_gather", "reduce_scatter")
+    return "all_to_all" if exchanged else kind
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,8 @@ class LowerCollectives:
     Attributes:
         backend: "gloo", "nccl" or another torch.distributed backend.
         rank: this rank's place on the axis.
-        axis: lower only the collectives of this axis; "" for all, where there is but one.
+        axis: lower only the collectives of this axis and its levels; "" for all, where there is
+            but one.
     """
 
     backend: str
@@ -34,10 +42,11 @@ class LowerCollectives:
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
-        pending = [s for s in starts(graph) if self.axis in ("", axis_of(s))]
+        pending = [s for s in starts(graph) if self.axis in ("", axis_of_level(axis_of(s)))]
         if not pending:
             return PassResult(graph, "there is no collective")
         lowering = GlooLowering if self.backend == "gloo" else Lowering
         for start in pending:
-            lowering(graph, start, self.rank).run()
+            place = place_on(axis_of(start), self.rank, graph.axes)
+            lowering(graph, start, place).run()
         return PassResult(graph)

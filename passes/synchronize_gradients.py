@@ -8,10 +8,11 @@ from typing import ClassVar, Literal
 from torch import fx
 
 from autopar.graph import Accumulated, Gradient, Held, Parameter, TrainingGraph
+from autopar.levels import BETWEEN, level, place_on
 from autopar.passes.base import PassResult
 from autopar.passes.build import add_input, aten, call, fake_like
 from autopar.passes.collectives import collective, start_all_reduce, start_reduce_scatter
-from autopar.placement import Partial, Replicate, Shard, chunk_rows
+from autopar.placement import Partial, Placement, Replicate, Shard, chunk_rows
 
 
 @dataclass(frozen=True)
@@ -20,19 +21,22 @@ class SynchronizeGradients:
 
     Before: gradients of parameters are Partial over the axis. After: those of whole parameters
     are all-reduced, those of sharded ones reduce-scattered, as soon as each is there; or, with
-    `hold`, they are returned as they are for the runtime to keep (`no_sync`). Tier: exact.
+    `hold`, they are returned as they are for the runtime to keep (`no_sync`). Where parameters are
+    sharded over neighbours only, each shard is then summed over its copies. Tier: exact.
 
     Attributes:
         axis: the axis over which gradients are Partial.
         rank: this rank's place on it.
         hold: parameters whose local gradients are returned, not reduced.
         held: parameters with local gradients of earlier calls, which are added before reducing.
+        shard_axis: the axis, or the level of it, that parameters are sharded over.
     """
 
     axis: str
     rank: int
     hold: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
+    shard_axis: str = ""
     tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
@@ -81,16 +85,22 @@ class SynchronizeGradients:
         graph.graph.inserting_before(first)
         like = node if node.op != "placeholder" else first
         layout = graph.layouts.get(name, Replicate())
-        if isinstance(layout, Shard):
-            rows = chunk_rows(info.shape[0], graph.axes[self.axis])[self.rank]
-            (result,) = collective(
-                graph.graph, like, start_reduce_scatter, [node], [rows], self.axis
-            )
-        else:
-            (result,) = collective(graph.graph, like, start_all_reduce, [node], self.axis)
-        for item in (result.args[0].args[0], result.args[0], result):  # type: ignore[union-attr]
-            item.meta |= {"placement": layout, "phase": "backward", "gradient": name}  # type: ignore[union-attr]
-        return result
+
+        def sent(start: object, tensor: fx.Node, placement: Placement, *options: object) -> fx.Node:
+            (result,) = collective(graph.graph, like, start, [tensor], *options)
+            for item in (result.args[0].args[0], result.args[0], result):  # type: ignore[union-attr]
+                item.meta |= {"placement": placement, "phase": "backward", "gradient": name}  # type: ignore[union-attr]
+            return result
+
+        if not isinstance(layout, Shard):
+            return sent(start_all_reduce, node, layout, self.axis)
+        axis = self.shard_axis or self.axis
+        place = place_on(axis, self.rank, graph.axes)
+        rows = chunk_rows(info.shape[0], graph.axes[axis])[place]
+        if axis == self.axis:
+            return sent(start_reduce_scatter, node, layout, [rows], axis)
+        part = sent(start_reduce_scatter, node, Partial(), [rows], axis)
+        return sent(start_all_reduce, part, layout, level(self.axis, BETWEEN))
 
 
 def _is_parameter(role: object) -> bool:

@@ -21,12 +21,13 @@ GROUND = frozenset(
         "autopar._torch",
         "autopar.errors",
         "autopar.graph",
+        "autopar.levels",
         "autopar.placement",
     }
 )
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
-PARTS = {"autopar.partition", "autopar.pipeline", "autopar.prediction"}
+PARTS = {"autopar.partition", "autopar.pipeline", "autopar.prediction", "autopar.plan_document"}
 PLAN = PASSES | PARTS | {"autopar.plan", "autopar.plan_text", "autopar.strategy"}
 TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
 PLAN_AND_CAPTURE = PLAN | TRACING | {"autopar.capture", "autopar.rows", "autopar.staging"}
@@ -43,6 +44,7 @@ MAY_IMPORT = {
     "autopar.partition": PASSES,
     "autopar.pipeline": PASSES,
     "autopar.prediction": COST_MODEL,
+    "autopar.plan_document": PASSES | PARTS,
     "autopar.strategy": PASSES | PARTS,
     "autopar.plan": PLAN | {"autopar.plan_text"},
     "autopar.plan_text": PLAN | {"autopar.plan_text"},

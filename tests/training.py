@@ -43,6 +43,7 @@ class Setup(NamedTuple):
     recompute: Any = "none"
     batch: str = "global"
     rows: int = 13
+    more: dict[str, Any] = {}  # noqa: RUF012 (of the strategy, never changed)
 
 
 def rows_of(batch: Batch, rank: int, ranks: int) -> Batch:
@@ -86,7 +87,7 @@ def train(
     case = MODELS[name]
     model = autopar.compile(
         case.make().to(dtype),
-        strategy=fixed(setup.zero, setup.recompute),
+        strategy=fixed(setup.zero, setup.recompute, **setup.more),
         batch=setup.batch,
         fallback=False,
         **options,

@@ -42,6 +42,7 @@ class Choice:
         compress: how each bucket of gradients is compressed, or one way for all; "" for not at all.
         compress_gathers: how gathered parameters are.
         compress_activations: how what travels between parts and stages of a model is.
+        hierarchical: whether large messages go by level.
     """
 
     stages: tuple[tuple[str, int], ...]
@@ -52,6 +53,7 @@ class Choice:
     compress: tuple[str, ...] = ("",)
     compress_gathers: str = ""
     compress_activations: str = ""
+    hierarchical: bool = False
 
     def __str__(self) -> str:
         parts = [_mixed({b: f"zero{s}" if s else "ddp" for b, s in self.stages})]
@@ -69,6 +71,8 @@ class Choice:
             parts.append(f"parameters {self.compress_gathers}")
         if self.compress_activations:
             parts.append(f"activations {self.compress_activations}")
+        if self.hierarchical:
+            parts.append("by level")
         return ", ".join(parts)
 
 
@@ -176,6 +180,7 @@ class Evaluator:
         stages = dict(choice.stages)
         ranks, own = self.base.data_ranks, self.base.axis
         axis = "dp_shard" if any(stages.values()) else "dp_replicate"
+        axis = "dp" if self.base.hybrid else axis
         size = choice.reduce_bytes
         others = (f"{name}{size}" for name, size in self.base.mesh if name != own)
         return replace(
@@ -183,6 +188,14 @@ class Evaluator:
             partitions=tuple(replace(p, bucket_bytes=size) for p in self.base.partitions),
             name=", ".join([*others, str(choice)]),
             mesh=tuple((axis if n == own else n, size) for n, size in self.base.mesh),
+            levels=tuple(
+                replace(
+                    each,
+                    axis=axis if each.axis == own else each.axis,
+                    from_bytes=each.from_bytes if choice.hierarchical else (),
+                )
+                for each in self.base.levels
+            ),
             stages=choice.stages,
             recompute=choice.recompute,
             compressions=Compressions(activations=choice.compress_activations),
@@ -211,7 +224,7 @@ class Evaluator:
 
     def _plan(self, choice: Choice) -> tuple[Plan, TrainingGraph]:
         plan = self.draft(choice)
-        graph = replace(self.graph, axes=dict(plan.mesh))
+        graph = replace(self.graph, axes=plan.axes)
         passes = plan.passes(0, self.comm_backend, ways=self.ways)
         first = next(
             (i for i, p in enumerate(passes) if isinstance(p, BucketCollectives)), len(passes)

@@ -20,6 +20,7 @@ from autopar.partition import Partition, Ways, in_turn, named
 from autopar.plan import Plan, fingerprint
 from autopar.planner.candidates import Evaluator
 from autopar.planner.choose_stages import fastest_pipeline, unmeasured_pipeline
+from autopar.planner.hierarchy import levels_of
 from autopar.planner.machine import Machine, measure_machine, time_shards
 from autopar.planner.partitions import partition_by_bytes
 from autopar.planner.placements import partition
@@ -98,6 +99,7 @@ class Question:
     def base(self) -> Plan:
         """The plan with nothing chosen."""
         ratio = optimizer_state_ratio(self.optimizer)
+        ranks = dict(self.mesh)["dp_replicate"]
         return Plan(
             name="",
             model=self.model,
@@ -112,6 +114,7 @@ class Question:
             optimizer=getattr(self.optimizer, "__name__", type(self.optimizer).__name__),
             optimizer_state_ratio=ratio,
             memory_cap=self.memory,
+            hybrid=1 < (self.strategy.dp_shard or 1) < ranks,
             parameter_bytes=tuple((p.name, p.bytes) for p in self.parameters.values()),
             placements=tuple((name, "R") for name in self.parameters),
         )
@@ -120,7 +123,8 @@ class Question:
 def needs_machine(question: Question) -> bool:
     """Whether anything is left to choose, or to check against a cap."""
     fixed = default_choice(question.strategy, question.blocks) is not None
-    return not fixed or question.memory is not None
+    nodes = question.strategy.hierarchical is True and not question.base().hybrid
+    return not fixed or question.memory is not None or nodes
 
 
 def measured(question: Question, graphs: Graphs) -> Machine | None:
@@ -233,7 +237,8 @@ def ways_of(
         return partition_by_bytes(graph, mesh[axis], pins)
     whole = question.parameters
     sharded = any(p.shape != whole[name].shape for name, p in graph.parameters.items())
-    divided = question.data_ranks if question.strategy.zero != 0 else 1
+    among = question.strategy.dp_shard or question.data_ranks
+    divided = among if question.strategy.zero != 0 else 1
     solution = partition(
         graph,
         mesh[axis],
@@ -261,6 +266,10 @@ def evaluator_of(
     """
     batches = question.data_ranks if question.batch == "global" else 1
     base, axes, found = question.base(), question.strategy.axes, []
+    base = replace(base, levels=levels_of(base, question.strategy, machine, question.comm_backend))
+    if question.strategy.hierarchical and not base.levels:
+        note = "nothing goes by level: ranks of the data are not several on each of several nodes"
+        base = replace(base, notes=(*base.notes, note))
     whole, first = replace(graph, axes=dict(question.mesh)), dict.fromkeys(axes, 0)
     turns = in_turn(axes, whole, first, lambda axis, g: ways_of(question, axis, g, machine, memory))
     for axis, before, ways in turns:

@@ -90,6 +90,7 @@ def first_choice(strategy: Strategy, blocks: Sequence[str], stage: int) -> Choic
         compress=(compression_of(strategy.compress),),
         compress_gathers=compression_of(strategy.compress_gathers),
         compress_activations=compression_of(strategy.compress_activations),
+        hierarchical=bool(strategy.hierarchical),
     )
 
 
@@ -203,6 +204,9 @@ class _Search:
             reduce = self.strategy.reduce_bytes or size
             options.append(self.look(replace(choice, gather_bytes=gather, reduce_bytes=reduce)))
         found = self.best(options) or best
+        if self.strategy.hierarchical is None and self.evaluator.base.levels:
+            by_level = self.look(replace(found.choice, hierarchical=True))
+            found = self.best([found, by_level]) or found
         if self.strategy.prefetch is None and any(s == 3 for _, s in found.choice.stages):
             deeper = [self.look(replace(found.choice, prefetch=p)) for p in (0, 2)]
             found = self.best([found, *deeper]) or found
@@ -290,6 +294,7 @@ def _what_runs(item: Evaluated) -> tuple[object, ...]:
         plan.recompute,
         plan.buckets,
         plan.compressions,
+        plan.levels,
         sums,
         plan.prefetch if several else 0,
     )

@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar.errors import StrategyError
 from autopar.graph import Parameter, TrainingGraph, Value, elements, operands, tensors
+from autopar.levels import axis_of_level
 from autopar.passes.collectives import is_name, value_of
 from autopar.passes.rules.linear import linear_ways
 from autopar.passes.rules.loops import At, Loop, Operator, Way, fitting, replicated, split
@@ -104,7 +105,8 @@ def _is_last(graph: TrainingGraph) -> bool:
 
     Along that the ways of the first rank are taken by all, whose sizes must then be the same.
     """
-    left = [axis for axis in graph.axes if axis[:2] != "dp" and axis not in graph.partitioned]
+    axes = {axis_of_level(axis) for axis in graph.axes if axis[:2] != "dp"}
+    left = axes - set(graph.partitioned)
     return len(left) < 2
 
 

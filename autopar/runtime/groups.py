@@ -6,13 +6,14 @@ import contextlib
 import datetime
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import CommunicationError, StrategyError
+from autopar.levels import mesh_of
 
 LAUNCH = "autopar run SCRIPT --nproc {n}   (or: torchrun --nproc-per-node {n} SCRIPT)"
 
@@ -77,8 +78,28 @@ def make_mesh(
     return DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=tuple(names))
 
 
+def make_groups(
+    device: torch.device, axes: Mapping[str, int], mesh: DeviceMesh | None
+) -> dict[str, str]:
+    """The process group behind each axis and level, as functional collectives name it.
+
+    All ranks call this at once.
+
+    Args:
+        device: of the tensors.
+        axes: sizes of axes, the last that of neighbours, and of their levels.
+        mesh: whose groups are there already.
+    """
+    found = group_names(mesh)
+    for name, size in axes.items():
+        if size > 1 and name not in found:
+            others = make_mesh(device, tuple(mesh_of(name, axes).items()))
+            found = group_names(others) | found
+    return found
+
+
 def group_names(mesh: DeviceMesh | None) -> dict[str, str]:
-    """The process group behind each axis, as functional collectives name it."""
+    """The process group behind each axis of a mesh, as functional collectives name it."""
     if mesh is None:
         return {}
     names = mesh.mesh_dim_names or ()

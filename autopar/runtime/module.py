@@ -25,7 +25,7 @@ from autopar.runtime.batch import Share, share_of
 from autopar.runtime.calls import MakeWays
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.fallback import as_global
-from autopar.runtime.groups import make_mesh, rank
+from autopar.runtime.groups import make_groups, make_mesh, rank
 from autopar.runtime.holding import fetched, hold, stage_mesh
 from autopar.runtime.interleaved import support_interleaved
 from autopar.runtime.options import Options
@@ -262,7 +262,7 @@ class DistributedModule(nn.Module):
 
     def adopt(self, plan: Plan) -> None:
         """Takes a plan: makes the mesh, lays the parameters out and keeps those of own stages."""
-        self.mesh = mesh = make_mesh(self._device, plan.mesh, ("pp", *plan.cuts))
+        self.mesh = mesh = make_mesh(self._device, plan.storage, ("pp", *plan.cuts))
         model, across = self._wrapped[0], plan.pipeline_ranks > 1
         lazy = across and any(isinstance(p, DTensor) for p in model.parameters())
         if mesh is not None and (plan.shards_parameters or lazy):
@@ -280,6 +280,7 @@ class DistributedModule(nn.Module):
             self._take_states(self._states_to_come)
             self._states_to_come = None
         self._setting.plan, self._setting.mesh = plan, mesh
+        self._setting.groups = make_groups(self._device, plan.axes, mesh)
         self._runner = self._new_runner()
 
     def _new_runner(self) -> Whole | Pipes | None:

@@ -16,7 +16,7 @@ from autopar.graph import Input, Parameter
 from autopar.plan import Plan
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
 from autopar.runtime.calls import ways_of_call
-from autopar.runtime.groups import backend_of, failing_together, group_names, rank
+from autopar.runtime.groups import backend_of, failing_together, rank
 from autopar.runtime.holding import flags_of, follow
 from autopar.runtime.parameters import is_elsewhere, local
 from autopar.runtime.pipe import Pipe
@@ -138,7 +138,7 @@ class Pipes:
                 ways=ways_of_call(graph, self.plan, rank(), share.total, share.slices, ways),
                 micro_batches=count,
                 comm_backend=backend_of(self.setting.device),
-                groups=group_names(self.setting.mesh),
+                groups=self.setting.groups,
                 compile_backend=self.setting.options.backend,
                 hold=hold,
                 held=held,

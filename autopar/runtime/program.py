@@ -157,8 +157,8 @@ def build(
 
 
 def with_axes(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
-    """The captured graph with the axes of the plan's mesh."""
-    return replace(graph, axes=dict(plan.mesh))
+    """The captured graph with the axes of the plan's mesh, and their levels."""
+    return replace(graph, axes=plan.axes)
 
 
 def generate(

@@ -41,6 +41,7 @@ class Setting:
         make_ways: finds the ways of a call that was not planned for.
         plan: None until there is one.
         mesh: of the plan; None for one rank.
+        groups: process group of each axis and level, by name.
         held: local gradients kept from earlier calls, by parameter.
         states: what compression keeps from step to step.
         captures: of each kind of call.
@@ -55,6 +56,7 @@ class Setting:
     make_ways: MakeWays
     plan: Plan | None = None
     mesh: DeviceMesh | None = None
+    groups: Mapping[str, str] = field(default_factory=dict)
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     states: States = field(default_factory=States)
     captures: dict[Any, Capture] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from autopar._torch import pytree
 from autopar.graph import Buffer, Evidence, Input, Parameter, RowWeight
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
 from autopar.runtime.calls import ways_of_call
-from autopar.runtime.groups import backend_of, group_names, rank
+from autopar.runtime.groups import backend_of, rank
 from autopar.runtime.parameters import local
 from autopar.runtime.program import Half, Program, build, with_axes
 from autopar.runtime.setting import Setting
@@ -76,7 +76,7 @@ class Whole:
                 rank=rank(),
                 ways=ways_of_call(graph, plan, rank(), share.total, share.slices, ways),
                 comm_backend=backend_of(setting.device),
-                groups=group_names(setting.mesh),
+                groups=setting.groups,
                 compile_backend=setting.options.backend,
                 hold=hold,
                 held=held,

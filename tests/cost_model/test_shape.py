@@ -27,3 +27,12 @@ def test_text_and_nonsense():
         GroupShape(6, 4)
     with pytest.raises(ClusterError, match="positive"):
         GroupShape(2, 2, 0)
+
+
+def test_levels_of_an_axis():
+    """They are groups of the mesh in which the axis is two, and no other axis sees them."""
+    axes = {"dp": 4, "tp": 2, "dp.between": 2, "dp.within": 2}
+    assert GroupShape.of_axis(axes, "dp.within", 4) == GroupShape(2, 2, 4)
+    assert GroupShape.of_axis(axes, "dp.between", 4) == GroupShape(2, 1, 4)
+    assert GroupShape.of_axis(axes, "dp", 4) == GroupShape(4, 2, 2)
+    assert GroupShape.of_axis(axes, "tp", 4) == GroupShape(2, 2, 4)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.graph import InputRole, OutputRole, TrainingGraph, tensors
+from autopar.levels import axis_of_level, place_on
 from autopar.passes import collectives as abstract
 from autopar.placement import Replicate, chunk_rows
 
@@ -141,6 +142,16 @@ def _serve(ranks: list[Rank], requests: list[Request]) -> list[Any]:
         for rank, (pending, *_) in zip(ranks, args, strict=True):
             rank.wait(as_list(pending))
         return [pending for pending, *_ in args]
+    answers: list[Any] = [None] * len(ranks)
+    for group in groups(ranks[0].graph, requests[0].node, len(ranks)):
+        own = _begin(target, [ranks[r] for r in group], [args[r] for r in group])
+        for rank, pending in zip(group, own, strict=True):
+            answers[rank] = pending if target in abstract.STARTS else pending[0]
+    return answers
+
+
+def _begin(target: Any, ranks: list[Rank], args: list[tuple[Any, ...]]) -> list[list[Tensor]]:
+    """Starts a collective of a group of ranks."""
     operands = [as_list(first) for first, *_ in args]
     moved = [
         COLLECTIVES[target](parts, [options for _, *options in args])
@@ -153,11 +164,26 @@ def _serve(ranks: list[Rank], requests: list[Request]) -> list[Any]:
                 assert result.shape[0] == sizes[rank][index], "rows asked for and rows had differ"
     at_once = target is c10d.all_reduce.default  # it reduces a copy
     in_place = target is c10d.all_reduce_.default
-    pending = [
+    return [
         rank.start([] if at_once else mine, [results[i] for results in moved], in_place)
         for i, (rank, mine) in enumerate(zip(ranks, operands, strict=True))
     ]
-    return [p if target in abstract.STARTS else p[0] for p in pending]
+
+
+def groups(graph: TrainingGraph, node: fx.Node, ranks: int) -> list[list[int]]:
+    """The ranks that take part in a collective together: all, or those of one level."""
+    names = [arg for arg in node.args if isinstance(arg, str) and arg in graph.axes]
+    name = names[-1] if names else ""
+    if axis_of_level(name) == name:
+        return [list(range(ranks))]
+    size, (first, second) = graph.axes[name], (f"{axis_of_level(name)}.{part}" for part in PARTS)
+    keys = [place_on(first if name == second else second, r, graph.axes) for r in range(ranks)]
+    found = [[r for r in range(ranks) if keys[r] == key] for key in dict.fromkeys(keys)]
+    assert all(len(group) == size for group in found)
+    return found
+
+
+PARTS = ("between", "within")
 
 
 def check_replicas(ranks: Sequence[Rank]) -> None:

@@ -1,0 +1,89 @@
+"""Levels of a mesh axis: those of its ranks that are near each other, and those that are apart.
+
+The ranks of an axis may lie over nodes, `within` neighbours on each. Then collectives can go over
+two smaller groups: that of "dp.within", a rank's neighbours, and that of "dp.between", the ranks at
+the same place of every node. Levels are no axes of the mesh: they do not multiply its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+BETWEEN, WITHIN = "between", "within"
+
+
+@dataclass(frozen=True)
+class Levels:
+    """How the ranks of an axis lie, and what is sent over its levels.
+
+    Attributes:
+        axis: name of the mesh axis.
+        within: how many neighbours are near each other.
+        from_bytes: kinds of collectives ("all_reduce", "all_gather", "reduce_scatter") that go by
+            level, and the least size of the message for which they do.
+    """
+
+    axis: str
+    within: int
+    from_bytes: tuple[tuple[str, int], ...] = ()
+
+    def sizes(self, ranks: int) -> dict[str, int]:
+        """The size of each level, outermost first; none if an axis of so many ranks has but one.
+
+        >>> Levels("dp", 4).sizes(8)
+        {'dp.between': 2, 'dp.within': 4}
+        >>> Levels("dp", 4).sizes(4), Levels("dp", 4).sizes(6)
+        ({}, {})
+        """
+        if ranks % self.within or not 1 < self.within < ranks:
+            return {}
+        sizes = {BETWEEN: ranks // self.within, WITHIN: self.within}
+        return {level(self.axis, name): size for name, size in sizes.items()}
+
+    def splits(self, kind: str, nbytes: int) -> bool:
+        """Whether a collective of a kind goes by level at this size of its message."""
+        least = dict(self.from_bytes).get(kind)
+        return least is not None and nbytes >= least
+
+
+def level(axis: str, name: str) -> str:
+    """What a level of an axis is called where axes are: "dp.within"."""
+    return f"{axis}.{name}"
+
+
+def axis_of_level(name: str) -> str:
+    """The mesh axis of a level, or the axis itself."""
+    return name.partition(".")[0]
+
+
+def place_on(name: str, place: int, axes: Mapping[str, int]) -> int:
+    """The place on an axis or level of the rank that has this place on the axis.
+
+    Args:
+        name: of an axis or a level.
+        place: on the axis.
+        axes: sizes of axes and levels.
+    """
+    axis, _, part = name.partition(".")
+    if not part:
+        return place
+    return divmod(place, axes[level(axis, WITHIN)])[part == WITHIN]
+
+
+def mesh_of(name: str, axes: Mapping[str, int]) -> dict[str, int]:
+    """The mesh that an axis or level is an axis of, outermost first, without other levels.
+
+    >>> axes = {"dp": 4, "tp": 2, "dp.between": 2, "dp.within": 2}
+    >>> mesh_of("dp.within", axes), mesh_of("tp", axes)
+    ({'dp.between': 2, 'dp.within': 2, 'tp': 2}, {'dp': 4, 'tp': 2})
+    """
+    mesh = {axis: size for axis, size in axes.items() if axis == axis_of_level(axis)}
+    own = axis_of_level(name)
+    if own == name:
+        return mesh
+    parts = {part: axes[part] for part in (level(own, BETWEEN), level(own, WITHIN))}
+    found: dict[str, int] = {}
+    for axis, size in mesh.items():
+        found |= parts if axis == own else {axis: size}
+    return found

@@ -1,0 +1,105 @@
+"""Collectives by level: their text, what they compute, and when they stay as they are."""
+
+from dataclasses import replace
+
+import pytest
+from expecttest import assert_expected_inline
+
+from autopar.cost_model.collectives import collective_of
+from autopar.graph import TrainingGraph
+from autopar.levels import Levels
+from autopar.passes.bucket_collectives import BucketCollectives
+from autopar.passes.collectives import starts
+from autopar.passes.hierarchical_collectives import PARTS, HierarchicalCollectives
+from autopar.passes.runner import run_passes
+from tests.passes.golden import changes, two_layers
+from tests.passes.parity import AXIS, World, assert_parity
+
+
+def levels(within: int, least: int = 0) -> Levels:
+    return Levels(AXIS, within, tuple((kind, least) for kind in PARTS))
+
+
+def graphs_of(it: World, zero: int, own: Levels, backend: str) -> list[TrainingGraph]:
+    plan = it.plan(zero, levels=(own,))
+    graphs = [replace(it.graph(rank), axes=plan.axes) for rank in range(it.ranks)]
+    return [run_passes(g, plan.passes(rank, backend)) for rank, g in enumerate(graphs)]
+
+
+@pytest.mark.parametrize(("ranks", "within"), [(4, 2), (6, 3)])
+@pytest.mark.parametrize(("zero", "backend"), [(0, "nccl"), (1, "gloo"), (2, "nccl"), (3, "gloo")])
+def test_results_are_those_of_one_device(ranks: int, within: int, zero: int, backend: str) -> None:
+    """Chunks are uneven, and some are empty."""
+    it = two_layers(ranks=ranks, rows=7, bias=True, width=9)
+    graphs = graphs_of(it, zero, levels(within), backend)
+    sent = [n.args[-1] for n in graphs[0].calls() if collective_of(n) is not None]
+    assert set(sent) == {"dp.between", "dp.within"}
+    assert_parity(it, graphs)
+
+
+def bucketed(zero: int, own: Levels) -> TrainingGraph:
+    it = two_layers(ranks=4, bias=True)
+    plan = it.plan(zero, levels=(own,))
+    passes = plan.passes(0, "gloo")
+    end = next(i for i, p in enumerate(passes) if isinstance(p, BucketCollectives)) + 1
+    return run_passes(replace(it.graph(0), axes=plan.axes), passes[:end])
+
+
+def test_all_reduce() -> None:
+    """23 numbers are padded to be halved; what is smaller stays as it is."""
+    before = bucketed(0, own := levels(2, least=100))
+    after = run_passes(before, [HierarchicalCollectives(own)])
+    assert_expected_inline(
+        changes(before, after),
+        """\
++ view_default: [2] P(sum) = view(view, [-1])
++ view_default_1: [6] P(sum) = view(t_5, [-1])
++ view_default_2: [3] P(sum) = view(view_1, [-1])
++ view_default_3: [12] P(sum) = view(t_8, [-1])
++ new_zeros_default: [1] P(sum) = new_zeros(view_default, [1])
++ cat_default: [24] P(sum) = cat([view_default, view_default_1, view_default_2, view_default_3, new_zeros_default], 0)
++ start_reduce_scatter: [12] P(sum) = start_reduce_scatter([cat_default], [12], dp.within)
++ wait: [12] P(sum) = wait(start_reduce_scatter)
++ getitem: [12] P(sum) = getitem(wait, 0)
++ start_all_reduce: [12] S(0) = start_all_reduce([getitem], dp.between)
++ wait_8: [12] S(0) = wait(start_all_reduce)
++ getitem_12: [12] S(0) = getitem(wait_8, 0)
++ start_all_gather: [24] R = start_all_gather([getitem_12], [24], dp.within)
++ wait_9: [24] R = wait(start_all_gather)
++ getitem_13: [24] R = getitem(wait_9, 0)
++ split_with_sizes_default: [2] [6] [3] [12] [1] R = split_with_sizes(getitem_13, [2, 6, 3, 12, 1])
++ getitem_14: [2] R = getitem(split_with_sizes_default, 0)
++ view_default_4: [2] R = view(getitem_14, [2])
++ getitem_15: [6] R = getitem(split_with_sizes_default, 1)
++ view_default_5: [2,3] R = view(getitem_15, [2, 3])
++ getitem_16: [3] R = getitem(split_with_sizes_default, 2)
++ view_default_6: [3] R = view(getitem_16, [3])
++ getitem_17: [12] R = getitem(split_with_sizes_default, 3)
++ view_default_7: [3,4] R = view(getitem_17, [3, 4])
+- start_all_reduce_6: [2] [2,3] [3] [3,4] R = start_all_reduce([view, t_5, view_1, t_8], dp)
+- wait_6: [2] [2,3] [3] [3,4] R = wait(start_all_reduce_6)
+- getitem_6: [2] R = getitem(wait_6, 0)
+- getitem_7: [2,3] R = getitem(wait_6, 1)
+- getitem_8: [3] R = getitem(wait_6, 2)
+- getitem_9: [3,4] R = getitem(wait_6, 3)
+-> gradient blocks.0.weight = view_default_7
+-> gradient blocks.0.bias = view_default_6
+-> gradient blocks.1.weight = view_default_5
+-> gradient blocks.1.bias = view_default_4""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        (levels(4), "dp has no two levels: 4 ranks, 4 a node"),
+        (levels(1), "dp has no two levels: 4 ranks, 1 a node"),
+        (levels(3), "dp has no two levels: 4 ranks, 3 a node"),
+        (levels(2, least=1 << 20), "no message over dp is large enough"),
+    ],
+)
+def test_says_why_it_declined(own: Levels, reason: str) -> None:
+    graph = bucketed(0, own)
+    result = HierarchicalCollectives(own)(graph)
+    assert result.reason == reason
+    assert len(list(starts(result.graph))) == len(list(starts(graph)))
