@@ -194,7 +194,8 @@ class _Split:
         return self.op(aten.view.default, node, shape)
 
     def joined(self, pieces: list[fx.Node], dim: int = 0) -> fx.Node:
-        return pieces[0] if len(pieces) == 1 else self.op(aten.cat.default, pieces, dim)
+        options = (dim,) if dim else ()
+        return pieces[0] if len(pieces) == 1 else self.op(aten.cat.default, pieces, *options)
 
     def cut(self, flat: fx.Node, shapes: Sequence[Sequence[int]]) -> Iterator[fx.Node]:
         """The tensors that lie one behind the other in a flat one, padding behind them."""

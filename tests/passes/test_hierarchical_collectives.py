@@ -37,55 +37,45 @@ def test_results_are_those_of_one_device(ranks: int, within: int, zero: int, bac
     assert_parity(it, graphs)
 
 
-def bucketed(zero: int, own: Levels) -> TrainingGraph:
-    it = two_layers(ranks=4, bias=True)
-    plan = it.plan(zero, levels=(own,))
+def bucketed(ranks: int, own: Levels) -> TrainingGraph:
+    it = two_layers(ranks=ranks, rows=ranks)
+    plan = it.plan(0, levels=(own,))
     passes = plan.passes(0, "gloo")
     end = next(i for i, p in enumerate(passes) if isinstance(p, BucketCollectives)) + 1
     return run_passes(replace(it.graph(0), axes=plan.axes), passes[:end])
 
 
 def test_all_reduce() -> None:
-    """23 numbers are padded to be halved; what is smaller stays as it is."""
-    before = bucketed(0, own := levels(2, least=100))
+    """18 numbers are padded to be cut in four; what is smaller stays as it is."""
+    before = bucketed(8, own := levels(4, least=100))
     after = run_passes(before, [HierarchicalCollectives(own)])
     assert_expected_inline(
         changes(before, after),
         """\
-+ view_default: [2] P(sum) = view(view, [-1])
-+ view_default_1: [6] P(sum) = view(t_5, [-1])
-+ view_default_2: [3] P(sum) = view(view_1, [-1])
-+ view_default_3: [12] P(sum) = view(t_8, [-1])
-+ new_zeros_default: [1] P(sum) = new_zeros(view_default, [1])
-+ cat_default: [24] P(sum) = cat([view_default, view_default_1, view_default_2, view_default_3, new_zeros_default], 0)
-+ start_reduce_scatter: [12] P(sum) = start_reduce_scatter([cat_default], [12], dp.within)
-+ wait: [12] P(sum) = wait(start_reduce_scatter)
-+ getitem: [12] P(sum) = getitem(wait, 0)
-+ start_all_reduce: [12] S(0) = start_all_reduce([getitem], dp.between)
-+ wait_8: [12] S(0) = wait(start_all_reduce)
-+ getitem_12: [12] S(0) = getitem(wait_8, 0)
-+ start_all_gather: [24] R = start_all_gather([getitem_12], [24], dp.within)
-+ wait_9: [24] R = wait(start_all_gather)
-+ getitem_13: [24] R = getitem(wait_9, 0)
-+ split_with_sizes_default: [2] [6] [3] [12] [1] R = split_with_sizes(getitem_13, [2, 6, 3, 12, 1])
-+ getitem_14: [2] R = getitem(split_with_sizes_default, 0)
-+ view_default_4: [2] R = view(getitem_14, [2])
-+ getitem_15: [6] R = getitem(split_with_sizes_default, 1)
-+ view_default_5: [2,3] R = view(getitem_15, [2, 3])
-+ getitem_16: [3] R = getitem(split_with_sizes_default, 2)
-+ view_default_6: [3] R = view(getitem_16, [3])
-+ getitem_17: [12] R = getitem(split_with_sizes_default, 3)
-+ view_default_7: [3,4] R = view(getitem_17, [3, 4])
-- start_all_reduce_6: [2] [2,3] [3] [3,4] R = start_all_reduce([view, t_5, view_1, t_8], dp)
-- wait_6: [2] [2,3] [3] [3,4] R = wait(start_all_reduce_6)
-- getitem_6: [2] R = getitem(wait_6, 0)
-- getitem_7: [2,3] R = getitem(wait_6, 1)
-- getitem_8: [3] R = getitem(wait_6, 2)
-- getitem_9: [3,4] R = getitem(wait_6, 3)
--> gradient blocks.0.weight = view_default_7
--> gradient blocks.0.bias = view_default_6
--> gradient blocks.1.weight = view_default_5
--> gradient blocks.1.bias = view_default_4""",
++ view_default: [6] P(sum) = view(t_5, [-1])
++ view_default_1: [12] P(sum) = view(t_8, [-1])
++ new_zeros_default: [2] P(sum) = new_zeros(view_default, [2])
++ cat_default: [20] P(sum) = cat([view_default, view_default_1, new_zeros_default])
++ start_reduce_scatter: [5] P(sum) = start_reduce_scatter([cat_default], [5], dp.within)
++ wait: [5] P(sum) = wait(start_reduce_scatter)
++ getitem: [5] P(sum) = getitem(wait, 0)
++ start_all_reduce: [5] S(0) = start_all_reduce([getitem], dp.between)
++ wait_6: [5] S(0) = wait(start_all_reduce)
++ getitem_8: [5] S(0) = getitem(wait_6, 0)
++ start_all_gather: [20] R = start_all_gather([getitem_8], [20], dp.within)
++ wait_7: [20] R = wait(start_all_gather)
++ getitem_9: [20] R = getitem(wait_7, 0)
++ split_with_sizes_default: [6] [12] [2] R = split_with_sizes(getitem_9, [6, 12, 2])
++ getitem_10: [6] R = getitem(split_with_sizes_default, 0)
++ view_default_2: [2,3] R = view(getitem_10, [2, 3])
++ getitem_11: [12] R = getitem(split_with_sizes_default, 1)
++ view_default_3: [3,4] R = view(getitem_11, [3, 4])
+- start_all_reduce_4: [2,3] [3,4] R = start_all_reduce([t_5, t_8], dp)
+- wait_4: [2,3] [3,4] R = wait(start_all_reduce_4)
+- getitem_4: [2,3] R = getitem(wait_4, 0)
+- getitem_5: [3,4] R = getitem(wait_4, 1)
+-> gradient blocks.0.weight = view_default_3
+-> gradient blocks.1.weight = view_default_2""",
     )
 
 
@@ -99,7 +89,7 @@ def test_all_reduce() -> None:
     ],
 )
 def test_says_why_it_declined(own: Levels, reason: str) -> None:
-    graph = bucketed(0, own)
+    graph = bucketed(4, own)
     result = HierarchicalCollectives(own)(graph)
     assert result.reason == reason
     assert len(list(starts(result.graph))) == len(list(starts(graph)))

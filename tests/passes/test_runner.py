@@ -73,9 +73,9 @@ def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None
 
 
 def test_passes_print_their_options() -> None:
-    item = SynchronizeGradients(AXIS, 1, held=("a",))
-    assert pass_name(item) == "synchronize_gradients"
-    assert describe(item) == "synchronize_gradients(axis='dp', rank=1, hold=(), held=('a',))"
+    item = ShardParameters(AXIS, 1, (("", 3),))
+    assert pass_name(item) == "shard_parameters"
+    assert describe(item) == "shard_parameters(axis='dp', rank=1, stages=(('', 3),))"
 
 
 def test_the_graph_given_is_left_as_it_is() -> None:
