@@ -11,6 +11,7 @@ network. Needs root on Linux; the exit status is 77 where nodes cannot be emulat
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import subprocess
@@ -23,10 +24,15 @@ from textwrap import shorten
 
 from rich.console import Console
 
+import autopar
+from autopar.api import capture_of_rank
+from autopar.cost_model.wire import node_bytes
+from autopar.passes.runner import run_passes
+from autopar.staging import with_axes
 from benchmarks.cluster import Network, Unavailable, start
 from benchmarks.cluster.__main__ import SKIPPED
 from benchmarks.cluster.network import bits_per_second
-from benchmarks.communication.field import CASES, CONTENDERS
+from benchmarks.communication.field import CASES, CONTENDERS, STRATEGIES
 from benchmarks.communication.report import Row, Setting, rows, table
 from benchmarks.launch import Job, race
 from benchmarks.peers import words
@@ -83,6 +89,17 @@ def start_rank(
     return start(network, command, rank, each, environment=environment, log=log)
 
 
+@functools.cache
+def planned_bytes(setting: Setting, name: str) -> int:
+    """Return the bytes that a plan says leave a node in a step of one of autopar's ways."""
+    case, ranks = CASES[setting.model], setting.ranks
+    inputs = case.batch(0)
+    plan = autopar.plan(case.build(), ranks, example_inputs=inputs, strategy=STRATEGIES[name])
+    graph = capture_of_rank(case.build(), inputs, 0, ranks, plan.batch, None, None)
+    lowered = run_passes(with_axes(graph, plan), plan.passes(0, "gloo"))
+    return node_bytes(lowered, "gloo", setting.ranks_per_node)
+
+
 def compare(args: argparse.Namespace, setting: Setting, console: Console) -> list[Row]:
     """Run one race and show its table."""
     field = [c for c in CONTENDERS if c.name in args.contenders]
@@ -97,7 +114,8 @@ def compare(args: argparse.Namespace, setting: Setting, console: Console) -> lis
         starting = partial(start_rank, network, setting.ranks_per_node)
         outcome = race(job, lambda text: status.update(f"{setting}: {text}"), starting)
     outcome["contenders"] += [{"contender": c.name, "error": c.absence()} for c in absent]
-    made = rows(setting, field, outcome)
+    planned = {c.name: planned_bytes(setting, c.name) for c in field if c.name in STRATEGIES}
+    made = rows(setting, field, outcome, planned)
     console.print(table(setting, made))
     console.print(f"{time.monotonic() - began:.0f} s\n")
     return made

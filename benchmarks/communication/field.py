@@ -89,16 +89,34 @@ def build_autopar(case: Case, *, strategy: autopar.Strategy) -> Step:
     return training_step(model, case, local=False)
 
 
-def _autopar(name: str, *peers: str, **options: Any) -> Contender:
-    strategy = replace(BUCKETED, **options)
-    build = partial(build_autopar, strategy=strategy)
-    losses = PLAIN if strategy.compress is None else ANY
-    return Contender(name, build, peers, module="autopar", reference=losses)
-
-
 BUCKETED = autopar.Strategy(
     zero=0, recompute="none", gather_bytes=BUCKET_BYTES, reduce_bytes=BUCKET_BYTES
 )
+STRATEGIES = {
+    UNBUCKETED: replace(BUCKETED, reduce_bytes=1),
+    "bucketed": BUCKETED,
+    "bf16": replace(BUCKETED, compress="bf16"),
+    "fp16": replace(BUCKETED, compress="fp16"),
+    "int8": replace(BUCKETED, compress="int8"),
+    "powersgd": replace(BUCKETED, compress="powersgd(rank=4)"),
+    "topk": replace(BUCKETED, compress="topk(density=0.01)"),
+    "randomk": replace(BUCKETED, compress="randomk(density=0.01)"),
+    "threshold": replace(BUCKETED, compress="threshold(threshold=1e-4)"),
+    "sign": replace(BUCKETED, compress="sign"),
+}
+PEERS = {
+    "fp16": ("ddp+fp16", "horovod+fp16"),
+    "bf16": ("ddp+bf16",),
+    "powersgd": ("ddp+powersgd",),
+}
+"""Who sends the same; the others are compared with plain DDP."""
+
+
+def _autopar(name: str, strategy: autopar.Strategy) -> Contender:
+    build = partial(build_autopar, strategy=strategy)
+    losses = PLAIN if strategy.compress is None else ANY
+    return Contender(name, build, PEERS.get(name, ("ddp",)), module="autopar", reference=losses)
+
 
 CONTENDERS = (
     Contender(ALONE, build_alone, reference=ANY),
@@ -107,14 +125,5 @@ CONTENDERS = (
     Contender("ddp+bf16", partial(build_hooked, hook=bf16_hook), reference=ANY),
     Contender("ddp+powersgd", build_powersgd, reference=ANY),
     Contender("horovod+fp16", Horovod, module="horovod", reference=ANY),
-    _autopar(UNBUCKETED, "ddp", reduce_bytes=1),
-    _autopar("bucketed", "ddp"),
-    _autopar("bf16", "ddp+bf16", compress="bf16"),
-    _autopar("fp16", "ddp+fp16", "horovod+fp16", compress="fp16"),
-    _autopar("int8", "ddp+bf16", compress="int8"),
-    _autopar("powersgd", "ddp+powersgd", compress="powersgd(rank=4)"),
-    _autopar("topk", "ddp+powersgd", compress="topk(density=0.01)"),
-    _autopar("randomk", "ddp+powersgd", compress="randomk(density=0.01)"),
-    _autopar("threshold", "ddp+powersgd", compress="threshold(threshold=1e-4)"),
-    _autopar("sign", "ddp+powersgd", compress="sign"),
+    *(_autopar(name, strategy) for name, strategy in STRATEGIES.items()),
 )

@@ -61,6 +61,7 @@ class Row:
         bits_per_s: effective bandwidth: an all-reduce of the gradients as they are would take
             `exposed_s` at this rate.
         sent_bytes: of the node that sends most, in a step, counted at its interface.
+        planned_bytes: the same as the plan has it; of autopar's ways alone.
         bound_s: the step of the model alone, or the time that the link takes for `sent_bytes`.
         bound_ratio: the step by this bound.
         peer: the fastest of those that it is compared with.
@@ -80,6 +81,7 @@ class Row:
     exposed_s: float | None = None
     bits_per_s: float | None = None
     sent_bytes: float | None = None
+    planned_bytes: int | None = None
     bound_s: float | None = None
     bound_ratio: float | None = None
     peer: str | None = None
@@ -88,7 +90,12 @@ class Row:
     error: str | None = None
 
 
-def rows(setting: Setting, field: Sequence[Contender], outcome: Mapping[str, Any]) -> list[Row]:
+def rows(
+    setting: Setting,
+    field: Sequence[Contender],
+    outcome: Mapping[str, Any],
+    planned_bytes: Mapping[str, int],
+) -> list[Row]:
     """Return a row for each contender, in the order of the field."""
     results = {result["contender"]: result for result in outcome["contenders"]}
     ran = {name: result for name, result in results.items() if result["error"] is None}
@@ -99,6 +106,7 @@ def rows(setting: Setting, field: Sequence[Contender], outcome: Mapping[str, Any
             own = _speed(setting, contender, ran)
             if contender.reference == PLAIN:
                 own |= _exactness(ran[contender.name]["losses"], outcome["reference"])
+            own["planned_bytes"] = planned_bytes.get(contender.name)
         made.append(
             Row(
                 setting.model,
@@ -143,7 +151,16 @@ def _exactness(losses: Sequence[float], reference: Sequence[float]) -> dict[str,
     return {"loss_difference": worst, "error": error}
 
 
-HEADINGS = ("step, ms", "speed-up", "exposed, ms", "Gbit/s", "sent, MB", "/ bound", "/ peer's")
+HEADINGS = (
+    "step, ms",
+    "speed-up",
+    "exposed, ms",
+    "Gbit/s",
+    "sent, MB",
+    "as planned",
+    "/ bound",
+    "/ peer's",
+)
 
 
 def table(setting: Setting, made: Sequence[Row]) -> Table:
@@ -169,6 +186,7 @@ def _cells(row: Row) -> list[str]:
         _text(row.exposed_s, 1e3, ".0f"),
         _text(row.bits_per_s, 1e-9, ".2f"),
         _text(row.sent_bytes, 1e-6, ".2f"),
+        "" if not row.planned_bytes else f"{_deviation(row):+.1%}",
         _text(row.bound_ratio, 1, ".2f"),
         _text(row.ratio, 1, ".2f"),
         row.peer or "",
@@ -177,3 +195,8 @@ def _cells(row: Row) -> list[str]:
 
 def _text(value: float | None, unit: float, form: str) -> str:
     return "" if value is None else format(unit * value, form)
+
+
+def _deviation(row: Row) -> float:
+    """By how much more was sent than planned, relative to that."""
+    return (row.sent_bytes or 0.0) / (row.planned_bytes or 1) - 1
