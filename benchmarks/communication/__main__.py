@@ -28,7 +28,7 @@ import autopar
 from autopar.api import capture_of_rank
 from autopar.cost_model.wire import node_bytes
 from autopar.passes.runner import run_passes
-from autopar.staging import with_axes
+from autopar.runtime.program import with_axes
 from benchmarks.cluster import Network, Unavailable, start
 from benchmarks.cluster.__main__ import SKIPPED
 from benchmarks.cluster.network import bits_per_second
