@@ -47,6 +47,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextlib.contextmanager
@@ -112,6 +113,7 @@ __all__ = [
     "ProfilerState",
     "StridedShard",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "add_transfers",
     "aot_backend",
     "aot_export_joint_with_descriptors",

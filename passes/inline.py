@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar._torch import pytree
+from autopar._torch import TorchDispatchMode, pytree
 from autopar.placement import Varying
 
 
@@ -18,7 +19,7 @@ def inline(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], *argume
     Args:
         graph: to write into.
         like: phase, block, source and stage of the new nodes are its.
-        function: of tensors; it makes no tensor out of numbers of its own.
+        function: of tensors.
         arguments: nodes, lists of nodes, and other values.
 
     Returns:
@@ -26,23 +27,48 @@ def inline(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], *argume
     """
     leaves, structure = pytree.tree_flatten(arguments)
     given = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-
-    def on_tensors(*values: Any) -> Any:
-        left = iter(values)
-        filled = [next(left) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-        return function(*pytree.tree_unflatten(filled, structure))
-
-    traced = make_fx(on_tensors)(*(node.meta["val"] for node in given)).graph
-    traced.eliminate_dead_code()
-    copies = dict(zip(traced.find_nodes(op="placeholder"), given, strict=True))
-    for node in traced.nodes:
-        if node.op == "call_function":
-            copies[node] = _copy(graph, like, node, copies)
-    return fx.map_arg(traced.output_node().args[0], copies.__getitem__)
+    writer = _Writer(graph, like, given)
+    fakes = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    with given[0].meta["val"].fake_mode, writer:
+        results = function(*pytree.tree_unflatten(fakes, structure))
+    return pytree.tree_map(writer.node, results)
 
 
-def _copy(graph: fx.Graph, like: fx.Node, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    copy = graph.node_copy(node, copies.__getitem__)
-    copy.meta = {key: like.meta.get(key) for key in ("phase", "block", "source", "seq_nr", "stage")}
-    copy.meta |= {"val": node.meta["val"], "placement": Varying()}
-    return copy
+class _Writer(TorchDispatchMode):
+    """Writes a node for every operator that runs."""
+
+    def __init__(self, graph: fx.Graph, like: fx.Node, given: list[fx.Node]) -> None:
+        super().__init__()
+        self.graph = graph
+        keys = ("phase", "block", "source", "seq_nr", "stage")
+        self.meta = {key: like.meta.get(key) for key in keys} | {"placement": Varying()}
+        self.nodes = {id(node.meta["val"]): node for node in given}
+        self.alive: list[Any] = []  # so that no two tensors have one id
+
+    def node(self, value: Any) -> Any:
+        """The node that a tensor is the value of; other values are what they are."""
+        return self.nodes[id(value)] if isinstance(value, torch.Tensor) else value
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, (torch.Tensor, tuple, list)):
+            given = pytree.tree_map(self.node, (args, dict(kwargs or {})))
+            self._write(func, given[0], given[1], result)
+        return result
+
+    def _write(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.alive.append(result)
+        node = self.graph.call_function(func, args, kwargs)
+        node.meta = {**self.meta, "val": result}
+        if isinstance(result, torch.Tensor):
+            self.nodes[id(result)] = node
+            return
+        for place, part in enumerate(result):
+            self.nodes[id(part)] = self.graph.call_function(operator.getitem, (node, place))
+            self.nodes[id(part)].meta = {**self.meta, "val": part}
