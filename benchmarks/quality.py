@@ -208,7 +208,7 @@ class Row:
     Attributes:
         validation: mean loss on held-out data after the last step.
         worse: by how much that is above the loss of the uncompressed training, relative to it.
-        target: the most that it may be above or below.
+        target: the most that this may be.
         resumed: whether going on from a checkpoint halfway ended with the same bits.
         losses: of the training steps, the mean of each ten.
         seconds: of the training.
@@ -226,7 +226,7 @@ class Row:
     @property
     def fails(self) -> bool:
         """Whether it is not what it should be."""
-        far = self.target is not None and self.worse is not None and abs(self.worse) > self.target
+        far = self.target is not None and self.worse is not None and self.worse > self.target
         return far or self.resumed is False
 
 

@@ -11,7 +11,6 @@ network. Needs root on Linux; the exit status is 77 where nodes cannot be emulat
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import re
 import subprocess
@@ -24,15 +23,10 @@ from textwrap import shorten
 
 from rich.console import Console
 
-import autopar
-from autopar.api import capture_of_rank
-from autopar.cost_model.wire import node_bytes
-from autopar.passes.runner import run_passes
-from autopar.runtime.program import with_axes
 from benchmarks.cluster import Network, Unavailable, start
 from benchmarks.cluster.__main__ import SKIPPED
 from benchmarks.cluster.network import bits_per_second
-from benchmarks.communication.field import CASES, CONTENDERS, STRATEGIES
+from benchmarks.communication.field import CASES, contenders
 from benchmarks.communication.report import Row, Setting, rows, table
 from benchmarks.launch import Job, race
 from benchmarks.peers import words
@@ -41,7 +35,7 @@ from benchmarks.report import document
 
 def parse_arguments() -> argparse.Namespace:
     """Return the command line's options, checked."""
-    names = [contender.name for contender in CONTENDERS]
+    names = [contender.name for contender in contenders(2)]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.communication",
         description="Train over an emulated network, with autopar and its peers, and compare.",
@@ -89,20 +83,9 @@ def start_rank(
     return start(network, command, rank, each, environment=environment, log=log)
 
 
-@functools.cache
-def planned_bytes(setting: Setting, name: str) -> int:
-    """Return the bytes that a plan says leave a node in a step of one of autopar's ways."""
-    case, ranks = CASES[setting.model], setting.ranks
-    inputs = case.batch(0)
-    plan = autopar.plan(case.build(), ranks, example_inputs=inputs, strategy=STRATEGIES[name])
-    graph = capture_of_rank(case.build(), inputs, 0, ranks, plan.batch, None, None)
-    lowered = run_passes(with_axes(graph, plan), plan.passes(0, "gloo"))
-    return node_bytes(lowered, "gloo", setting.ranks_per_node)
-
-
 def compare(args: argparse.Namespace, setting: Setting, console: Console) -> list[Row]:
     """Run one race and show its table."""
-    field = [c for c in CONTENDERS if c.name in args.contenders]
+    field = [c for c in contenders(setting.ranks_per_node) if c.name in args.contenders]
     absent = [c for c in field if c.absence()]
     names = tuple(c.name for c in field if c not in absent)
     job = Job(setting.model, setting.ranks, names, args.steps, threads=1, patience=args.patience)
@@ -114,8 +97,7 @@ def compare(args: argparse.Namespace, setting: Setting, console: Console) -> lis
         starting = partial(start_rank, network, setting.ranks_per_node)
         outcome = race(job, lambda text: status.update(f"{setting}: {text}"), starting)
     outcome["contenders"] += [{"contender": c.name, "error": c.absence()} for c in absent]
-    planned = {c.name: planned_bytes(setting, c.name) for c in field if c.name in STRATEGIES}
-    made = rows(setting, field, outcome, planned)
+    made = rows(setting, field, outcome)
     console.print(table(setting, made))
     console.print(f"{time.monotonic() - began:.0f} s\n")
     return made
@@ -140,7 +122,7 @@ def main() -> int:
         if row.error:
             where = f"{row.nodes}x{row.ranks_per_node} at {row.rate}, {row.contender}"
             console.print(f"{where}: {shorten(row.error, 400)}", style="red", markup=False)
-    absent = {contender.name for contender in CONTENDERS if contender.absence()}
+    absent = {contender.name for contender in contenders(1) if contender.absence()}
     return int(any(row.error and row.contender not in absent for row in made))
 
 

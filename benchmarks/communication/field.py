@@ -7,18 +7,22 @@ default. Peers are set up as their documentation says.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.api import capture_of_rank
+from autopar.cost_model.wire import node_bytes
+from autopar.passes.runner import run_passes
+from autopar.runtime.program import with_axes
 from benchmarks.communication.horovod import Horovod
 from benchmarks.contenders import PLAIN, Contender, Step, build_ddp, my_rows, training_step
 from benchmarks.models import GPT, Case, next_tokens
@@ -81,30 +85,52 @@ def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
     return sent.then(lambda done: whole.copy_(done.value()[0]))
 
 
-def build_autopar(case: Case, *, strategy: autopar.Strategy) -> Step:
+@dataclass(frozen=True)
+class Way:
+    """A training step of autopar, and the plan that it follows."""
+
+    step: Step
+    plan: autopar.Plan
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """Train one step."""
+        return self.step(x, y)
+
+
+def build_autopar(case: Case, *, strategy: autopar.Strategy) -> Way:
     """Return autopar under a strategy."""
     model = autopar.compile(
         case.build(), example_inputs=case.batch(0), strategy=strategy, fallback=False
     )
-    return training_step(model, case, local=False)
+    assert model.plan is not None
+    return Way(training_step(model, case, local=False), model.plan)
+
+
+def planned_bytes(case: Case, plan: autopar.Plan, ranks_per_node: int) -> int:
+    """Return the bytes that leave a node in a step, as the cost model reads them off the program.
+
+    Where a plan was predicted, its prediction says the same.
+    """
+    ranks, inputs = plan.world_size, case.batch(0)
+    graph = capture_of_rank(case.build(), inputs, 0, ranks, plan.batch, None, None)
+    lowered = run_passes(with_axes(graph, plan), plan.passes(0, "gloo"))
+    return node_bytes(lowered, "gloo", ranks_per_node)
 
 
 BUCKETED = autopar.Strategy(
     zero=0, recompute="none", gather_bytes=BUCKET_BYTES, reduce_bytes=BUCKET_BYTES
 )
-STRATEGIES = {
-    UNBUCKETED: replace(BUCKETED, reduce_bytes=1),
-    "bucketed": BUCKETED,
-    "bf16": replace(BUCKETED, compress="bf16"),
-    "fp16": replace(BUCKETED, compress="fp16"),
-    "int8": replace(BUCKETED, compress="int8"),
-    "powersgd": replace(BUCKETED, compress="powersgd(rank=4)"),
-    "topk": replace(BUCKETED, compress="topk(density=0.01)"),
-    "randomk": replace(BUCKETED, compress="randomk(density=0.01)"),
-    "threshold": replace(BUCKETED, compress="threshold(threshold=1e-4)"),
-    "sign": replace(BUCKETED, compress="sign"),
+COMPRESSIONS = {
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "int8": "int8",
+    "powersgd": "powersgd(rank=4)",
+    "topk": "topk(density=0.01)",
+    "randomk": "randomk(density=0.01)",
+    "threshold": "threshold(threshold=1e-4)",
+    "sign": "sign",
 }
-PEERS = {
+COUNTERPARTS = {
     "fp16": ("ddp+fp16", "horovod+fp16"),
     "bf16": ("ddp+bf16",),
     "powersgd": ("ddp+powersgd",),
@@ -115,15 +141,31 @@ PEERS = {
 def _autopar(name: str, strategy: autopar.Strategy) -> Contender:
     build = partial(build_autopar, strategy=strategy)
     losses = PLAIN if strategy.compress is None else ANY
-    return Contender(name, build, PEERS.get(name, ("ddp",)), module="autopar", reference=losses)
+    peers = COUNTERPARTS.get(name, ("ddp",))
+    return Contender(name, build, peers, module="autopar", reference=losses)
 
 
-CONTENDERS = (
+PEERS = (
     Contender(ALONE, build_alone, reference=ANY),
     Contender("ddp", build_ddp),
     Contender("ddp+fp16", partial(build_hooked, hook=fp16_compress_hook), reference=ANY),
     Contender("ddp+bf16", partial(build_hooked, hook=bf16_hook), reference=ANY),
     Contender("ddp+powersgd", build_powersgd, reference=ANY),
     Contender("horovod+fp16", Horovod, module="horovod", reference=ANY),
-    *(_autopar(name, strategy) for name, strategy in STRATEGIES.items()),
 )
+
+
+def strategies(ranks_per_node: int) -> dict[str, autopar.Strategy]:
+    """Return ways of autopar, each with what those before it have; the compressions all alike."""
+    found = {UNBUCKETED: replace(BUCKETED, reduce_bytes=1), "bucketed": BUCKETED}
+    last = BUCKETED
+    if ranks_per_node > 1:
+        last = found["hierarchical"] = replace(BUCKETED, hierarchical=ranks_per_node)
+    found |= {name: replace(last, compress=text) for name, text in COMPRESSIONS.items()}
+    return found | {"planned": autopar.Strategy(zero=0, recompute="none")}
+
+
+def contenders(ranks_per_node: int) -> tuple[Contender, ...]:
+    """Return everyone, the model alone first."""
+    ways = strategies(ranks_per_node).items()
+    return (*PEERS, *(_autopar(name, strategy) for name, strategy in ways))

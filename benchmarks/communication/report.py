@@ -90,12 +90,7 @@ class Row:
     error: str | None = None
 
 
-def rows(
-    setting: Setting,
-    field: Sequence[Contender],
-    outcome: Mapping[str, Any],
-    planned_bytes: Mapping[str, int],
-) -> list[Row]:
+def rows(setting: Setting, field: Sequence[Contender], outcome: Mapping[str, Any]) -> list[Row]:
     """Return a row for each contender, in the order of the field."""
     results = {result["contender"]: result for result in outcome["contenders"]}
     ran = {name: result for name, result in results.items() if result["error"] is None}
@@ -106,7 +101,7 @@ def rows(
             own = _speed(setting, contender, ran)
             if contender.reference == PLAIN:
                 own |= _exactness(ran[contender.name]["losses"], outcome["reference"])
-            own["planned_bytes"] = planned_bytes.get(contender.name)
+            own["planned_bytes"] = ran[contender.name].get("planned_bytes")
         made.append(
             Row(
                 setting.model,

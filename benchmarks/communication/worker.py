@@ -5,6 +5,7 @@ Started by `benchmarks.communication.__main__` inside a node; its one argument i
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.communication.counters import sent_bytes
-from benchmarks.communication.field import CASES, CONTENDERS
+from benchmarks.communication.field import CASES, Way, contenders, planned_bytes
 from benchmarks.communication.horovod import Horovod
 from benchmarks.launch import Job
 from benchmarks.worker import SEED, Entry, Race
@@ -70,6 +71,9 @@ class Exchange(Race):
             sent = torch.tensor(self.sent[entry.contender.name])
             dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.control)
             result["sent"] = sent.tolist()
+            if isinstance(entry.step, Way) and self.rank == 0:
+                each = int(os.environ["LOCAL_WORLD_SIZE"])
+                result["planned_bytes"] = planned_bytes(self.case, entry.step.plan, each)
         return result
 
 
@@ -79,7 +83,8 @@ def main() -> None:
     job = Job.load(folder)
     torch.set_num_threads(job.threads)
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
-    Exchange(job, folder, CASES[job.case], CONTENDERS).run()
+    each = int(os.environ["LOCAL_WORLD_SIZE"])
+    Exchange(job, folder, CASES[job.case], contenders(each)).run()
     dist.destroy_process_group()
 
 

@@ -26,7 +26,7 @@ def outcome(**others: tuple[list[float], int]) -> dict[str, object]:
 def test_a_step_is_taken_apart() -> None:
     field = [contender(ALONE), contender(UNBUCKETED), contender("bucketed", "ddp", UNBUCKETED)]
     given = outcome(unbucketed=([0.5, 0.6, 0.7], 15_001_000), bucketed=([0.22] * 3, 15_001_000))
-    alone, unbucketed, bucketed = rows(SETTING, field, given, {})
+    alone, unbucketed, bucketed = rows(SETTING, field, given)
     assert alone.exposed_s is None
     assert unbucketed.speed_up == 1.0
     assert bucketed.speed_up == pytest.approx(0.6 / 0.22)
@@ -40,6 +40,6 @@ def test_a_step_is_taken_apart() -> None:
 
 def test_whoever_should_train_the_plain_model_is_held_to_its_losses() -> None:
     field = [contender("lossy"), contender("exact", reference="the plain model")]
-    lossy, exact = rows(SETTING, field, outcome(lossy=([0.1] * 3, 0), exact=([0.1] * 3, 0)), {})
+    lossy, exact = rows(SETTING, field, outcome(lossy=([0.1] * 3, 0), exact=([0.1] * 3, 0)))
     assert lossy.error is None
     assert "losses differ" in str(exact.error)
