@@ -31,6 +31,7 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 ALONE = "alone"
 UNBUCKETED = "unbucketed"
+PLANNED = "planned"
 ANY = ""  # whose losses those of a lossy one must be
 BUCKET_BYTES = 4 << 20
 POWERSGD_STARTS = 2  # steps after which torch's hook compresses, the least that it takes
@@ -162,7 +163,7 @@ def strategies(ranks_per_node: int) -> dict[str, autopar.Strategy]:
     if ranks_per_node > 1:
         last = found["hierarchical"] = replace(BUCKETED, hierarchical=ranks_per_node)
     found |= {name: replace(last, compress=text) for name, text in COMPRESSIONS.items()}
-    return found | {"planned": autopar.Strategy(zero=0, recompute="none")}
+    return found | {PLANNED: autopar.Strategy(zero=0, recompute="none")}
 
 
 def contenders(ranks_per_node: int) -> tuple[Contender, ...]:

@@ -62,7 +62,9 @@ class Row:
             `exposed_s` at this rate.
         sent_bytes: of the node that sends most, in a step, counted at its interface.
         planned_bytes: the same as the plan has it; of autopar's ways alone.
-        bound_s: the step of the model alone, or the time that the link takes for `sent_bytes`.
+        forced_s: what data dependence forces to be exposed, if the plan was predicted.
+        bound_s: the step of the model alone, or the time that the link takes for `sent_bytes`; and
+            `forced_s`.
         bound_ratio: the step by this bound.
         peer: the fastest of those that it is compared with.
         ratio: median over the rounds of this step by the peer's.
@@ -82,6 +84,7 @@ class Row:
     bits_per_s: float | None = None
     sent_bytes: float | None = None
     planned_bytes: int | None = None
+    forced_s: float | None = None
     bound_s: float | None = None
     bound_ratio: float | None = None
     peer: str | None = None
@@ -123,7 +126,9 @@ def _speed(setting: Setting, contender: Contender, ran: Mapping[str, Any]) -> di
         exposed = median(a - b for a, b in zip(seconds, alone["seconds"], strict=True))
         sent = max(0.0, median(ran[contender.name]["sent"]) - median(alone["sent"]))
         bound = max(median(alone["seconds"]), 8 * sent / bits_per_second(setting.rate))
-        figures |= {"exposed_s": exposed, "sent_bytes": sent}
+        forced = ran[contender.name].get("forced_s")
+        bound += forced or 0.0
+        figures |= {"exposed_s": exposed, "sent_bytes": sent, "forced_s": forced}
         figures |= {"bound_s": bound, "bound_ratio": median(seconds) / bound}
         if exposed > 0:
             figures["bits_per_s"] = 8 * setting.reduced_bytes / exposed

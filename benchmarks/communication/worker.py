@@ -65,15 +65,17 @@ class Exchange(Race):
         return step.turn(*self.batches[0]) if isinstance(step, Horovod) else nullcontext()
 
     def gather(self, entry: Entry) -> dict[str, Any]:
-        """Return what all ranks know of an contender: slowest steps, most bytes."""
+        """Return what all ranks know of a contender: slowest steps, most bytes."""
         result = super().gather(entry)
         if entry.error is None:
             sent = torch.tensor(self.sent[entry.contender.name])
             dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.control)
             result["sent"] = sent.tolist()
             if isinstance(entry.step, Way) and self.rank == 0:
-                each = int(os.environ["LOCAL_WORLD_SIZE"])
-                result["planned_bytes"] = planned_bytes(self.case, entry.step.plan, each)
+                plan, each = entry.step.plan, int(os.environ["LOCAL_WORLD_SIZE"])
+                result["planned_bytes"] = planned_bytes(self.case, plan, each)
+                if plan.prediction is not None:
+                    result["forced_s"] = plan.prediction.causes.get("data dependence", 0.0)
         return result
 
 
