@@ -159,7 +159,11 @@ def train(
         zero=0, recompute="none", gather_bytes=1 << 20, reduce_bytes=1 << 20, compress=compress
     )
     model = autopar.compile(
-        chosen.build(), example_inputs=give(0), strategy=strategy, fallback=False
+        chosen.build(),
+        example_inputs=give(0),
+        strategy=strategy,
+        fallback=False,
+        timeout_s=PATIENCE,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.learning_rate)
     schedule = LambdaLR(optimizer, partial(share, steps=steps))
@@ -236,7 +240,7 @@ def compare(task: str, names: Sequence[str], steps: int, console: Console) -> li
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             options: dict[str, Any] = {"task": task, "compress": COMPRESSIONS[name]}
-            options |= {"steps": steps, "folder": folder, "timeout": PATIENCE}
+            options |= {"steps": steps, "folder": folder, "timeout": PATIENCE, "init": False}
             first, *others = run_isolated(train, RANKS, resume=False, **options)
             resumed = None
             if name in RESUMED:

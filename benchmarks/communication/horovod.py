@@ -37,6 +37,7 @@ class Horovod:
         os.environ.update({name: os.environ[torch] for name, torch in _NAMES.items()})
         os.environ.update({"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"})
         os.environ["HOROVOD_HOSTNAME"] = os.uname().nodename
+        os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "300"
         with _running() as hvd:
             self.optimizer = hvd.DistributedOptimizer(
                 adamw(self.model, case),
