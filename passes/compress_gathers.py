@@ -97,15 +97,14 @@ class _Gather:
     def message(self, chunks: Sequence[Tensor]) -> Tensor:
         """This rank's chunks."""
         pairs = zip(chunks, self.sizes, strict=True)
-        return self.codec.encode(
-            torch.cat([filled(c, size).reshape(1, -1) for c, size in pairs], 1)
-        )
+        row = torch.cat([filled(chunk, size).reshape(-1) for chunk, size in pairs])
+        return self.codec.encode(filled(row, self.codec.fit(len(row))).unsqueeze(0))
 
     def whole(self, messages: Tensor) -> list[Tensor]:
         """The parameters that the messages of all ranks hold."""
         widths = [size * math.prod(rest) for size, rest in zip(self.sizes, self.rests, strict=True)]
-        table = self.codec.decode(messages, sum(widths), self.dtype)
-        parts = zip(table.split(widths, 1), self.rows, self.rests, strict=True)
+        table = self.codec.decode(messages, self.codec.fit(sum(widths)), self.dtype)
+        parts = zip(table[:, : sum(widths)].split(widths, 1), self.rows, self.rests, strict=True)
         return [part.reshape(-1, *rest)[:rows] for part, rows, rest in parts]
 
 

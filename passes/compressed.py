@@ -104,7 +104,16 @@ class Compressed:
         for name, node in zip(self.names, nodes, strict=True):
             self.updates[Update(State(kind, name))] = node
 
-    # Between tensors and a table of one row for each rank.
+    # Between tensors and a table.
+
+    @property
+    def parts(self) -> int:
+        """Rows of the table: row r is what rank r owns."""
+        return self.ranks
+
+    def fit(self, width: int) -> int:
+        """The least width of a table that can be sent and holds this one."""
+        return width
 
     @property
     def sizes(self) -> list[int]:
@@ -116,11 +125,11 @@ class Compressed:
         """Of the table."""
         if self.scatters:
             pairs = zip(self.sizes, self.shapes, strict=True)
-            return sum(size * math.prod(shape[1:]) for size, shape in pairs)
-        return math.ceil(sum(map(math.prod, self.shapes)) / self.ranks)
+            return self.fit(sum(size * math.prod(shape[1:]) for size, shape in pairs))
+        return self.fit(math.ceil(sum(map(math.prod, self.shapes)) / self.parts))
 
     def table(self, given: Sequence[Tensor], residuals: Sequence[Tensor]) -> Tensor:
-        """The operands and what was not sent of them, [ranks, width]: row r is what rank r owns."""
+        """The operands and what was not sent of them, [parts, width], zeros at the end."""
         pieces = [tensor.to(self.wide) for tensor in given]
         if residuals:
             pieces = [piece + left for piece, left in zip(pieces, residuals, strict=True)]
@@ -129,9 +138,12 @@ class Compressed:
                 filled(piece, self.ranks * size).reshape(self.ranks, -1)
                 for piece, size in zip(pieces, self.sizes, strict=True)
             ]
+            missing = self.width - sum(part.shape[1] for part in parts)
+            if missing:
+                parts.append(parts[0].new_zeros((self.ranks, missing)))
             return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
-        return filled(flat, self.ranks * self.width).view(self.ranks, -1)
+        return filled(flat, self.parts * self.width).view(self.parts, -1)
 
     def pieces(self, table: Tensor) -> list[Tensor]:
         """The operands that lie in a table."""

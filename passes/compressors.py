@@ -1,8 +1,8 @@
 """How rows of numbers are written as smaller messages, and read: plain functions of tensors.
 
-A codec turns a table [n, width] into messages [n, ...], each of which can be read alone, and back
-into numbers; `total` adds up what several messages say. What is inf or nan comes out as inf or
-nan, if need be with its neighbours: nothing hides an overflow.
+A codec turns a table [n, width], of a width that fits, into messages [n, ...], each of which can be
+read alone, and back into numbers; `total` adds up what several messages say. What is inf or nan
+comes out as inf or nan, if need be with its neighbours: nothing hides an overflow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.compression import Compression
@@ -23,6 +22,11 @@ ROW = 2**16
 
 class Codec(Protocol):
     """Writes and reads messages."""
+
+    def fit(self, width: int) -> int:
+        """The least width of a table that holds this one: inductor miscompiles tables that are
+        filled up and cut here."""
+        ...
 
     def encode(self, table: Tensor) -> Tensor:
         """The message of each row of a table [n, width]."""
@@ -68,6 +72,9 @@ class Cast(_Summed):
 
     narrow: torch.dtype
 
+    def fit(self, width: int) -> int:
+        return width
+
     def encode(self, table: Tensor) -> Tensor:
         return table.to(self.narrow)
 
@@ -84,16 +91,19 @@ class Int8(_Summed):
 
     block: int
 
+    def fit(self, width: int) -> int:
+        return math.ceil(width / self.block) * self.block
+
     def encode(self, table: Tensor) -> Tensor:
-        blocks = _blocks(table, self.block)
+        blocks = table.view(table.shape[0], -1, self.block)
         scales = (blocks.abs().amax(-1, keepdim=True) / 127).float()
         steps = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round()
         return _joined(steps.to(torch.int8), scales)
 
     def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        bodies, scales = _parted(messages, math.ceil(width / self.block), self.block)
+        bodies, scales = _parted(messages, width // self.block, self.block)
         steps = bodies.view(torch.int8).view(*scales.shape[:2], self.block)
-        return (steps * scales).to(dtype).flatten(1)[:, :width]
+        return (steps * scales).to(dtype).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -105,15 +115,18 @@ class Sign(_Summed):
 
     block: int
 
+    def fit(self, width: int) -> int:
+        return math.ceil(width / self.block) * self.block
+
     def encode(self, table: Tensor) -> Tensor:
-        blocks = _blocks(table, self.block)
+        blocks = table.view(table.shape[0], -1, self.block)
         scales = blocks.abs().mean(-1, keepdim=True).float()
         return _joined(_packed(blocks >= 0), scales)
 
     def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        bodies, scales = _parted(messages, math.ceil(width / self.block), self.block // 8)
+        bodies, scales = _parted(messages, width // self.block, self.block // 8)
         signs = _unpacked(bodies).view(*scales.shape[:2], self.block) * 2 - 1
-        return (signs * scales).to(dtype).flatten(1)[:, :width]
+        return (signs * scales).to(dtype).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -130,8 +143,12 @@ class TopK:
     density: float
     threshold: float = 0.0
 
+    def fit(self, width: int) -> int:
+        rows = math.ceil(width / ROW)
+        return rows * math.ceil(width / rows)
+
     def encode(self, table: Tensor) -> Tensor:
-        rows = self._rows(table)
+        rows = table.view(table.shape[0], math.ceil(table.shape[1] / ROW), -1)
         places = rows.abs().topk(self._count(rows.shape[-1]), sorted=False).indices
         values = rows.gather(-1, places)
         if self.threshold:
@@ -149,24 +166,21 @@ class TopK:
         for message in rest:
             values, places = self._entries(message, width, dtype)
             found = found.scatter_add(-1, places, values)
-        return found.view(-1)[:width]
+        return found.view(-1)
 
     def _read(
         self, message: Tensor, width: int, dtype: torch.dtype, *, whole: bool = False
     ) -> Tensor:
         values, places = self._entries(message, width, dtype)
-        length = _length(width)
-        found = values.new_zeros((math.ceil(width / length), length)).scatter(-1, places, values)
-        return found if whole else found.view(-1)[:width]
+        rows = math.ceil(width / ROW)
+        found = values.new_zeros((rows, width // rows)).scatter(-1, places, values)
+        return found if whole else found.view(-1)
 
     def _entries(self, message: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        length = _length(width)
+        rows = math.ceil(width / ROW)
         short = message.view(torch.int16)
-        values, places = short.view(2, math.ceil(width / length), self._count(length)).unbind()
+        values, places = short.view(2, rows, self._count(width // rows)).unbind()
         return values.contiguous().view(torch.bfloat16).to(dtype), places.long() & (ROW - 1)
-
-    def _rows(self, table: Tensor) -> Tensor:
-        return _blocks(table, _length(table.shape[1]))
 
     def _count(self, length: int) -> int:
         return min(length, max(1, round(self.density * length)))
@@ -186,18 +200,6 @@ def random_places(count: Tensor, width: int, density: float) -> Tensor:
     mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D & 0x7FFFFFFF
     mixed = (mixed ^ (mixed >> 13)) * 0x297A2D39 & 0x7FFFFFFF
     return (starts + (mixed ^ (mixed >> 15)) % stretch).clamp_max(width - 1)
-
-
-def _length(width: int) -> int:
-    """Of the rows of at most `ROW` that a width is cut into."""
-    return math.ceil(width / math.ceil(width / ROW))
-
-
-def _blocks(table: Tensor, block: int) -> Tensor:
-    """A table [n, width] as [n, blocks, block], filled up with zeros."""
-    missing = -table.shape[1] % block
-    full = F.pad(table, (0, missing)) if missing else table
-    return full.view(table.shape[0], -1, block)
 
 
 def _joined(bodies: Tensor, scales: Tensor) -> Tensor:

@@ -38,6 +38,9 @@ from autopar.placement import Partial, chunk_rows
 class Exchanged(Compressed):
     """Every rank sums what all sent of its chunk, and sends the sum to all."""
 
+    def fit(self, width: int) -> int:
+        return codec(self.compression).fit(width)
+
     def write(self) -> list[fx.Node]:
         codec_, width, wide = codec(self.compression), self.width, self.wide
         residuals = self.residuals()
@@ -67,16 +70,19 @@ class Exchanged(Compressed):
 class Gathered(Exchanged):
     """Every rank reads what all have chosen to send."""
 
+    @property
+    def parts(self) -> int:
+        return self.ranks if self.scatters else 1
+
     def write(self) -> list[fx.Node]:
         if self.scatters:
             return super().write()
-        codec_, wide = codec(self.compression), self.wide
-        width, residuals = self.ranks * self.width, self.residuals()
+        codec_, width, wide = codec(self.compression), self.width, self.wide
+        residuals = self.residuals()
         table = self.inline(self.table, self.operands, residuals)
-        row = self.inline(lambda table: table.view(1, -1), table)
-        message = self.inline(codec_.encode, row)
+        message = self.inline(codec_.encode, table)
         done, (came,) = self.send(start_all_gather, [message], [self.ranks])
-        left = self.beside(done, _lost, codec_, row, message) if residuals else None
+        left = self.beside(done, _lost, codec_, table, message) if residuals else None
         whole = self.inline(codec_.total, came, width, wide)
         if left is not None:
             self.keep("residual", self.inline(self.settle, left, whole, residuals))
@@ -89,42 +95,35 @@ class Drawn(Compressed):
     Without feedback what is sent is scaled, so that the sum is right on average.
     """
 
+    @property
+    def parts(self) -> int:
+        return self.ranks if self.scatters else 1
+
     def write(self) -> list[fx.Node]:
         residuals = self.residuals()
         count = self.state("count", self.names[0], (), torch.int64)
         table = self.inline(self.table, self.operands, residuals)
         places = self.inline(self._places, count)
-        values = self.inline(self._values, table, places)
+        values = self.inline(lambda table, places: table.index_select(1, places), table, places)
         values.meta["placement"] = Partial()
         if self.scatters:
             done, (sums,) = self.send(start_reduce_scatter, [values], [1])
         else:
             done, (sums,) = self.send(start_all_reduce, [values])
-        left = self.beside(done, self._others, table, places) if residuals else None
+        left = self.beside(done, _others, table, places) if residuals else None
         whole = self.inline(self._spread, sums, places)
         if left is not None:
             self.keep("residual", self.inline(self.settle, left, whole, residuals))
         role = Update(State("count", self.names[0]))
-        self.updates[role] = self.inline(lambda count: count.add_(1), count)
+        self.updates[role] = self.inline(lambda count: count.copy_(count + 1), count)
         return list(self.inline(self.outcome, whole))
 
-    @property
-    def _row(self) -> int:
-        """Of how many elements places are drawn: of a chunk, or of all."""
-        return self.width if self.scatters else self.ranks * self.width
-
     def _places(self, count: Tensor) -> Tensor:
-        return random_places(count, self._row, self.compression.density)
-
-    def _values(self, table: Tensor, places: Tensor) -> Tensor:
-        return table.reshape(-1, self._row).index_select(1, places)
-
-    def _others(self, table: Tensor, places: Tensor) -> Tensor:
-        return table.reshape(-1, self._row).index_fill(1, places, 0.0).view_as(table)
+        return random_places(count, self.width, self.compression.density)
 
     def _spread(self, sums: Tensor, places: Tensor) -> Tensor:
-        scale = 1.0 if self.compression.feeds_back else self._row / places.numel()
-        row = sums.new_zeros(self._row)
+        scale = 1.0 if self.compression.feeds_back else self.width / places.numel()
+        row = sums.new_zeros(self.width)
         return row.index_copy(0, places, sums.reshape(-1) * scale)
 
 
@@ -245,6 +244,10 @@ WAYS: dict[str, type[Compressed]] = {
 
 def _lost(codec_: Codec, table: Tensor, message: Tensor) -> Tensor:
     return table - codec_.decode(message, table.shape[1], table.dtype)
+
+
+def _others(table: Tensor, places: Tensor) -> Tensor:
+    return table.index_fill(1, places, 0.0)
 
 
 def _products(matrices: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
