@@ -107,7 +107,7 @@ def messages_of(graph: TrainingGraph, cluster: Cluster) -> list[Message]:
         if collective_of(node) is None:
             continue
         sent = Transfer.of(node, graph.axes, cluster.ranks_per_node)
-        cost = cluster.seconds(sent.collective, sent.nbytes, sent.shape, sent.dtype)
+        cost = cluster.price(sent)
         empty = cluster.seconds(sent.collective, 1, sent.shape, sent.dtype)
         found.append(
             Message(node.name, sent.collective, sent.nbytes, cost.seconds, empty.seconds, cost.kind)

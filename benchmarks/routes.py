@@ -1,8 +1,8 @@
 """`python -m benchmarks.routes [--nodes 2 --ranks-per-node 2 --rate 1gbit] [--json FILE]`
 
 The ways to run one collective on gloo, in turn in the same processes: what `lower_collectives` and
-`hierarchical_collectives` choose between. Without --nodes ranks are on this machine's loopback, else on
-an emulated cluster (`benchmarks.cluster`). Medians of the slowest rank's time, in ms.
+`hierarchical_collectives` choose between. Without --nodes ranks are on this machine, else on an
+emulated cluster (`benchmarks.cluster`). Medians of the slowest rank's time, in ms.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from benchmarks.cluster import Network, launch
 
 c10d = torch.ops._c10d_functional
 Way = Callable[[Tensor], None]
+PIECES = 4
+"""Of each exchange, as `cost_model.exchange` has it."""
+
 SIZES = tuple(2**18 * 4**power for power in range(4))
 """256 KiB to 16 MiB."""
 
@@ -132,9 +135,6 @@ def _ways(rank: int, world: int, near: int) -> dict[str, Way]:
             c10d.all_gather_into_tensor(x[: len(x) // world], world, groups[0])
         ),
         "all-gather, exchanged": lambda x: _gather(x[: len(x) // world], rank, world, groups[0]),
-        "all-gather, exchanged by 2 groups": lambda x: _gather_pieces(
-            x[: len(x) // world], rank, world, groups[:2]
-        ),
     }
     return found
 
@@ -161,46 +161,44 @@ def _splits(part: int, rank: int, world: int) -> list[int]:
     return [0 if other == rank else part for other in range(world)]
 
 
-def _scatter_begin(x: Tensor, rank: int, world: int, group: str) -> Tensor:
-    chunks = list(x.chunk(world))
-    chunks.pop(rank)
-    sent = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-    splits = _splits(len(x) // world, rank, world)
-    return c10d.all_to_all_single(sent, splits, splits, group)
+def _scatter_begin(x: Tensor, rank: int, world: int, group: str) -> list[Tensor]:
+    chunks = [chunk.chunk(PIECES) for r, chunk in enumerate(x.chunk(world)) if r != rank]
+    found = []
+    for parts in zip(*chunks, strict=True):
+        sent = parts[0] if world == 2 else torch.cat(parts)
+        splits = _splits(len(parts[0]), rank, world)
+        found.append(c10d.all_to_all_single(sent, splits, splits, group))
+    return found
 
 
-def _scatter_end(x: Tensor, pending: Tensor, rank: int, world: int) -> Tensor:
-    done = _wait(pending)
-    own = x.chunk(world)[rank]
-    total = done if world == 2 else done.view(world - 1, -1).sum(0)
-    return total.add_(own)
+def _scatter_end(x: Tensor, pending: list[Tensor], rank: int, world: int) -> Tensor:
+    tables = [_wait(piece).view(world - 1, -1) for piece in pending]
+    totals = [table[0] if world == 2 else table.sum(0) for table in tables]
+    return torch.cat(totals).add_(x.chunk(world)[rank])
 
 
 def _scatter(x: Tensor, rank: int, world: int, group: str) -> Tensor:
     return _scatter_end(x, _scatter_begin(x, rank, world, group), rank, world)
 
 
-def _gather_begin(own: Tensor, rank: int, world: int, group: str) -> Tensor:
-    sent = own if world == 2 else own.repeat(world - 1)
-    splits = _splits(len(own), rank, world)
-    return c10d.all_to_all_single(sent, splits, splits, group)
+def _gather_begin(own: Tensor, rank: int, world: int, group: str) -> list[Tensor]:
+    found = []
+    for part in own.chunk(PIECES):
+        sent = part if world == 2 else part.repeat(world - 1)
+        splits = _splits(len(part), rank, world)
+        found.append(c10d.all_to_all_single(sent, splits, splits, group))
+    return found
 
 
-def _gather_end(own: Tensor, pending: Tensor, rank: int, world: int) -> Tensor:
-    pieces = list(_wait(pending).chunk(world - 1))
-    pieces.insert(rank, own)
-    return torch.cat(pieces)
+def _gather_end(own: Tensor, pending: list[Tensor], rank: int, world: int) -> Tensor:
+    tables = [_wait(piece).chunk(world - 1) for piece in pending]
+    pieces = [list(parts) for parts in zip(*tables, strict=True)]
+    pieces.insert(rank, [own])
+    return torch.cat([part for parts in pieces for part in parts])
 
 
 def _gather(own: Tensor, rank: int, world: int, group: str) -> Tensor:
     return _gather_end(own, _gather_begin(own, rank, world, group), rank, world)
-
-
-def _gather_pieces(own: Tensor, rank: int, world: int, groups: Sequence[str]) -> None:
-    parts = own.chunk(len(groups))
-    pending = [_gather_begin(p, rank, world, g) for p, g in zip(parts, groups, strict=True)]
-    for part, item in zip(parts, pending, strict=True):
-        _gather_end(part, item, rank, world)
 
 
 def _exchanged(x: Tensor, rank: int, world: int, group: str) -> None:
@@ -208,7 +206,7 @@ def _exchanged(x: Tensor, rank: int, world: int, group: str) -> None:
 
 
 class _Levels:
-    """An all-reduce within nodes, between them, and within again; of pieces, one behind the other."""
+    """Within nodes, then between them; an all-reduce of pieces, one behind the other."""
 
     def __init__(self, rank: int, world: int, near: int) -> None:
         self.near, self.place = near, rank % near

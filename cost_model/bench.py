@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar._torch import group_timeout
+from autopar.cost_model.exchange import pieces_of
 from autopar.cost_model.layout import Groups
 from autopar.errors import CommunicationError
 
@@ -168,8 +169,15 @@ class Bench:
             message = self._zeros_of(message_bytes(ranks, nbytes), dtype)
             broadcast = torch.ops._c10d_functional.broadcast_
             return lambda turn: _wait(broadcast(message, turn % ranks, name))
-        issue = self.issuer(collective, group, nbytes, dtype)
-        return lambda turn: _wait(issue())
+        exchanged = collective == "all_to_all" and self.backend == "gloo"
+        count = pieces_of(nbytes, ranks) if exchanged else 1
+        issue = self.issuer(collective, group, nbytes // count, dtype)
+
+        def run(turn: int) -> None:
+            for pending in [issue() for _ in range(count)]:
+                _wait(pending)
+
+        return run
 
     def issuer(
         self,

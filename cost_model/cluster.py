@@ -13,7 +13,7 @@ from typing import Any
 
 import networkx as nx
 
-from autopar.cost_model.collectives import Link, check_collective
+from autopar.cost_model.collectives import Link, Transfer, check_collective
 from autopar.cost_model.cost import ClusterError, Cost, check_provenance
 from autopar.cost_model.devices import Device
 from autopar.cost_model.extrapolate import Fabric
@@ -122,6 +122,11 @@ class Cluster:
         if shape.ranks == 1:
             return Cost(0.0, "modelled by nothing to send")
         return self._prices.cost(CurveKey(collective, shape, dtype), nbytes)
+
+    def price(self, sent: Transfer) -> Cost:
+        """The time of one issued collective, and of a piece of one its part of the whole."""
+        whole = self.seconds(sent.collective, sent.nbytes * sent.pieces, sent.shape, sent.dtype)
+        return dataclasses.replace(whole, seconds=whole.seconds / sent.pieces)
 
     @property
     def fabric(self) -> Fabric:

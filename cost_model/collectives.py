@@ -77,6 +77,7 @@ class Transfer:
         nbytes: the message size, in bytes, as the table above means it.
         shape: the groups along that axis.
         dtype: of what is sent, such as "float32".
+        pieces: of how many messages it is one that are under way together (see `exchange`).
     """
 
     collective: str
@@ -84,6 +85,7 @@ class Transfer:
     nbytes: int
     shape: GroupShape
     dtype: str
+    pieces: int = 1
 
     @classmethod
     def of(cls, node: fx.Node, axes: Mapping[str, int], ranks_per_node: int) -> Transfer:
@@ -106,7 +108,7 @@ class Transfer:
             nbytes = nbytes * axes[axis] // (axes[axis] - 1)  # a rank's own part stays where it is
         shape = GroupShape.of_axis(axes, axis, ranks_per_node)
         dtype = str(whole[0].dtype).removeprefix("torch.") if whole else "float32"
-        return cls(collective, axis, nbytes, shape, dtype)
+        return cls(collective, axis, nbytes, shape, dtype, node.meta.get("pieces", 1))
 
 
 def _group(node: fx.Node) -> Any:

@@ -21,6 +21,7 @@ from autopar.cost_model.collectives import COLLECTIVES, check_collective
 from autopar.cost_model.contention import measure_slowdown
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves import Curve
+from autopar.cost_model.exchange import MOST
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.kept import Kept, Shelf, deviation
 from autopar.cost_model.layout import axes_of, block_of, every_axis, layouts, levels_of
@@ -154,7 +155,8 @@ def _agree(bench: Bench, request: Request) -> None:
 
 def _kept_or_new(bench: Bench, request: Request, tell: Tell) -> Cluster:
     hosts = bench.gather((Host.here().facts(), device_name(bench.device)))
-    shelf = Shelf({"hosts": hosts, "backend": bench.backend, "dtype": request.dtype})
+    key = {"hosts": hosts, "backend": bench.backend, "dtype": request.dtype, "pieces": MOST}
+    shelf = Shelf(key)
     ranks_per_node = block_of([str(host["name"]) for host, _ in hosts])
     wanted = request.layouts(bench.world_size, ranks_per_node)
     kept = bench.agree(lambda: shelf.read() if request.cache and not request.fresh else None)

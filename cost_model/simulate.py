@@ -144,7 +144,7 @@ class _Run:
         call = call or Cost(slowdown.issue_s, slowdown.provenance)
         self.compute(node.name, call)
         sent = Transfer.of(node, self.graph.axes, self.cluster.ranks_per_node)
-        price = self.cluster.seconds(sent.collective, sent.nbytes, sent.shape, sent.dtype)
+        price = self.cluster.price(sent)
         self.sources[price.kind] += 1
         self.communication_s += price.seconds
         rest = self.prices[node] = max(0.0, price.seconds - slowdown.issue_s)

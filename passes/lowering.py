@@ -25,7 +25,10 @@ from autopar.passes.collectives import (
 from autopar.placement import Varying
 
 c10d = torch.ops._c10d_functional
-Finish = Callable[[fx.Node], list[fx.Node]]
+Finish = Callable[..., list[fx.Node]]
+"""Writes the results, given what was waited for."""
+
+Begun = tuple[list[fx.Node], Finish]
 
 
 class Lowering:
@@ -41,7 +44,7 @@ class Lowering:
 
     def run(self) -> None:
         """Replaces start, wait and results."""
-        begin: Callable[[], tuple[fx.Node, Finish]] = {
+        begin: Callable[[], Begun] = {
             start_all_reduce: self.all_reduce,
             start_all_gather: self.all_gather,
             start_reduce_scatter: self.reduce_scatter,
@@ -52,7 +55,7 @@ class Lowering:
         issued, finish = begin()
         self.graph.inserting_before(done)
         self.like, self.placement = done, Varying()  # results get their own
-        new = finish(self.op(c10d.wait_tensor.default, issued))
+        new = finish(*[self.op(c10d.wait_tensor.default, pending) for pending in issued])
         for before, after in zip(old, new, strict=True):
             if before is not None:
                 after.meta = {**after.meta, **{k: before.meta[k] for k in TAGS if k in before.meta}}
@@ -66,9 +69,9 @@ class Lowering:
         node.meta |= {"placement": self.placement, "of": self.start.name}
         return node
 
-    # Each issues its collective and says how results are read from what was waited for.
+    # Each issues its collective, in one piece or more, and says how results are read.
 
-    def all_reduce(self) -> tuple[fx.Node, Finish]:
+    def all_reduce(self) -> Begun:
         how = op_of(self.start)
         if len(self.operands) == 1:
             (operand,) = self.operands
@@ -76,13 +79,13 @@ class Lowering:
             if not fake.is_contiguous():
                 operand = self.contiguous(operand)
             target = c10d.all_reduce_ if self.owns(operand) else c10d.all_reduce
-            return self.op(target.default, operand, how, self.axis), lambda done: [done]
+            return [self.op(target.default, operand, how, self.axis)], lambda done: [done]
         flat = self.op(aten.cat.default, [self.flat(n) for n in self.operands])
         issued = self.op(c10d.all_reduce_.default, flat, how, self.axis)
         shapes = [list(tensors(n)[0].shape) for n in self.operands]
-        return issued, lambda done: self.cut(done, shapes)
+        return [issued], lambda done: self.cut(done, shapes)
 
-    def all_gather(self) -> tuple[fx.Node, Finish]:
+    def all_gather(self) -> Begun:
         rows: list[int] = self.start.args[1]  # type: ignore[assignment]
         padded = self.padded_chunks(rows)
         shapes = [list(tensors(n)[0].shape) for n in padded]
@@ -96,9 +99,9 @@ class Lowering:
             wholes = self.columns(done, [[self.ranks * n, *rest] for n, *rest in shapes])
             return [self.take(x, count) for x, count in zip(wholes, rows, strict=True)]
 
-        return issued, finish
+        return [issued], finish
 
-    def reduce_scatter(self) -> tuple[fx.Node, Finish]:
+    def reduce_scatter(self) -> Begun:
         rows: list[int] = self.start.args[1]  # type: ignore[assignment]
         padded, shapes = self.padded_wholes()
         tables = [
@@ -112,9 +115,9 @@ class Lowering:
             cut = self.cut(self.op(aten.view.default, done, [-1]), shapes)
             return [self.take(x, count) for x, count in zip(cut, rows, strict=True)]
 
-        return issued, finish
+        return [issued], finish
 
-    def all_to_all(self) -> tuple[fx.Node, Finish]:
+    def all_to_all(self) -> Begun:
         """One row of a table for every rank, whatever the tensors' shapes."""
         shapes = [list(tensors(x)[0].shape) for x in self.operands]
         tables = [
@@ -123,7 +126,7 @@ class Lowering:
         sent = tables[0] if len(tables) == 1 else self.op(aten.cat.default, tables, 1)
         splits = [1] * self.ranks
         issued = self.op(c10d.all_to_all_single.default, sent, splits, splits, self.axis)
-        return issued, lambda done: self.columns(done, shapes)
+        return [issued], lambda done: self.columns(done, shapes)
 
     # Pieces.
 

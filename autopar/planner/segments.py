@@ -103,9 +103,7 @@ def seconds_of(
         if collective_of(node) is not None:
             sent = Transfer.of(node, graph.axes, cluster.ranks_per_node)
             if sent.axis != once:
-                found[place] += cluster.seconds(
-                    sent.collective, sent.nbytes, sent.shape, sent.dtype
-                ).seconds
+                found[place] += cluster.price(sent).seconds
     return found
 
 

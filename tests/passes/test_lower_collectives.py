@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +35,8 @@ shapes = st.lists(
 )
 ranks = st.integers(2, 5)
 backends = st.sampled_from(["gloo", "nccl"])
+piece_bytes = st.sampled_from([1 << 18, 8])
+"""Of exchanges over gloo: in one piece, or up to four."""
 
 
 def sketch(operands: Sequence[Tensor], start: Callable[..., object], *options: object) -> fx.Graph:
@@ -88,12 +91,14 @@ def whole(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 
 @settings(max_examples=40)
-@given(shapes, ranks, backends)
-def test_gathered_shards_are_the_whole(shapes: Shapes, n: int, backend: str) -> None:
+@given(shapes, ranks, backends, piece_bytes)
+def test_gathered_shards_are_the_whole(shapes: Shapes, n: int, backend: str, piece: int) -> None:
     tensors = [whole(shape) for shape in shapes]
     parts = list(zip(*(chunks(t, n) for t in tensors), strict=True))
     rows = [[t.shape[0] for t in tensors]] * n
-    for found in run(backend, parts, start_all_gather, rows):
+    with mock.patch("autopar.cost_model.exchange.PIECE_BYTES", piece):
+        answers = run(backend, parts, start_all_gather, rows)
+    for found in answers:
         assert all(map(torch.equal, found, tensors))
 
 
@@ -107,11 +112,14 @@ def test_chunks_are_exchanged(shapes: Shapes, n: int, backend: str) -> None:
 
 
 @settings(max_examples=40)
-@given(shapes, ranks, backends)
-def test_scattered_sums_are_shards_of_the_sum(shapes: Shapes, n: int, backend: str) -> None:
+@given(shapes, ranks, backends, piece_bytes)
+def test_scattered_sums_are_shards_of_the_sum(
+    shapes: Shapes, n: int, backend: str, piece: int
+) -> None:
     parts = [[whole(shape, rank) for shape in shapes] for rank in range(n)]
     rows = [[chunk_rows(shape[0], n)[rank] for shape in shapes] for rank in range(n)]
-    found = run(backend, parts, start_reduce_scatter, rows)
+    with mock.patch("autopar.cost_model.exchange.PIECE_BYTES", piece):
+        found = run(backend, parts, start_reduce_scatter, rows)
     for index, shape in enumerate(shapes):
         total = sum(part[index] for part in parts)
         joined = torch.cat([f[index] for f in found])
@@ -154,12 +162,12 @@ cat_default: [10] = cat([view_default, view_default_1])
 all_to_all_single_default: [10] = all_to_all_single(cat_default, [0, 10], [0, 10], dp)
 wait_tensor_default: [10] V = wait_tensor(all_to_all_single_default)
 slice_tensor: [6] V = slice(wait_tensor_default, 0, 0, 6)
-view_default_2: [3,2] V = view(slice_tensor, [3, 2])
 slice_tensor_1: [4] V = slice(wait_tensor_default, 0, 6, 10)
-view_default_3: [4] V = view(slice_tensor_1, [4])
-cat_default_1: [6,2] V = cat([mul_tensor, view_default_2])
-slice_tensor_2: [5,2] R = slice(cat_default_1, 0, 0, 5)
-cat_default_2: [8] R = cat([mul_tensor_1, view_default_3])""",
+cat_default_1: [12] V = cat([view_default, slice_tensor])
+view_default_2: [6,2] V = view(cat_default_1, [6, 2])
+slice_tensor_2: [5,2] R = slice(view_default_2, 0, 0, 5)
+cat_default_2: [8] V = cat([view_default_1, slice_tensor_1])
+view_default_3: [8] R = view(cat_default_2, [8])""",
     )
 
 
@@ -177,12 +185,11 @@ view_default_1: [2] = view(slice_tensor_3, [-1])
 cat_default: [6] = cat([view_default, view_default_1])
 all_to_all_single_default: [6] = all_to_all_single(cat_default, [0, 6], [0, 6], dp)
 wait_tensor_default: [6] V = wait_tensor(all_to_all_single_default)
-split_with_sizes_default: [4] [2] V = split_with_sizes(wait_tensor_default, [4, 2])
-getitem_2: [4] V = getitem(split_with_sizes_default, 0)
-view_default_2: [2,2] V = view(getitem_2, [2, 2])
-getitem_3: [2] V = getitem(split_with_sizes_default, 1)
-view_default_3: [2] V = view(getitem_3, [2])
+slice_tensor_4: [4] V = slice(wait_tensor_default, 0, 0, 4)
+slice_tensor_5: [2] V = slice(wait_tensor_default, 0, 4, 6)
+view_default_2: [2,2] V = view(slice_tensor_4, [2, 2])
 add__tensor: [2,2] S(0) = add_(view_default_2, slice_tensor)
+view_default_3: [2] V = view(slice_tensor_5, [2])
 add__tensor_1: [2] S(0) = add_(view_default_3, slice_tensor_1)""",
     )
 
