@@ -43,7 +43,7 @@ STEPS = 500
 WARM_UP = 50
 LAST_RATE = 0.05  # of the highest learning rate, at the last step
 VALIDATION_BATCHES = 32
-PATIENCE = 1200.0  # seconds that a training may take
+PATIENCE = 7200.0  # seconds that a training may take
 SEQ = 64
 
 COMPRESSIONS = {
