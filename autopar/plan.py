@@ -34,7 +34,7 @@ from autopar.passes.hierarchical_collectives import HierarchicalCollectives
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.partition_axis import PartitionAxis
 from autopar.passes.place_stages import PlaceStages
-from autopar.passes.schedule_overlap import ScheduleOverlap
+from autopar.passes.schedule_overlap import Overlap, ScheduleOverlap
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
@@ -65,6 +65,8 @@ class Plan:
             of the shards at each place of the outer one.
         prefetch: buckets of parameters gathered ahead.
         in_flight: reductions under way at most; 0 for any number.
+        overlaps: when collectives start and are waited for, for each stage of a pipeline; where it
+            says nothing, `prefetch` and `in_flight` do.
         recompute: for each block, what its backward computes again: none, selective or full.
         activation_bytes: bytes of activations that may be kept; None for any number.
         batch_statistics: "global" or "local".
@@ -98,6 +100,7 @@ class Plan:
     hybrid: bool = False
     prefetch: int = 1
     in_flight: int = 0
+    overlaps: tuple[Overlap, ...] = ()
     recompute: tuple[tuple[str, Level], ...] = ()
     activation_bytes: int | None = None
     batch_statistics: str = "global"
@@ -282,7 +285,7 @@ class Plan:
         sums = [BucketSums(partition.axis, partition.bucket_bytes) for partition in self.partitions]
         narrow = self.compressions.activations
         activations = (CompressActivations(narrow),) if narrow else ()
-        overlap = ScheduleOverlap(self.prefetch, self.in_flight)
+        overlap = ScheduleOverlap(self.prefetch, self.in_flight, self.overlaps)
         last = [LowerCollectives(backend, place[axis], axis) for axis in axes]
         if self.data_ranks == 1:
             return (*fuse, checkpoint, *sums, *activations, *([overlap] if axes else []), *last)

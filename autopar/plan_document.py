@@ -10,6 +10,7 @@ from autopar.errors import PlanError
 from autopar.levels import Levels
 from autopar.partition import Partition
 from autopar.passes.bucket_collectives import Buckets
+from autopar.passes.schedule_overlap import Overlap
 from autopar.pipeline import Pipeline
 from autopar.prediction import Prediction, RunnerUp
 
@@ -40,6 +41,7 @@ def read(document: Any, names: Sequence[str], version: int, source: str) -> dict
         values["prediction"] = Prediction.from_dict(_frozen_dict(document["prediction"]))
     values["compressions"] = Compressions(**_frozen_dict(document["compressions"]))
     values["levels"] = tuple(Levels(**_frozen_dict(own)) for own in document["levels"])
+    values["overlaps"] = tuple(Overlap(**_frozen_dict(own)) for own in document["overlaps"])
     values["partitions"] = tuple(Partition(**_frozen_dict(p)) for p in document["partitions"])
     if document["pipeline"] is not None:
         values["pipeline"] = Pipeline(**_frozen_dict(document["pipeline"]))

@@ -166,8 +166,8 @@ class _Split:
         (result,) = collective(self.graph, self.start, start, [operand], *options)
         for node in (result.args[0].args[0], result.args[0], result):  # type: ignore[union-attr]
             node.meta["placement"] = placement if self.typed else self.placement  # type: ignore[union-attr]
-            if "gradient" in self.start.meta:
-                node.meta["gradient"] = self.start.meta["gradient"]  # type: ignore[union-attr]
+            kept = (key for key in ("gradient", "summed") if key in self.start.meta)
+            node.meta |= {key: self.start.meta[key] for key in kept}  # type: ignore[union-attr]
         self.placement = result.meta["placement"]
         return result
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -9,27 +11,56 @@ from torch import fx
 
 from autopar.graph import TrainingGraph
 from autopar.passes.base import PassResult
-from autopar.passes.bucket_collectives import gathers
-from autopar.passes.collectives import results_of, starts, wait_of
+from autopar.passes.chains import AT_MARK, Half, Unit, halves, sink_waits
+from autopar.passes.collectives import starts
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """When the collectives of a graph are issued and waited for.
+
+    In stretches: the parts of main compute between the places where gathers are needed, where
+    gradients can be summed, and where main compute itself communicates. In the order of the units
+    of `chains.halves`, so that every rank, which has the same ones, makes the same order.
+
+    Attributes:
+        gather: how many stretches before they are needed gathers of the forward start.
+        regather: the same for the backward.
+        reduce: how many stretches after they could be at the earliest gradients are sent, or
+            waited for.
+        stage: of the pipeline, whose graph this is of.
+    """
+
+    gather: tuple[float, ...] = ()
+    regather: tuple[float, ...] = ()
+    reduce: tuple[float, ...] = ()
+    stage: int = 0
 
 
 @dataclass(frozen=True)
 class ScheduleOverlap:
-    """Prefetches gathers and waits for reductions as late as memory allows.
+    """Issues collectives early and waits for them late, as a plan says or by two numbers.
 
-    Before: each collective is waited for at once. After: a gather starts when the one `prefetch`
-    before it is waited for, and is waited for at its first use; a reduction is waited for when
-    `in_flight` later ones have started, or at the end. The order in which collectives start is
-    not changed within a kind, so that all ranks start them alike. What is neither, statistics and
-    conversions between placements, is waited for at its first use. Tier: exact.
+    Before: each collective is waited for at once. After: a gather starts so many stretches before
+    it is needed, and is waited for there; the sum of a gradient starts and is waited for so many
+    after it could. Where the graph has other units than were planned for (another kind of call),
+    and where nothing was planned: a gather starts when the one `prefetch` before it is needed;
+    a sum is waited for when `in_flight` later ones have started, or at the end. Collectives of main
+    compute are waited for at their first use. What is computed between two collectives moves with
+    the second; other compute keeps its order. Tier: exact.
+
+    All ranks start collectives in one order: it follows from the plan and from the order of the
+    marks of `chains.Half`, which are places of collectives, and so the same on all ranks.
 
     Attributes:
         prefetch: how many gathers are under way ahead of the one needed; 0 for none.
         in_flight: how many reductions may be under way; 0 for any number.
+        overlaps: what was planned, for each stage of a pipeline.
     """
 
     prefetch: int = 1
     in_flight: int = 0
+    overlaps: tuple[Overlap, ...] = ()
     tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
@@ -37,51 +68,108 @@ class ScheduleOverlap:
         if not any(True for _ in starts(graph)):
             return PassResult(graph, "there is no collective")
         graph = graph.copy()
-        for phase in ("forward", "backward"):
-            self.prefetch_gathers(graph, phase)
-        self.delay_reductions(graph)
-        gathered = {s for p in ("forward", "backward") for _, s in gathers(graph, p)}
-        for start in list(starts(graph)):
-            if start not in gathered and "gradient" not in start.meta:
-                early = start.meta["phase"] == "forward"
-                _sink(wait_of(start), graph.backward_start if early else None)
+        sink_waits(graph)
+        forward, backward = halves(graph)
+        planned = self.overlap(graph)
+        rearrange(backward, self.positions(backward, planned.regather, planned.reduce), graph)
+        rearrange(forward, self.positions(forward, planned.gather, ()), graph)
         return PassResult(graph)
 
-    def prefetch_gathers(self, graph: TrainingGraph, phase: str) -> None:
-        """Moves waits to first uses and starts ahead of them."""
-        order = list(dict.fromkeys(start for _, start in gathers(graph, phase)))
-        for start in order:
-            _sink(wait_of(start))
-        waits: list[fx.Node] = sorted(wait_of(start) for start in order)
-        for index, done in enumerate(waits):
-            ahead = index - self.prefetch
-            place = waits[ahead] if ahead >= 0 else _first(graph, phase)
-            issued = done.args[0]
-            assert isinstance(issued, fx.Node)
-            if place is not issued:
-                place.prepend(issued)
+    def overlap(self, graph: TrainingGraph) -> Overlap:
+        """What was planned for a graph."""
+        stage = stage_of(graph)
+        return next((item for item in self.overlaps if item.stage == stage), Overlap())
 
-    def delay_reductions(self, graph: TrainingGraph) -> None:
-        """Moves waits of gradient reductions behind later starts."""
-        order = [s for s in starts(graph) if "gradient" in s.meta]
-        for index, start in enumerate(order):
-            later = index + self.in_flight
-            bound = order[later] if self.in_flight and later < len(order) else None
-            _sink(wait_of(start), bound)
+    def positions(
+        self, half: Half, leads: Sequence[float], delays: Sequence[float]
+    ) -> dict[Unit, float]:
+        """The position of every unit of a half."""
+        early, late = half.of("early"), half.of("late")
+        found = {unit: unit.mark + AT_MARK for unit in half.of("needed")}
+        if early and len(early) == len(leads):
+            found |= {u: max(0.0, u.mark + AT_MARK - x) for u, x in zip(early, leads, strict=True)}
+        else:
+            found |= self.prefetched(half)
+        if late and len(late) == len(delays):
+            found |= {u: u.mark + x for u, x in zip(late, delays, strict=True)}
+        else:
+            found |= self.delayed(half)
+        return in_order(half, found)
+
+    def prefetched(self, half: Half) -> dict[Unit, float]:
+        """A gather starts when one so many before it is needed, what follows it evenly behind."""
+        needs = sorted(unit.mark for unit in half.of("needed"))
+        deepest = {unit.mark: 0 for unit in half.of("early")}
+        for unit in half.of("early"):
+            deepest[unit.mark] = max(deepest[unit.mark], unit.level + 1)
+        found = {}
+        for unit in half.of("early"):
+            ahead = bisect_left(needs, unit.mark) - self.prefetch
+            first = needs[ahead] if ahead >= 0 else 0
+            found[unit] = first + (unit.mark - first) * unit.level / deepest[unit.mark]
+        return found
+
+    def delayed(self, half: Half) -> dict[Unit, float]:
+        """A sum is waited for behind later ones, as far as there are, and otherwise at the end."""
+        firsts = sorted(unit.mark for unit in half.of("late") if not unit.behind)
+        end = len(half.marks) - 1
+        found = {}
+        for unit in half.of("late"):
+            ahead = unit.level if unit.start else max(self.in_flight, unit.level)
+            later = bisect_left(firsts, unit.mark) + ahead
+            bounded = unit.start is not None or self.in_flight > 0
+            found[unit] = float(firsts[later] if bounded and later < len(firsts) else end)
+            if not unit.behind:
+                found[unit] = float(unit.mark)
+        return found
 
 
-def _sink(done: fx.Node, bound: fx.Node | None = None) -> None:
-    """Moves a wait and its results to before their first use, or before `bound`."""
-    items = [item for item in results_of(done.args[0]) if item is not None]  # type: ignore[arg-type]
-    uses = [user for item in items for user in item.users]
-    place = min([*uses, *([bound] if bound is not None else [])])
-    place.prepend(done)
-    for item in items:
-        place.prepend(item)
+def stage_of(graph: TrainingGraph) -> int:
+    """The stage of a pipeline that a graph is of, 0 if there is none."""
+    return max((node.meta.get("stage") or 0 for node in graph.calls()), default=0)
 
 
-def _first(graph: TrainingGraph, phase: str) -> fx.Node:
-    """The first operator of a phase."""
-    if phase == "backward":
-        return graph.backward_start
-    return next(iter(graph.calls()))
+def in_order(half: Half, positions: dict[Unit, float]) -> dict[Unit, float]:
+    """The positions, none in front of what a unit takes results of, nor too early or too late."""
+    found: dict[Unit, float] = {}
+    for unit in half.units:
+        behind = (found[before] for before in unit.behind)
+        at = max([positions[unit], *behind])
+        found[unit] = min(at, unit.mark + AT_MARK) if unit.kind == "early" else max(at, unit.mark)
+    return found
+
+
+def rearrange(half: Half, positions: dict[Unit, float], graph: TrainingGraph) -> None:
+    """Moves units to their positions.
+
+    At one position gathers start first, since main compute will need them; then what has come is
+    waited for, before more is sent; main compute waits last.
+    """
+
+    def key(unit: Unit) -> tuple[float, int]:
+        ranks = {"early": 0, "late": 1 if unit.start is None else 2, "needed": 3}
+        return positions[unit], ranks[unit.kind]
+
+    at_end = graph.output_node
+    if half.main and half.main[0].meta["phase"] == "forward":
+        at_end = graph.backward_start
+    for unit in _dependent(sorted(half.units, key=key)):
+        place = half.marks[unit.mark] if unit.kind == "needed" else half.place(positions[unit])
+        anchor: fx.Node = half.main[place] if place < len(half.main) else at_end
+        for node in unit.nodes:
+            anchor.prepend(node)
+
+
+def _dependent(units: Sequence[Unit]) -> Iterator[Unit]:
+    """The units in this order, but none in front of what it takes results of."""
+    done: set[Unit] = set()
+
+    def visit(unit: Unit) -> Iterator[Unit]:
+        if unit not in done:
+            for before in unit.behind:
+                yield from visit(before)
+            done.add(unit)
+            yield unit
+
+    for unit in units:
+        yield from visit(unit)

@@ -1,3 +1,5 @@
+import random
+from dataclasses import replace
 from itertools import pairwise
 from operator import getitem
 
@@ -6,8 +8,10 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from autopar.graph import TrainingGraph
+from autopar.levels import Levels
 from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives
+from autopar.passes.chains import Half, Kind, halves
 from autopar.passes.collectives import (
     STARTS,
     start_all_gather,
@@ -16,11 +20,13 @@ from autopar.passes.collectives import (
     wait,
     wait_of,
 )
+from autopar.passes.hierarchical_collectives import PARTS
 from autopar.passes.runner import run_passes
-from autopar.passes.schedule_overlap import ScheduleOverlap
+from autopar.passes.schedule_overlap import Overlap, ScheduleOverlap
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
+from autopar.plan import Plan
 from tests.models import MODELS
 from tests.passes.golden import order, two_layers
 from tests.passes.parity import AXIS, World, assert_parity
@@ -143,6 +149,53 @@ def test_ranks_start_their_collectives_alike() -> None:
     graphs = it.lower(lambda rank: (*before(it, rank), ScheduleOverlap(2, 1)))
     assert len({tuple(start.name for start in starts(graph)) for graph in graphs}) == 1
     assert_parity(it, graphs)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_whatever_is_planned_is_exact(ranks: int, stage: int) -> None:
+    """Ranks of uneven rows start alike, nothing is read before it is there; four send by level."""
+    it = two_layers(ranks, 2 * ranks + 1, bias=True)
+    by_level = Levels(AXIS, 2, tuple((kind, 0) for kind in PARTS))
+    plan = it.plan(stage, bucket=1, levels=(by_level,) if ranks == 4 else ())
+    captured = [replace(it.graph(rank), axes=plan.axes) for rank in range(ranks)]
+
+    def lowered(plan: Plan) -> list[TrainingGraph]:
+        return [run_passes(g, plan.passes(rank, "gloo")) for rank, g in enumerate(captured)]
+
+    passes = plan.passes(0, "gloo")
+    first = [isinstance(item, ScheduleOverlap) for item in passes].index(True)
+    forward, backward = halves(run_passes(captured[0], passes[:first]))
+    rng = random.Random(10 * stage + ranks)
+
+    def some(half: Half, kind: Kind) -> tuple[float, ...]:
+        return tuple(rng.choice((0.0, 0.5, 3.7, rng.uniform(0, 9))) for _ in half.of(kind))
+
+    early = some(forward, "early"), some(backward, "early")
+    planned = replace(plan, overlaps=(Overlap(*early, some(backward, "late")),))
+    graphs = lowered(planned)
+    before = run_passes(captured[0], passes)
+    assert [n.name for n in before.calls()] != [n.name for n in graphs[0].calls()]
+    assert_parity(it, graphs)
+
+
+def test_what_lies_between_two_levels_sinks_with_the_second() -> None:
+    """The sum between nodes starts behind compute that hides the one within, not at once."""
+    it = two_layers(4, 4)
+    plan = it.plan(0, bucket=1, levels=(Levels(AXIS, 2, tuple((kind, 0) for kind in PARTS)),))
+    passes = plan.passes(0, "gloo")
+    first = [isinstance(item, ScheduleOverlap) for item in passes].index(True)
+    before = run_passes(replace(it.graph(0), axes=plan.axes), passes[:first])
+    _, backward = halves(before)
+    chains = [unit for unit in backward.of("late") if unit.start is not None]
+    assert [unit.level for unit in chains] == [0, 1, 2] * 2
+    delays = [0.0 if unit.level == 0 else 9.0 for unit in backward.of("late")]
+    planned = ScheduleOverlap(overlaps=(Overlap(reduce=tuple(delays)),))
+    for item in (ScheduleOverlap(), planned):
+        order = [node.name for node in run_passes(before, [item]).calls()]
+        sums = [order.index(unit.start.name) for unit in chains if unit.start is not None]
+        products = [order.index(name) for name in ("mm_3", "mm_4")]
+        assert sums[0] < products[1] < sums[1] < sums[2]  # of the second layer, made first
 
 
 def test_says_why_it_declined() -> None:
