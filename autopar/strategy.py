@@ -35,7 +35,7 @@ class Strategy:
         recompute: which activations the backward computes again.
         gather_bytes: size of buckets of gathered parameters, in bytes.
         reduce_bytes: size of buckets of gradients, in bytes.
-        prefetch: how many buckets of parameters are gathered ahead.
+        prefetch: how many buckets of parameters are gathered ahead; None to schedule each.
         activation_bytes: bytes of activations that may be kept for the backward; blocks are
             computed again as far as that needs.
         batch_statistics: batch norm over the "global" batch (exact) or each rank's "local" rows.

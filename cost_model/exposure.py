@@ -1,9 +1,11 @@
 """`Exposure`: how long compute stands still for a collective, and why.
 
-What a wait costs is told apart, in this order:
+What a wait costs is told apart:
 
-- *the link*: the collective queued behind others of its axis, or shared links and cores with them;
-- *memory*: what it sends was there, but it was issued later, so as to hold its buffers for less;
+- *memory*: what it sends was there and its axis was idle, but it was issued later, so as to hold
+  its buffers for less;
+- *the link*: the collective queued behind others of its axis, or would have, had it been issued
+  sooner; or it shared links and cores with others;
 - *data dependence*: it was issued as soon as there was something to send, and is needed at once.
   Time in which other ranks come late counts here, too.
 """
@@ -62,12 +64,12 @@ def apportion(
     Args:
         exposed_s: seconds that compute stands still for a collective.
         delayed_s: by how much it would have ended earlier, had nothing else been sent.
-        held_s: for how long it was not issued although it could have been.
+        held_s: for how long it was not issued although it could have been, and its axis was idle.
         late_s: seconds of the wait in which it had ended, but other ranks had not come.
     """
     own_s = max(0.0, exposed_s - late_s)
-    link_s = min(own_s, max(0.0, delayed_s))
-    memory_s = min(own_s - link_s, max(0.0, held_s))
+    memory_s = min(own_s, max(0.0, held_s))
+    link_s = min(own_s - memory_s, max(0.0, delayed_s))
     return link_s, memory_s, exposed_s - link_s - memory_s
 
 

@@ -175,16 +175,27 @@ class _Run:
         sent = flight.transfer
         exposed_s = waited_s + late_s
         self.waits[sent.collective] = self.waits.get(sent.collective, 0.0) + exposed_s
-        parts = apportion(
-            exposed_s,
-            delayed_s=flight.end_s - flight.issued_s - self.prices[source],
-            held_s=flight.issued_s - self.ready_s(source),
-            late_s=late_s,
-        )
+        parts = 0.0, 0.0, 0.0
+        if exposed_s > 0.0:
+            ready_s = self.ready_s(source)
+            busy_s = self.busy_s(flight, ready_s)
+            parts = apportion(
+                exposed_s,
+                delayed_s=busy_s + flight.end_s - flight.issued_s - self.prices[source],
+                held_s=flight.issued_s - ready_s - busy_s,
+                late_s=late_s,
+            )
         block, seconds = source.meta.get("block") or "", self.prices[source]
         kind, axis, nbytes = sent.collective, sent.axis, sent.nbytes
         item = Exposure(source.name, block, kind, axis, nbytes, seconds, *parts)
         self.exposures.append(item)
+
+    def busy_s(self, flight: Flight, ready_s: float) -> float:
+        """For how long its axis was busy between when it could have been issued and when it was."""
+        axis, issued_s = flight.transfer.axis, flight.issued_s
+        others = (other for other in self.issued.values() if other.transfer.axis == axis)
+        spans = (min(f.end_s, issued_s) - max(f.start_s, ready_s) for f in others)
+        return sum(span for span in spans if span > 0.0)
 
     def ready_s(self, source: fx.Node) -> float:
         """When a collective could have been issued: what it sends was there, copies made."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.compression import Compressions
@@ -17,12 +17,15 @@ from autopar.cost_model.update import UpdateCost
 from autopar.cost_model.wire import node_bytes, sent_bytes
 from autopar.graph import Parameter, ParameterInfo, TrainingGraph, tensor_bytes, tensors
 from autopar.partition import Ways
+from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets, propose_buckets
 from autopar.passes.checkpoint_activations import Level
 from autopar.passes.runner import run_passes
+from autopar.passes.schedule_overlap import Overlap, ScheduleOverlap
 from autopar.passes.shard_parameters import shards
 from autopar.placement import Replicate, Shard
 from autopar.plan import Plan
+from autopar.planner.overlaps import schedule
 from autopar.prediction import MOST_EXPOSED, Prediction
 
 IN_FLIGHT = 2
@@ -39,6 +42,8 @@ class Choice:
         gather_bytes: size of buckets of gathers.
         reduce_bytes: size of buckets of reductions.
         prefetch: buckets gathered ahead.
+        scheduled: whether collectives are scheduled one by one, rather than by `prefetch`.
+        room: bytes that these may gather ahead, beside one bucket; None for any.
         compress: how each bucket of gradients is compressed, or one way for all; "" for not at all.
         compress_gathers: how gathered parameters are.
         compress_activations: how what travels between parts and stages of a model is.
@@ -50,6 +55,8 @@ class Choice:
     gather_bytes: int
     reduce_bytes: int
     prefetch: int
+    scheduled: bool = False
+    room: int | None = None
     compress: tuple[str, ...] = ("",)
     compress_gathers: str = ""
     compress_activations: str = ""
@@ -63,6 +70,8 @@ class Choice:
         parts.append(f"buckets {mb:g} MiB")
         if self.prefetch != 1:
             parts.append(f"prefetch {self.prefetch}")
+        if self.scheduled:
+            parts.append("scheduled" + (", little ahead" if self.room is not None else ""))
         if any(self.compress):
             parts.append(
                 "gradients " + _mixed({str(i): c or "whole" for i, c in enumerate(self.compress)})
@@ -222,18 +231,33 @@ class Evaluator:
             activations=choice.compress_activations,
         )
 
+    def overlaps(
+        self, choice: Choice, graph: TrainingGraph, passes: Sequence[Pass]
+    ) -> tuple[Overlap, ...]:
+        """When each collective is issued and waited for, of a graph and the passes left to run."""
+        kinds = [isinstance(p, ScheduleOverlap) for p in passes]
+        if not any(kinds):
+            return ()
+        first = kinds.index(True)
+        graph = run_passes(graph, passes[:first])
+        lowered = run_passes(graph, passes[first:])
+        return (schedule(graph, lowered, self.cluster, self.operators, choice.room),)
+
     def _plan(self, choice: Choice) -> tuple[Plan, TrainingGraph]:
         plan = self.draft(choice)
         graph = replace(self.graph, axes=plan.axes)
         passes = plan.passes(0, self.comm_backend, ways=self.ways)
-        first = next(
-            (i for i, p in enumerate(passes) if isinstance(p, BucketCollectives)), len(passes)
-        )
+        kinds = [isinstance(p, (BucketCollectives, ScheduleOverlap)) for p in passes]
+        first = kinds.index(True) if any(kinds) else len(passes)
         graph = run_passes(graph, passes[:first])
         plan = replace(plan, notes=(*plan.notes, *graph.notes))
-        if first < len(passes):
+        if first < len(passes) and isinstance(passes[first], BucketCollectives):
             buckets = propose_buckets(graph, choice.gather_bytes, choice.reduce_bytes)
             plan = replace(plan, buckets=buckets, compressions=self.compressions(choice, buckets))
-            graph = run_passes(graph, plan.passes(0, self.comm_backend, ways=self.ways)[first:])
+        rest = plan.passes(0, self.comm_backend, ways=self.ways)[first:]
+        if choice.scheduled:
+            plan = replace(plan, overlaps=self.overlaps(choice, graph, rest))
+            rest = plan.passes(0, self.comm_backend, ways=self.ways)[first:]
+        graph = run_passes(graph, rest)
         sent = sent_bytes(graph, self.comm_backend)
         return replace(plan, sent_bytes=tuple(sorted(sent.items()))), graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from autopar.cost_model.wire import sent_bytes
 from autopar.graph import Parameter, Sent, TrainingGraph, tensor_bytes, tensors
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets, propose_buckets
 from autopar.passes.runner import run_passes
+from autopar.passes.schedule_overlap import Overlap
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.split_inputs_weights import split_inputs_weights
 from autopar.passes.split_stages import Stages
@@ -147,6 +148,8 @@ class PipelineEvaluator(Evaluator):
                 found = _joined(found, own)
         compressions = self.compressions(choice, found)
         plan = replace(plan, name=name, buckets=found, compressions=compressions)
+        if choice.scheduled:
+            plan = replace(plan, overlaps=tuple(self._overlaps(choice, plan, stages)))
         pairs, notes = [], dict.fromkeys(plan.notes)
         for graph in stages:
             last, more = passes_of_stage(graph, plan, 0, self.comm_backend, micro_batches=micro)
@@ -155,6 +158,15 @@ class PipelineEvaluator(Evaluator):
             notes |= dict.fromkeys(lowered.notes)
         sent = tuple(sorted(self._sent(pairs).items()))
         return replace(plan, notes=tuple(notes), sent_bytes=sent), pairs
+
+    def _overlaps(
+        self, choice: Choice, plan: Plan, stages: Sequence[TrainingGraph]
+    ) -> Iterator[Overlap]:
+        """When collectives are issued and waited for, in the last micro-batch of each stage."""
+        micro = self.pipeline.micro_batches
+        for graph in stages:
+            last, _ = passes_of_stage(graph, plan, 0, self.comm_backend, micro_batches=micro)
+            yield from self.overlaps(choice, graph, last)
 
     def _sent(self, pairs: Sequence[tuple[TrainingGraph, TrainingGraph]]) -> dict[str, int]:
         """What the rank that sends most does over each axis, in bytes a step."""

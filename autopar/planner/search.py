@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -196,7 +196,7 @@ class _Search:
         return self.look(raised(high))
 
     def tune(self, best: Evaluated) -> Evaluated:
-        """Tries other sizes of buckets and depths of prefetch on the winner."""
+        """Tries other sizes of buckets on the winner, and collectives scheduled one by one."""
         choice = best.choice
         options = [best]
         for size in BUCKET_SIZES:
@@ -204,13 +204,20 @@ class _Search:
             reduce = self.strategy.reduce_bytes or size
             options.append(self.look(replace(choice, gather_bytes=gather, reduce_bytes=reduce)))
         found = self.best(options) or best
+        routes = [found.choice]
         if self.strategy.hierarchical is None and self.evaluator.base.levels:
-            by_level = self.look(replace(found.choice, hierarchical=True))
-            found = self.best([found, by_level]) or found
-        if self.strategy.prefetch is None and any(s == 3 for _, s in found.choice.stages):
-            deeper = [self.look(replace(found.choice, prefetch=p)) for p in (0, 2)]
-            found = self.best([found, *deeper]) or found
+            routes.append(replace(found.choice, hierarchical=True))
+        options = [self.look(route) for route in routes]
+        if self.strategy.prefetch is None:
+            options += [item for route in routes for item in self.scheduled(route)]
+        found = self.best([found, *options]) or found
         return self.compress(found)
+
+    def scheduled(self, choice: Choice) -> Iterator[Evaluated]:
+        """The same with collectives scheduled one by one: with less gathered ahead if it must."""
+        yield (free := self.look(replace(choice, scheduled=True)))
+        if not self.fits(free):
+            yield self.look(replace(choice, scheduled=True, room=0))
 
     def compress(self, best: Evaluated) -> Evaluated:
         """Tries the methods that are allowed on all buckets, then on the last ones alone.
@@ -297,6 +304,7 @@ def _what_runs(item: Evaluated) -> tuple[object, ...]:
         plan.levels,
         sums,
         plan.prefetch if several else 0,
+        plan.overlaps,
     )
 
 

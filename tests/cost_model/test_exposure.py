@@ -72,6 +72,20 @@ def test_what_queues_or_shares_a_link_says_so():
         assert by_cause(result.exposures) == pytest.approx({LINK: 2, MEMORY: 0, DEPENDENCE: 1})
 
 
+def test_what_would_have_queued_was_not_held_back():
+    """The second is issued when the first has come, which it would have waited for anyhow."""
+    g = Sketch(dp=2)
+    x, y = (g.take(Parameter(name), BYTES // 4) for name in "xy")
+    first = g.call(c10d.all_reduce.default, x, "sum", "dp")
+    done = g.call(c10d.wait_tensor.default, first)
+    z = g.call(aten.sin.default, done)
+    second = g.call(c10d.all_reduce.default, y, "sum", "dp")
+    come = g.call(c10d.wait_tensor.default, second)
+    result = step(g.give({Output(0): g.call(aten.add.Tensor, come, z)}), APART, sin=0.5)
+    assert [item.exposed_s for item in result.exposures] == pytest.approx([2.0, 2.0])
+    assert result.exposures[1].by_cause == pytest.approx({LINK: 1.5, MEMORY: 0.5, DEPENDENCE: 0.0})
+
+
 def test_causes_add_up_to_what_compute_waits():
     for graph in (two("dp"), two("tp"), one("sciw")):
         result = step(graph, HALVED, sin=0.3, cos=0.7)
