@@ -96,6 +96,34 @@ class GlooLowering(Lowering):
 
         return issued, finish
 
+    def all_to_all(self) -> Begun:
+        """Sends every other rank its chunks, and joins those received to this rank's own."""
+        shapes = [list(tensors(x)[0].shape) for x in self.operands]
+        wholes = [self.contiguous(x) for x in self.operands]
+        chunks = [
+            [
+                self.flat(self.chunk(x, rank, shape[0] // self.ranks))
+                for x, shape in zip(wholes, shapes, strict=True)
+            ]
+            for rank in range(self.ranks)
+        ]
+        own = chunks.pop(self.rank)
+        pieces = self.pieces(own)
+        issued = []
+        for piece in pieces:
+            parts = [self.part(g[s.operand], s.begin, s.size) for g in chunks for s in piece]
+            issued.append(self.exchange(self.joined(parts), len(pieces)))
+
+        def finish(*done: fx.Node) -> list[fx.Node]:
+            came = self.received(pieces, done)
+            found = []
+            for index, shape in enumerate(shapes):
+                parts = [x for mine in came for x in mine[index] or [own[index]]]
+                found.append(self.op(aten.view.default, self.op(aten.cat.default, parts), shape))
+            return found
+
+        return issued, finish
+
     # Pieces.
 
     def pieces(self, chunks: Sequence[fx.Node]) -> list[list[Segment]]:
