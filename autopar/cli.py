@@ -46,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--pp", type=int, help="ranks over which the forward is cut into stages")
     plan.add_argument("--micro-batches", type=int, help="parts of a rank's rows, one after another")
     plan.add_argument("--schedule", choices=SCHEDULES, help="the order in which they pass")
+    plan.add_argument("--compress", help="gradients by this method, such as int8; lossy")
+    plan.add_argument("--lossy", action="store_true", help="by bf16 or int8 where that is faster")
     plan.add_argument("--memory", help="cap per rank, such as 24GiB")
     plan.add_argument("--cluster", help="JSON file of a cluster, or one that ships")
     plan.add_argument("--out", help="write the plan as JSON")
@@ -77,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 def run_plan(options: argparse.Namespace) -> None:
     """`autopar plan`."""
     model, inputs = load(options.script)
-    given = ("tp", "cp", "ep", "pp", "micro_batches", "schedule")
+    given = ("tp", "cp", "ep", "pp", "micro_batches", "schedule", "compress")
     axes = {name: getattr(options, name) for name in given}
     plan = make_plan(
         model,
@@ -86,6 +88,7 @@ def run_plan(options: argparse.Namespace) -> None:
         strategy=replace(Strategy.of(options.strategy), **axes),
         memory=options.memory,
         cluster=Cluster.load(options.cluster) if options.cluster else None,
+        lossy=options.lossy,
     )
     print(plan)
     if options.out:
