@@ -9,9 +9,10 @@ from torch import fx
 
 from autopar.compression import Compression
 from autopar.graph import OutputRole, TrainingGraph, tensors
+from autopar.levels import WITHIN, place_on
 from autopar.passes.base import PassResult
 from autopar.passes.bucket_collectives import Group
-from autopar.passes.collectives import op_of, results_of, starts
+from autopar.passes.collectives import axis_of, op_of, results_of, starts
 from autopar.passes.ways_of_sending import WAYS
 
 
@@ -21,7 +22,8 @@ class CompressGradients:
 
     Before: sums of gradients are collectives of whole buckets. After: those of the buckets that
     are compressed are encoded, sent, summed and decoded, as `compressed` says; what was not sent
-    is state of the graph, by parameter, so that buckets may change. Tier: lossy.
+    is state of the graph, by parameter, so that buckets may change. Where ZeRO shards over
+    neighbours only, their sums are sent as they are, those between them compressed. Tier: lossy.
 
     Attributes:
         buckets: names of parameters whose gradients travel together.
@@ -42,13 +44,15 @@ class CompressGradients:
         updates: dict[OutputRole, fx.Node | None] = {}
         for start in list(starts(graph)):
             names = [r.meta.get("gradient", "") for r in results_of(start) if r is not None]
-            if not names or names[0] not in chosen:
+            near = axis_of(start).endswith(f".{WITHIN}")
+            if not names or names[0] not in chosen or near:
                 continue
             if reason := _impossible(start):
                 notes.append(f"the gradient of {names[0]} is not compressed: {reason}")
                 continue
             way = WAYS[(compression := Compression.of(chosen[names[0]])).method]
-            one = way(graph, start, compression, self.rank)
+            place = place_on(axis_of(start), self.rank, graph.axes)
+            one = way(graph, start, compression, place)
             one.run()
             graph, done = one.graph, True
             updates |= one.updates

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar.compression import Compression
 from autopar.graph import ParameterInfo, State
+from autopar.levels import place_on
 from autopar.passes.ways_of_sending import kept_of
 from autopar.placement import Shard as Divided
 from autopar.placement import chunk_rows
@@ -124,13 +125,17 @@ def first(role: State, like: Tensor) -> Tensor:
 
 
 def _local_shape(plan: Plan, info: ParameterInfo, place: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a gradient on a rank before it is summed over the ranks of the data."""
+    """The shape of a gradient on a rank before it is compressed."""
     shape, sizes = list(info.shape), dict(plan.mesh)
     for partition in plan.partitions:
         layout = partition.layouts.get(info.name)
         if isinstance(layout, Divided):
             rows = chunk_rows(shape[layout.dim] // layout.interleave, sizes[partition.axis])
             shape[layout.dim] = rows[place[partition.axis]] * layout.interleave
+    sharded = isinstance(plan.layout(info.name)[plan.cuts[-1]], Divided)
+    if sharded and plan.shard_axis != plan.axis:  # summed over neighbours as it is
+        own = place_on(plan.shard_axis, place[plan.axis], plan.axes)
+        shape[0] = chunk_rows(shape[0], plan.axes[plan.shard_axis])[own]
     return tuple(shape)
 
 
