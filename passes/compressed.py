@@ -99,10 +99,21 @@ class Compressed:
         pairs = zip(self.names, self.shapes, strict=True)
         return [self.state("residual", name, shape, self.wide) for name, shape in pairs]
 
-    def keep(self, kind: str, nodes: Sequence[fx.Node]) -> None:
-        """Tells that these have been written in place."""
-        for name, node in zip(self.names, nodes, strict=True):
-            self.updates[Update(State(kind, name))] = node
+    def end(
+        self, whole: fx.Node, left: fx.Node | None, residuals: Sequence[fx.Node]
+    ) -> list[fx.Node]:
+        """Writes what was not sent into the residuals; returns what stands for each result.
+
+        Args:
+            whole: the sum: all of it for an all-reduce, own row of its table for a reduce-scatter.
+            left: the table of what was not sent; None without feedback.
+            residuals: where that goes.
+        """
+        if left is not None:
+            kept = self.inline(self.settle, left, whole, residuals)
+            roles = (Update(State("residual", name)) for name in self.names)
+            self.updates |= zip(roles, kept, strict=True)
+        return list(self.inline(self.outcome, whole))
 
     # Between tensors and a table.
 

@@ -56,15 +56,13 @@ class Exchanged(Compressed):
             if left is not None:
                 left = self.beside(done, self._owned, codec_, left, own, again)
             whole = self.inline(codec_.decode, came, width, wide)
-        if left is not None:
-            self.keep("residual", self.inline(self.settle, left, whole, residuals))
-        return list(self.inline(self.outcome, whole))
+        return self.end(whole, left, residuals)
 
     def _owned(self, codec_: Codec, left: Tensor, own: Tensor, again: Tensor) -> Tensor:
         """What is lost on the way to the others of this rank's chunk, beside what was before."""
         more = own - codec_.decode(again, own.numel(), own.dtype).view(-1)
-        rows = [more if row == self.rank else torch.zeros_like(more) for row in range(self.ranks)]
-        return left + torch.stack(rows)
+        mine = (left[self.rank] + more).unsqueeze(0)
+        return torch.cat([left[: self.rank], mine, left[self.rank + 1 :]])
 
 
 class Gathered(Exchanged):
@@ -84,9 +82,7 @@ class Gathered(Exchanged):
         done, (came,) = self.send(start_all_gather, [message], [self.ranks])
         left = self.beside(done, _lost, codec_, table, message) if residuals else None
         whole = self.inline(codec_.total, came, width, wide)
-        if left is not None:
-            self.keep("residual", self.inline(self.settle, left, whole, residuals))
-        return list(self.inline(self.outcome, whole))
+        return self.end(whole, left, residuals)
 
 
 class Drawn(Compressed):
@@ -112,11 +108,9 @@ class Drawn(Compressed):
             done, (sums,) = self.send(start_all_reduce, [values])
         left = self.beside(done, _others, table, places) if residuals else None
         whole = self.inline(self._spread, sums, places)
-        if left is not None:
-            self.keep("residual", self.inline(self.settle, left, whole, residuals))
         role = Update(State("count", self.names[0]))
         self.updates[role] = self.inline(lambda count: count.copy_(count + 1), count)
-        return list(self.inline(self.outcome, whole))
+        return self.end(whole, left, residuals)
 
     def _places(self, count: Tensor) -> Tensor:
         return random_places(count, self.width, self.compression.density)
