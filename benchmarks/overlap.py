@@ -2,11 +2,11 @@
 
     python -m benchmarks.overlap --rates 1gbit,300mbit --json FILE
 
-A chain of layers under ZeRO stage 3 trains under one plan with three schedules, in turn, step by
-step, in the same processes on two nodes that are network namespaces (`benchmarks.cluster`):
-collectives issued where they are needed and waited for at once, gathers one bucket ahead, and as
-the planner schedules them. Beside them stand the model alone on its rows, and the bound: the
-larger of that and of the bytes over the link, and what data dependence forces to be exposed.
+Models train under one plan with three schedules, in turn, step by step, in the same processes on
+two nodes that are network namespaces (`benchmarks.cluster`): collectives issued where they are
+needed and waited for at once, gathers one bucket ahead, and as planned, which is one of these if
+no other is predicted to be faster. Beside them stand the model alone on its rows, and the bound:
+the larger of that and of the bytes over the link, and what data dependence forces to be exposed.
 Needs root on Linux; the exit status is 77 where nodes cannot be emulated.
 """
 
@@ -68,10 +68,15 @@ def chain_batch(step: int) -> tuple[Tensor, Tensor]:
     return x[0], x[1]
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {
-    "chain": (Chain, chain_batch),
-    "gpt": (partial(GPT, 6, 256), partial(next_tokens, rows=16, vocabulary=256)),
+GPT_CASE = partial(GPT, 6, 256), partial(next_tokens, rows=16, vocabulary=256)
+Entry = tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], dict[str, Any]]
+MODELS: dict[str, Entry] = {
+    "chain": (Chain, chain_batch, {"zero": 3}),
+    "gpt": (*GPT_CASE, {"zero": 3}),
+    "gpt+int8": (*GPT_CASE, {"zero": 0, "compress": "int8"}),
 }
+"""A model, its batches, and what its strategy fixes. What is compressed goes in chains: an
+exchange, a sum of what came, a gather."""
 
 
 def variants(plan: Plan) -> dict[str, Plan]:
@@ -82,7 +87,7 @@ def variants(plan: Plan) -> dict[str, Plan]:
     return {
         "at once": replace(plan, overlaps=(at_once,), prefetch=0, in_flight=1),
         "one ahead": replace(plan, overlaps=(), prefetch=1),
-        "scheduled": plan,
+        "planned": plan,
     }
 
 
@@ -90,14 +95,14 @@ def rank_main(name: str, steps: int, file: Path) -> None:
     """One rank: times the forward and backward of every schedule, in turn."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
-    make, batch = MODELS[name]
+    make, batch, fixed = MODELS[name]
 
     def built() -> nn.Module:
         torch.manual_seed(0)
         return make()
 
     sizes = {"gather_bytes": BUCKET_BYTES, "reduce_bytes": BUCKET_BYTES}
-    strategy = autopar.Strategy(zero=3, recompute="none", **sizes)
+    strategy = autopar.Strategy(recompute="none", **sizes, **fixed)
     options: dict[str, Any] = {"example_inputs": batch(0), "fallback": False}
     model = autopar.compile(built(), strategy=strategy, memory="64GiB", **options)
     plans = variants(model.plan)
@@ -122,7 +127,7 @@ def rank_main(name: str, steps: int, file: Path) -> None:
         assert p is not None
         found = {
             "seconds": seconds,
-            "sent_bytes": median(sent["scheduled"]),
+            "sent_bytes": median(sent["planned"]),
             "predicted_s": p.step_s - p.update_s,
             "predicted_causes": dict(p.causes),
             "overlap": [vars(item) for item in model.plan.overlaps],
