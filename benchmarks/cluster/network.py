@@ -66,8 +66,9 @@ class Network:
         if not 1 <= nodes <= 250:
             raise ValueError(f"a network has 1 to 250 nodes, not {nodes}")
         self.nodes = nodes
+        if rate is not None:
+            bits_per_second(rate)
         self.rate = rate
-        self._bits_per_s = None if rate is None else bits_per_second(rate)
         self._name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
 
     def namespace(self, node: int) -> str:
@@ -127,15 +128,26 @@ class Network:
         _run("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
         _run("ip", "-n", name, "link", "set", "lo", "up")
         _run("ip", "-n", name, "link", "set", "eth0", "up")
-        if self._bits_per_s is not None:
-            burst = max(_BURST_BYTES, int(self._bits_per_s / 8 * 1e-3))  # a millisecond's worth
-            shape = ("tbf", "rate", f"{self._bits_per_s:.0f}bit", "burst", f"{burst}b")
-            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *shape, "limit", _QUEUE)
+        if self.rate is not None:
+            _run("tc", "-n", name, *_shape(self.rate))
 
     def _remove(self) -> None:
         for name in _namespaces():
             if name.startswith(f"{self._name}-"):
                 _delete(name)
+
+
+def shape_here(rate: str) -> None:
+    """Give the link of the node that this process runs on another rate."""
+    _run("tc", *_shape(rate))
+
+
+def _shape(rate: str) -> tuple[str, ...]:
+    """What tc is told of an interface that sends at a rate."""
+    bits = bits_per_second(rate)
+    burst = max(_BURST_BYTES, int(bits / 8 * 1e-3))  # a millisecond's worth
+    shape = ("tbf", "rate", f"{bits:.0f}bit", "burst", f"{burst}b", "limit", _QUEUE)
+    return ("qdisc", "replace", "dev", "eth0", "root", *shape)
 
 
 def bits_per_second(rate: str) -> float:

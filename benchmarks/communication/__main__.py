@@ -27,7 +27,8 @@ from benchmarks.cluster import Network, Unavailable, start
 from benchmarks.cluster.__main__ import SKIPPED
 from benchmarks.cluster.network import bits_per_second
 from benchmarks.communication.field import CASES, PLANNED, contenders
-from benchmarks.communication.report import Row, Setting, rows, table
+from benchmarks.communication.report import Row, Setting, parts, rows, table
+from benchmarks.communication.worker import NetworkJob
 from benchmarks.launch import Job, race
 from benchmarks.peers import words
 from benchmarks.report import document
@@ -63,14 +64,19 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def settings(args: argparse.Namespace) -> list[Setting]:
-    """Return what to run."""
+def races(args: argparse.Namespace) -> list[list[Setting]]:
+    """Return the settings, those together that differ in rate alone: the fastest first.
+
+    What is planned for a rate is not raced at another.
+    """
+    rates = sorted(args.rates, key=bits_per_second, reverse=True)
     made = []
     for model in args.models:
         size = sum(p.numel() * p.element_size() for p in CASES[model].build().parameters())
         for layout in args.layouts:
             nodes, each = map(int, layout.split("x"))
-            made += [Setting(model, nodes, each, rate, size) for rate in args.rates]
+            own = [Setting(model, nodes, each, rate, size) for rate in rates]
+            made += [[one] for one in own] if PLANNED in args.contenders else [own]
     return made
 
 
@@ -84,23 +90,30 @@ def start_rank(
     return start(network, command, rank, each, environment=environment, log=log)
 
 
-def compare(args: argparse.Namespace, setting: Setting, console: Console) -> list[Row]:
-    """Run one race and show its table."""
-    field = [c for c in contenders(setting.ranks_per_node) if c.name in args.contenders]
+def compare(args: argparse.Namespace, settings: list[Setting], console: Console) -> list[Row]:
+    """Run one race, at every rate, and show its tables."""
+    first, each = settings[0], settings[0].ranks_per_node
+    field = [c for c in contenders(each) if c.name in args.contenders]
     absent = [c for c in field if c.absence()]
-    names = tuple(c.name for c in field if c not in absent)
-    job = Job(setting.model, setting.ranks, names, args.steps, threads=1, patience=args.patience)
-    began = time.monotonic()
-    with (
-        console.status(str(setting)) as status,
-        Network(setting.nodes, setting.rate) as network,
-    ):
-        starting = partial(start_rank, network, setting.ranks_per_node)
-        outcome = race(job, lambda text: status.update(f"{setting}: {text}"), starting)
+    job = NetworkJob(
+        case=first.model,
+        world_size=first.ranks,
+        contenders=tuple(c.name for c in field if c not in absent),
+        rounds=args.steps * len(settings),
+        threads=1,
+        patience=args.patience,
+        rates=tuple(setting.rate for setting in settings),
+    )
+    title = f"{first.model}, {first.nodes}x{each}"
+    with console.status(title) as status, Network(first.nodes, first.rate) as network:
+        starting = partial(start_rank, network, each)
+        outcome = race(job, lambda text: status.update(f"{title}: {text}"), starting)
     outcome["contenders"] += [{"contender": c.name, "error": c.absence()} for c in absent]
-    made = rows(setting, field, outcome)
-    console.print(table(setting, made))
-    console.print(f"{time.monotonic() - began:.0f} s\n")
+    made = []
+    for setting, part in zip(settings, parts(outcome, len(settings)), strict=True):
+        own = rows(setting, field, part)
+        console.print(table(setting, own))
+        made += own
     return made
 
 
@@ -109,12 +122,14 @@ def main() -> int:
     args = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 140)
     made: list[Row] = []
-    for setting in settings(args):
+    for settings in races(args):
+        began = time.monotonic()
         try:
-            made += compare(args, setting, console)
+            made += compare(args, settings, console)
         except Unavailable as reason:
             print(f"skipped, nodes cannot be emulated here: {reason}", file=sys.stderr)
             return SKIPPED
+        console.print(f"{time.monotonic() - began:.0f} s\n")
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             shown = {**document([]), "rows": [asdict(row) for row in made]}

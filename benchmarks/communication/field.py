@@ -22,6 +22,7 @@ import autopar
 from autopar.api import capture_of_rank
 from autopar.cost_model.wire import node_bytes
 from autopar.passes.runner import run_passes
+from autopar.passes.schedule_overlap import Overlap
 from autopar.runtime.program import with_axes
 from benchmarks.communication.horovod import Horovod
 from benchmarks.contenders import PLAIN, Contender, Step, build_ddp, my_rows, training_step
@@ -32,6 +33,7 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 ALONE = "alone"
 UNBUCKETED = "unbucketed"
 PLANNED = "planned"
+WAITING = (UNBUCKETED, "bucketed")
 ANY = ""  # whose losses those of a lossy one must be
 BUCKET_BYTES = 4 << 20
 POWERSGD_STARTS = 2  # steps after which torch's hook compresses, the least that it takes
@@ -107,6 +109,17 @@ def build_autopar(case: Case, *, strategy: autopar.Strategy) -> Way:
     return Way(training_step(model, case, local=False), model.plan)
 
 
+def build_waiting(case: Case, *, strategy: autopar.Strategy) -> Way:
+    """Return autopar under a strategy, but every sum waited for as soon as it has started."""
+    inputs = case.batch(0)
+    model = case.build()
+    plan = autopar.plan(model, dist.get_world_size(), example_inputs=inputs, strategy=strategy)
+    moments = 2 * len(plan.buckets.reduce)  # a start and a wait for each
+    at_once = replace(plan, overlaps=(Overlap(reduce=(0.0,) * moments),), in_flight=1)
+    model = autopar.compile(model, example_inputs=inputs, plan=at_once, fallback=False)
+    return Way(training_step(model, case, local=False), at_once)
+
+
 def planned_bytes(case: Case, plan: autopar.Plan, ranks_per_node: int) -> int:
     """Return the bytes that leave a node in a step, as the cost model reads them off the program.
 
@@ -140,7 +153,7 @@ COUNTERPARTS = {
 
 
 def _autopar(name: str, strategy: autopar.Strategy) -> Contender:
-    build = partial(build_autopar, strategy=strategy)
+    build = partial(build_waiting if name in WAITING else build_autopar, strategy=strategy)
     losses = PLAIN if strategy.compress is None else ANY
     peers = COUNTERPARTS.get(name, ("ddp",))
     return Contender(name, build, peers, module="autopar", reference=losses)
@@ -159,7 +172,7 @@ PEERS = (
 def strategies(ranks_per_node: int) -> dict[str, autopar.Strategy]:
     """Return ways of autopar, each with what those before it have; the compressions all alike."""
     found = {UNBUCKETED: replace(BUCKETED, reduce_bytes=1), "bucketed": BUCKETED}
-    last = BUCKETED
+    last = found["overlapped"] = BUCKETED
     if ranks_per_node > 1:
         last = found["hierarchical"] = replace(BUCKETED, hierarchical=ranks_per_node)
     found |= {name: replace(last, compress=text) for name, text in COMPRESSIONS.items()}

@@ -93,6 +93,19 @@ class Row:
     error: str | None = None
 
 
+def parts(outcome: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the outcome of each rate: as many of the rounds; losses are those of all."""
+    made = []
+    for part in range(count):
+        results = [dict(result) for result in outcome["contenders"]]
+        for result in results:
+            for name in {"seconds", "sent"} & set(result):
+                size = len(result[name]) // count
+                result[name] = result[name][part * size :][:size]
+        made.append({**outcome, "contenders": results})
+    return made
+
+
 def rows(setting: Setting, field: Sequence[Contender], outcome: Mapping[str, Any]) -> list[Row]:
     """Return a row for each contender, in the order of the field."""
     results = {result["contender"]: result for result in outcome["contenders"]}

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.cluster.network import shape_here
 from benchmarks.communication.counters import sent_bytes
 from benchmarks.communication.field import CASES, Way, contenders, planned_bytes
 from benchmarks.communication.horovod import Horovod
@@ -25,12 +27,27 @@ from benchmarks.worker import SEED, Entry, Race
 WARM_STEPS = 3  # torch's PowerSGD starts after two
 
 
+@dataclass(frozen=True)
+class NetworkJob(Job):
+    """A race over a network.
+
+    Attributes:
+        rates: of its links, one after the other, each for as many of the rounds; everything is
+            built under the first.
+    """
+
+    rates: tuple[str, ...] = ()
+
+
 class Exchange(Race):
     """A race that also counts what each node sends."""
+
+    job: NetworkJob
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.sent: dict[str, list[int]] = {entry.contender.name: [] for entry in self.entries}
+        self.rate = self.job.rates[0]
 
     @property
     def steps(self) -> int:
@@ -47,6 +64,7 @@ class Exchange(Race):
 
     def time(self, entry: Entry, number: int) -> None:
         """Time one whole step from a common start, and count from before it to after it."""
+        self.shape(number)
         batch = self.batches[WARM_STEPS + number]
         with self.turn(entry):
             dist.barrier(self.control)
@@ -58,6 +76,13 @@ class Exchange(Race):
             dist.barrier(self.control)
             self.sent[entry.contender.name].append(sent_bytes() - before)
             dist.barrier(self.control)
+
+    def shape(self, number: int) -> None:
+        """Give the links the rate of a round."""
+        rate = self.job.rates[number * len(self.job.rates) // self.job.rounds]
+        if rate != self.rate and os.environ["LOCAL_RANK"] == "0":
+            shape_here(rate)
+        self.rate = rate
 
     def turn(self, entry: Entry) -> AbstractContextManager[None]:
         """What surrounds a contender's turn: Horovod is not to run in those of others."""
@@ -82,7 +107,7 @@ class Exchange(Race):
 def main() -> None:
     """Join the other ranks and run the job."""
     folder = Path(sys.argv[1])
-    job = Job.load(folder)
+    job = NetworkJob.load(folder)
     torch.set_num_threads(job.threads)
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
     each = int(os.environ["LOCAL_WORLD_SIZE"])
