@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.communication.field import ALONE, UNBUCKETED
-from benchmarks.communication.report import Setting, rows
+from benchmarks.communication.report import Setting, parts, rows
 from benchmarks.contenders import Contender
 
 SETTING = Setting("gpt", 2, 2, "1gbit", gradient_bytes=10**7)
@@ -43,3 +43,9 @@ def test_whoever_should_train_the_plain_model_is_held_to_its_losses() -> None:
     lossy, exact = rows(SETTING, field, outcome(lossy=([0.1] * 3, 0), exact=([0.1] * 3, 0)))
     assert lossy.error is None
     assert "losses differ" in str(exact.error)
+
+
+def test_each_rate_has_its_part_of_the_rounds() -> None:
+    given = outcome(unbucketed=([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 7))
+    found = [part["contenders"][1]["seconds"] for part in parts(given, 3)]
+    assert found == [[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]]
