@@ -107,7 +107,17 @@ COMPOSED = {
 }
 """What is swept if nothing else is asked for: partitions, and pipelines of them."""
 
-SETUPS = COMPOSED | PIPELINES
+OPEN = {"gather_bytes": None, "reduce_bytes": None, "prefetch": None}
+"""Left to the planner, which then schedules every collective."""
+
+COMMUNICATION = {
+    **{f"zero{z}-{n}": Setup(n, {"zero": z, **OPEN}) for z in range(4) for n in (2, 3, 4)},
+    **{f"zero{z}-levels": Setup(4, {"zero": z, "hierarchical": 2, **OPEN}) for z in range(4)},
+    **{f"zero{z}-hybrid": Setup(4, {"zero": z, "dp_shard": 2, **OPEN}) for z in (1, 2, 3)},
+}
+"""Every ZeRO stage with collectives scheduled, by level, and sharded over neighbours only."""
+
+SETUPS = COMPOSED | PIPELINES | COMMUNICATION
 
 CASES: Mapping[str, Case] = MODELS | {name: it.case for name, it in ARCHITECTURES.items()}
 
