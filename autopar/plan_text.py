@@ -37,6 +37,7 @@ def table(plan: Plan) -> str:
         grid.add_row(_span(blocks), str(stage), kinds, human_bytes(whole), human_bytes(held), level)
     lines = [_render(grid), *_stages(plan)]
     lines.append(f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}")
+    lines += _levels(plan)
     lines += _sent(plan)
     lines += _prediction(plan)
     lines += _exposures(plan.prediction, 5) if plan.prediction else []
@@ -44,9 +45,22 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _levels(plan: Plan) -> list[str]:
+    """What goes by level, and where shards have copies."""
+    found = []
+    if plan.hybrid:
+        copies = dict(plan.storage)["dp_replicate"]
+        found.append(f"ZeRO shards over {plan.data_ranks // copies} neighbours, in {copies} copies")
+    for own in plan.levels:
+        if kinds := [f"{kind} from {human_bytes(least)}" for kind, least in own.from_bytes]:
+            near = f"{own.axis} by level, {own.within} ranks near each other"
+            found.append(f"{near}: {', '.join(kinds)}")
+    return found
+
+
 def explain(plan: Plan) -> str:
     """What bounds the step, and why each runner-up lost."""
-    lines = [f"Chosen: {plan.name}."]
+    lines = [f"Chosen: {plan.name}.", *_levels(plan)]
     lines += _prediction(plan)
     p = plan.prediction
     if p is not None:

@@ -24,13 +24,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from autopar.cost_model.exchange import pieces_of
 from benchmarks.cluster import Network, launch
 
 c10d = torch.ops._c10d_functional
 Way = Callable[[Tensor], None]
-PIECES = 4
-"""Of each exchange, as `cost_model.exchange` has it."""
-
 SIZES = tuple(2**18 * 4**power for power in range(4))
 """256 KiB to 16 MiB."""
 
@@ -162,7 +160,8 @@ def _splits(part: int, rank: int, world: int) -> list[int]:
 
 
 def _scatter_begin(x: Tensor, rank: int, world: int, group: str) -> list[Tensor]:
-    chunks = [chunk.chunk(PIECES) for r, chunk in enumerate(x.chunk(world)) if r != rank]
+    count = pieces_of(x.nbytes, world)
+    chunks = [chunk.chunk(count) for r, chunk in enumerate(x.chunk(world)) if r != rank]
     found = []
     for parts in zip(*chunks, strict=True):
         sent = parts[0] if world == 2 else torch.cat(parts)
@@ -183,7 +182,7 @@ def _scatter(x: Tensor, rank: int, world: int, group: str) -> Tensor:
 
 def _gather_begin(own: Tensor, rank: int, world: int, group: str) -> list[Tensor]:
     found = []
-    for part in own.chunk(PIECES):
+    for part in own.chunk(pieces_of(own.nbytes * world, world)):
         sent = part if world == 2 else part.repeat(world - 1)
         splits = _splits(len(part), rank, world)
         found.append(c10d.all_to_all_single(sent, splits, splits, group))

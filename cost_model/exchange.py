@@ -1,7 +1,7 @@
 """In how many pieces gloo exchanges a message: as lowered, and so as measured and priced.
 
 Gloo writes one large buffer to the end before it reads from the same rank, so that two ranks that
-send each other 8 MiB take turns (benchmarks/results/routes-2026-11-22.json, a quiet machine, ms):
+send each other 8 MiB take turns (torch 2.13, medians of 5, ms):
 
 | 8 MiB to each other rank, in pieces | 1 | 2 | 4 | 8 | 16 |
 |---|---|---|---|---|---|
