@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -163,7 +164,11 @@ def lay_out(model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]) -
 def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Swaps tensors in place; the user's hooks stay."""
     hooks = {name: getattr(parameter, name, None) for name in HOOKS}
-    torch.utils.swap_tensors(parameter, other)
+    try:
+        torch.utils.swap_tensors(parameter, other)
+    except RuntimeError:  # an old graph, not collected yet, still has hands on it
+        gc.collect()
+        torch.utils.swap_tensors(parameter, other)
     for name, table in hooks.items():
         if table:
             setattr(parameter, name, table)  # tells autograd of them
