@@ -120,7 +120,7 @@ def sink_waits(graph: TrainingGraph) -> None:
 
 def _half(nodes: list[fx.Node]) -> Half:
     late = _late(nodes)
-    early = _early([node for node in nodes if node not in late])
+    early = _early([node for node in nodes if node not in late], late)
     groups = [*_groups(nodes, late, "late"), *_groups(nodes, early, "early")]
     moving = {node for group in groups for node in group.nodes}
     main = [node for node in nodes if node not in moving]
@@ -199,8 +199,11 @@ def _late(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _early(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Gathers of what is there when a half begins, their waits, and what only prepares them."""
+def _early(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
+    """Gathers of what is there when a half begins, their waits, and what only prepares them.
+
+    Not those that sums of gradients read: these belong to main compute.
+    """
     inside, free = set(nodes), set[fx.Node]()
     for node in nodes:
         if all(n not in inside or n in free for n in node.all_input_nodes):
@@ -209,6 +212,7 @@ def _early(nodes: list[fx.Node]) -> set[fx.Node]:
     before = {start: _ancestors(start, inside) for start in gathers}
     ours = set(chain(gathers, *before.values()))
     alone = [s for s in gathers if all(u in ours for n in before[s] for u in n.users)]
+    alone = [s for s in alone if not any(u in late for r in results_of(s) if r for u in r.users)]
     found = set(chain(alone, *(before[start] for start in alone)))
     for start in alone:
         found |= {n for n in (wait_of(start), *results_of(start)) if n is not None}
