@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from autopar.errors import StrategyError
@@ -108,12 +107,6 @@ class Compressions:
 
     def __bool__(self) -> bool:
         return any((*self.gather, *self.regather, *self.reduce, self.activations))
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """What is used, each once."""
-        every: Iterable[str] = (*self.gather, *self.regather, *self.reduce, self.activations)
-        return tuple(dict.fromkeys(filter(None, every)))
 
 
 def _value(name: str, text: str, given: str) -> object:

@@ -138,3 +138,19 @@ def collective(
     pending = call(graph, like, start, list(tensors), *options)  # type: ignore[arg-type]
     done = call(graph, like, wait, pending)
     return [call(graph, like, operator.getitem, done, i) for i in range(len(tensors))]
+
+
+def replace_collective(graph: fx.Graph, start: fx.Node, results: Sequence[fx.Node]) -> None:
+    """Puts other nodes in the place of a collective's results; what these were, the others are."""
+    done = wait_of(start)
+    for before, after in zip(results_of(start), results, strict=True):
+        if before is not None:
+            after.meta |= {key: before.meta[key] for key in TAGS if key in before.meta}
+            before.replace_all_uses_with(after)
+            graph.erase_node(before)
+    graph.erase_node(done)
+    graph.erase_node(start)
+
+
+TAGS = ("gathered", "gradient", "placement", "rows")
+"""In the meta of a collective's result: what it stands for, and how it lies."""

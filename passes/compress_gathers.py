@@ -17,10 +17,10 @@ from autopar.passes.bucket_collectives import Group
 from autopar.passes.collectives import (
     axis_of,
     collective,
+    replace_collective,
     results_of,
     start_all_gather,
     starts,
-    wait_of,
 )
 from autopar.passes.compressed import filled
 from autopar.passes.compressors import codec
@@ -79,20 +79,13 @@ class _Gather:
 
     def run(self) -> None:
         """Replaces start, wait and results."""
-        old, done = results_of(self.start), wait_of(self.start)
         self.graph.inserting_before(self.start)
         message = inline(self.graph, self.start, self.message, self.chunks)
         axis = axis_of(self.start)
         came = collective(self.graph, self.start, start_all_gather, [message], [self.ranks], axis)
-        for before, after in zip(
-            old, inline(self.graph, self.start, self.whole, *came), strict=True
-        ):
-            if before is not None:
-                after.meta |= {k: before.meta[k] for k in TAGS if k in before.meta}
-                before.replace_all_uses_with(after)
-                self.graph.erase_node(before)
-        self.graph.erase_node(done)
-        self.graph.erase_node(self.start)
+        replace_collective(
+            self.graph, self.start, inline(self.graph, self.start, self.whole, *came)
+        )
 
     def message(self, chunks: Sequence[Tensor]) -> Tensor:
         """This rank's chunks."""
@@ -106,6 +99,3 @@ class _Gather:
         table = self.codec.decode(messages, self.codec.fit(sum(widths)), self.dtype)
         parts = zip(table[:, : sum(widths)].split(widths, 1), self.rows, self.rests, strict=True)
         return [part.reshape(-1, *rest)[:rows] for part, rows, rest in parts]
-
-
-TAGS = ("gathered", "placement", "rows")

@@ -16,14 +16,12 @@ from autopar.passes.build import add_input, fake_like
 from autopar.passes.collectives import (
     axis_of,
     collective,
+    replace_collective,
     results_of,
     start_reduce_scatter,
-    wait_of,
 )
 from autopar.passes.inline import inline
 from autopar.placement import chunk_rows
-
-TAGS = ("gradient", "placement", "rows")
 
 
 class Compressed:
@@ -41,8 +39,7 @@ class Compressed:
         self.axis = axis_of(start)
         self.ranks = graph.axes[self.axis]
         self.operands: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
-        self.results = results_of(start)
-        self.names = [str(result.meta["gradient"]) for result in self.results if result is not None]
+        self.names = [str(r.meta["gradient"]) for r in results_of(start) if r is not None]
         self.scatters = start.target is start_reduce_scatter
         self.shapes = [tuple(tensors(node)[0].shape) for node in self.operands]
         self.dtype = tensors(self.operands[0])[0].dtype
@@ -51,15 +48,8 @@ class Compressed:
 
     def run(self) -> None:
         """Replaces start, wait and results."""
-        done = wait_of(self.start)
         self.graph.graph.inserting_before(self.start)
-        for before, after in zip(self.results, self.write(), strict=True):
-            assert before is not None
-            after.meta |= {key: before.meta[key] for key in TAGS if key in before.meta}
-            before.replace_all_uses_with(after)
-            self.graph.graph.erase_node(before)
-        self.graph.graph.erase_node(done)
-        self.graph.graph.erase_node(self.start)
+        replace_collective(self.graph.graph, self.start, self.write())
 
     def write(self) -> list[fx.Node]:
         """Writes at the insertion point; returns what stands for each result."""

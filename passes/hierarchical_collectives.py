@@ -22,12 +22,11 @@ from autopar.passes.collectives import (
     kind_of,
     message_bytes,
     op_of,
-    results_of,
+    replace_collective,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
     starts,
-    wait_of,
 )
 from autopar.placement import Partial, Placement, Replicate, Shard
 
@@ -99,15 +98,8 @@ class _Split:
             start_all_gather: self.all_gather,
             start_reduce_scatter: self.reduce_scatter,
         }[self.start.target]  # type: ignore[index]
-        done, old = wait_of(self.start), results_of(self.start)
         self.graph.inserting_before(self.start)
-        for before, after in zip(old, write(), strict=True):
-            if before is not None:
-                after.meta |= {key: before.meta[key] for key in TAGS if key in before.meta}
-                before.replace_all_uses_with(after)
-                self.graph.erase_node(before)
-        self.graph.erase_node(done)
-        self.graph.erase_node(self.start)
+        replace_collective(self.graph, self.start, write())
 
     def all_reduce(self) -> list[fx.Node]:
         shapes = [tensors(x)[0].shape for x in self.operands]
@@ -210,6 +202,3 @@ class _Split:
         if tensors(node)[0].shape[0] == rows:
             return node
         return self.op(aten.slice.Tensor, node, 0, 0, rows)
-
-
-TAGS = ("gathered", "gradient", "placement", "rows")

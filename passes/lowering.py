@@ -15,7 +15,7 @@ from autopar.passes.build import aten, call, is_view
 from autopar.passes.collectives import (
     axis_of,
     op_of,
-    results_of,
+    replace_collective,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
@@ -50,19 +50,13 @@ class Lowering:
             start_reduce_scatter: self.reduce_scatter,
             start_all_to_all: self.all_to_all,
         }[self.start.target]  # type: ignore[index]
-        done, old = wait_of(self.start), results_of(self.start)
+        done = wait_of(self.start)
         self.graph.inserting_before(self.start)
         issued, finish = begin()
         self.graph.inserting_before(done)
         self.like, self.placement = done, Varying()  # results get their own
         new = finish(*[self.op(c10d.wait_tensor.default, pending) for pending in issued])
-        for before, after in zip(old, new, strict=True):
-            if before is not None:
-                after.meta = {**after.meta, **{k: before.meta[k] for k in TAGS if k in before.meta}}
-                before.replace_all_uses_with(after)
-                self.graph.erase_node(before)
-        self.graph.erase_node(done)
-        self.graph.erase_node(self.start)
+        replace_collective(self.graph, self.start, new)
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = call(self.graph, self.like, target, *args, **kwargs)
@@ -212,4 +206,3 @@ READ_UNTIL_WAITED = (
     c10d.reduce_scatter_tensor.default,
     c10d.all_to_all_single.default,
 )
-TAGS = ("gathered", "gradient", "placement", "rows")
