@@ -20,8 +20,9 @@ class Levels:
     Attributes:
         axis: name of the mesh axis.
         within: how many neighbours are near each other.
-        from_bytes: kinds of collectives ("all_reduce", "all_gather", "reduce_scatter") that go by
-            level, and the least size of the message for which they do.
+        from_bytes: kinds of collectives ("all_reduce", "all_gather", "reduce_scatter"), and methods
+            of compressing sums, that go by level, and the least size of what is sent for which
+            they do.
     """
 
     axis: str
@@ -42,7 +43,7 @@ class Levels:
         return {level(self.axis, name): size for name, size in sizes.items()}
 
     def splits(self, kind: str, nbytes: int) -> bool:
-        """Whether a collective of a kind goes by level at this size of its message."""
+        """Whether a collective of a kind, or a method, goes by level at this size."""
         least = dict(self.from_bytes).get(kind)
         return least is not None and nbytes >= least
 

@@ -311,7 +311,7 @@ class Plan:
         chosen = self.compressions
         found: list[Pass] = []
         if any(chosen.reduce):
-            found.append(CompressGradients(self.buckets.reduce, chosen.reduce, row))
+            found.append(CompressGradients(self.buckets.reduce, chosen.reduce, row, self.levels))
         if any((*chosen.gather, *chosen.regather)):
             gather = zip(self.buckets.gather, chosen.gather, strict=True)
             regather = zip(self.buckets.regather, chosen.regather, strict=True)

@@ -9,10 +9,10 @@ from torch import fx
 
 from autopar.compression import Compression
 from autopar.graph import OutputRole, TrainingGraph, tensors
-from autopar.levels import WITHIN, place_on
+from autopar.levels import WITHIN, Levels, place_on
 from autopar.passes.base import PassResult
 from autopar.passes.bucket_collectives import Group
-from autopar.passes.collectives import axis_of, op_of, results_of, starts
+from autopar.passes.collectives import axis_of, message_bytes, op_of, results_of, starts
 from autopar.passes.ways_of_sending import WAYS
 
 
@@ -23,17 +23,20 @@ class CompressGradients:
     Before: sums of gradients are collectives of whole buckets. After: those of the buckets that
     are compressed are encoded, sent, summed and decoded, as `compressed` says; what was not sent
     is state of the graph, by parameter, so that buckets may change. Where ZeRO shards over
-    neighbours only, their sums are sent as they are, those between them compressed. Tier: lossy.
+    neighbours only, their sums are sent as they are, those between them compressed. So they are
+    where a method goes by level. Tier: lossy.
 
     Attributes:
         buckets: names of parameters whose gradients travel together.
         compressions: text of a `Compression` for each bucket, "" for none.
         rank: this rank's place on the axis that gradients are summed over.
+        levels: of that axis, and from which size of a bucket on each method goes by them.
     """
 
     buckets: tuple[Group, ...]
     compressions: tuple[str, ...]
     rank: int
+    levels: tuple[Levels, ...] = ()
     tier: ClassVar[Literal["exact", "lossy"]] = "lossy"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
@@ -50,14 +53,28 @@ class CompressGradients:
             if reason := _impossible(start):
                 notes.append(f"the gradient of {names[0]} is not compressed: {reason}")
                 continue
-            way = WAYS[(compression := Compression.of(chosen[names[0]])).method]
-            place = place_on(axis_of(start), self.rank, graph.axes)
-            one = way(graph, start, compression, place)
+            compression = Compression.of(chosen[names[0]])
+            one = WAYS[compression.method](
+                graph,
+                start,
+                compression,
+                place_on(axis_of(start), self.rank, graph.axes),
+                by_level=self._by_level(graph, start, compression),
+            )
             one.run()
             graph, done = one.graph, True
             updates |= one.updates
         graph = replace(graph, notes=(*graph.notes, *notes))
         return PassResult(graph.with_results(updates), "" if done else "no bucket is compressed")
+
+    def _by_level(self, graph: TrainingGraph, start: fx.Node, compression: Compression) -> bool:
+        axis, nbytes = axis_of(start), message_bytes(start)
+        return any(
+            own.axis == axis
+            and own.sizes(graph.axes[axis])
+            and own.splits(compression.method, nbytes)
+            for own in self.levels
+        )
 
 
 def _impossible(start: fx.Node) -> str:

@@ -12,32 +12,52 @@ from torch import Tensor, fx
 
 from autopar.compression import Compression
 from autopar.graph import OutputRole, State, TrainingGraph, Update, tensors
+from autopar.levels import BETWEEN, WITHIN, level
 from autopar.passes.build import add_input, fake_like
 from autopar.passes.collectives import (
     axis_of,
     collective,
     replace_collective,
     results_of,
+    start_all_gather,
     start_reduce_scatter,
 )
 from autopar.passes.inline import inline
-from autopar.placement import chunk_rows
+from autopar.placement import Partial, chunk_rows
 
 
 class Compressed:
     """Writes what one started sum becomes.
 
+    By level, neighbours first sum what they have as it is, each a part of it; the parts travel
+    compressed, between the ranks that have the same one; and neighbours share what came of them.
+    What was not sent of a part is left with the rank that has the part.
+
     Attributes:
         graph: what is written into; inputs are added to it.
         updates: the new values of state, as results of the graph.
+        ranks: how many sum, of which `rank` is this one.
+        senders: how many of them send each other messages, of which `place` is this one.
+        neighbours: how many sum before; 1 if not by level.
+        near: this one's place among them.
     """
 
     def __init__(
-        self, graph: TrainingGraph, start: fx.Node, compression: Compression, rank: int
+        self,
+        graph: TrainingGraph,
+        start: fx.Node,
+        compression: Compression,
+        rank: int,
+        *,
+        by_level: bool = False,
     ) -> None:
         self.graph, self.start, self.compression, self.rank = graph, start, compression, rank
-        self.axis = axis_of(start)
-        self.ranks = graph.axes[self.axis]
+        axis = axis_of(start)
+        self.between = level(axis, BETWEEN) if by_level else axis
+        self.within = level(axis, WITHIN)
+        self.ranks, self.senders = graph.axes[axis], graph.axes[self.between]
+        self.neighbours = self.ranks // self.senders
+        self.place, self.near = divmod(rank, self.neighbours)
         self.operands: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
         self.names = [str(r.meta["gradient"]) for r in results_of(start) if r is not None]
         self.scatters = start.target is start_reduce_scatter
@@ -60,9 +80,12 @@ class Compressed:
     def inline(self, function: Any, *arguments: Any) -> Any:
         return inline(self.graph.graph, self.start, function, *arguments)
 
-    def send(self, kind: Any, given: Sequence[fx.Node], *options: Any) -> tuple[fx.Node, list[Any]]:
-        """A collective over the axis; returns its wait, and its results."""
-        found = collective(self.graph.graph, self.start, kind, given, *options, self.axis)
+    def send(
+        self, kind: Any, given: Sequence[fx.Node], *options: Any, over: str = ""
+    ) -> tuple[fx.Node, list[Any]]:
+        """A collective between senders, or over another axis; returns its wait, and its results."""
+        axis = over or self.between
+        found = collective(self.graph.graph, self.start, kind, given, *options, axis)
         done = found[0].args[0]
         assert isinstance(done, fx.Node)
         for node in (done.args[0], done, *found):
@@ -89,16 +112,34 @@ class Compressed:
         pairs = zip(self.names, self.shapes, strict=True)
         return [self.state("residual", name, shape, self.wide) for name, shape in pairs]
 
+    def begin(self, residuals: Sequence[fx.Node]) -> fx.Node:
+        """The table of what this rank has to send: [a row for each part of it, width]."""
+        table = self.inline(self.table, self.operands, residuals)
+        if self.neighbours == 1:
+            return table
+        table = self.inline(self.by_neighbour, table)
+        table.meta["placement"] = Partial()
+        _, (own,) = self.send(start_reduce_scatter, [table], [1], over=self.within)
+        return self.inline(lambda own: own.view(self.parts, self.width), own)
+
     def end(
         self, whole: fx.Node, left: fx.Node | None, residuals: Sequence[fx.Node]
     ) -> list[fx.Node]:
         """Writes what was not sent into the residuals; returns what stands for each result.
 
         Args:
-            whole: the sum: all of it for an all-reduce, own row of its table for a reduce-scatter.
-            left: the table of what was not sent; None without feedback.
+            whole: the sum of what senders had: all of their tables for an all-reduce, own row for
+                a reduce-scatter.
+            left: the table of what this rank has not sent; None without feedback.
             residuals: where that goes.
         """
+        if self.neighbours > 1:
+            if left is not None:
+                left = self.inline(self.beside_neighbours, left)
+            if not self.scatters:
+                count = self.neighbours * self.parts * self.width
+                whole = self.inline(lambda whole: whole.reshape(-1), whole)
+                _, (whole,) = self.send(start_all_gather, [whole], [count], over=self.within)
         if left is not None:
             kept = self.inline(self.settle, left, whole, residuals)
             roles = (Update(State("residual", name)) for name in self.names)
@@ -109,8 +150,8 @@ class Compressed:
 
     @property
     def parts(self) -> int:
-        """Rows of the table: row r is what rank r owns."""
-        return self.ranks
+        """Rows of the table that a rank sends: row r is what sender r owns."""
+        return self.senders
 
     def fit(self, width: int) -> int:
         """The least width of a table that can be sent and holds this one."""
@@ -127,10 +168,15 @@ class Compressed:
         if self.scatters:
             pairs = zip(self.sizes, self.shapes, strict=True)
             return self.fit(sum(size * math.prod(shape[1:]) for size, shape in pairs))
-        return self.fit(math.ceil(sum(map(math.prod, self.shapes)) / self.parts))
+        rows = self.neighbours * self.parts
+        return self.fit(math.ceil(sum(map(math.prod, self.shapes)) / rows))
 
     def table(self, given: Sequence[Tensor], residuals: Sequence[Tensor]) -> Tensor:
-        """The operands and what was not sent of them, [parts, width], zeros at the end."""
+        """The operands and what was not sent of them, [all parts, width], zeros at the end.
+
+        A reduce-scatter's has a row for each rank; an all-reduce's has those of a neighbour's part
+        one behind the other.
+        """
         pieces = [tensor.to(self.wide) for tensor in given]
         if residuals:
             pieces = [piece + left for piece, left in zip(pieces, residuals, strict=True)]
@@ -144,7 +190,20 @@ class Compressed:
                 parts.append(parts[0].new_zeros((self.ranks, missing)))
             return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
-        return filled(flat, self.parts * self.width).view(self.parts, -1)
+        rows = self.neighbours * self.parts
+        return filled(flat, rows * self.width).view(rows, -1)
+
+    def by_neighbour(self, table: Tensor) -> Tensor:
+        """A row for each neighbour, of all that is its part, from a table of all parts."""
+        if self.scatters:
+            table = table.view(self.senders, self.neighbours, -1).transpose(0, 1)
+        return table.reshape(self.neighbours, -1)
+
+    def beside_neighbours(self, own: Tensor) -> Tensor:
+        """The table of all parts in which neighbours' are zero."""
+        none = torch.zeros_like(own)
+        parts = [own if place == self.near else none for place in range(self.neighbours)]
+        return torch.stack(parts, 1 if self.scatters else 0).flatten(0, 1)
 
     def pieces(self, table: Tensor) -> list[Tensor]:
         """The operands that lie in a table."""

@@ -19,6 +19,9 @@ from autopar.compression import Compression
 ROW = 2**16
 """Elements among which top-k selects: their places fit into two bytes."""
 
+GROUP = 8
+"""Elements of which top-k first looks at the largest alone."""
+
 
 class Codec(Protocol):
     """Writes and reads messages."""
@@ -40,6 +43,10 @@ class Codec(Protocol):
         """The sum [width] of the rows that messages stand for."""
         ...
 
+    def lost(self, table: Tensor, messages: Tensor) -> Tensor:
+        """What a table says beyond its messages."""
+        ...
+
 
 def codec(given: Compression) -> Codec:
     """What writes and reads the messages of a compression, PowerSGD and random-k apart."""
@@ -59,15 +66,18 @@ def codec(given: Compression) -> Codec:
     raise AssertionError(f"{given} has no codec")
 
 
-class _Summed:
-    """What sums by reading everything."""
+class _Read:
+    """What sums, and knows what is lost, by reading everything."""
 
     def total(self: Codec, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         return self.decode(messages, width, dtype).sum(0)
 
+    def lost(self: Codec, table: Tensor, messages: Tensor) -> Tensor:
+        return table - self.decode(messages, table.shape[1], table.dtype)
+
 
 @dataclass(frozen=True)
-class Cast(_Summed):
+class Cast(_Read):
     """A narrower floating type."""
 
     narrow: torch.dtype
@@ -83,7 +93,7 @@ class Cast(_Summed):
 
 
 @dataclass(frozen=True)
-class Int8(_Summed):
+class Int8(_Read):
     """127 steps to either side; each block has a scale, in float32.
 
     (Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016; in blocks as ZeRO++.)
@@ -107,7 +117,7 @@ class Int8(_Summed):
 
 
 @dataclass(frozen=True)
-class Sign(_Summed):
+class Sign(_Read):
     """A bit an element; each block has its mean magnitude, in float32.
 
     (Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
@@ -125,8 +135,8 @@ class Sign(_Summed):
 
     def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         bodies, scales = _parted(messages, width // self.block, self.block // 8)
-        signs = _unpacked(bodies).view(*scales.shape[:2], self.block) * 2 - 1
-        return (signs * scales).to(dtype).flatten(1)
+        signs = _unpacked(bodies, dtype).view(*scales.shape[:2], self.block)
+        return (signs * scales.to(dtype)).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -145,11 +155,11 @@ class TopK:
 
     def fit(self, width: int) -> int:
         rows = math.ceil(width / ROW)
-        return rows * math.ceil(width / rows)
+        return rows * math.ceil(width / rows / GROUP) * GROUP
 
     def encode(self, table: Tensor) -> Tensor:
         rows = table.view(table.shape[0], math.ceil(table.shape[1] / ROW), -1)
-        places = rows.abs().topk(self._count(rows.shape[-1]), sorted=False).indices
+        places = _largest(rows.abs(), self._count(rows.shape[-1]))
         values = rows.gather(-1, places)
         if self.threshold:
             values = values.where(~(values.abs() <= self.threshold), 0.0)
@@ -168,6 +178,14 @@ class TopK:
             found = found.scatter_add(-1, places, values)
         return found.view(-1)
 
+    def lost(self, table: Tensor, messages: Tensor) -> Tensor:
+        rows = []
+        for own, message in zip(table.unbind(), messages.unbind(), strict=True):
+            values, places = self._entries(message, own.numel(), own.dtype)
+            own = own.view(places.shape[0], -1)
+            rows.append(own.scatter_add(-1, places, -values).view(-1))
+        return torch.stack(rows)
+
     def _read(
         self, message: Tensor, width: int, dtype: torch.dtype, *, whole: bool = False
     ) -> Tensor:
@@ -184,6 +202,22 @@ class TopK:
 
     def _count(self, length: int) -> int:
         return min(length, max(1, round(self.density * length)))
+
+
+def _largest(sizes: Tensor, count: int) -> Tensor:
+    """The places of the largest elements of each row.
+
+    They lie in the groups that are first by their largest elements, of which no more are needed
+    than elements: what is sorted is a fraction of the row.
+    """
+    groups = sizes.shape[-1] // GROUP
+    if count >= groups:
+        return sizes.topk(count, sorted=False).indices
+    table = sizes.unflatten(-1, (GROUP, groups))
+    first = table.amax(-2).topk(count, sorted=False).indices
+    chosen = table.gather(-1, first.unsqueeze(-2).expand(*table.shape[:-1], count)).flatten(-2)
+    places = chosen.topk(count, sorted=False).indices
+    return places // count * groups + first.gather(-1, places % count)
 
 
 def random_places(count: Tensor, width: int, density: float) -> Tensor:
@@ -217,10 +251,8 @@ def _parted(messages: Tensor, blocks: int, body: int) -> tuple[Tensor, Tensor]:
     return bodies.contiguous(), scales.contiguous().view(torch.float32).unsqueeze(-1)
 
 
-_GATHER, _SPREAD = 0x0102040810204080, 0x0101010101010101
-_EACH = 0x8040201008040201 - 2**64
-"""Of eight bytes that are 0 or 1, seen as one integer, `_GATHER` puts every bit into the highest
-byte; `_SPREAD` copies a byte into all eight, of each of which `_EACH` keeps one bit."""
+_GATHER = 0x0102040810204080
+"""Of eight bytes that are 0 or 1, seen as one integer, puts every bit into the highest byte."""
 
 
 def _packed(bits: Tensor) -> Tensor:
@@ -229,7 +261,8 @@ def _packed(bits: Tensor) -> Tensor:
     return ((eights * _GATHER) >> 56).to(torch.uint8)
 
 
-def _unpacked(packed: Tensor) -> Tensor:
-    """0 or 1 for each bit, as int8, eight times as many."""
-    eights = (packed.long() * _SPREAD) & _EACH
-    return (eights.view(torch.uint8) != 0).view(torch.int8)
+def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 or -1 for each bit [eight times as many], read from a table of all bytes."""
+    bytes_, bits = torch.arange(256, device=packed.device), torch.arange(8, device=packed.device)
+    table = ((bytes_.unsqueeze(1) >> bits) & 1).to(dtype) * 2 - 1
+    return table.index_select(0, packed.reshape(-1).int())

@@ -44,15 +44,15 @@ class Exchanged(Compressed):
     def write(self) -> list[fx.Node]:
         codec_, width, wide = codec(self.compression), self.width, self.wide
         residuals = self.residuals()
-        table = self.inline(self.table, self.operands, residuals)
+        table = self.begin(residuals)
         message = self.inline(codec_.encode, table)
         done, (came,) = self.send(start_all_to_all, [message])
-        left = self.beside(done, _lost, codec_, table, message) if residuals else None
+        left = self.beside(done, codec_.lost, table, message) if residuals else None
         whole = self.inline(codec_.total, came, width, wide)
         if not self.scatters:
             own = whole
             again = self.inline(lambda own: codec_.encode(own.unsqueeze(0)), own)
-            done, (came,) = self.send(start_all_gather, [again], [self.ranks])
+            done, (came,) = self.send(start_all_gather, [again], [self.senders])
             if left is not None:
                 left = self.beside(done, self._owned, codec_, left, own, again)
             whole = self.inline(codec_.decode, came, width, wide)
@@ -60,9 +60,8 @@ class Exchanged(Compressed):
 
     def _owned(self, codec_: Codec, left: Tensor, own: Tensor, again: Tensor) -> Tensor:
         """What is lost on the way to the others of this rank's chunk, beside what was before."""
-        more = own - codec_.decode(again, own.numel(), own.dtype).view(-1)
-        mine = (left[self.rank] + more).unsqueeze(0)
-        return torch.cat([left[: self.rank], mine, left[self.rank + 1 :]])
+        mine = left[self.place] + codec_.lost(own.unsqueeze(0), again)
+        return torch.cat([left[: self.place], mine, left[self.place + 1 :]])
 
 
 class Gathered(Exchanged):
@@ -70,17 +69,17 @@ class Gathered(Exchanged):
 
     @property
     def parts(self) -> int:
-        return self.ranks if self.scatters else 1
+        return self.senders if self.scatters else 1
 
     def write(self) -> list[fx.Node]:
         if self.scatters:
             return super().write()
         codec_, width, wide = codec(self.compression), self.width, self.wide
         residuals = self.residuals()
-        table = self.inline(self.table, self.operands, residuals)
+        table = self.begin(residuals)
         message = self.inline(codec_.encode, table)
-        done, (came,) = self.send(start_all_gather, [message], [self.ranks])
-        left = self.beside(done, _lost, codec_, table, message) if residuals else None
+        done, (came,) = self.send(start_all_gather, [message], [self.senders])
+        left = self.beside(done, codec_.lost, table, message) if residuals else None
         whole = self.inline(codec_.total, came, width, wide)
         return self.end(whole, left, residuals)
 
@@ -93,12 +92,12 @@ class Drawn(Compressed):
 
     @property
     def parts(self) -> int:
-        return self.ranks if self.scatters else 1
+        return self.senders if self.scatters else 1
 
     def write(self) -> list[fx.Node]:
         residuals = self.residuals()
         count = self.state("count", self.names[0], (), torch.int64)
-        table = self.inline(self.table, self.operands, residuals)
+        table = self.begin(residuals)
         places = self.inline(self._places, count)
         values = self.inline(lambda table, places: table.index_select(1, places), table, places)
         values.meta["placement"] = Partial()
@@ -224,6 +223,29 @@ def pays(shape: Sequence[int], rank: int) -> bool:
     return (rows + columns) * rank < rows * columns
 
 
+def messages_of_sum(
+    compression: Compression, count: int, ranks: int
+) -> tuple[tuple[str, int], ...]:
+    """The collectives that a compressed all-reduce becomes, PowerSGD's apart, and their bytes.
+
+    Args:
+        compression: how it is sent.
+        count: float32 elements that are summed.
+        ranks: that sum.
+    """
+    if compression.method == "randomk":
+        places = math.ceil(count / max(1, round(1 / compression.density)))
+        return (("all_reduce", 4 * places),)
+    codec_ = codec(compression)
+    parts = ranks if WAYS[compression.method] is Exchanged else 1
+    width = codec_.fit(math.ceil(count / parts))
+    message = codec_.encode(torch.empty((1, width), device="meta"))
+    nbytes = message.numel() * message.element_size()
+    if parts == 1:
+        return (("all_gather", ranks * nbytes),)
+    return (("all_to_all", ranks * nbytes), ("all_gather", ranks * nbytes))
+
+
 WAYS: dict[str, type[Compressed]] = {
     "bf16": Exchanged,
     "fp16": Exchanged,
@@ -234,10 +256,6 @@ WAYS: dict[str, type[Compressed]] = {
     "randomk": Drawn,
     "powersgd": LowRank,
 }
-
-
-def _lost(codec_: Codec, table: Tensor, message: Tensor) -> Tensor:
-    return table - codec_.decode(message, table.shape[1], table.dtype)
 
 
 def _others(table: Tensor, places: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from autopar.compression import Compression
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.shape import GroupShape
 from autopar.levels import BETWEEN, WITHIN, Levels, level
 from autopar.passes.hierarchical_collectives import PARTS
 from autopar.passes.lower_collectives import emitted
+from autopar.passes.ways_of_sending import messages_of_sum
 from autopar.plan import Plan
 from autopar.planner.machine import Machine
 from autopar.strategy import Strategy
@@ -40,11 +42,13 @@ def levels_of(
     if not sizes:
         return ()
     axes = dict(base.mesh) | sizes
+    methods = _coded(strategy)
     if strategy.hierarchical:
-        found = dict.fromkeys(PARTS, ALWAYS_FROM)
+        found = dict.fromkeys((*PARTS, *methods), ALWAYS_FROM)
     elif strategy.hierarchical is None and cluster is not None:
         prices = _Prices(cluster, axes, base.axis, backend)
         sized = {kind: prices.pays_from(kind) for kind in PARTS}
+        sized |= {name: prices.pays_from("all_reduce", own) for name, own in methods.items()}
         found = {kind: least for kind, least in sized.items() if least is not None}
     else:
         found = {}
@@ -63,6 +67,16 @@ def neighbours(base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
     return max(1, on_node // base.tensor_ranks)
 
 
+def _coded(strategy: Strategy) -> dict[str, Compression]:
+    """The methods that a strategy names or allows for gradients, that can go by level.
+
+    PowerSGD's messages are sums, which go by level like others.
+    """
+    allowed = strategy.lossy if strategy.compress is None else (strategy.compress,)
+    methods = [Compression.of(own) for own in allowed if own != "none"]
+    return {own.method: own for own in methods if own.method != "powersgd"}
+
+
 @dataclass(frozen=True)
 class _Prices:
     """Seconds of collectives over an axis and over its levels, as they are lowered."""
@@ -72,23 +86,36 @@ class _Prices:
     axis: str
     backend: str
 
-    def pays_from(self, kind: str) -> int | None:
-        """The size from which all larger messages are faster by level, if there is one."""
+    def pays_from(self, kind: str, by: Compression | None = None) -> int | None:
+        """The size from which all larger messages are faster by level, if there is one.
+
+        Args:
+            kind: of collective.
+            by: how it is compressed, which takes no time here: less of it is done by level.
+        """
         least = None
         for nbytes in reversed(SIZES):
-            if self.by_level(kind, nbytes) >= self.seconds(kind, self.axis, nbytes):
+            flat = self.seconds(kind, self.axis, nbytes, by)
+            if self.by_level(kind, nbytes, by) >= flat:
                 break
             least = nbytes
         return least
 
-    def by_level(self, kind: str, nbytes: int) -> float:
-        share = self.axes[level(self.axis, WITHIN)]
-        sizes = {WITHIN: nbytes, BETWEEN: nbytes // share}
-        parts = PARTS[kind]
-        return sum(self.seconds(k, level(self.axis, part), sizes[part]) for k, part in parts)
+    def by_level(self, kind: str, nbytes: int, by: Compression | None) -> float:
+        between, within = level(self.axis, BETWEEN), level(self.axis, WITHIN)
+        share = nbytes // self.axes[within]
+        return sum(
+            self.seconds(k, within, nbytes)
+            if part == WITHIN
+            else self.seconds(k, between, share, by)
+            for k, part in PARTS[kind]
+        )
 
-    def seconds(self, kind: str, axis: str, nbytes: int) -> float:
+    def seconds(self, kind: str, axis: str, nbytes: int, by: Compression | None = None) -> float:
         """Infinite where nothing is known of it."""
+        if by is not None:
+            sent = messages_of_sum(by, nbytes // 4, self.axes[axis])
+            return sum(self.seconds(kind, axis, own) for kind, own in sent)
         shape = GroupShape.of_axis(self.axes, axis, self.cluster.ranks_per_node)
         try:
             return self.cluster.seconds(emitted(kind, self.backend), nbytes, shape).seconds

@@ -1,6 +1,7 @@
 """Compressed sums on simulated ranks: what is not in the sum is in a residual, on some rank."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from autopar.compression import METHODS, Compression
 from autopar.cost_model.wire import sent_bytes
 from autopar.graph import Gradient, Parameter, State, TrainingGraph
+from autopar.levels import Levels
 from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.compress_gathers import CompressGathers
@@ -44,7 +46,9 @@ def world(ranks: int, scale: float = 1.0) -> World:
     return World(Odd().double(), ((x * scale,), {}), ranks)
 
 
-def passes(it: World, rank: int, zero: int, text: str) -> Iterator[Pass]:
+def passes(
+    it: World, rank: int, zero: int, text: str, levels: tuple[Levels, ...] = ()
+) -> Iterator[Pass]:
     before = (
         SynchronizeStatistics(AXIS),
         ShardParameters(AXIS, rank, tuple((b, zero) for b in ("", "blocks.0", "blocks.1"))),
@@ -53,12 +57,18 @@ def passes(it: World, rank: int, zero: int, text: str) -> Iterator[Pass]:
     yield from before
     buckets = propose_buckets(run_passes(it.graph(rank), before), 4000, 4000)
     yield BucketCollectives(buckets)
-    yield CompressGradients(buckets.reduce, (text,) * len(buckets.reduce), rank)
+    yield CompressGradients(buckets.reduce, (text,) * len(buckets.reduce), rank, levels)
     yield LowerCollectives("gloo", rank)
 
 
-def compressed(it: World, zero: int, text: str) -> list[TrainingGraph]:
-    return it.lower(lambda rank: passes(it, rank, zero, text))
+def compressed(it: World, zero: int, text: str, within: int = 1) -> list[TrainingGraph]:
+    """Every rank's graph; where there are several neighbours, all goes by level."""
+    own = Levels(AXIS, within, tuple((method, 0) for method in METHODS if method != "powersgd"))
+    axes, levels = {AXIS: it.ranks} | own.sizes(it.ranks), (own,) if within > 1 else ()
+    return [
+        run_passes(replace(it.graph(rank), axes=axes), passes(it, rank, zero, text, levels))
+        for rank in range(it.ranks)
+    ]
 
 
 States = list[dict[State, Tensor]]
@@ -91,10 +101,11 @@ def step(it: World, graphs: list[TrainingGraph], states: States) -> dict[str, Te
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("text", FEEDBACK)
-def test_what_is_not_sent_is_kept(text: str, zero: int) -> None:
+@pytest.mark.parametrize(("ranks", "within"), [(3, 1), (6, 3)])
+def test_what_is_not_sent_is_kept(ranks: int, within: int, text: str, zero: int) -> None:
     """Over several steps all that gradients say arrives, but for what residuals hold."""
-    it, steps = world(3), 3
-    graphs = compressed(it, zero, text)
+    it, steps = world(ranks), 3
+    graphs = compressed(it, zero, text, within)
     states, total = states_of(graphs), dict[str, Tensor]()
     for _ in range(steps):
         for name, gradient in step(it, graphs, states).items():
@@ -135,10 +146,13 @@ def test_powersgd_of_the_full_rank_is_exact(ranks: int) -> None:
         assert torch.allclose(found[name], want, rtol=1e-8, atol=1e-12), name
 
 
-@pytest.mark.parametrize("text", METHODS)
-def test_overflow_shows_and_leaves_what_is_kept(text: str) -> None:
-    it = world(2)
-    graphs = compressed(it, 0, text)
+@pytest.mark.parametrize(
+    ("ranks", "within", "text"),
+    [*((2, 1, method) for method in METHODS), (4, 2, "int8"), (4, 2, "topk")],
+)
+def test_overflow_shows_and_leaves_what_is_kept(ranks: int, within: int, text: str) -> None:
+    it = world(ranks)
+    graphs = compressed(it, 0, text, within)
     states = states_of(graphs)
     step(it, graphs, states)
     before = [{role: value.clone() for role, value in own.items()} for own in states]

@@ -24,6 +24,7 @@ def test_totals_are_the_sums_of_what_messages_say(method: str, dtype: torch.dtyp
         read = it.decode(messages, width, dtype)
         assert (read.shape, read.dtype) == (table.shape, dtype)
         assert torch.allclose(it.total(messages, width, dtype), read.sum(0), atol=1e-5)
+        assert it.lost(table, messages).equal(table - read)
         alone = torch.cat([it.decode(it.encode(row[None]), width, dtype) for row in table])
         assert alone.equal(read)
 
@@ -54,6 +55,16 @@ def test_top_k_finds_the_largest_and_the_threshold_withholds_small_ones() -> Non
         read = named(method).decode(named(method).encode(table), table.shape[1], torch.float32)
         assert read.count_nonzero() == kept
         assert read[0, [5, 70000]].tolist() == [3, -2]
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.2])
+def test_top_k_keeps_what_is_largest_of_each_row(density: float) -> None:
+    table = torch.randn(1, 2**17, generator=torch.Generator().manual_seed(0))
+    it = named(f"topk(density={density})")
+    read = it.decode(it.encode(table), table.shape[1], torch.float32).view(2, -1)
+    rows, count = table.view(2, -1).abs(), round(density * 2**16)
+    least = rows.topk(count).values[:, -1:]
+    assert (read != 0).equal(rows >= least)
 
 
 RATIOS = {"bf16": 2, "fp16": 2, "int8": 3.8, "sign": 28, "topk": 99, "threshold": 99}

@@ -56,6 +56,22 @@ def test_from_the_size_that_pays() -> None:
     assert {least for _, least in always.from_bytes} == {ALWAYS_FROM}
 
 
+def test_compressed_sums_pay_later() -> None:
+    """2 x 0.254 m / 1e8 against 2 w + 0.254 m / 1e8 + 2 m / 1e9: equal at m = 3.7 MB.
+
+    int8's messages are 0.254 of what they stand for; those of top-k save next to nothing.
+    """
+    allowed = Strategy(lossy=("int8", "topk", "powersgd"))
+    (own,) = levels_of(plan(), allowed, machine(within_s=1e-3), "gloo")
+    assert dict(own.from_bytes) == {
+        **dict(levels_of(plan(), Strategy(), machine(1e-3), "gloo")[0].from_bytes),
+        "int8": 2**22,
+    }
+    fixed_ = Strategy(compress="topk", hierarchical=True)
+    (always,) = levels_of(plan(), fixed_, machine(10.0), "gloo")
+    assert dict(always.from_bytes)["topk"] == ALWAYS_FROM
+
+
 def test_plans_say_so() -> None:
     hybrid = plan(zero=3, dp_shard=2)
     assert "shards over 2 neighbours, in 2 copies" in str(hybrid)
