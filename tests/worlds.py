@@ -334,7 +334,6 @@ def _answer(call: bytes) -> bytes:
             raised = Raised(type(error).__name__, str(error))
             answer = pickle.dumps((None, raised, traceback.format_exc()))
             traceback.clear_frames(error.__traceback__)
-            gc.collect()  # a group that is still referred to would keep its connections
         _leave_group()
         return answer
 
@@ -362,6 +361,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 
 def _fresh_state() -> None:
     """Torch as a new process has it, apart from one thread and the seed."""
+    gc.freeze()  # what is imported by now: collecting the rest takes a moment
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
@@ -371,13 +371,20 @@ def _fresh_state() -> None:
 
 
 def _leave_group() -> None:
-    """Destroy the group, so that ranks waiting for this one stop, and what remembers it."""
+    """Destroy the group, so that ranks waiting for this one stop, and what remembers it.
+
+    The last to refer to it is this function. Where DDP's reducer is the last, it joins gloo's
+    threads and holds the interpreter's lock, for which one of them may wait: neither ever ends.
+    """
+    group = dist.group.WORLD
     if dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     _forget_meshes()
+    gc.collect()
+    del group
 
 
 def _forget_meshes() -> None:
