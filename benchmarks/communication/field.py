@@ -131,6 +131,13 @@ def planned_bytes(case: Case, plan: autopar.Plan, ranks_per_node: int) -> int:
     return node_bytes(lowered, "gloo", ranks_per_node)
 
 
+def bucket_shares(plan: autopar.Plan) -> list[float]:
+    """Return the part of all gradients that each bucket is, in the order of the backward."""
+    sizes = dict(plan.parameter_bytes)
+    buckets = [sum(sizes[name] for name in names) for names in plan.buckets.reduce]
+    return [size / sum(buckets) for size in buckets]
+
+
 BUCKETED = autopar.Strategy(
     zero=0, recompute="none", gather_bytes=BUCKET_BYTES, reduce_bytes=BUCKET_BYTES
 )

@@ -62,9 +62,9 @@ class Row:
             `exposed_s` at this rate.
         sent_bytes: of the node that sends most, in a step, counted at its interface.
         planned_bytes: the same as the plan has it; of autopar's ways alone.
-        forced_s: what data dependence forces to be exposed, if the plan was predicted.
-        bound_s: the step of the model alone, or the time that the link takes for `sent_bytes`; and
-            `forced_s`.
+        forced_s: what data dependence forces to be exposed; of autopar's ways alone.
+        bound_s: the longer of the step of the model alone and the time that the link takes for
+            `sent_bytes`; and `forced_s`.
         bound_ratio: the step by this bound.
         peer: the fastest of those that it is compared with.
         ratio: median over the rounds of this step by the peer's.
@@ -138,10 +138,12 @@ def _speed(setting: Setting, contender: Contender, ran: Mapping[str, Any]) -> di
         alone = ran[ALONE]
         exposed = median(a - b for a, b in zip(seconds, alone["seconds"], strict=True))
         sent = max(0.0, median(ran[contender.name]["sent"]) - median(alone["sent"]))
-        bound = max(median(alone["seconds"]), 8 * sent / bits_per_second(setting.rate))
-        forced = ran[contender.name].get("forced_s")
-        bound += forced or 0.0
-        figures |= {"exposed_s": exposed, "sent_bytes": sent, "forced_s": forced}
+        compute, link = median(alone["seconds"]), 8 * sent / bits_per_second(setting.rate)
+        bound = max(compute, link)
+        if shares := ran[contender.name].get("buckets"):
+            figures["forced_s"] = least_step(compute, link, shares) - bound
+            bound += figures["forced_s"]
+        figures |= {"exposed_s": exposed, "sent_bytes": sent}
         figures |= {"bound_s": bound, "bound_ratio": median(seconds) / bound}
         if exposed > 0:
             figures["bits_per_s"] = 8 * setting.reduced_bytes / exposed
@@ -152,6 +154,24 @@ def _speed(setting: Setting, contender: Contender, ran: Mapping[str, Any]) -> di
         peer = min(peers, key=lambda name: median(ran[name]["seconds"]))
         figures |= {"peer": peer, "ratio": median(_ratios(seconds, ran[peer]["seconds"]))}
     return figures
+
+
+def least_step(compute_s: float, link_s: float, shares: Sequence[float]) -> float:
+    """Return the shortest step in which no bucket is sent before it has been computed.
+
+    Backwards take two thirds of a step, gradients appear evenly in it, and the link sends bucket
+    after bucket: behind the last one that it waits for, all the rest.
+
+    Args:
+        compute_s: the step of the model alone.
+        link_s: for all buckets.
+        shares: part of the gradients that each bucket is, in order.
+    """
+    ready, least = compute_s / 3, 0.0
+    for index, share in enumerate(shares):
+        ready += share * compute_s * 2 / 3
+        least = max(least, ready + sum(shares[index:]) * link_s)
+    return least
 
 
 def _ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.cluster.network import shape_here
 from benchmarks.communication.counters import sent_bytes
-from benchmarks.communication.field import CASES, Way, contenders, planned_bytes
+from benchmarks.communication.field import CASES, Way, bucket_shares, contenders, planned_bytes
 from benchmarks.communication.horovod import Horovod
 from benchmarks.launch import Job
 from benchmarks.worker import SEED, Entry, Race
@@ -99,8 +99,7 @@ class Exchange(Race):
             if isinstance(entry.step, Way) and self.rank == 0:
                 plan, each = entry.step.plan, int(os.environ["LOCAL_WORLD_SIZE"])
                 result["planned_bytes"] = planned_bytes(self.case, plan, each)
-                if plan.prediction is not None:
-                    result["forced_s"] = plan.prediction.causes.get("data dependence", 0.0)
+                result["buckets"] = bucket_shares(plan)
         return result
 
 
