@@ -20,6 +20,7 @@ from autopar.passes.collectives import (
     replace_collective,
     results_of,
     start_all_gather,
+    start_all_reduce,
     start_reduce_scatter,
 )
 from autopar.passes.inline import inline
@@ -85,6 +86,9 @@ class Compressed:
     ) -> tuple[fx.Node, list[Any]]:
         """A collective between senders, or over another axis; returns its wait, and its results."""
         axis = over or self.between
+        if kind in (start_all_reduce, start_reduce_scatter):
+            for operand in given:
+                operand.meta["placement"] = Partial()
         found = collective(self.graph.graph, self.start, kind, given, *options, axis)
         done = found[0].args[0]
         assert isinstance(done, fx.Node)
@@ -118,9 +122,15 @@ class Compressed:
         if self.neighbours == 1:
             return table
         table = self.inline(self.by_neighbour, table)
-        table.meta["placement"] = Partial()
         _, (own,) = self.send(start_reduce_scatter, [table], [1], over=self.within)
         return self.inline(lambda own: own.view(self.parts, self.width), own)
+
+    def share(self, own: fx.Node) -> fx.Node:
+        """What neighbours have got of an all-reduce, [rows, ...] each, one behind the other."""
+        if self.neighbours == 1:
+            return own
+        rows = self.neighbours * tensors(own)[0].shape[0]
+        return self.send(start_all_gather, [own], [rows], over=self.within)[1][0]
 
     def end(
         self, whole: fx.Node, left: fx.Node | None, residuals: Sequence[fx.Node]
@@ -128,18 +138,12 @@ class Compressed:
         """Writes what was not sent into the residuals; returns what stands for each result.
 
         Args:
-            whole: the sum of what senders had: all of their tables for an all-reduce, own row for
-                a reduce-scatter.
+            whole: the sum: all parts of it for an all-reduce, own row for a reduce-scatter.
             left: the table of what this rank has not sent; None without feedback.
             residuals: where that goes.
         """
-        if self.neighbours > 1:
-            if left is not None:
-                left = self.inline(self.beside_neighbours, left)
-            if not self.scatters:
-                count = self.neighbours * self.parts * self.width
-                whole = self.inline(lambda whole: whole.reshape(-1), whole)
-                _, (whole,) = self.send(start_all_gather, [whole], [count], over=self.within)
+        if left is not None and self.neighbours > 1:
+            left = self.inline(self.beside_neighbours, left)
         if left is not None:
             kept = self.inline(self.settle, left, whole, residuals)
             roles = (Update(State("residual", name)) for name in self.names)
@@ -189,9 +193,11 @@ class Compressed:
             if missing:
                 parts.append(parts[0].new_zeros((self.ranks, missing)))
             return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        flat = torch.cat([piece.reshape(-1) for piece in pieces])
         rows = self.neighbours * self.parts
-        return filled(flat, rows * self.width).view(rows, -1)
+        flat = [piece.reshape(-1) for piece in pieces]
+        if missing := rows * self.width - sum(piece.numel() for piece in flat):
+            flat.append(flat[0].new_zeros(missing))
+        return torch.cat(flat).view(rows, -1)
 
     def by_neighbour(self, table: Tensor) -> Tensor:
         """A row for each neighbour, of all that is its part, from a table of all parts."""

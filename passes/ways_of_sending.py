@@ -32,7 +32,7 @@ from autopar.passes.collectives import (
 )
 from autopar.passes.compressed import Compressed
 from autopar.passes.compressors import Codec, codec, random_places
-from autopar.placement import Partial, chunk_rows
+from autopar.placement import chunk_rows
 
 
 class Exchanged(Compressed):
@@ -55,7 +55,7 @@ class Exchanged(Compressed):
             done, (came,) = self.send(start_all_gather, [again], [self.senders])
             if left is not None:
                 left = self.beside(done, self._owned, codec_, left, own, again)
-            whole = self.inline(codec_.decode, came, width, wide)
+            whole = self.inline(codec_.decode, self.share(came), width, wide)
         return self.end(whole, left, residuals)
 
     def _owned(self, codec_: Codec, left: Tensor, own: Tensor, again: Tensor) -> Tensor:
@@ -74,14 +74,19 @@ class Gathered(Exchanged):
     def write(self) -> list[fx.Node]:
         if self.scatters:
             return super().write()
-        codec_, width, wide = codec(self.compression), self.width, self.wide
+        codec_ = codec(self.compression)
         residuals = self.residuals()
         table = self.begin(residuals)
         message = self.inline(codec_.encode, table)
         done, (came,) = self.send(start_all_gather, [message], [self.senders])
         left = self.beside(done, codec_.lost, table, message) if residuals else None
-        whole = self.inline(codec_.total, came, width, wide)
+        whole = self.inline(self._totals, codec_, self.share(came))
         return self.end(whole, left, residuals)
+
+    def _totals(self, codec_: Codec, messages: Tensor) -> Tensor:
+        """The sum of what senders say of each neighbour's part."""
+        parts = messages.unflatten(0, (self.neighbours, self.senders))
+        return torch.stack([codec_.total(own, self.width, self.wide) for own in parts.unbind()])
 
 
 class Drawn(Compressed):
@@ -100,13 +105,12 @@ class Drawn(Compressed):
         table = self.begin(residuals)
         places = self.inline(self._places, count)
         values = self.inline(lambda table, places: table.index_select(1, places), table, places)
-        values.meta["placement"] = Partial()
         if self.scatters:
             done, (sums,) = self.send(start_reduce_scatter, [values], [1])
         else:
             done, (sums,) = self.send(start_all_reduce, [values])
         left = self.beside(done, _others, table, places) if residuals else None
-        whole = self.inline(self._spread, sums, places)
+        whole = self.inline(self._spread, sums if self.scatters else self.share(sums), places)
         role = Update(State("count", self.names[0]))
         self.updates[role] = self.inline(lambda count: count.copy_(count + 1), count)
         return self.end(whole, left, residuals)
@@ -116,8 +120,8 @@ class Drawn(Compressed):
 
     def _spread(self, sums: Tensor, places: Tensor) -> Tensor:
         scale = 1.0 if self.compression.feeds_back else self.width / places.numel()
-        row = sums.new_zeros(self.width)
-        return row.index_copy(0, places, sums.reshape(-1) * scale)
+        rows = sums.new_zeros((sums.shape[0], self.width)).index_copy(1, places, sums * scale)
+        return rows.view(-1)
 
 
 class LowRank(Compressed):

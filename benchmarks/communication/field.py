@@ -35,7 +35,8 @@ UNBUCKETED = "unbucketed"
 PLANNED = "planned"
 WAITING = (UNBUCKETED, "bucketed")
 ANY = ""  # whose losses those of a lossy one must be
-BUCKET_BYTES = 4 << 20
+BUCKET_BYTES = 10 << 20
+COMPRESSED_BUCKET_BYTES = 25 << 20  # DDP's own: what is left of them is short
 POWERSGD_STARTS = 2  # steps after which torch's hook compresses, the least that it takes
 
 
@@ -182,6 +183,7 @@ def strategies(ranks_per_node: int) -> dict[str, autopar.Strategy]:
     last = found["overlapped"] = BUCKETED
     if ranks_per_node > 1:
         last = found["hierarchical"] = replace(BUCKETED, hierarchical=ranks_per_node)
+    last = replace(last, reduce_bytes=COMPRESSED_BUCKET_BYTES)
     found |= {name: replace(last, compress=text) for name, text in COMPRESSIONS.items()}
     return found | {PLANNED: autopar.Strategy(zero=0, recompute="none")}
 

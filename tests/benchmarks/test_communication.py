@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.communication.field import ALONE, UNBUCKETED
-from benchmarks.communication.report import Setting, parts, rows
+from benchmarks.communication.report import Setting, least_step, parts, rows
 from benchmarks.contenders import Contender
 
 SETTING = Setting("gpt", 2, 2, "1gbit", gradient_bytes=10**7)
@@ -36,6 +36,13 @@ def test_a_step_is_taken_apart() -> None:
     assert bucketed.bound_s == pytest.approx(0.12)  # 15 MB over 1 Gbit/s, longer than computing
     assert bucketed.bound_ratio == pytest.approx(0.22 / 0.12)
     assert (bucketed.peer, bucketed.ratio) == (UNBUCKETED, pytest.approx(0.22 / 0.6))
+
+
+def test_no_bucket_is_sent_before_it_is_there() -> None:
+    """Of 3 s of computing, 1 s forwards; then 2 s of link, or 8 s that follow the first bucket."""
+    assert least_step(3.0, 2.0, [1.0]) == pytest.approx(5.0)
+    assert least_step(3.0, 2.0, [0.5, 0.5]) == pytest.approx(4.0)
+    assert least_step(3.0, 8.0, [0.25, 0.75]) == pytest.approx(1.5 + 8.0)
 
 
 def test_whoever_should_train_the_plain_model_is_held_to_its_losses() -> None:

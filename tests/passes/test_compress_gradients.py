@@ -15,6 +15,7 @@ from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.compress_gathers import CompressGathers
 from autopar.passes.compress_gradients import CompressGradients
+from autopar.passes.hierarchical_collectives import PARTS, HierarchicalCollectives
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import ShardParameters
@@ -58,12 +59,15 @@ def passes(
     buckets = propose_buckets(run_passes(it.graph(rank), before), 4000, 4000)
     yield BucketCollectives(buckets)
     yield CompressGradients(buckets.reduce, (text,) * len(buckets.reduce), rank, levels)
+    yield from (HierarchicalCollectives(own) for own in levels)
     yield LowerCollectives("gloo", rank)
 
 
 def compressed(it: World, zero: int, text: str, within: int = 1) -> list[TrainingGraph]:
     """Every rank's graph; where there are several neighbours, all goes by level."""
     own = Levels(AXIS, within, tuple((method, 0) for method in METHODS if method != "powersgd"))
+    if within > 1 and text.startswith("powersgd"):  # whose sums of factors are sums like others
+        own = replace(own, from_bytes=tuple((kind, 0) for kind in PARTS))
     axes, levels = {AXIS: it.ranks} | own.sizes(it.ranks), (own,) if within > 1 else ()
     return [
         run_passes(replace(it.graph(rank), axes=axes), passes(it, rank, zero, text, levels))
