@@ -68,12 +68,14 @@ class Task:
     Attributes:
         build: makes the model, which returns its own loss; the caller seeds.
         batches: makes what gives the batch of each step, and that of each validation batch.
-        learning_rate: the highest, of AdamW.
+        learning_rate: the highest.
+        optimizer: of the parameters, at a learning rate.
     """
 
     build: Callable[[], nn.Module]
     batches: Callable[[], tuple[Callable[[int], Batch], Callable[[int], Batch]]]
     learning_rate: float
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 
 
 class ConvNet(nn.Module):
@@ -124,10 +126,13 @@ def gratings(seed: int, rows: int = 64) -> Batch:
     return stripes + torch.randn(rows, 3, SIDE, SIDE, generator=rng), y
 
 
+_GPT = partial(GPT, SEQ, width=128, heads=4, layers=4)
 TASKS = {
-    "gpt": Task(partial(GPT, SEQ, width=128, heads=4, layers=4), text, 2e-3),
+    "gpt": Task(_GPT, text, 2e-3),
+    "gpt-sgd": Task(_GPT, text, 5e-2, partial(torch.optim.SGD, momentum=0.9)),
     "conv": Task(ConvNet, images, 3e-3),
 }
+"""Methods with feedback were published for SGD with momentum, hence that too."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def train(
         fallback=False,
         timeout_s=PATIENCE,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.learning_rate)
+    optimizer = chosen.optimizer(model.parameters(), lr=chosen.learning_rate)
     schedule = LambdaLR(optimizer, partial(share, steps=steps))
     path, half, losses = Path(folder, f"rank{rank}.pt"), steps // 2, []
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}

@@ -17,7 +17,7 @@ from autopar.plan import Plan
 from autopar.planner.machine import Machine
 from autopar.strategy import Strategy
 
-ALWAYS_FROM = 64 * 2**10
+ALWAYS_FROM = 256 * 2**10
 """Bytes from which messages go by level where the user wants it so: below, latency counts."""
 
 SIZES = tuple(2**power for power in range(12, 28))

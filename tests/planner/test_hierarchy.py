@@ -77,7 +77,7 @@ def test_plans_say_so() -> None:
     assert "shards over 2 neighbours, in 2 copies" in str(hybrid)
     assert hybrid.levels == (Levels("dp", 2),)
     by_level = plan(hierarchical=2)
-    assert "all_gather from 64.0 KiB" in str(by_level)
+    assert "all_gather from 256.0 KiB" in str(by_level)
     assert autopar.Plan.from_dict(by_level.to_dict()) == by_level
     assert "nothing goes by level" in str(plan(hierarchical=4))
     with pytest.raises(StrategyError, match="dp_shard=3 does not divide 4 ranks of the data"):
