@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from autopar.compression import Compressions
-from autopar.cost_model.streams import Event
-from autopar.cost_model.timeline import chrome_trace, write_trace
+from autopar.cost_model.timeline import write_trace
 from autopar.errors import PlanError
 from autopar.graph import ParameterInfo
 from autopar.levels import BETWEEN, WITHIN, Levels, level, place_on
@@ -404,20 +403,15 @@ class Plan:
         Raises:
             PlanError: nothing was predicted, since nothing was left to choose.
         """
-        if self.prediction is None:
-            raise PlanError(
-                f"the plan {self.name!r} has no prediction: give a strategy that leaves something "
-                "to choose, or a memory cap, and plan again"
-            )
-        events = [Event(*row) for row in self.prediction.events]
-        name = f"predicted: {self.name}"
-        write_trace(path, chrome_trace({name: events}, {name: self.prediction.memory_curve}))
+        from autopar.report.trace import trace
+
+        write_trace(path, trace(self))
 
     def report(self, path: str | Path) -> None:
         """Writes the plan as one self-contained HTML page."""
-        from autopar.plan_text import report
+        from autopar.report.page import page
 
-        Path(path).write_text(report(self))
+        Path(path).write_text(page(self), encoding="utf-8")
 
     def __str__(self) -> str:
         from autopar.plan_text import table

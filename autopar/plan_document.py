@@ -50,6 +50,8 @@ def read(document: Any, names: Sequence[str], version: int, source: str) -> dict
 
 
 def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _frozen_dict(value)
     return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
 
 

@@ -1,8 +1,7 @@
-"""A plan as people read it: the table, the explanation, the page."""
+"""A plan as people read it: the table and the explanation."""
 
 from __future__ import annotations
 
-import html
 import io
 from collections import Counter
 from collections.abc import Iterable
@@ -87,40 +86,6 @@ def explain(plan: Plan) -> str:
             f"{other.why}"
         )
     return "\n".join(lines)
-
-
-def report(plan: Plan) -> str:
-    """The plan as a self-contained HTML page."""
-    body = html.escape(f"{table(plan)}\n\n{explain(plan)}")
-    title = html.escape(f"{plan.model}: {plan.name}")
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width, initial-scale=1'>"
-        f"<title>{title}</title><style>{STYLE}</style>"
-        f"<h1>{title}</h1>{_bars(plan)}<pre>{body}</pre></html>\n"
-    )
-
-
-STYLE = (
-    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;"
-    "margin:2rem auto;padding:0 1rem}pre{overflow-x:auto;font:13px/1.4 ui-monospace,monospace}"
-    "svg{width:100%;height:auto;max-width:48rem}text{fill:currentColor;font-size:12px}"
-)
-
-
-def _bars(plan: Plan) -> str:
-    """Memory by category at the peak, as inline SVG."""
-    if plan.prediction is None:
-        return ""
-    parts = [(k, v) for k, v in sorted(plan.prediction.memory.items(), key=lambda kv: -kv[1]) if v]
-    most = max((v for _, v in parts), default=1)
-    rows = "".join(
-        f"<text x=0 y={i * 22 + 15}>{html.escape(k)}</text>"
-        f"<rect x=110 y={i * 22 + 3} width={max(1, 400 * v / most):.1f} height=16 fill='#4c78a8'/>"
-        f"<text x={118 + 400 * v / most:.1f} y={i * 22 + 15}>{human_bytes(v)}</text>"
-        for i, (k, v) in enumerate(parts)
-    )
-    return f"<h2>Memory at the peak</h2><svg viewBox='0 0 620 {len(parts) * 22 + 4}'>{rows}</svg>"
 
 
 def _prediction(plan: Plan) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.cost_model.exposure import Exposure
+from autopar.picture import Picture
 
 MOST_EXPOSED = 20
 """Of how many collectives a plan keeps how much they are exposed."""
@@ -60,6 +61,7 @@ class Prediction:
         memory_curve: bytes that tensors hold from each time on.
         stages: what each stage of a pipeline takes; none if there is no pipeline.
         idle: the share of the step in which each rank of the pipeline waits for others.
+        picture: what a page draws of the step.
     """
 
     step_s: float
@@ -80,13 +82,16 @@ class Prediction:
     memory_curve: tuple[tuple[float, int], ...] = field(default=(), repr=False)
     stages: tuple[StagePrediction, ...] = ()
     idle: tuple[float, ...] = ()
+    picture: Picture = field(default_factory=Picture, repr=False)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Prediction:
         """The prediction in a document of a plan."""
         stages = tuple(StagePrediction(**stage) for stage in values["stages"])
         exposures = tuple(Exposure(**item) for item in values["exposures"])
-        return Prediction(**{**values, "stages": stages, "exposures": exposures})
+        picture = Picture.from_dict(values["picture"]) if "picture" in values else Picture()
+        own = {"stages": stages, "exposures": exposures, "picture": picture}
+        return Prediction(**{**values, **own})
 
     @property
     def bubble(self) -> float:

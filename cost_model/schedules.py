@@ -15,7 +15,7 @@ from itertools import accumulate, zip_longest
 from typing import Literal
 
 Kind = Literal["F", "B", "I", "W"]
-_ENDS = ("B", "W")  # after which nothing of a micro-batch need be kept
+ENDS = ("B", "W")  # after which nothing of a micro-batch need be kept
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,7 +97,7 @@ def split_orders(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> tu
 def in_flight(order: Order, stage: int) -> int:
     """The most micro-batches of which a stage holds activations at once."""
     steps = (
-        1 if action.kind == "F" else -(action.kind in _ENDS)
+        1 if action.kind == "F" else -(action.kind in ENDS)
         for action in order
         if action.stage == stage
     )

@@ -11,7 +11,7 @@ from autopar.cost_model.collectives import collective_of, is_wait, issuer
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.graph import TrainingGraph
 
-_US = 1e6
+_NS = 1e9
 
 
 class Flights:
@@ -51,24 +51,25 @@ class Flights:
 
 def chrome_trace(
     processes: Mapping[str, Sequence[Event]],
-    memory: Mapping[str, Iterable[tuple[float, int]]] | None = None,
+    memory: Mapping[str, Iterable[tuple[float, int | Mapping[str, int]]]] | None = None,
 ) -> dict[str, Any]:
-    """The trace of several timelines, one above the other.
+    """The trace of several timelines, one above the other, each in the order that is given.
 
     Args:
-        processes: events of each, by what it is called.
-        memory: for some of them, bytes over seconds.
+        processes: events of each, by what it is called; those of a stream do not overlap.
+        memory: for some of them, bytes over seconds; or bytes of several kinds, by their names.
     """
     rows: list[dict[str, Any]] = []
-    for pid, (name, events) in enumerate(processes.items()):
-        rows.append(_named("process_name", name, pid))
+    for pid, (name, events) in enumerate(processes.items(), 1):  # 0 is the idle one
+        rows += _named("process", name, pid)
         streams = sorted({e.stream for e in events}, key=lambda name: (name != COMPUTE, name))
-        for tid, stream in enumerate(streams):
-            rows.append(_named("thread_name", stream, pid, tid))
-        rows += [_slice(event, pid, streams.index(event.stream)) for event in events]
-        for at_s, nbytes in (memory or {}).get(name, ()):
-            sample = {"name": "memory", "ph": "C", "pid": pid, "ts": at_s * _US}
-            rows.append({**sample, "args": {"bytes": nbytes}})
+        for tid, stream in enumerate(streams, 1):
+            rows += _named("thread", stream, pid, tid)
+        rows += [_slice(event, pid, 1 + streams.index(event.stream)) for event in events]
+        for at_s, held in (memory or {}).get(name, ()):
+            sample = {"name": "memory", "ph": "C", "pid": pid, "ts": round(at_s * _NS) / 1e3}
+            args = dict(held) if isinstance(held, Mapping) else {"bytes": held}
+            rows.append({**sample, "args": args})
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
 
@@ -77,17 +78,22 @@ def write_trace(path: str | Path, trace: Mapping[str, Any]) -> None:
     Path(path).write_text(json.dumps(trace))
 
 
-def _named(kind: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+def _named(kind: str, name: str, pid: int, tid: int = 0) -> list[dict[str, Any]]:
+    """What a row is called, and that it comes in the order of its number."""
+    own = {"ph": "M", "pid": pid, "tid": tid}
+    order = {"name": f"{kind}_sort_index", **own, "args": {"sort_index": tid or pid}}
+    return [{"name": f"{kind}_name", **own, "args": {"name": name}}, order]
 
 
 def _slice(event: Event, pid: int, tid: int) -> dict[str, Any]:
+    """A slice, its ends whole nanoseconds: neighbours that touch must not overlap."""
+    start, end = round(event.start_s * _NS), round(event.end_s * _NS)
     return {
         "name": event.name,
         "cat": event.kind,
         "ph": "X",
         "pid": pid,
         "tid": tid,
-        "ts": event.start_s * _US,
-        "dur": event.seconds * _US,
+        "ts": start / 1e3,
+        "dur": (end - start) / 1e3,
     }

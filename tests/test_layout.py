@@ -27,7 +27,8 @@ GROUND = frozenset(
 )
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
-PARTS = {"autopar.partition", "autopar.pipeline", "autopar.prediction", "autopar.plan_document"}
+PREDICTED = {"autopar.picture", "autopar.prediction"}
+PARTS = PREDICTED | {"autopar.partition", "autopar.pipeline", "autopar.plan_document"}
 PLAN = PASSES | PARTS | {"autopar.plan", "autopar.plan_text", "autopar.strategy"}
 TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
 PLAN_AND_CAPTURE = PLAN | TRACING | {"autopar.capture", "autopar.rows", "autopar.staging"}
@@ -43,10 +44,11 @@ MAY_IMPORT = {
     "autopar.rows": GROUND | {"autopar.capture", "autopar.rows"},
     "autopar.partition": PASSES,
     "autopar.pipeline": PASSES,
-    "autopar.prediction": COST_MODEL,
+    "autopar.picture": COST_MODEL,
+    "autopar.prediction": COST_MODEL | {"autopar.picture"},
     "autopar.plan_document": PASSES | PARTS,
     "autopar.strategy": PASSES | PARTS,
-    "autopar.plan": PLAN | {"autopar.plan_text"},
+    "autopar.plan": PLAN | {"autopar.report"},
     "autopar.plan_text": PLAN | {"autopar.plan_text"},
     "autopar.staging": PLAN,
     "autopar.planner": PLAN_AND_CAPTURE | {"autopar.planner"},

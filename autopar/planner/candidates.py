@@ -26,6 +26,7 @@ from autopar.passes.shard_parameters import shards
 from autopar.placement import Replicate, Shard
 from autopar.plan import Plan
 from autopar.planner.overlaps import schedule
+from autopar.planner.pictures import picture_of
 from autopar.prediction import MOST_EXPOSED, Prediction
 
 IN_FLIGHT = 2
@@ -171,6 +172,7 @@ class Evaluator:
             exposures=worst(result.exposures, MOST_EXPOSED),
             events=events_of(result, update.seconds),
             memory_curve=tuple((round(at, 8), nbytes) for at, nbytes in result.memory_curve),
+            picture=picture_of(graph, self.cluster, result),
         )
         notes = (*plan.notes, *self.overhead.gaps())
         return Evaluated(choice, replace(plan, prediction=prediction, notes=notes), prediction)

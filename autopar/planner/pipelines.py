@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.cost import ClusterError, Cost
 from autopar.cost_model.exposure import by_cause, worst
 from autopar.cost_model.pipeline import PipelineSimulation, StageCost, simulate_pipeline
@@ -23,9 +24,11 @@ from autopar.passes.schedule_overlap import Overlap
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.split_inputs_weights import split_inputs_weights
 from autopar.passes.split_stages import Stages
+from autopar.picture import Picture
 from autopar.pipeline import Pipeline
 from autopar.plan import Plan
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
+from autopar.planner.pipeline_pictures import Held, memory_of_schedule, picture_of_pipeline
 from autopar.planner.stage_memory import RankMemory, StageMemory, memory_of_rank
 from autopar.prediction import MOST_EXPOSED, Prediction, StagePrediction
 from autopar.staging import cut, passes_of_stage
@@ -54,6 +57,15 @@ class Link:
         except ClusterError:
             return self.cluster.seconds("broadcast", nbytes, self._pair)
 
+    def message(self, nbytes: int) -> Transfer:
+        """One message, as what it is priced as."""
+        try:
+            self.cluster.seconds("send", nbytes, self._pair)
+            kind = "send"
+        except ClusterError:
+            kind = "broadcast"
+        return Transfer(kind, "pp", nbytes, self._pair, "float32")
+
     @cached_property
     def _pair(self) -> GroupShape:
         ranks, world = dict(self.mesh).get("pp", 1), self.cluster.world_size
@@ -68,15 +80,24 @@ class Lowered:
 
     Attributes:
         graph: the last micro-batch of a step.
-        last: the same, simulated.
-        more: a micro-batch before that.
+        earlier: a micro-batch before that.
+        last: the last, simulated.
+        more: the other, simulated.
         weights: the share of the backward that only gradients of parameters need.
     """
 
     graph: TrainingGraph
+    earlier: TrainingGraph
     last: Simulation
     more: Simulation
     weights: float
+
+    def held(self, micro_batches: int) -> Held:
+        """What it holds."""
+        memories = (
+            StageMemory.of(m.memory, self.graph, micro_batches) for m in (self.last, self.more)
+        )
+        return Held(self.last, self.more, *memories)
 
     @property
     def cost(self) -> StageCost:
@@ -119,6 +140,8 @@ class PipelineEvaluator(Evaluator):
         flights = [in_flight(order[s % len(order)], s) for s in range(len(stages))]
         update = [self._update(plan, stages, rank) for rank in range(self.pipeline.ranks)]
         prediction = self._prediction(plan, stages, together, flights, update)
+        picture = self._picture(plan, stages, order, together, flights)
+        prediction = replace(prediction, picture=picture)
         notes = (*plan.notes, *self.overhead.gaps())
         return Evaluated(choice, replace(plan, prediction=prediction, notes=notes), prediction)
 
@@ -190,7 +213,7 @@ class PipelineEvaluator(Evaluator):
 
         first = simulated(last)
         weights = self._weights(last) if self.pipeline.schedule == "zero_bubble" else 0.0
-        return Lowered(last, first, first if more is last else simulated(more), weights)
+        return Lowered(last, more, first, first if more is last else simulated(more), weights)
 
     def _weights(self, graph: TrainingGraph) -> float:
         """The share of a stage's backward that other stages need not wait for."""
@@ -227,7 +250,7 @@ class PipelineEvaluator(Evaluator):
         ends = [end + cost.seconds for end, cost in zip(together.ends_s, update, strict=True)]
         slow = max(ranks, key=lambda rank: together.busy_s[rank] + update[rank].seconds)
         own = [stages[stage] for stage in self.pipeline.stages_of(slow)]
-        memory = self._memory(stages, flights)
+        memory = max(self._memory(stages, flights), key=lambda own: own.peak)
         within = micro * sum(stage.more.communication_s for stage in own)
         return Prediction(
             step_s=max(ends),
@@ -265,10 +288,10 @@ class PipelineEvaluator(Evaluator):
             ),
         )  # fmt: skip
 
-    def _memory(self, stages: Sequence[Lowered], flights: Sequence[int]) -> RankMemory:
-        """Of the rank that needs most."""
+    def _memory(self, stages: Sequence[Lowered], flights: Sequence[int]) -> list[RankMemory]:
+        """Of each rank."""
         micro = self.pipeline.micro_batches
-        found = [
+        return [
             memory_of_rank(
                 [
                     (
@@ -281,7 +304,30 @@ class PipelineEvaluator(Evaluator):
             )
             for rank in range(self.pipeline.ranks)
         ]
-        return max(found, key=lambda memory: memory.peak)
+
+    def _picture(
+        self,
+        plan: Plan,
+        stages: Sequence[Lowered],
+        order: Orders,
+        together: PipelineSimulation,
+        flights: Sequence[int],
+    ) -> Picture:
+        """What the rank that needs most memory holds, and what the one that computes most sends."""
+        micro, link = self.pipeline.micro_batches, Link(self.cluster, plan.mesh)
+        peaks = [memory.peak for memory in self._memory(stages, flights)]
+        full, slow = peaks.index(max(peaks)), together.busy_s.index(max(together.busy_s))
+        events = (event for event in together.timeline if event.stream == f"rank {full}")
+        held = {s: stages[s].held(micro) for s in self.pipeline.stages_of(full)}
+        columns = memory_of_schedule(
+            list(zip(order[full], events, strict=True)), held, together.ends_s[full]
+        )
+        own, lowered, messages = self.pipeline.stages_of(slow), [], Counter[Transfer]()
+        for stage in (stages[s] for s in own):
+            lowered += [(stage.graph, 1), (stage.earlier, micro - 1)]
+            for nbytes in (stage.cost.sent_bytes, stage.cost.returned_bytes):
+                messages[link.message(nbytes)] += micro
+        return picture_of_pipeline(self.cluster, columns, lowered, messages)
 
     def _provenance(
         self, stages: Sequence[Lowered], update: Sequence[Cost], link: Link

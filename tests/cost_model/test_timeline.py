@@ -17,20 +17,20 @@ def test_a_trace_has_a_row_for_each_stream_and_the_bytes_below(tmp_path):
         chrome_trace({"predicted": events, "measured": events[:1]}, {"predicted": [(0.5, 400)]}),
     )
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = [(r["args"]["name"], r["pid"], r["tid"]) for r in rows if r["ph"] == "M"]
-    assert names == [
-        ("predicted", 0, 0),
-        (COMPUTE, 0, 0),
-        ("dp", 0, 1),
-        ("measured", 1, 0),
-        (COMPUTE, 1, 0),
+    named = [r for r in rows if r["ph"] == "M" and "name" in r["args"]]
+    assert [(r["args"]["name"], r["pid"], r["tid"]) for r in named] == [
+        ("predicted", 1, 0),
+        (COMPUTE, 1, 1),
+        ("dp", 1, 2),
+        ("measured", 2, 0),
+        (COMPUTE, 2, 1),
     ]
     slices = [(r["name"], r["pid"], r["tid"], r["ts"], r["dur"]) for r in rows if r["ph"] == "X"]
     assert slices == [
-        ("mm", 0, 0, 0.0, 0.5e6),
-        ("sum", 0, 1, 0.25e6, 0.75e6),
-        ("wait", 0, 0, 0.5e6, 0.5e6),
-        ("mm", 1, 0, 0.0, 0.5e6),
+        ("mm", 1, 1, 0.0, 0.5e6),
+        ("sum", 1, 2, 0.25e6, 0.75e6),
+        ("wait", 1, 1, 0.5e6, 0.5e6),
+        ("mm", 2, 1, 0.0, 0.5e6),
     ]
     assert [(r["ts"], r["args"]) for r in rows if r["ph"] == "C"] == [(0.5e6, {"bytes": 400})]
 

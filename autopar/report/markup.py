@@ -1,0 +1,67 @@
+"""`tag`: elements of HTML and SVG, everything escaped that is not markup itself."""
+
+from __future__ import annotations
+
+import html
+
+_VOID = ("meta", "br", "hr")
+
+
+class Markup(str):
+    """Text that is markup."""
+
+    __slots__ = ()
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Markup:
+    """An element; None among its children and attributes is left out.
+
+    Args:
+        name: of the element.
+        children: markup, or what is printed as text.
+        attributes: by name, "class_" for class and "_" for "-"; True for one without a value.
+    """
+    given = "".join(_attribute(key, value) for key, value in attributes.items())
+    if name in _VOID:
+        return Markup(f"<{name}{given}>")
+    return Markup(f"<{name}{given}>{join(*children)}</{name}>")
+
+
+def join(*children: object) -> Markup:
+    """Children one behind the other."""
+    return Markup("".join(_child(child) for child in children if child is not None))
+
+
+def table(headings: tuple[str, ...], rows: list[tuple[object, ...]], caption: str) -> Markup:
+    """A table that scrolls by itself where it is too wide; numbers stand right.
+
+    Args:
+        headings: of the columns; those that end in " >" are of numbers.
+        rows: of cells.
+        caption: what it is a table of.
+    """
+    right = [heading.endswith(" >") for heading in headings]
+    names = [heading.removesuffix(" >") for heading in headings]
+    kinds = ["number" if number else None for number in right]
+    head = (tag("th", n, scope="col", class_=k) for n, k in zip(names, kinds, strict=True))
+    body = (
+        tag("tr", *(tag("td", cell, class_=k) for cell, k in zip(row, kinds, strict=True)))
+        for row in rows
+    )
+    own = tag("table", tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *body))
+    return tag("div", own, class_="scroll", tabindex=0, role="region", aria_label=caption)
+
+
+def _child(child: object) -> str:
+    return child if isinstance(child, Markup) else html.escape(str(child), quote=False)
+
+
+def _attribute(key: str, value: object) -> str:
+    name = key.rstrip("_").replace("_", "-")
+    name = {"viewbox": "viewBox", "preserveaspectratio": "preserveAspectRatio"}.get(name, name)
+    if value is None or value is False:
+        return ""
+    if value is True:
+        return f" {name}"
+    text = f"{value:.7g}" if isinstance(value, float) else str(value)
+    return f' {name}="{html.escape(text)}"'

@@ -1,0 +1,61 @@
+"""`trace`: the predicted step of a plan, for ui.perfetto.dev and chrome://tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from autopar.cost_model.streams import COMPUTE, Event
+from autopar.cost_model.timeline import chrome_trace
+from autopar.errors import PlanError
+from autopar.plan import Plan
+from autopar.prediction import Prediction
+
+
+def trace(plan: Plan) -> dict[str, Any]:
+    """A process for the rank that is predicted, or for each rank of a pipeline.
+
+    Args:
+        plan: with a prediction.
+
+    Raises:
+        PlanError: nothing was predicted, since nothing was left to choose.
+    """
+    p = plan.prediction
+    if p is None:
+        raise PlanError(
+            f"the plan {plan.name!r} has no prediction: give a strategy that leaves something "
+            "to choose, or a memory cap, and plan again"
+        )
+    name = f"predicted: {plan.name}"
+    if not p.stages:
+        blocks = (
+            Event(block or "outside of blocks", "blocks", start_s, end_s, phase)
+            for block, phase, start_s, end_s in p.picture.spans
+        )
+        events = [*blocks, *(Event(*row) for row in p.events)]
+        return chrome_trace({name: events}, {name: _memory(p)})
+    ranks = {f"rank {rank}": list(_of_rank(p, rank)) for rank in range(len(p.idle))}
+    held = "memory of the rank that needs most"
+    return chrome_trace({**ranks, held: []}, {held: _memory(p)})
+
+
+def _of_rank(p: Prediction, rank: int) -> Iterator[Event]:
+    """What a rank of a pipeline runs, and what it sends to others."""
+    own = f"rank {rank}"
+    for name, stream, start_s, end_s, kind in p.events:
+        if stream == own:
+            yield Event(name, COMPUTE, start_s, end_s, kind)
+        elif stream.startswith(f"{own} to "):
+            yield Event(name, f"to rank {stream.split()[-1]}", start_s, end_s, kind)
+
+
+def _memory(p: Prediction) -> Iterator[tuple[float, int | Mapping[str, int]]]:
+    """Bytes by category where they are known, of all tensors otherwise."""
+    if not p.picture.memory:
+        yield from p.memory_curve
+        return
+    names = [name for name, _ in p.picture.memory]
+    columns = zip(*(row for _, row in p.picture.memory), strict=True)
+    for at, column in zip(p.picture.memory_s, columns, strict=True):
+        yield at, dict(zip(names, column, strict=True))
