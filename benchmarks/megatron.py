@@ -23,20 +23,20 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import autopar
-from benchmarks.models import GPT, HEADS, LAYERS, SEQ, VOCABULARY, WIDTH
+from benchmarks.models import GPT, HEADS, Encoder
 
 
 class Attention(nn.Module):
     """Attention over as many heads as this rank has."""
 
-    def __init__(self, *, causal: bool) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
-        self.causal = causal
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.causal, self.each = causal, width // heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (rows, SEQ, WIDTH) to the same shape."""
-        heads = (layer(x).unflatten(-1, (-1, WIDTH // HEADS)) for layer in (self.q, self.k, self.v))
+        """Map (rows, tokens, width) to the same shape."""
+        heads = (layer(x).unflatten(-1, (-1, self.each)) for layer in (self.q, self.k, self.v))
         q, k, v = (each.transpose(1, 2) for each in heads)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(attended.transpose(1, 2).flatten(2))
@@ -45,26 +45,27 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two linear layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (rows, SEQ, WIDTH) to the same shape."""
+        """Map (rows, tokens, width) to the same shape."""
         return self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):
     """Attention and feed-forward; causal and normalised before (decoder), or neither (encoder)."""
 
-    def __init__(self, *, decoder: bool) -> None:
+    def __init__(self, width: int, heads: int, *, decoder: bool) -> None:
         super().__init__()
         self.decoder = decoder
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.feedforward = Attention(causal=decoder), FeedForward()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, causal=decoder)
+        self.feedforward = FeedForward(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map this rank's part of (rows, SEQ, WIDTH) to the same shape."""
+        """Map this rank's part of (rows, tokens, width) to the same shape."""
         if self.decoder:
             x = x + self.attention(self.norm1(x))
             return x + self.feedforward(self.norm2(x))
@@ -73,20 +74,23 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`models.GPT` if it is a decoder, else `models.Encoder`."""
+    """`models.GPT` if it is a decoder, else `models.Encoder`; as large as that one."""
 
-    def __init__(self, *, decoder: bool) -> None:
+    def __init__(self, model: GPT | Encoder) -> None:
         super().__init__()
-        self.decoder = decoder
-        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQ, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.blocks = nn.ModuleList(Block(decoder=decoder) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=not decoder)
+        self.decoder = decoder = isinstance(model, GPT)
+        self.tied = model.head.weight is model.token.weight
+        (entries, width), positions = model.token.weight.shape, len(model.position.weight)
+        heads = model.blocks[0].heads if isinstance(model, GPT) else HEADS
+        self.token, self.position = nn.Embedding(entries, width), nn.Embedding(positions, width)
+        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(Block(width, heads, decoder=decoder) for _ in model.blocks)
+        self.head = nn.Linear(width, entries, bias=not decoder)
         self.tie()
 
     def tie(self) -> None:
-        """Makes a decoder's embedding and its output layer one."""
-        if self.decoder:
+        """Makes the embedding and the output layer one, where they are in the model."""
+        if self.tied:
             self.head.weight = self.token.weight
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -101,7 +105,8 @@ class Transformer(nn.Module):
 
 def like(model: nn.Module) -> Transformer:
     """Return the same model with the same weights."""
-    made = Transformer(decoder=isinstance(model, GPT))
+    assert isinstance(model, GPT | Encoder)
+    made = Transformer(model)
     state = {}
     for name, value in model.state_dict().items():
         for old, new in RENAMED.items():

@@ -43,18 +43,23 @@ class Case:
     batch_statistics: bool = False
 
 
+Norm = Callable[[int], nn.Module]
+"""Makes the norm of so many channels."""
+
+
 class DecoderBlock(nn.Module):
     """Pre-norm causal block with one linear layer for queries, keys and values."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (rows, SEQ, WIDTH) to the same shape."""
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1))
+        """Map (rows, tokens, width) to the same shape."""
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -65,12 +70,18 @@ class GPT(nn.Module):
     """A decoder; with its embedding tied to the output layer it has 4.2 M parameters."""
 
     def __init__(
-        self, layers: int = LAYERS, vocabulary: int = VOCABULARY, *, tied: bool = True
+        self,
+        layers: int = LAYERS,
+        vocabulary: int = VOCABULARY,
+        *,
+        tied: bool = True,
+        width: int = WIDTH,
+        heads: int = HEADS,
     ) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(vocabulary, WIDTH), nn.Embedding(SEQ, WIDTH)
-        self.blocks = nn.ModuleList(DecoderBlock() for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(SEQ, width)
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.token.weight, std=0.02)
         if tied:
             self.head.weight = self.token.weight
@@ -107,17 +118,17 @@ class Encoder(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, BatchNorm after each."""
+    """Two 3x3 convolutions beside a shortcut, a norm after each."""
 
-    def __init__(self, inner: int, outer: int, stride: int) -> None:
+    def __init__(self, inner: int, outer: int, stride: int, norm: Norm = nn.BatchNorm2d) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inner, outer, 3, stride, padding=1, bias=False)
         self.conv2 = nn.Conv2d(outer, outer, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(outer), nn.BatchNorm2d(outer)
+        self.norm1, self.norm2 = norm(outer), norm(outer)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or inner != outer:
             conv = nn.Conv2d(inner, outer, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(outer))
+            self.shortcut = nn.Sequential(conv, norm(outer))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, inner, height, width) to (rows, outer, height / stride, width / stride)."""
@@ -128,15 +139,15 @@ class ResidualBlock(nn.Module):
 class ConvNet(nn.Module):
     """ResNet-like, for images of 32 x 32: 2.8 M parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: Norm = nn.BatchNorm2d) -> None:
         super().__init__()
         widths = (32, 32, 64, 128, 256)
         stem = nn.Conv2d(3, widths[0], 3, padding=1, bias=False)
-        self.stem = nn.Sequential(stem, nn.BatchNorm2d(widths[0]), nn.ReLU())
+        self.stem = nn.Sequential(stem, norm(widths[0]), nn.ReLU())
         self.blocks = nn.ModuleList()
         for stage, (inner, outer) in enumerate(pairwise(widths)):
-            self.blocks.append(ResidualBlock(inner, outer, stride=2 if stage else 1))
-            self.blocks.append(ResidualBlock(outer, outer, stride=1))
+            self.blocks.append(ResidualBlock(inner, outer, stride=2 if stage else 1, norm=norm))
+            self.blocks.append(ResidualBlock(outer, outer, stride=1, norm=norm))
         self.head = nn.Linear(widths[-1], 100)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -147,31 +158,35 @@ class ConvNet(nn.Module):
         return F.cross_entropy(self.head(h.mean((2, 3))), y)
 
 
-def _generator(step: int) -> torch.Generator:
+def generator(step: int) -> torch.Generator:
+    """Return what the batch of a step is drawn with: there are BATCHES of them."""
     return torch.Generator().manual_seed(step % BATCHES)
 
 
-def next_tokens(step: int, rows: int = 16, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
+def next_tokens(
+    step: int, rows: int = 16, vocabulary: int = VOCABULARY, tokens: int = SEQ
+) -> tuple[Tensor, Tensor]:
     """Return rows of random tokens, and the tokens that follow each."""
-    text = torch.randint(vocabulary, (rows, SEQ + 1), generator=_generator(step))
+    text = torch.randint(vocabulary, (rows, tokens + 1), generator=generator(step))
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def masked_tokens(step: int) -> tuple[Tensor, Tensor]:
     """Return 16 rows of random tokens with 15 % of them masked, and the whole rows."""
-    generator = _generator(step)
-    text = torch.randint(1, VOCABULARY, (16, SEQ), generator=generator)
-    return text.masked_fill(torch.rand(text.shape, generator=generator) < 0.15, 0), text
+    drawn = generator(step)
+    text = torch.randint(1, VOCABULARY, (16, SEQ), generator=drawn)
+    return text.masked_fill(torch.rand(text.shape, generator=drawn) < 0.15, 0), text
 
 
-def images(step: int) -> tuple[Tensor, Tensor]:
-    """Return 32 random images of 32 x 32 and their classes."""
-    generator = _generator(step)
-    x = torch.randn(32, 3, 32, 32, generator=generator)
-    return x, torch.randint(100, (32,), generator=generator)
+def images(step: int, rows: int = 32) -> tuple[Tensor, Tensor]:
+    """Return random images of 32 x 32 and their classes."""
+    drawn = generator(step)
+    x = torch.randn(rows, 3, 32, 32, generator=drawn)
+    return x, torch.randint(100, (rows,), generator=drawn)
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model that keeps them in a list of that name."""
     blocks = model.blocks
     assert isinstance(blocks, nn.ModuleList)
     return list(blocks)
@@ -180,15 +195,15 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 CASES = {
     case.name: case
     for case in (
-        Case("gpt", GPT, next_tokens, _blocks),
-        Case("encoder", Encoder, masked_tokens, _blocks),
-        Case("conv", ConvNet, images, _blocks, learning_rate=3e-5, batch_statistics=True),
-        Case("deep", partial(GPT, DEEP), next_tokens, _blocks),
+        Case("gpt", GPT, next_tokens, blocks_of),
+        Case("encoder", Encoder, masked_tokens, blocks_of),
+        Case("conv", ConvNet, images, blocks_of, learning_rate=3e-5, batch_statistics=True),
+        Case("deep", partial(GPT, DEEP), next_tokens, blocks_of),
         Case(
             "vocabulary",
             partial(GPT, DEEP, LARGE_VOCABULARY, tied=False),
             partial(next_tokens, rows=8, vocabulary=LARGE_VOCABULARY),
-            _blocks,
+            blocks_of,
         ),
     )
 }

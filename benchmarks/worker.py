@@ -59,7 +59,14 @@ class Entry:
 
 
 class Race:
-    """All contenders of one job, on one rank."""
+    """All contenders of one job, on one rank.
+
+    Attributes:
+        counted: first steps of each contender, whose bytes are counted.
+        warm: steps after them that are neither counted nor timed.
+    """
+
+    counted, warm = COUNTED_STEPS, WARM_STEPS
 
     def __init__(self, job: Job, folder: Path, case: Case, contenders: Iterable[Contender]) -> None:
         self.job, self.folder, self.case = job, folder, case
@@ -71,7 +78,7 @@ class Race:
     @property
     def steps(self) -> int:
         """Steps that every contender trains, counted, warm and timed."""
-        return COUNTED_STEPS + WARM_STEPS + self.job.rounds
+        return self.counted + self.warm + self.job.rounds
 
     def run(self) -> None:
         """Run the whole race; rank 0 writes the outcome."""
@@ -81,7 +88,9 @@ class Race:
         gc.collect()
         gc.freeze()  # one contender's garbage collection does not walk through all the others
         for number in range(self.job.rounds):
-            running = [entry for entry in self.entries if entry.error is None]
+            if self.enough(number):
+                break
+            running = self.running()
             random.Random(number).shuffle(running)  # alike on all ranks; everyone follows everyone
             for entry in running:
                 self.attempt(entry, "timing", partial(self.time, number=number))
@@ -89,12 +98,25 @@ class Race:
         if self.rank == 0:
             (self.folder / "outcome.json").write_text(json.dumps(outcome))
 
+    @property
+    def reference_threads(self) -> int:
+        """How many threads the plain model is given: those of all ranks, which wait meanwhile."""
+        return self.job.threads * self.world_size
+
+    def running(self) -> list[Entry]:
+        """Return those that are still in the race."""
+        return [entry for entry in self.entries if entry.error is None]
+
+    def enough(self, number: int) -> bool:
+        """Whether there need be no more than so many rounds; the same on every rank."""
+        return False
+
     def reference(self) -> list[float]:
         """Return the losses of the plain model on whole batches, trained on rank 0 alone."""
         self.report("training the plain model")
         losses = torch.zeros(self.steps)
         if self.rank == 0:
-            torch.set_num_threads(self.job.threads * self.world_size)
+            torch.set_num_threads(self.reference_threads)
             torch.manual_seed(SEED)
             step = build_plain(self.case)
             losses = torch.stack([step(x, y).detach() for x, y in self.batches])
@@ -126,16 +148,16 @@ class Race:
         gc.collect()  # what others left is theirs
         with counter() as counting:
             entry.step = entry.contender.build(self.case)
-            for batch in self.batches[:COUNTED_STEPS]:
+            for batch in self.batches[: self.counted]:
                 with counting.step("training"):
                     entry.run(batch)
         entry.peak_bytes = round(median(counting.peaks()["training"]))
-        for batch in self.batches[COUNTED_STEPS:][:WARM_STEPS]:
+        for batch in self.batches[self.counted :][: self.warm]:
             entry.run(batch)
 
     def time(self, entry: Entry, number: int) -> None:
         """Time one whole step, from a common start."""
-        batch = self.batches[COUNTED_STEPS + WARM_STEPS + number]
+        batch = self.batches[self.counted + self.warm + number]
         dist.barrier(self.control)
         start = time.perf_counter()
         entry.run(batch)

@@ -13,25 +13,25 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
 from rich.console import Console
 
-from benchmarks.cluster import Network, Unavailable, start
+from benchmarks.cluster import Network, Unavailable
 from benchmarks.cluster.__main__ import SKIPPED
 from benchmarks.cluster.network import bits_per_second
+from benchmarks.cluster.racing import race_over
 from benchmarks.communication.field import CASES, PLANNED, contenders
 from benchmarks.communication.report import Row, Setting, parts, rows, table
 from benchmarks.communication.worker import NetworkJob
-from benchmarks.launch import Job, race
 from benchmarks.peers import words
 from benchmarks.report import document
+
+WORKER = "benchmarks.communication.worker"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -81,16 +81,6 @@ def races(args: argparse.Namespace) -> list[list[Setting]]:
     return made
 
 
-def start_rank(
-    network: Network, each: int, job: Job, rank: int, folder: Path, port: int
-) -> subprocess.Popen[bytes]:
-    """Start one rank of a race in its node."""
-    command = [sys.executable, "-m", "benchmarks.communication.worker", str(folder)]
-    environment = {"OMP_NUM_THREADS": str(job.threads), "MASTER_PORT": str(port)}
-    log = folder / f"log.{rank}"
-    return start(network, command, rank, each, environment=environment, log=log)
-
-
 def compare(args: argparse.Namespace, settings: list[Setting], console: Console) -> list[Row]:
     """Run one race, at every rate, and show its tables."""
     first, each = settings[0], settings[0].ranks_per_node
@@ -107,8 +97,11 @@ def compare(args: argparse.Namespace, settings: list[Setting], console: Console)
     )
     title = f"{first.model}, {first.nodes}x{each}"
     with console.status(title) as status, Network(first.nodes, first.rate) as network:
-        starting = partial(start_rank, network, each)
-        outcome = race(job, lambda text: status.update(f"{title}: {text}"), starting)
+
+        def tell(text: str) -> None:
+            status.update(f"{title}: {text}")
+
+        outcome = race_over(network, each, WORKER, job, tell)
     outcome["contenders"] += [{"contender": c.name, "error": c.absence()} for c in absent]
     made = []
     for setting, part in zip(settings, parts(outcome, len(settings)), strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +26,7 @@ from autopar.passes.schedule_overlap import Overlap
 from autopar.runtime.program import with_axes
 from benchmarks.communication.horovod import Horovod
 from benchmarks.contenders import PLAIN, Contender, Step, build_ddp, my_rows, training_step
-from benchmarks.models import GPT, Case, next_tokens
+from benchmarks.models import GPT, Case, blocks_of, next_tokens
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -40,14 +40,10 @@ COMPRESSED_BUCKET_BYTES = 25 << 20  # DDP's own: what is left of them is short
 POWERSGD_STARTS = 2  # steps after which torch's hook compresses, the least that it takes
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    return list(model.blocks)  # type: ignore[arg-type]
-
-
 CASES = {
     case.name: case
     for case in (
-        Case("gpt", partial(GPT, 6, 256), partial(next_tokens, rows=8, vocabulary=256), _blocks),
+        Case("gpt", partial(GPT, 6, 256), partial(next_tokens, rows=8, vocabulary=256), blocks_of),
     )
 }
 """4.8 M parameters: on 4 processes that share 2 cores, 1 Gbit/s takes as long for their gradients

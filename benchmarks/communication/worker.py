@@ -24,8 +24,6 @@ from benchmarks.communication.horovod import Horovod
 from benchmarks.launch import Job
 from benchmarks.worker import SEED, Entry, Race
 
-WARM_STEPS = 3  # torch's PowerSGD starts after two
-
 
 @dataclass(frozen=True)
 class NetworkJob(Job):
@@ -43,29 +41,25 @@ class Exchange(Race):
     """A race that also counts what each node sends."""
 
     job: NetworkJob
+    counted, warm = 0, 3  # torch's PowerSGD starts after two
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.sent: dict[str, list[int]] = {entry.contender.name: [] for entry in self.entries}
         self.rate = self.job.rates[0]
 
-    @property
-    def steps(self) -> int:
-        """Steps that every contender trains, warm and timed."""
-        return WARM_STEPS + self.job.rounds
-
     def prepare(self, entry: Entry) -> None:
         """Build and warm up."""
         torch.manual_seed(SEED)
         entry.step = entry.contender.build(self.case)
-        for batch in self.batches[:WARM_STEPS]:
+        for batch in self.batches[: self.warm]:
             with self.turn(entry):
                 entry.run(batch)
 
     def time(self, entry: Entry, number: int) -> None:
         """Time one whole step from a common start, and count from before it to after it."""
         self.shape(number)
-        batch = self.batches[WARM_STEPS + number]
+        batch = self.batches[self.warm + number]
         with self.turn(entry):
             dist.barrier(self.control)
             before = sent_bytes()

@@ -16,12 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
 import autopar
-from autopar.capture import Call, Capture, capture
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.memory import Memory, simulate_memory
 from autopar.cost_model.optimizer import OptimizerMemory
@@ -29,6 +27,7 @@ from autopar.cost_model.scratch import Scratch
 from autopar.runtime.module import DistributedModule
 from benchmarks.counting import counter
 from benchmarks.models import CASES
+from benchmarks.once import captured_once
 from tests.models import MODELS
 from tests.worlds import close
 from tests.worlds import run as run_world
@@ -132,7 +131,7 @@ def measure(rank: int, world_size: int, name: str) -> list[dict[str, Any]]:
     needs = {kind: OptimizerMemory.measure(make) for kind, make in OPTIMIZERS.items()}
     scratch = Scratch.load("cpu")
     found = []
-    with mock.patch("autopar.runtime.module.capture", _Captured()):
+    with captured_once():
         for zero in STAGES:
             for level in LEVELS:
                 model, peaks = _train(subject, batches, zero, level)
@@ -198,16 +197,3 @@ def _steps(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-class _Captured:
-    """`capture`, once for each kind of call: it depends on no plan."""
-
-    def __init__(self) -> None:
-        self.made: dict[Any, Capture] = {}
-
-    def __call__(self, model: torch.nn.Module, call: Call, *given: Any, **options: Any) -> Capture:
-        key = (call.leaves, call.structure, tuple(options.items()))
-        if key not in self.made:
-            self.made[key] = capture(model, call, *given, **options)
-        return self.made[key]

@@ -1,0 +1,197 @@
+"""The models whose plans are compared: small, and unlike each other in what they hold and do.
+
+A module with `CASES`, such as this one, is what `--models` takes. Every forward returns a loss that
+is the same however the rows are divided over ranks and micro-batches, up to the order of sums; so
+the conv net has GroupNorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from benchmarks.models import GPT, Case, ConvNet, blocks_of, generator, images, next_tokens
+
+TOKENS, ROWS = 64, 16  # of a global batch of text
+WIDTH, HEADS = 128, 4  # where nothing else is said
+ENTRIES = 512  # of a vocabulary that is not what counts
+FIELDS, IDS, FACTORS = 16, 4096, 32  # of the recommender
+EXPERTS = 4
+
+
+@dataclass(frozen=True)
+class Subject(Case):
+    """A model and its data, and what more there is to know of it.
+
+    Attributes:
+        experts: where the parameters of experts lie under expert parallelism, by pattern of names.
+    """
+
+    experts: Mapping[str, autopar.Shard] = field(default_factory=dict)
+
+
+class EncoderDecoder(nn.Module):
+    """Torch's own layers; `y` is the target, the first token of which starts it."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        sizes = (WIDTH, HEADS, 4 * WIDTH)
+        self.source, self.target = nn.Embedding(ENTRIES, WIDTH), nn.Embedding(ENTRIES, WIDTH)
+        self.position = nn.Parameter(torch.randn(TOKENS, WIDTH) * 0.02)
+        self.encoder = nn.ModuleList(
+            nn.TransformerEncoderLayer(*sizes, **options) for _ in range(layers)
+        )
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(*sizes, **options) for _ in range(layers)
+        )
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, ENTRIES)
+        self.register_buffer("later", torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of translating tokens `x` into `y`, one longer."""
+        memory = self.source(x) + self.position
+        for layer in self.encoder:
+            memory = layer(memory)
+        h = self.target(y[:, :-1]) + self.position
+        for layer in self.decoder:
+            h = layer(h, memory, tgt_mask=self.later)
+        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y[:, 1:].flatten())
+
+
+class Experts(nn.Module):
+    """Feed-forwards of which each token weighs two; all run on every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / (2 * WIDTH) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (rows, tokens, width) to the same shape."""
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        combine = torch.einsum("rtk,rtke->rte", weights, F.one_hot(chosen, EXPERTS).to(x.dtype))
+        hidden = F.gelu(torch.einsum("rtd,edh->rteh", x, self.up))
+        return torch.einsum("rteh,ehd,rte->rtd", hidden, self.down, combine)
+
+
+class ExpertBlock(nn.Module):
+    """Attention and experts, normalised before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (rows, tokens, width) to the same shape."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.experts(self.norm2(x))
+
+
+class Mixture(nn.Module):
+    """A language model with experts in the place of feed-forwards."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.token = nn.Embedding(ENTRIES, WIDTH)
+        self.blocks = nn.ModuleList(ExpertBlock() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, ENTRIES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of predicting tokens `y`."""
+        h = self.token(x)
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
+class Recommender(nn.Module):
+    """A table of factors for each field of a row, their products, and a small network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(IDS, FACTORS) for _ in range(FIELDS))
+        sizes = (FIELDS * FACTORS, 256, 64)
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
+        self.last = nn.Linear(sizes[-1], 1)
+        for table in self.tables:
+            nn.init.normal_(table.weight, std=0.05)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of telling clicks `y` by ids `x` of (rows, fields)."""
+        found = torch.stack([table(x[:, i]) for i, table in enumerate(self.tables)], 1)
+        products = (found.sum(1).square() - found.square().sum(1)).sum(-1) / 2
+        h = found.flatten(1)
+        for layer in self.layers:
+            h = F.relu(layer(h))
+        return F.binary_cross_entropy_with_logits(self.last(h).squeeze(-1) + products, y)
+
+
+def translations(step: int) -> tuple[Tensor, Tensor]:
+    """Return rows of random tokens, and others that are one longer."""
+    drawn = generator(step)
+    x = torch.randint(ENTRIES, (ROWS, TOKENS), generator=drawn)
+    return x, torch.randint(ENTRIES, (ROWS, TOKENS + 1), generator=drawn)
+
+
+def clicks(step: int, rows: int = 512) -> tuple[Tensor, Tensor]:
+    """Return an id for each field of random rows, and whether somebody clicked."""
+    drawn = generator(step)
+    x = torch.randint(IDS, (rows, FIELDS), generator=drawn)
+    return x, torch.randint(2, (rows,), generator=drawn).float()
+
+
+def gpt(name: str, layers: int, width: int, entries: int, *, tied: bool) -> Subject:
+    """Return a decoder of some size."""
+    build = partial(GPT, layers, entries, tied=tied, width=width, heads=HEADS)
+    batch = partial(next_tokens, rows=ROWS, vocabulary=entries, tokens=TOKENS)
+    return Subject(name, build, batch, blocks_of)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, EncoderDecoder)
+    return [*model.encoder, *model.decoder]
+
+
+def _tables(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, Recommender)
+    return [*model.tables, *model.layers]
+
+
+CASES = {
+    case.name: case
+    for case in (
+        gpt("deep", 8, 96, ENTRIES, tied=True),
+        gpt("wide", 2, 256, ENTRIES, tied=True),
+        gpt("vocabulary", 2, WIDTH, 8192, tied=False),
+        Subject("encdec", EncoderDecoder, translations, _layers),
+        Subject(
+            "conv",
+            partial(ConvNet, partial(nn.GroupNorm, 8)),
+            partial(images, rows=16),
+            blocks_of,
+        ),
+        Subject(
+            "moe",
+            Mixture,
+            partial(next_tokens, rows=ROWS, vocabulary=ENTRIES, tokens=TOKENS),
+            blocks_of,
+            experts={"*.experts.up": autopar.Shard(0), "*.experts.down": autopar.Shard(0)},
+        ),
+        Subject("recommender", Recommender, clicks, _tables),
+    )
+}
+"""1 to 3 million parameters each."""
