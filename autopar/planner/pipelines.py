@@ -28,7 +28,7 @@ from autopar.picture import Picture
 from autopar.pipeline import Pipeline
 from autopar.plan import Plan
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
-from autopar.planner.pipeline_pictures import Held, memory_of_schedule, picture_of_pipeline
+from autopar.planner.pipeline_pictures import picture_of_pipeline
 from autopar.planner.stage_memory import RankMemory, StageMemory, memory_of_rank
 from autopar.prediction import MOST_EXPOSED, Prediction, StagePrediction
 from autopar.staging import cut, passes_of_stage
@@ -92,12 +92,12 @@ class Lowered:
     more: Simulation
     weights: float
 
-    def held(self, micro_batches: int) -> Held:
-        """What it holds."""
-        memories = (
-            StageMemory.of(m.memory, self.graph, micro_batches) for m in (self.last, self.more)
-        )
-        return Held(self.last, self.more, *memories)
+    @cached_property
+    def memory(self) -> tuple[StageMemory, StageMemory]:
+        """Of a micro-batch before the last, and of the last."""
+        ending = StageMemory.of(self.last, self.graph)
+        same = self.more is self.last
+        return (ending if same else StageMemory.of(self.more, self.earlier)), ending
 
     @property
     def cost(self) -> StageCost:
@@ -139,8 +139,9 @@ class PipelineEvaluator(Evaluator):
         together = simulate_pipeline(order, [stage.cost for stage in stages], link.seconds)
         flights = [in_flight(order[s % len(order)], s) for s in range(len(stages))]
         update = [self._update(plan, stages, rank) for rank in range(self.pipeline.ranks)]
-        prediction = self._prediction(plan, stages, together, flights, update)
-        picture = self._picture(plan, stages, order, together, flights)
+        memories = self._memory(stages, order)
+        prediction = self._prediction(plan, stages, together, flights, update, memories)
+        picture = self._picture(plan, stages, together, memories)
         prediction = replace(prediction, picture=picture)
         notes = (*plan.notes, *self.overhead.gaps())
         return Evaluated(choice, replace(plan, prediction=prediction, notes=notes), prediction)
@@ -245,12 +246,13 @@ class PipelineEvaluator(Evaluator):
         together: PipelineSimulation,
         flights: Sequence[int],
         update: Sequence[Cost],
+        memories: Sequence[RankMemory],
     ) -> Prediction:
         micro, ranks = self.pipeline.micro_batches, range(self.pipeline.ranks)
         ends = [end + cost.seconds for end, cost in zip(together.ends_s, update, strict=True)]
         slow = max(ranks, key=lambda rank: together.busy_s[rank] + update[rank].seconds)
         own = [stages[stage] for stage in self.pipeline.stages_of(slow)]
-        memory = max(self._memory(stages, flights), key=lambda own: own.peak)
+        full = max(memories, key=lambda own: own.peak)
         within = micro * sum(stage.more.communication_s for stage in own)
         return Prediction(
             step_s=max(ends),
@@ -258,9 +260,9 @@ class PipelineEvaluator(Evaluator):
             compute_s=micro * sum(stage.more.compute_s for stage in own),
             communication_s=within + together.transfer_s / len(ranks),
             exposed_s=together.exposed_s + micro * sum(stage.more.exposed_s for stage in own),
-            peak_bytes=memory.peak,
-            memory=memory.by_category,
-            reserved_bytes=memory.reserved,
+            peak_bytes=full.peak,
+            memory=full.by_category,
+            reserved_bytes=full.reserved,
             context_bytes=stages[0].last.memory.context,
             provenance=self._provenance(stages, update, Link(self.cluster, plan.mesh)),
             waits=_summed(stage.more.waits for stage in own),
@@ -277,7 +279,7 @@ class PipelineEvaluator(Evaluator):
                     backward_s=stage.cost.backward_s,
                     sent_bytes=stage.cost.sent_bytes,
                     returned_bytes=stage.cost.returned_bytes,
-                    saved_bytes=StageMemory.of(stage.more.memory, stage.graph, micro).saved,
+                    saved_bytes=stage.memory[0].saved,
                     in_flight=flights[index],
                 )
                 for index, stage in enumerate(stages)
@@ -288,19 +290,11 @@ class PipelineEvaluator(Evaluator):
             ),
         )  # fmt: skip
 
-    def _memory(self, stages: Sequence[Lowered], flights: Sequence[int]) -> list[RankMemory]:
+    def _memory(self, stages: Sequence[Lowered], order: Orders) -> list[RankMemory]:
         """Of each rank."""
-        micro = self.pipeline.micro_batches
         return [
             memory_of_rank(
-                [
-                    (
-                        StageMemory.of(stages[s].more.memory, stages[s].graph, micro),
-                        StageMemory.of(stages[s].last.memory, stages[s].graph, micro),
-                        flights[s],
-                    )
-                    for s in self.pipeline.stages_of(rank)
-                ]
+                order[rank], {s: stages[s].memory for s in self.pipeline.stages_of(rank)}
             )
             for rank in range(self.pipeline.ranks)
         ]
@@ -309,25 +303,20 @@ class PipelineEvaluator(Evaluator):
         self,
         plan: Plan,
         stages: Sequence[Lowered],
-        order: Orders,
         together: PipelineSimulation,
-        flights: Sequence[int],
+        memories: Sequence[RankMemory],
     ) -> Picture:
         """What the rank that needs most memory holds, and what the one that computes most sends."""
         micro, link = self.pipeline.micro_batches, Link(self.cluster, plan.mesh)
-        peaks = [memory.peak for memory in self._memory(stages, flights)]
+        peaks = [memory.peak for memory in memories]
         full, slow = peaks.index(max(peaks)), together.busy_s.index(max(together.busy_s))
-        events = (event for event in together.timeline if event.stream == f"rank {full}")
-        held = {s: stages[s].held(micro) for s in self.pipeline.stages_of(full)}
-        columns = memory_of_schedule(
-            list(zip(order[full], events, strict=True)), held, together.ends_s[full]
-        )
+        actions = [event for event in together.timeline if event.stream == f"rank {full}"]
         own, lowered, messages = self.pipeline.stages_of(slow), [], Counter[Transfer]()
         for stage in (stages[s] for s in own):
             lowered += [(stage.graph, 1), (stage.earlier, micro - 1)]
             for nbytes in (stage.cost.sent_bytes, stage.cost.returned_bytes):
                 messages[link.message(nbytes)] += micro
-        return picture_of_pipeline(self.cluster, columns, lowered, messages)
+        return picture_of_pipeline(self.cluster, memories[full], actions, lowered, messages)
 
     def _provenance(
         self, stages: Sequence[Lowered], update: Sequence[Cost], link: Link

@@ -1,20 +1,61 @@
-"""The memory of a rank of a pipeline: several stages, each with several micro-batches in flight."""
+"""The memory of a rank of a pipeline: its stages, in the order of its schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.liveness import CATEGORIES
-from autopar.cost_model.memory import Memory
-from autopar.graph import Accumulated, Gradient, Parameter, TrainingGraph, tensor_bytes, tensors
+from autopar.cost_model.schedules import ENDS, Action
+from autopar.cost_model.simulate import Simulation
+from autopar.graph import (
+    Accumulated,
+    Gradient,
+    Held,
+    Parameter,
+    TrainingGraph,
+    tensor_bytes,
+    tensors,
+)
 
 Bytes = NDArray[np.int64]
 _ROW = {name: row for row, name in enumerate(CATEGORIES)}
+_SAVED, _GRADIENTS = _ROW["saved"], _ROW["gradients"]
 _ALWAYS = [_ROW[name] for name in ("parameters", "optimizer", "buffers", "inputs")]
+_POINTS = 12  # of the memory of one action: of each short while, the most
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """What a forward or a backward needs beside what exists all the time.
+
+    Attributes:
+        at: which part of it has run, from 0 to 1.
+        table: bytes, a row for each category, a column for each of `at`.
+    """
+
+    at: NDArray[np.float64]
+    table: Bytes
+
+    @staticmethod
+    def of(starts: NDArray[np.float64], table: Bytes) -> Half:
+        """Of each short while the points with the most bytes, with gradients and without."""
+        span = max(float(np.ptp(starts)), 1e-12) if len(starts) else 1.0
+        at = (starts - starts[:1]) / span
+        bins = np.minimum((at * _POINTS).astype(int), _POINTS - 1)
+        total = table.sum(axis=0)
+        kept = [
+            run[size[run].argmax()]
+            for size in (total, total - table[_GRADIENTS])
+            for run in np.split(np.arange(len(at)), np.flatnonzero(np.diff(bins)) + 1)
+            if len(run)
+        ]
+        chosen = np.unique(np.array(kept, dtype=int))
+        return Half(at[chosen], table[:, chosen])
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,80 +64,132 @@ class StageMemory:
 
     Attributes:
         always: what exists all the time.
-        peak: what comes to it when most exists.
+        forward: what comes to it in the forward.
+        backward: what comes to it in the backward.
         update: what comes to it while the optimizer steps.
         saved: bytes that are kept between forward and backward.
-        kept: bytes of gradients that micro-batches are added up in, beside their own.
+        summed: bytes of gradients that it leaves, to be added to or to be reduced.
+        largest: bytes of the largest of these: it exists beside the sum that it is added to.
+        given: whether sums of earlier micro-batches are among what it is given.
         reserved: by which the allocator's bytes are more than those of tensors.
     """
 
     always: Bytes
-    peak: Bytes
+    forward: Half
+    backward: Half
     update: Bytes
     saved: int
-    kept: int
+    summed: int
+    largest: int
+    given: bool
     reserved: float
 
     @staticmethod
-    def of(memory: Memory, graph: TrainingGraph, micro_batches: int) -> StageMemory:
-        """From the simulated memory of a step of one micro-batch."""
+    def of(result: Simulation, graph: TrainingGraph) -> StageMemory:
+        """From the simulated step of one micro-batch."""
+        memory = result.memory
         always = np.zeros(len(CATEGORIES), dtype=np.int64)
         always[_ALWAYS] = memory.table[_ALWAYS].min(axis=1)
         more = memory.table - always[:, None]
-        added = {r.name for r in graph.inputs if isinstance(r, Accumulated)}
-        pairs = zip(graph.outputs, graph.results, strict=True)
-        kept = sum(
+        starts = np.array([at for at, _ in result.memory_curve[:-1]])
+        early = starts < result.forward_s
+        sizes = [
             tensor_bytes(tensors(node)[0])
-            for role, node in pairs
-            if isinstance(role, Gradient) and node is not None
-            if isinstance(role.of, Parameter) and role.of.name not in added
-        )
+            for role, node in zip(graph.outputs, graph.results, strict=True)
+            if node is not None
+            if isinstance(role, Held)
+            or (isinstance(role, Gradient) and isinstance(role.of, Parameter))
+        ]
         return StageMemory(
             always,
-            more[:, int(more.sum(axis=0).argmax())],
+            Half.of(starts[early], more[:, :-1][:, early]),
+            Half.of(starts[~early], more[:, :-1][:, ~early]),
             more[:, -1],
-            int(memory.table[_ROW["saved"]].max()),
-            kept if micro_batches > 1 else 0,
+            int(memory.table[_SAVED].max()),
+            sum(sizes),
+            max(sizes, default=0),
+            any(isinstance(role, Accumulated) for role in graph.inputs),
             memory.reserved / max(1, memory.peak),
         )
 
+    def needs(self, action: Action, summed: int) -> Half:
+        """What an action needs, the gradients of its stage included.
 
-@dataclass(frozen=True)
+        Args:
+            action: forward, backward or a part of that.
+            summed: bytes of these that earlier micro-batches have left.
+        """
+        if action.kind == "W":
+            rows = np.zeros((len(CATEGORIES), 1), np.int64)
+            rows[[_SAVED, _GRADIENTS], 0] = self.saved, summed + self.largest
+            return Half(np.zeros(1), rows)
+        half = self.forward if action.kind == "F" else self.backward
+        if not summed or (self.given and action.kind != "F"):
+            return half
+        table = half.table.copy()
+        table[_GRADIENTS] = summed + np.minimum(table[_GRADIENTS], self.largest)
+        return Half(half.at, table)
+
+
+@dataclass(frozen=True, eq=False)
 class RankMemory:
-    """The most bytes that a rank needs.
+    """The bytes of a rank over a step.
 
     Attributes:
-        peak: of tensors.
-        by_category: the same in parts.
-        reserved: what the allocator takes for them.
+        points: number of the action, and which part of it has run; the optimizer's step is last.
+        table: bytes, a row for each of CATEGORIES, a column for each of `points`.
+        reserved: what the allocator takes for the most of them.
     """
 
-    peak: int
-    by_category: dict[str, int]
+    points: tuple[tuple[int, float], ...]
+    table: Bytes
     reserved: int
 
+    @property
+    def peak(self) -> int:
+        """The most bytes of tensors."""
+        return int(self.table.sum(axis=0).max())
 
-def memory_of_rank(stages: Sequence[tuple[StageMemory, StageMemory, int]]) -> RankMemory:
-    """The peak over the micro-batches of a rank's stages, and over the optimizer's step.
+    @property
+    def by_category(self) -> dict[str, int]:
+        """The same in parts."""
+        most = self.table[:, int(self.table.sum(axis=0).argmax())]
+        return {name: int(most[row]) for name, row in _ROW.items()}
+
+
+def memory_of_rank(
+    order: Sequence[Action], stages: Mapping[int, tuple[StageMemory, StageMemory]]
+) -> RankMemory:
+    """The bytes of a rank from its first action to the optimizer's step.
 
     Args:
-        stages: of each, a micro-batch before the last, the last one, and how many are in flight.
+        order: what it does.
+        stages: of each, a micro-batch before the last one, and the last one.
     """
-    standing = sum((last.always for _, last, _ in stages), np.zeros(len(CATEGORIES), np.int64))
-    added = sum(last.kept for _, last, _ in stages)
-    points = [standing + sum(last.update for _, last, _ in stages)]
-    for active, (more, last, flights) in enumerate(stages):
-        others = [item for place, item in enumerate(stages) if place != active]
-        for one, own, beside in (
-            (more, flights - 1, sum(n * m.saved for m, _, n in others)),
-            (last, 0, sum(m.saved for m, _, _ in others)),
-        ):
-            point = standing + one.peak
-            point[_ROW["saved"]] += own * more.saved + beside
-            point[_ROW["gradients"]] += added
-            points.append(point)
-    most = max(points, key=lambda point: int(point.sum()))
-    peak = int(most.sum())
-    over = max(last.reserved for _, last, _ in stages)
-    parts = {name: int(most[row]) for name, row in _ROW.items()}
-    return RankMemory(peak, parts, round(peak * over))
+    standing = sum(
+        (last.always for _, last in stages.values()), np.zeros(len(CATEGORIES), np.int64)
+    )
+    flying: Counter[int] = Counter()
+    summed: dict[int, int] = dict.fromkeys(stages, 0)
+    final = {action.stage: action for action in order if action.kind != "F"}
+    points: list[tuple[int, float]] = []
+    tables: list[Bytes] = []
+    for index, action in enumerate(order):
+        stage = action.stage
+        flying[stage] -= action.kind != "F"  # what it reads is among its own
+        more, last = stages[stage]
+        half = (last if action == final.get(stage) else more).needs(action, summed[stage])
+        base = standing.copy()
+        base[_SAVED] += sum(n * stages[s][0].saved for s, n in flying.items())
+        base[_GRADIENTS] += sum(nbytes for s, nbytes in summed.items() if s != stage)
+        points += [(index, float(at)) for at in half.at]
+        tables.append(base[:, None] + half.table)
+        flying[stage] += action.kind not in ENDS
+        if action.kind in ENDS:
+            summed[stage] = more.summed
+    points.append((len(order), 0.0))
+    update = sum((last.update for _, last in stages.values()), standing)
+    tables.append(update[:, None])
+    table = np.concatenate(tables, axis=1)
+    over = max(last.reserved for _, last in stages.values())
+    return RankMemory(tuple(points), table, round(int(table.sum(axis=0).max()) * over))

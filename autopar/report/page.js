@@ -217,7 +217,7 @@ class Timeline {
     for (const [start, width, name] of lane.pieces) {
       const left = clamp((start - this.from) * scale, 0, plot.clientWidth);
       const right = clamp((start + width - this.from) * scale, 0, plot.clientWidth);
-      const room = (right - left - 8) / 6.5, short = name.slice(name.lastIndexOf(".") + 1).replace(/^\d+(?=[A-Z])/, "");
+      const room = (right - left - 8) / 7.5, short = name.slice(name.lastIndexOf(".") + 1).replace(/^\d+(?=[A-Z])/, "");
       if (room < Math.min(4, short.length)) continue;
       const text = document.createElement("span");
       text.textContent = room < name.length ? short : name;

@@ -1,0 +1,74 @@
+"""The memory of a rank over its schedule."""
+
+import numpy as np
+import pytest
+
+from autopar.cost_model.liveness import CATEGORIES
+from autopar.cost_model.schedules import orders
+from autopar.planner.stage_memory import Half, StageMemory, memory_of_rank
+
+SAVED, SUMMED, LARGEST = 100, 60, 40
+
+
+def column(**nbytes):
+    return np.array([nbytes.get(name, 0) for name in CATEGORIES], dtype=np.int64)
+
+
+def half(*columns):
+    return Half(np.linspace(0.0, 1.0, len(columns)), np.stack(columns, axis=1))
+
+
+def stage(given=False):
+    """1000 bytes of parameters; a backward that turns what is saved into two gradients."""
+    before = SUMMED if given else 0
+    return StageMemory(
+        always=column(parameters=1000),
+        forward=half(column(transient=5), column(saved=SAVED)),
+        backward=half(
+            column(saved=SAVED, transient=30, gradients=before),
+            column(saved=10, gradients=before + SUMMED),
+        ),
+        update=column(gradients=SUMMED, transient=7),
+        saved=SAVED,
+        summed=SUMMED,
+        largest=LARGEST,
+        given=given,
+        reserved=1.5,
+    )
+
+
+def rank_of(schedule, micro, chunks=1, given=False):
+    (order, *_) = orders(schedule, 2, micro, chunks)
+    stages = {s: (stage(), stage(given)) for s in range(0, 2 * chunks, 2)}
+    return order, memory_of_rank(order, stages)
+
+
+def test_gradients_are_kept_from_the_first_backward_on():
+    """At a peak of 1F1B there are two micro-batches, and what the ones before have left."""
+    order, memory = rank_of("1f1b", 4)
+    assert memory.peak == 1000 + 2 * SAVED + 30 + SUMMED
+    assert memory.by_category["gradients"] == SUMMED
+    assert memory.reserved == round(1.5 * memory.peak)
+    first = [str(action) for action in order].index("0B0")
+    before = [i for i, (action, _) in enumerate(memory.points) if action < first]
+    assert not memory.table[CATEGORIES.index("gradients"), before].any()
+
+
+def test_one_new_gradient_exists_beside_the_sums():
+    _, memory = rank_of("1f1b", 8)
+    assert memory.table[CATEGORIES.index("gradients")].max() == SUMMED + LARGEST
+    _, memory = rank_of("1f1b", 8, given=True)
+    assert memory.table[CATEGORIES.index("gradients")].max() == 2 * SUMMED
+
+
+@pytest.mark.parametrize(("schedule", "saved"), [("gpipe", 8), ("1f1b", 2), ("zero_bubble", 2)])
+def test_schedules_hold_so_many_micro_batches(schedule, saved):
+    _, memory = rank_of(schedule, 8)
+    assert memory.by_category["saved"] == saved * SAVED
+
+
+def test_stages_of_a_rank_add_up_and_the_update_is_last():
+    _, memory = rank_of("interleaved", 4, chunks=2)
+    assert memory.table[:, -1].sum() == 2 * (1000 + SUMMED + 7)
+    assert memory.by_category["parameters"] == 2000
+    assert memory.by_category["saved"] < 2 * 4 * SAVED
