@@ -8,8 +8,11 @@ of call, under the same plan.
 
 from __future__ import annotations
 
+import functools
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +21,7 @@ from torch import nn
 from autopar._torch import pytree
 from autopar.capture import Call, Capture, capture
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.measure import measure
 from autopar.errors import CaptureError, StrategyError
 from autopar.graph import TrainingGraph
 from autopar.partition import Partition, Ways, in_turn, rows_of, scaled
@@ -25,6 +29,7 @@ from autopar.passes.runner import run_passes
 from autopar.plan import Plan, fingerprint
 from autopar.planner.choose_stages import captured_at
 from autopar.planner.decide import Question, decide, measured
+from autopar.planner.meshes import fastest_mesh
 from autopar.planner.partitions import repartition
 from autopar.profiling import profiler
 from autopar.rows import mark_rows
@@ -32,7 +37,7 @@ from autopar.runtime.agreement import decided_by_first, same_everywhere, togethe
 from autopar.runtime.batch import share_of
 from autopar.runtime.fallback import fall_back
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
-from autopar.runtime.module import DistributedModule
+from autopar.runtime.module import Captured, DistributedModule
 from autopar.runtime.options import Options
 from autopar.runtime.parameters import (
     check_plain,
@@ -49,6 +54,9 @@ from autopar.strategy import Strategy
 
 Batch = Literal["global", "local"]
 Optimizer = Callable[..., torch.optim.Optimizer]
+MEASURING_S = 15.0
+"""For the collectives of every mesh, where the mesh is searched."""
+
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -69,6 +77,7 @@ def compile(
     backend: str = "eager",
     fallback: bool = True,
     timeout_s: float = 300.0,
+    time_limit_s: float | None = None,
 ) -> DistributedModule:
     """The model, training across all ranks, exactly as it would on one device.
 
@@ -84,7 +93,8 @@ def compile(
         loss_fn: if given, a call `model(*inputs, target)` returns `loss_fn(model(*inputs),
             target)`.
         optimizer: class or factory of the optimizer that will be used, for its memory.
-        strategy: "auto", "ddp", "zero1", "zero2", "zero3" (or "fsdp"), or a Strategy.
+        strategy: "auto", "ddp", "zero1", "zero2", "zero3" (or "fsdp"), all data parallel; or a
+            Strategy, such as Strategy(search=("pp", "tp")) for the fastest mesh.
         memory: cap per rank, in bytes or as "24GiB"; None for what the device has.
         cluster: measured elsewhere; None measures the ranks that are running, once.
         plan: a plan made before, which is then followed.
@@ -97,6 +107,8 @@ def compile(
         fallback: train under torch's DDP or fully_shard, with a warning, if the model cannot be
             captured; otherwise raise.
         timeout_s: seconds after which a collective fails, if the process group is made here.
+        time_limit_s: seconds after which no further mesh is looked at; None for all that could be
+            faster.
 
     Raises:
         StrategyError: options that contradict each other or what is running.
@@ -114,7 +126,7 @@ def compile(
     ours = (fingerprint(parameters.values()), describe_buffers(model))
     same_everywhere({"model": ours}, "Build the same model on every rank.")
     recorder = profiler(optimizer, device)
-    chosen = Strategy.of(strategy).allowing(lossy)
+    chosen = _strategy(strategy, batch, lossy)
     given = plan if plan is not None else chosen
     options = Options(
         _batch(batch),
@@ -155,8 +167,8 @@ def compile(
     if plan is not None:
         together(lambda: plan.check(model, parameters.values(), ranks))
 
-    def make_plan(captured: Callable[[int], Capture]) -> Plan:
-        chosen = plan or _choose(question, captured)
+    def make_plan(captured: Captured) -> Plan:
+        chosen = plan or _choose(question, captured, time_limit_s)
         same_everywhere({"plan": chosen.digest()}, "Give every rank the same plan.")
         return chosen
 
@@ -171,13 +183,13 @@ def compile(
     module = DistributedModule(
         model, parameters, device, options, make_plan, make_fallback, make_ways
     )
-    sharded = chosen.zero != 0 or options.tensor_ranks > 1
+    sharded = chosen.zero != 0 or options.tensor_ranks > 1 or bool(chosen.search)
     late = plan is None and example_inputs is None and sharded
     module.prepare(replicated_dtensors=late)
     if example_inputs is not None:
         module.plan_for(*_flatten(example_inputs))
     elif plan is not None:
-        module.adopt(make_plan(lambda _: None))  # type: ignore[arg-type,return-value]
+        module.adopt(make_plan(lambda *_: None))  # type: ignore[arg-type]
     return module
 
 
@@ -194,6 +206,7 @@ def plan(
     batch: Batch = "global",
     precision: str | torch.dtype | None = None,
     lossy: bool | Sequence[str] = False,
+    time_limit_s: float | None = None,
 ) -> Plan:
     """The plan for `world_size` ranks that need not be running; needs no process group.
 
@@ -206,7 +219,7 @@ def plan(
         model=type(model).__name__,
         parameters=describe_parameters(model),
         world_size=world_size,
-        strategy=Strategy.of(strategy).allowing(lossy),
+        strategy=_strategy(strategy, batch, lossy),
         memory=_bytes(memory),
         batch=_batch(batch),
         precision=str(autocast)[6:] if autocast else None,
@@ -216,15 +229,19 @@ def plan(
         comm_backend=cluster.backend if cluster else ("gloo" if device.type == "cpu" else "nccl"),
         live=False,
     )
-    ranks = question.data_ranks
 
-    def captured(micro_batches: int) -> TrainingGraph:
+    @functools.cache
+    def captured(ranks: int, micro_batches: int) -> TrainingGraph:
         return capture_of_rank(
             model, example_inputs, 0, ranks, batch, autocast, loss_fn, micro_batches
         )
 
-    graphs = captured_at(question.strategy, captured)
-    return decide(question, graphs, measured(question, graphs))
+    def look(own: Question) -> Plan:
+        graphs = captured_at(own.strategy, functools.partial(captured, own.data_ranks))
+        return decide(own, graphs, measured(own, graphs))
+
+    assert question.cluster is not None
+    return fastest_mesh(question, look, question.cluster.ranks_per_node, _until(time_limit_s))
 
 
 def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int = 0) -> str:
@@ -302,11 +319,33 @@ def capture_of_rank(
     return mark_rows(attempt, share.call, share.rows, share.total, share.slices).graph
 
 
-def _choose(question: Question, captured: Callable[[int], Capture]) -> Plan:
+def _choose(question: Question, captured: Captured, time_limit_s: float | None) -> Plan:
     """Captures, measures and plans; one rank decides, all follow."""
-    graphs = together(lambda: captured_at(question.strategy, lambda n: captured(n).graph))
-    machine = together(lambda: measured(question, graphs))
-    return decided_by_first(lambda: decide(question, graphs, machine))
+
+    def look(own: Question) -> Plan:
+        at = own.strategy.tensor_ranks, own.strategy.pipeline_ranks
+        graphs = together(lambda: captured_at(own.strategy, lambda n: captured(*at, n).graph))
+        machine = together(lambda: measured(own, graphs))
+        return decided_by_first(lambda: decide(own, graphs, machine))
+
+    if not question.strategy.search:
+        return look(question)
+    cluster = question.cluster or measure(budget_s=MEASURING_S)
+    in_time = _until(time_limit_s)
+    return fastest_mesh(
+        replace(question, cluster=cluster),
+        look,
+        cluster.ranks_per_node,
+        lambda: decided_by_first(in_time),
+    )
+
+
+def _until(limit_s: float | None) -> Callable[[], bool]:
+    """Says whether so many seconds have not passed yet."""
+    if limit_s is None:
+        return lambda: True
+    end = time.monotonic() + limit_s
+    return lambda: time.monotonic() < end
 
 
 def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn.Module:
@@ -335,6 +374,12 @@ def _flatten(example_inputs: Any) -> tuple[list[Any], Any]:
         return pytree.tree_flatten(((), dict(example_inputs)))
     args = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     return pytree.tree_flatten((tuple(args), {}))
+
+
+def _strategy(given: str | Strategy, batch: str, lossy: bool | Sequence[str]) -> Strategy:
+    """What is fixed; ranks that bring their own rows are not to share a model unasked."""
+    strategy = Strategy.of(given).allowing(lossy)
+    return replace(strategy, search=()) if batch == "local" else strategy
 
 
 def _batch(batch: str) -> Batch:

@@ -60,6 +60,8 @@ class Strategy:
             tp, cp or ep, and between stages: "bf16" or "fp16".
         lossy: methods that the planner may choose to compress gradients by, where `compress` leaves
             it open: `compile(lossy=...)` says the same.
+        search: of "pp", "tp", "cp" and "ep" those that the planner may use, and how far, where they
+            are None. One axis of tp may do what cp and ep do.
         placements: where parameters must lie, by pattern of their names: along tp, or ep if there
             is no tp; or a mapping of these axes to where they must lie along each.
     """
@@ -85,6 +87,7 @@ class Strategy:
     compress_gathers: str | Compression | None = None
     compress_activations: str | Compression | None = None
     lossy: tuple[str, ...] = ()
+    search: tuple[str, ...] = ()
     placements: Mapping[str, Pin | Mapping[str, Pin]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,6 +105,10 @@ class Strategy:
         for axis in ("pp", "dp_shard", *MESH):
             if (ranks := getattr(self, axis)) is not None and ranks < 1:
                 raise StrategyError(f"{axis}={ranks!r}: give a number of ranks")
+        if strange := set(self.search) - {"pp", *ORDER}:
+            raise StrategyError(
+                f"search={self.search!r}: {sorted(strange)} is none of pp, tp, cp, ep"
+            )
         if self.hierarchical not in (None, False, True) and self.hierarchical < 2:
             raise StrategyError(
                 f"hierarchical={self.hierarchical!r}: choose True, False, None or how many "

@@ -231,9 +231,9 @@ class _Life:
 
     def end(self, storage: Storage, holders: list[fx.Node]) -> int:
         """The last point of time at which a storage exists."""
-        if self.start(storage) == ALWAYS:
+        if (start := self.start(storage)) == ALWAYS:
             return self.last
-        return max(self.let_go(node) for node in holders)
+        return max(start, *(self.let_go(node) for node in holders))
 
     def let_go(self, node: fx.Node) -> int:
         """The last point of time at which this node's value is needed."""

@@ -176,15 +176,20 @@ def decide(question: Question, graphs: Graphs, machine: Machine | None) -> Plan:
         if strategy.pipelined:
             evaluator = unmeasured_pipeline(_modelled(question, evaluator), strategy, model)
         return evaluator.plan(fixed)
-    cap = question.memory
-    if cap is None and machine.cluster.device_memory_bytes is not None:
-        cap = machine.cluster.device_memory_bytes - context_bytes(machine.cluster.device)
+    cap = cap_of(question, machine.cluster)
     if strategy.pipelined:
         evaluators = {m: evaluator_of(question, g, machine) for m, g in graphs.items()}
         plan = fastest_pipeline(evaluators, strategy, model, cap)
     else:
         plan = fastest(question, graphs[1], machine, cap)
     return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
+
+
+def cap_of(question: Question, cluster: Cluster | None) -> int | None:
+    """The most bytes that a rank may need: what was asked for, or what the device has."""
+    if question.memory is not None or cluster is None or cluster.device_memory_bytes is None:
+        return question.memory
+    return cluster.device_memory_bytes - context_bytes(cluster.device)
 
 
 def _modelled(question: Question, evaluator: Evaluator) -> Evaluator:

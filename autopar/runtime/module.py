@@ -42,7 +42,10 @@ from autopar.runtime.setting import Setting
 from autopar.runtime.states import KEY, States
 from autopar.runtime.whole import Whole
 
-MakePlan = Callable[[Callable[[int], Capture]], Plan]
+Captured = Callable[[int, int, int], Capture]
+"""Captures what a rank does of a call, given how many ranks the model itself is partitioned over,
+how many its stages lie on, and into how many micro-batches the rows of a rank are cut."""
+MakePlan = Callable[[Captured], Plan]
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
 
 
@@ -79,10 +82,7 @@ class DistributedModule(nn.Module):
         self.mesh: DeviceMesh | None = None
         self._hold = False
         self._states_to_come: Mapping[str, Any] | None = None
-        models = options.ranks // options.tensor_ranks
-        own = rank() // options.tensor_ranks if options.ranks > 1 else 0
-        stream = RandomStream(own, models, device, shared=options.tensor_ranks > 1)
-        infos = dict(parameters)
+        infos, stream = dict(parameters), _stream(options, device)
         self._setting = Setting(model, infos, device, options, stream, make_ways)
         self._runner: Whole | Pipes | None = None
 
@@ -96,8 +96,7 @@ class DistributedModule(nn.Module):
     @property
     def data_parallel_rank(self) -> int:
         """Which of these ranks this one is; ranks that share a model are the same one."""
-        options = self._options
-        return rank() // options.tensor_ranks % options.data_ranks if options.ranks > 1 else 0
+        return self._options.data_rank(rank()) if self._options.ranks > 1 else 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -131,7 +130,7 @@ class DistributedModule(nn.Module):
                 return self.forward(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if self.plan is None and not self._fallback:
-            self._plan_on(self._share(leaves, structure))
+            self.plan_for(leaves, structure)
         share = self._share(leaves, structure)
         if self._fallback:
             return self._run_fallback(leaves, share)
@@ -262,6 +261,7 @@ class DistributedModule(nn.Module):
 
     def adopt(self, plan: Plan) -> None:
         """Takes a plan: makes the mesh, lays the parameters out and keeps those of own stages."""
+        self._divide(plan.tensor_ranks, plan.pipeline_ranks)
         self.mesh = mesh = make_mesh(self._device, plan.storage, ("pp", *plan.cuts))
         model, across = self._wrapped[0], plan.pipeline_ranks > 1
         lazy = across and any(isinstance(p, DTensor) for p in model.parameters())
@@ -283,6 +283,13 @@ class DistributedModule(nn.Module):
         self._setting.groups = make_groups(self._device, plan.axes, mesh)
         self._runner = self._new_runner()
 
+    def _divide(self, tensor_ranks: int, pipeline_ranks: int) -> None:
+        """Learns which ranks have the same rows, where the plan was to decide that."""
+        options = replace(self._options, tensor_ranks=tensor_ranks, pipeline_ranks=pipeline_ranks)
+        if options != self._options:
+            self._options = self._setting.options = options
+            self._setting.random = _stream(options, self._device)
+
     def _new_runner(self) -> Whole | Pipes | None:
         if self.plan is None:
             return None
@@ -300,18 +307,14 @@ class DistributedModule(nn.Module):
             self._setting.look_again()
 
     def plan_for(self, leaves: list[Any], structure: Any) -> None:
-        """Plans on example arguments."""
-        self._plan_on(self._share(leaves, structure))
-
-    def _share(self, leaves: list[Any], structure: Any) -> Share:
-        mode, ranks = self._options.batch, self._options.data_ranks
-        return share_of(leaves, structure, mode=mode, rank=self.data_parallel_rank, ranks=ranks)
-
-    def _plan_on(self, share: Share) -> None:
         """Plans on the arguments of a call, or falls back."""
 
-        def captured(micro_batches: int) -> Capture:
-            return self._setting.capture(share.micro_batches(micro_batches)[0], for_planning=True)
+        def captured(tensor_ranks: int, pipeline_ranks: int, micro_batches: int) -> Capture:
+            options = replace(
+                self._options, tensor_ranks=tensor_ranks, pipeline_ranks=pipeline_ranks
+            )
+            share = self._share(leaves, structure, options).micro_batches(micro_batches)[0]
+            return self._setting.capture(share, for_planning=True)
 
         try:
             self.adopt(self._make_plan(captured))
@@ -319,6 +322,11 @@ class DistributedModule(nn.Module):
             # ranks that bring the same rows count alike: means stay what they are
             self._options = replace(self._options, tensor_ranks=1, pipeline_ranks=1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
+
+    def _share(self, leaves: list[Any], structure: Any, options: Options | None = None) -> Share:
+        options = options or self._options
+        own = options.data_rank(rank()) if options.ranks > 1 else 0
+        return share_of(leaves, structure, mode=options.batch, rank=own, ranks=options.data_ranks)
 
     def _run_fallback(self, leaves: list[Any], share: Share) -> Any:
         """Runs torch's own data parallelism on this rank's rows."""
@@ -335,6 +343,13 @@ class DistributedModule(nn.Module):
         return as_global(
             result, leaves, share, mode=options.batch, ranks=options.ranks, device=self._device
         )
+
+
+def _stream(options: Options, device: torch.device) -> RandomStream:
+    """The random numbers of this rank's rows and stage."""
+    models = options.ranks // options.tensor_ranks
+    own = rank() // options.tensor_ranks if options.ranks > 1 else 0
+    return RandomStream(own, models, device, shared=options.tensor_ranks > 1)
 
 
 SHARED = {"plan", "mesh", "_device", "_options", "_make_plan", "_make_fallback"}

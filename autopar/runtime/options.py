@@ -35,6 +35,10 @@ class Options:
     pipeline_ranks: int = 1
     recorder: Recorder | None = None
 
+    def data_rank(self, rank: int) -> int:
+        """Which of these parts a rank of the world has."""
+        return rank // self.tensor_ranks % self.data_ranks
+
     @property
     def data_ranks(self) -> int:
         """Over how many ranks the rows of a batch are divided."""
