@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 
 from autopar.placement import Placement, Shard
 from autopar.plan import Plan
 from autopar.plan_text import human_bytes
 from autopar.report.figures import count, size
 from autopar.report.markup import Markup, table, tag
+from autopar.strategy import MESH
 
-_MOST = 48  # ranks that are drawn
+_MOST = 32  # ranks that are drawn
 _WIDE, _TALL = 120, 36  # units of the drawing of what a rank holds
 _DOES = {
     "pp": "stages of the model, one after the other",
@@ -59,9 +61,7 @@ def mesh(plan: Plan) -> Markup:
     portions = portions_of(plan)
     axes = tuple((axis, ranks) for axis, ranks in plan.mesh if ranks > 1) or plan.mesh[-1:]
     shown = _shown(axes)
-    drawn = 1
-    for places in shown.values():
-        drawn *= len(places)
+    drawn = prod(len(places) for places in shown.values())
     lead = (
         "Each field is a rank, its bar the whole model: from left to right stages and kinds of "
         "parameters, as wide as they are large; filled is what the rank holds between steps."
@@ -145,24 +145,18 @@ def _divides(plan: Plan, axis: str) -> str:
 
 
 def _shown(axes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
-    """The places on each axis that are drawn: the first ones and the last one."""
+    """The places on each axis that are drawn: the first ones and the last one.
+
+    Ranks with other rows are the most alike, those of other stages the least.
+    """
     numbers = dict(axes)
-    while _product(numbers.values()) > _MOST:
-        largest = max(numbers, key=lambda axis: numbers[axis])
-        if numbers[largest] <= 2:
-            break
-        numbers[largest] -= 1
+    for axis in sorted(numbers, key=lambda axis: (axis == "pp", axis in MESH)):
+        beside = prod(numbers.values()) // numbers[axis]
+        numbers[axis] = min(numbers[axis], max(2, _MOST // beside))
     return {
         axis: [*range(numbers[axis] - 1), size - 1] if numbers[axis] < size else list(range(size))
         for axis, size in axes
     }
-
-
-def _product(numbers: Iterable[int]) -> int:
-    total = 1
-    for number in numbers:
-        total *= number
-    return total
 
 
 def _level(

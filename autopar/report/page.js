@@ -23,6 +23,14 @@ function lastBelow(numbers, value) {
   return low - 1;
 }
 
+/** What an action of a pipeline is: "2B4" is the backward of micro-batch 4 on stage 2. */
+function spelled(name) {
+  const action = name.match(/^(\d+)([FBIW])(\d+)$/);
+  if (!action) return name;
+  const kinds = { F: "forward", B: "backward", I: "gradients of inputs", W: "gradients of parameters" };
+  return `${kinds[action[2]]} of micro-batch ${action[3]} on stage ${action[1]} (${name})`;
+}
+
 const tip = document.querySelector(".tip");
 function show(text, x, y) {
   tip.hidden = !text;
@@ -158,8 +166,8 @@ class Timeline {
     const lane = lanes[lanes.length - 1], piece = this.piece(lane, at);
     if (!piece) return "";
     const [start, width, name, look] = piece, unit = this.data.step / WIDTH;
-    const block = this.block(lane, at), kind = lane.looks[look].replace(/ m\d+$/, "").replaceAll("_", "-");
-    const parts = [name, `${lane.name}: ${kind}`, `${time(width * unit)} from ${time(start * unit)}`];
+    const block = this.block(lane, at), kind = lane.looks[look].replace(/^[FBIW] m\d+$/, lane.top ? "sent" : "compute").replaceAll("_", "-");
+    const parts = [spelled(name), `${lane.name}: ${kind}`, `${time(width * unit)} from ${time(start * unit)}`];
     return [...parts, ...block].join("\n");
   }
 

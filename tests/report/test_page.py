@@ -116,6 +116,17 @@ def test_slices_of_all_ranks_make_the_whole():
         assert sum(high - low for low, high in spans) == pytest.approx(1.0)
 
 
+def test_of_many_ranks_some_are_drawn_and_every_stage():
+    plan = planned("stages")
+    mesh = (("pp", 4), (plan.axis, 256))
+    parsed = page(dataclasses.replace(plan, mesh=mesh, world_size=1024))
+    drawn = [int(rank) for rank in re.findall(r"<b>rank (\d+)</b>", parsed)]
+    assert len(drawn) <= 32
+    assert {rank // 256 for rank in drawn} == {0, 1, 2, 3}
+    assert drawn[-1] == 1023
+    assert "… 248 more" in parsed
+
+
 def test_a_plan_that_was_read_makes_the_same_page():
     plan = planned("sharded")
     again = autopar.Plan.from_dict(json.loads(plan.to_json()))
