@@ -29,7 +29,7 @@ from autopar.pipeline import Pipeline
 from autopar.plan import Plan
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
 from autopar.planner.pipeline_pictures import picture_of_pipeline
-from autopar.planner.stage_memory import RankMemory, StageMemory, memory_of_rank
+from autopar.planner.stage_memory import RankMemory, StageMemory, bytes_between, memory_of_rank
 from autopar.prediction import MOST_EXPOSED, Prediction, StagePrediction
 from autopar.staging import cut, passes_of_stage
 
@@ -84,20 +84,22 @@ class Lowered:
         last: the last, simulated.
         more: the other, simulated.
         weights: the share of the backward that only gradients of parameters need.
+        between: bytes that wait for this part when the rest has run.
     """
 
     graph: TrainingGraph
     earlier: TrainingGraph
     last: Simulation
     more: Simulation
-    weights: float
+    weights: float = 0.0
+    between: int = 0
 
     @cached_property
     def memory(self) -> tuple[StageMemory, StageMemory]:
         """Of a micro-batch before the last, and of the last."""
-        ending = StageMemory.of(self.last, self.graph)
+        ending = StageMemory.of(self.last, self.graph, self.between)
         same = self.more is self.last
-        return (ending if same else StageMemory.of(self.more, self.earlier)), ending
+        return ending if same else StageMemory.of(self.more, self.earlier, self.between), ending
 
     @property
     def cost(self) -> StageCost:
@@ -213,17 +215,18 @@ class PipelineEvaluator(Evaluator):
             return simulate(graph, self.cluster, self.operators, overhead=self.overhead)
 
         first = simulated(last)
-        weights = self._weights(last) if self.pipeline.schedule == "zero_bubble" else 0.0
-        return Lowered(last, more, first, first if more is last else simulated(more), weights)
+        found = Lowered(last, more, first, first if more is last else simulated(more))
+        backward = split_forward_backward(last).backward
+        if self.pipeline.schedule != "zero_bubble" or backward is None:
+            return found
+        halves = split_inputs_weights(backward)
+        held = bytes_between(halves[1], last)
+        return replace(found, weights=self._weights(halves), between=held)
 
-    def _weights(self, graph: TrainingGraph) -> float:
+    def _weights(self, halves: Sequence[TrainingGraph]) -> float:
         """The share of a stage's backward that other stages need not wait for."""
-        backward = split_forward_backward(graph).backward
-        if backward is None:
-            return 0.0
         seconds = [
-            sum(self.operators.seconds(node).seconds for node in part.calls())
-            for part in split_inputs_weights(backward)
+            sum(self.operators.seconds(node).seconds for node in part.calls()) for part in halves
         ]
         return seconds[1] / sum(seconds) if sum(seconds) else 0.0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost_model.aliases import find_storages
 from autopar.cost_model.liveness import CATEGORIES
 from autopar.cost_model.schedules import ENDS, Action
 from autopar.cost_model.simulate import Simulation
@@ -17,6 +18,7 @@ from autopar.graph import (
     Gradient,
     Held,
     Parameter,
+    Saved,
     TrainingGraph,
     tensor_bytes,
     tensors,
@@ -72,6 +74,7 @@ class StageMemory:
         largest: bytes of the largest of these: it exists beside the sum that it is added to.
         given: whether sums of earlier micro-batches are among what it is given.
         reserved: by which the allocator's bytes are more than those of tensors.
+        between: bytes that are kept between the two parts of a backward.
     """
 
     always: Bytes
@@ -83,9 +86,10 @@ class StageMemory:
     largest: int
     given: bool
     reserved: float
+    between: int = 0
 
     @staticmethod
-    def of(result: Simulation, graph: TrainingGraph) -> StageMemory:
+    def of(result: Simulation, graph: TrainingGraph, between: int = 0) -> StageMemory:
         """From the simulated step of one micro-batch."""
         memory = result.memory
         always = np.zeros(len(CATEGORIES), dtype=np.int64)
@@ -110,6 +114,7 @@ class StageMemory:
             max(sizes, default=0),
             any(isinstance(role, Accumulated) for role in graph.inputs),
             memory.reserved / max(1, memory.peak),
+            between,
         )
 
     def needs(self, action: Action, summed: int) -> Half:
@@ -121,14 +126,25 @@ class StageMemory:
         """
         if action.kind == "W":
             rows = np.zeros((len(CATEGORIES), 1), np.int64)
-            rows[[_SAVED, _GRADIENTS], 0] = self.saved, summed + self.largest
+            rows[[_SAVED, _GRADIENTS], 0] = self.between, summed + self.largest
             return Half(np.zeros(1), rows)
         half = self.forward if action.kind == "F" else self.backward
+        if action.kind == "I":
+            half = self._first_part()
         if not summed or (self.given and action.kind != "F"):
             return half
         table = half.table.copy()
         table[_GRADIENTS] = summed + np.minimum(table[_GRADIENTS], self.largest)
         return Half(half.at, table)
+
+    def _first_part(self) -> Half:
+        """The backward without the gradients of parameters: what these need takes their place."""
+        table = self.backward.table.copy()
+        used = np.maximum(0, self.saved - table[_SAVED])
+        table[_SAVED] += used * self.between // max(1, self.saved)
+        if not self.given:
+            table[_GRADIENTS] = 0
+        return Half(self.backward.at, table)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,22 +185,25 @@ def memory_of_rank(
     standing = sum(
         (last.always for _, last in stages.values()), np.zeros(len(CATEGORIES), np.int64)
     )
-    flying: Counter[int] = Counter()
+    flying, halved = Counter[int](), Counter[int]()  # before the backward, and within it
     summed: dict[int, int] = dict.fromkeys(stages, 0)
     final = {action.stage: action for action in order if action.kind != "F"}
     points: list[tuple[int, float]] = []
     tables: list[Bytes] = []
     for index, action in enumerate(order):
         stage = action.stage
-        flying[stage] -= action.kind != "F"  # what it reads is among its own
+        flying[stage] -= action.kind in ("B", "I")  # what it reads is among its own
+        halved[stage] -= action.kind == "W"
         more, last = stages[stage]
         half = (last if action == final.get(stage) else more).needs(action, summed[stage])
         base = standing.copy()
         base[_SAVED] += sum(n * stages[s][0].saved for s, n in flying.items())
+        base[_SAVED] += sum(n * stages[s][0].between for s, n in halved.items())
         base[_GRADIENTS] += sum(nbytes for s, nbytes in summed.items() if s != stage)
         points += [(index, float(at)) for at in half.at]
         tables.append(base[:, None] + half.table)
-        flying[stage] += action.kind not in ENDS
+        flying[stage] += action.kind == "F"
+        halved[stage] += action.kind == "I"
         if action.kind in ENDS:
             summed[stage] = more.summed
     points.append((len(order), 0.0))
@@ -193,3 +212,18 @@ def memory_of_rank(
     table = np.concatenate(tables, axis=1)
     over = max(last.reserved for _, last in stages.values())
     return RankMemory(tuple(points), table, round(int(table.sum(axis=0).max()) * over))
+
+
+def bytes_between(weights: TrainingGraph, whole: TrainingGraph) -> int:
+    """Bytes that the second part of a backward is given, by the first part and by the forward.
+
+    Args:
+        weights: the second part.
+        whole: the stage, which knows what shares memory; its parameters are there anyway.
+    """
+    names = {role.name for role in weights.inputs if isinstance(role, Saved)}
+    storages, behind = find_storages(whole.graph)
+    pairs = zip(whole.inputs, whole.placeholders, strict=True)
+    there = {p for role, node in pairs if isinstance(role, Parameter) for p in behind[node]}
+    held = {p for node in whole.graph.nodes if node.name in names for p in behind[node]}
+    return sum(storages[place].nbytes for place in held - there)
