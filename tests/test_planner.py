@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.api import capture_of_rank
 from autopar.cost_model.cluster import Cluster
+from autopar.planner.decide import Question, decide, measured
+from autopar.runtime.parameters import describe_parameters
 from tests.models import MODELS
 from tests.planner.blocks import GPTBlock, Stack
 
@@ -68,6 +71,31 @@ def test_higher_stages_need_less_and_the_choice_is_the_fastest() -> None:
     best = planned("auto")
     assert best.prediction is not None
     assert all(best.prediction.step_s <= other.step_s for other in best.runners_up)
+
+
+def test_what_cannot_be_faster_is_not_searched_further() -> None:
+    """Of every ZeRO stage one plan: no buckets are tried, and no schedule."""
+    model, inputs = graph_model()
+    cluster = Cluster.default(4)
+    question = Question(
+        model="GPT",
+        parameters=describe_parameters(model),
+        world_size=4,
+        strategy=autopar.Strategy(),
+        memory=None,
+        batch="global",
+        precision=None,
+        optimizer=torch.optim.AdamW,
+        cluster=cluster,
+        device=torch.device("cpu"),
+        comm_backend="gloo",
+        live=False,
+        beat_s=1e-9,
+    )
+    graphs = {1: capture_of_rank(model, inputs, 0, 4, "global", None, None)}
+    plan = decide(question, graphs, measured(question, graphs))
+    assert [other.name for other in plan.runners_up if "4 MiB" not in other.name] == []
+    assert len(plan.runners_up) == 3
 
 
 def test_fixed_fields_stay_fixed() -> None:

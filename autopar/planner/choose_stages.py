@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -189,6 +190,7 @@ def fastest_pipeline(
     strategy: Strategy,
     model: str,
     cap: int | None,
+    beat_s: float = math.inf,
 ) -> Plan:
     """The fastest plan that fits, of all numbers of micro-batches, schedules and balanced cuts.
 
@@ -197,6 +199,7 @@ def fastest_pipeline(
         strategy: what is fixed.
         model: its name.
         cap: bytes for each rank; None for any number.
+        beat_s: seconds of a step; what could not be faster is not looked at further.
 
     Raises:
         StrategyError: the model cannot be cut as the strategy says.
@@ -223,7 +226,7 @@ def fastest_pipeline(
     finalists = tried[:FINALISTS]
     if cap is not None:
         finalists += [min(tried, key=lambda item: item[1].prediction.needed_bytes)]
-    best = choose_among((evaluator for evaluator, _ in finalists), strategy, blocks, cap)
+    best = choose_among((evaluator for evaluator, _ in finalists), strategy, blocks, cap, beat_s)
     return replace(best, runners_up=_runners_up(best, [e.plan for _, e in tried]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,6 +57,7 @@ class Question:
         device: the device that operators run on.
         comm_backend: what collectives are lowered for.
         live: whether the ranks of the plan are running.
+        beat_s: seconds of a step that are known to be possible otherwise.
     """
 
     model: str
@@ -70,6 +72,7 @@ class Question:
     device: torch.device
     comm_backend: str
     live: bool
+    beat_s: float = math.inf
 
     def __post_init__(self) -> None:
         self.strategy.mesh(self.world_size)
@@ -179,7 +182,7 @@ def decide(question: Question, graphs: Graphs, machine: Machine | None) -> Plan:
     cap = cap_of(question, machine.cluster)
     if strategy.pipelined:
         evaluators = {m: evaluator_of(question, g, machine) for m, g in graphs.items()}
-        plan = fastest_pipeline(evaluators, strategy, model, cap)
+        plan = fastest_pipeline(evaluators, strategy, model, cap, question.beat_s)
     else:
         plan = fastest(question, graphs[1], machine, cap)
     return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
@@ -214,9 +217,9 @@ def fastest(question: Question, graph: TrainingGraph, machine: Machine, cap: int
     strategy, blocks = question.strategy, question.blocks
     evaluator = evaluator_of(question, graph, machine)
     if not strategy.axes or cap is None or _fits(evaluator, question, cap):
-        return choose(evaluator, strategy, blocks, cap)
+        return choose(evaluator, strategy, blocks, cap, beat_s=question.beat_s)
     leaner = [evaluator_of(question, graph, machine, int(cap * share)) for share in LEANER]
-    best = choose_among((evaluator, *leaner), strategy, blocks, cap)
+    best = choose_among((evaluator, *leaner), strategy, blocks, cap, question.beat_s)
     if best.partitions == evaluator.base.partitions:
         return best
     note = "more is divided than were fastest, to fit under the cap"

@@ -121,6 +121,8 @@ class _Search:
 
     def presses(self, question: Question) -> bool:
         """Looks at a question; whether less in memory at once could do better."""
+        if self.best is not None:
+            question = replace(question, beat_s=_step_s(self.best))
         try:
             plan = self.look(question)
         except OutOfMemoryError as failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,23 +28,29 @@ def choose(
     blocks: Sequence[str],
     cap: int | None,
     progress: Progress | None = None,
+    beat_s: float = math.inf,
 ) -> Plan:
     """The fastest plan under `strategy` whose peak is at most `cap` bytes.
 
     Uniform ZeRO stages come first, without recomputation. If the fastest of them does not fit,
     blocks are raised one by one, first in stage and then in recomputation, as far as needed.
-    The sizes of buckets are tried on the winner. Deterministic.
+    The sizes of buckets are tried on the winner. Deterministic. Where even without waiting for
+    collectives no stage would take less than `beat_s` seconds, the first that fits is returned.
 
     Raises:
         OutOfMemoryError: nothing fits.
     """
-    search = _Search(evaluator, strategy, blocks, cap, progress)
+    search = _Search(evaluator, strategy, blocks, cap, progress, beat_s)
     best = search.run()
     return replace(best.plan, runners_up=search.runners_up(best), memory_cap=cap)
 
 
 def choose_among(
-    evaluators: Iterable[Evaluator], strategy: Strategy, blocks: Sequence[str], cap: int | None
+    evaluators: Iterable[Evaluator],
+    strategy: Strategy,
+    blocks: Sequence[str],
+    cap: int | None,
+    beat_s: float = math.inf,
 ) -> Plan:
     """The fastest of what `choose` finds under each of several evaluators.
 
@@ -53,7 +60,7 @@ def choose_among(
     plans, failures = [], []
     for evaluator in evaluators:
         try:
-            plans.append(choose(evaluator, strategy, blocks, cap))
+            plans.append(choose(evaluator, strategy, blocks, cap, beat_s=beat_s))
         except OutOfMemoryError as failure:
             failures.append(failure)
     if not plans:
@@ -107,8 +114,10 @@ class _Search:
         blocks: Sequence[str],
         cap: int | None,
         progress: Progress | None,
+        beat_s: float,
     ) -> None:
         self.evaluator, self.strategy, self.blocks, self.cap = evaluator, strategy, blocks, cap
+        self.beat_s = beat_s
         self.progress = progress or (lambda line: None)
         self.seen: dict[Choice, Evaluated] = {}
 
@@ -119,6 +128,10 @@ class _Search:
         starts = [first_choice(self.strategy, self.blocks, stage) for stage in stages]
         starts = list(dict.fromkeys(starts))
         best = self.best(self.look(choice) for choice in starts)
+        if min(_least_s(self.look(choice)) for choice in starts) >= self.beat_s:
+            if best is None:
+                raise self.nothing_fits()
+            return best
         if best is None or self.infeasible_and_faster(starts, best):
             options = [self.fit(choice) for choice in starts]
             options += [self.mix(low, high) for low, high in pairwise(starts)]
@@ -289,6 +302,11 @@ class _Search:
         if activations > states:
             first, second = second, first
         return f"{first}; {second}"
+
+
+def _least_s(item: Evaluated) -> float:
+    """What no other buckets and no other schedule of the same work go below."""
+    return item.prediction.step_s - item.prediction.exposed_s
 
 
 def _what_runs(item: Evaluated) -> tuple[object, ...]:

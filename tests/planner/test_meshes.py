@@ -1,5 +1,6 @@
 """Which meshes are looked at, and which is chosen, from answers that a person can check."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -88,8 +89,16 @@ def test_the_fastest_is_chosen_and_the_others_are_kept() -> None:
         (1, 4, None): BatchError("odd rows"),
         (2, 2, None): predicted(1.4, 0.4),
     }
-    plan = fastest_mesh(question(), looking(answers, seen := []), near=4)
+    beats: list[float] = []
+    look = looking(answers, seen := [])
+
+    def noting(own: Question) -> Plan:
+        beats.append(own.beat_s)
+        return look(own)
+
+    plan = fastest_mesh(question(), noting, near=4)
     assert seen == list(answers)
+    assert beats == [math.inf, 2.0, 1.5, 1.2, 1.2]
     assert plan.name == "(2, 1, None)"
     assert [other.name for other in plan.runners_up][:2] == ["(2, 2, None)", "(1, 2, None)"]
     assert plan.runners_up[0].why == "200.00 ms slower"
