@@ -41,6 +41,9 @@ CLUSTER_S = 12.0
 
 LEAST_ROUNDS = 3
 
+CHOOSING = autopar.Strategy(search=("pp", "tp"))
+"""What the planner is told when it chooses: nothing but which axes it may use."""
+
 PLENTY = 1 << 50
 """A cap that nothing meets: under one, what a strategy leaves nothing to choose is priced too."""
 
@@ -149,7 +152,7 @@ def contenders(job: RegretJob, cluster: Cluster, case: Case, cap: Cap) -> list[C
         for name, strategy in enumeration(case, layout).items()
     ]
     chosen = [
-        Contender(chosen_name(share), partial(build, strategy="auto", memory=partial(cap, share)))
+        Contender(chosen_name(share), partial(build, strategy=CHOOSING, memory=partial(cap, share)))
         for share in job.caps
     ]
     return [*peers(case, layout), *plans, *chosen]
