@@ -207,11 +207,13 @@ def plan(
     precision: str | torch.dtype | None = None,
     lossy: bool | Sequence[str] = False,
     time_limit_s: float | None = None,
+    backend: str = "eager",
 ) -> Plan:
     """The plan for `world_size` ranks that need not be running; needs no process group.
 
     The arguments are those of `compile`; the model and inputs may be on the meta device. Without
-    `cluster` the collectives are modelled, and the plan says so.
+    `cluster` the collectives are modelled, and the plan says so. With another `backend` than
+    "eager" operators that a compiler fuses are priced so, where they are modelled.
     """
     device = device_of(model)
     autocast = _precision(precision)
@@ -228,6 +230,7 @@ def plan(
         device=device,
         comm_backend=cluster.backend if cluster else ("gloo" if device.type == "cpu" else "nccl"),
         live=False,
+        backend=backend,
     )
 
     @functools.cache

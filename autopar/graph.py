@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import OpOverload, format_argument
+from autopar._torch import OpOverload, copied_graph, format_argument
 from autopar.placement import Placement
 
 
@@ -242,10 +242,7 @@ class TrainingGraph:
 
     def copy(self) -> TrainingGraph:
         """The same graph, nodes and all, free to be changed."""
-        graph = fx.Graph()
-        output = graph.output(graph.graph_copy(self.graph, {}))
-        output.meta = dict(self.output_node.meta)
-        return replace(self, graph=graph)
+        return replace(self, graph=copied_graph(self.graph))
 
     @property
     def output_node(self) -> fx.Node:

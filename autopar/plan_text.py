@@ -101,6 +101,7 @@ def _prediction(plan: Plan) -> list[str]:
     if p.context_bytes:
         context = f"; beside that {human_bytes(p.context_bytes)} of context ({CONTEXT_SOURCE})"
     return [
+        *_throughput(plan, p),
         f"predicted step {p.step_s * 1e3:.1f} ms: compute {p.compute_s * 1e3:.1f}, "
         f"communication {p.communication_s * 1e3:.1f}, of it exposed {p.exposed_s * 1e3:.1f}, "
         f"optimizer {p.update_s * 1e3:.1f}",
@@ -109,6 +110,21 @@ def _prediction(plan: Plan) -> list[str]:
         f"{memory}",
         f"reserved for them {human_bytes(p.reserved_bytes)}, as torch's allocator does{context}",
     ]
+
+
+def _throughput(plan: Plan, p: Prediction) -> list[str]:
+    """What a second of all ranks brings, and how much of what they could do that is."""
+    if p.work is None or not p.step_s:
+        return []
+    rows, tokens = p.work.rows / p.step_s, p.work.tokens / p.step_s
+    parts = [f"{rows:,.1f} rows/s"] + ([f"{tokens:,.0f} tokens/s"] if tokens else [])
+    if used := p.work.utilisation(p.step_s, plan.world_size):
+        parts.append(
+            f"model FLOPs utilisation {used:.1%} ({p.work.flops:.3g} FLOP a step in matrix "
+            f"products and attention, forward and backward, none twice; "
+            f"of {p.work.peak / 1e12:,.0f} TFLOP/s {p.work.dtype} a rank)"
+        )
+    return [", ".join(parts)]
 
 
 def _causes(p: Prediction) -> str:

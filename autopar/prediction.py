@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.cost_model.exposure import Exposure
 from autopar.picture import Picture
+from autopar.throughput import Work
 
 MOST_EXPOSED = 20
 """Of how many collectives a plan keeps how much they are exposed."""
@@ -62,6 +63,7 @@ class Prediction:
         stages: what each stage of a pipeline takes; none if there is no pipeline.
         idle: the share of the step in which each rank of the pipeline waits for others.
         picture: what a page draws of the step.
+        work: what a step amounts to, None if it was not asked for.
     """
 
     step_s: float
@@ -83,6 +85,7 @@ class Prediction:
     stages: tuple[StagePrediction, ...] = ()
     idle: tuple[float, ...] = ()
     picture: Picture = field(default_factory=Picture, repr=False)
+    work: Work | None = None
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Prediction:
@@ -90,7 +93,8 @@ class Prediction:
         stages = tuple(StagePrediction(**stage) for stage in values["stages"])
         exposures = tuple(Exposure(**item) for item in values["exposures"])
         picture = Picture.from_dict(values["picture"]) if "picture" in values else Picture()
-        own = {"stages": stages, "exposures": exposures, "picture": picture}
+        work = Work.from_dict(values.get("work"))
+        own = {"stages": stages, "exposures": exposures, "picture": picture, "work": work}
         return Prediction(**{**values, **own})
 
     @property

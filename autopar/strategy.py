@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from autopar.compression import CASTS, ELEMENTWISE, MILD, Compression
 from autopar.errors import StrategyError
@@ -64,6 +64,9 @@ class Strategy:
             are None. One axis of tp may do what cp and ep do.
         placements: where parameters must lie, by pattern of their names: along tp, or ep if there
             is no tp; or a mapping of these axes to where they must lie along each.
+        as_placed: whether parameters named there are used as they lie, never gathered.
+        sequence: whether activations that are whole may be cut, and partial sums scattered, as in
+            Megatron's sequence parallelism; otherwise only parameters divide what is computed.
     """
 
     zero: int | Mapping[str, int] | None = None
@@ -89,14 +92,16 @@ class Strategy:
     lossy: tuple[str, ...] = ()
     search: tuple[str, ...] = ()
     placements: Mapping[str, Pin | Mapping[str, Pin]] = field(default_factory=dict)
+    as_placed: bool = False
+    sequence: bool = True
 
     def __post_init__(self) -> None:
         stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
         if any(stage not in (None, 0, 1, 2, 3) for stage in stages):
             raise StrategyError(f"zero={self.zero!r}: a ZeRO stage is 0, 1, 2 or 3")
-        if self.recompute not in (None, "none", "selective", "full"):
+        if self.recompute not in (None, *get_args(Level)):
             raise StrategyError(
-                f"recompute={self.recompute!r}: choose 'none', 'selective' or 'full'"
+                f"recompute={self.recompute!r}: choose one of {', '.join(get_args(Level))}"
             )
         if self.batch_statistics not in ("global", "local"):
             raise StrategyError(

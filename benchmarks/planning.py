@@ -1,10 +1,14 @@
-"""How long planning takes: from a model to its placements along an axis.
+"""How long planning takes: from a model to its plan for machines that are not here.
 
     python -m benchmarks.planning --json FILE
 
-Each model is built without memory (meta device) and planned in a process of its own, for the
-ranks of one node of a shipped cluster. `seconds` runs from the built model to the plan: capture,
-rules, prices, solver. `peak_bytes` is the most that the process held, torch included.
+Each model is built without memory (meta device) and planned for nodes of a shipped cluster in a
+process of its own. `seconds` runs from the built model to the plan; `cpu_seconds` is what the
+process computed meanwhile, which others on the machine change less. `peak_bytes` is the most that
+the process held, torch included.
+
+The first rows are placements along one axis alone (capture, rules, prices, solver); the others are
+whole plans of one mesh.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import autopar
 from autopar.api import capture_of_rank
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.liveness import Overhead
@@ -31,6 +36,9 @@ from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.update import UpdateCost
 from autopar.planner.machine import Machine
 from autopar.planner.placements import partition
+from autopar.strategy import Strategy
+from benchmarks import experts
+from benchmarks.published import gpt
 from benchmarks.report import machine, versions
 
 ROWS, LENGTH, RANKS, CLUSTER = 1, 2048, 8, "dgx-h100"
@@ -61,6 +69,7 @@ class Row:
         model: its name.
         axes: the mesh that it is planned for.
         seconds: from the built model to its plan.
+        cpu_seconds: that the process computed for it.
         peak_bytes: the most that the process held.
         gap: by which fraction a better solution could exist.
         parts: seconds of each part.
@@ -69,26 +78,103 @@ class Row:
     model: str
     axes: str
     seconds: float
+    cpu_seconds: float
     peak_bytes: int
     gap: float
     parts: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Case:
+    """A plan to be made.
+
+    Attributes:
+        make: the model in bfloat16 and a global batch, on the meta device.
+        cluster: a shipped one.
+        gpus: how many of it.
+        strategy: its mesh.
+    """
+
+    make: Callable[[], tuple[nn.Module, Any]]
+    cluster: str
+    gpus: int
+    strategy: Strategy
+
+
+def gpt2() -> tuple[nn.Module, Any]:
+    """GPT-2 of 1.5 billion parameters."""
+    return gpt.make(gpt.Form(1600, 48, 25, 50257, 1024, flash=True, dropped=False), 64)
+
+
+def llama_70b() -> tuple[nn.Module, Any]:
+    """Llama 70B in bfloat16, at 1,024 rows."""
+    model, inputs = llama("llama-70b")
+    tokens = torch.zeros(1024, 4096, dtype=torch.long, device="meta")
+    return model.to(torch.bfloat16), dict.fromkeys(inputs, tokens)
+
+
+def mixture() -> tuple[nn.Module, Any]:
+    """A mixture of experts of 8x7B, at 512 rows."""
+    with torch.device("meta"):
+        model = experts.Mixture(experts.Form()).to(torch.bfloat16)
+        tokens = torch.zeros(512, 2048, dtype=torch.long)
+    return model, (tokens, tokens)
+
+
+BUCKETS = {"gather_bytes": 2**26, "reduce_bytes": 2**26}
+CASES: Mapping[str, Case] = {
+    "gpt2-1.5b": Case(gpt2, "dgx-a100", 16, Strategy()),
+    "llama-70b-1024": Case(
+        llama_70b,
+        "dgx-h100",
+        1024,
+        Strategy(
+            1, "selective", tp=8, pp=4, micro_batches=32, schedule="1f1b", prefetch=1, **BUCKETS
+        ),
+    ),
+    "moe-8x7b-256": Case(
+        mixture, "dgx-h100", 256, Strategy(1, "selective", ep=8, prefetch=1, **BUCKETS)
+    ),
+}
+
+
+def whole_plan(name: str) -> Row:
+    """Makes one plan; for a process of its own."""
+    torch.set_num_threads(2)
+    case = CASES[name]
+    model, inputs = case.make()
+    nodes = max(1, case.gpus // Cluster.named(case.cluster).ranks_per_node)
+    start, begun = time.perf_counter(), time.process_time()
+    made = autopar.plan(
+        model,
+        case.gpus,
+        example_inputs=inputs,
+        strategy=case.strategy,
+        cluster=Cluster.named(case.cluster, nodes),
+        memory="80GB" if name == "gpt2-1.5b" else "1000GB",
+        backend="inductor",
+    )
+    taken, computed = time.perf_counter() - start, time.process_time() - begun
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    axes = ", ".join(f"{axis}={size}" for axis, size in made.mesh if size > 1)
+    return Row(name, axes, taken, computed, peak, 0.0, {"plan": taken})
+
+
 def plan(name: str) -> Row:
-    """Plans one model; for a process of its own."""
+    """Places one model along an axis; for a process of its own."""
     torch.set_num_threads(2)
     model, inputs = llama(name)
-    start = time.perf_counter()
+    start, begun = time.perf_counter(), time.process_time()
     graph = capture_of_rank(model, inputs, 0, 1, "global", None, None)
     captured = time.perf_counter()
     cluster = Cluster.named(CLUSTER)
     operators = OperatorTimes.load(cluster.device)
     known = Machine(cluster, operators, UpdateCost.modelled(operators.roofline), Overhead())
     solution = partition(graph, RANKS, known)
-    end = time.perf_counter()
+    end, computed = time.perf_counter(), time.process_time() - begun
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     parts = {"capture": captured - start, "placements": end - captured}
-    return Row(name, f"tp={RANKS}", end - start, peak, solution.gap, parts)
+    return Row(name, f"tp={RANKS}", end - start, computed, peak, solution.gap, parts)
 
 
 def llama(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -105,17 +191,18 @@ def llama(name: str) -> tuple[nn.Module, dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each model; writes all rows if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(LLAMA), default=list(LLAMA))
+    parser.add_argument("--models", nargs="+", choices=[*LLAMA, *CASES], default=[*LLAMA, *CASES])
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args(arguments)
     rows = []
     for name in options.models:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = pool.apply(plan, (name,))
+            row = pool.apply(plan if name in LLAMA else whole_plan, (name,))
         rows.append(row)
         parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in row.parts.items())
         print(
-            f"{row.model} {row.axes}: {row.seconds:.1f} s ({parts}), "
+            f"{row.model} {row.axes}: {row.seconds:.1f} s, {row.cpu_seconds:.1f} computed "
+            f"({parts}), "
             f"{row.peak_bytes / 2**30:.2f} GiB, gap {row.gap:.2%}"
         )
     if options.json:

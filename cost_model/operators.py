@@ -18,12 +18,14 @@ from torch import fx
 from autopar.cost_model.aliases import is_view
 from autopar.cost_model.collectives import collective_of, is_wait
 from autopar.cost_model.cost import NOTHING, ClusterError, Cost
+from autopar.cost_model.fusion import EAGER, Traffic, traffic
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.rehearsal import ALONE, Ranks, rehearse
 from autopar.cost_model.roofline import Roofline
 from autopar.cost_model.signature import kind_of, moved_bytes, signature, time_key
 from autopar.cost_model.store import cache_directory, digest, read_json, write_json
 from autopar.cost_model.timing import Stopwatch, flops_of, time_dispatch
+from autopar.cost_model.waves import is_attention, is_causal, product_of
 from autopar.graph import TrainingGraph, tensors
 
 _DISPATCH = "dispatch"  # the key of a call that computes nothing
@@ -79,12 +81,16 @@ class OperatorTimes:
         alone: seconds of the calling thread, by signature, of operators that were timed alone and
             in turns with each other: they tell in what proportion two stand. 0 of what cannot be
             run.
+        backend: of torch.compile, which may fuse small operators, where they are modelled.
+        traffic: what those of one graph then move, see `of`.
     """
 
     setting: Setting
     present: bool
     times: Mapping[str, Timing] = field(default_factory=dict)
     alone: Mapping[str, float] = field(default_factory=dict)
+    backend: str = EAGER
+    traffic: Mapping[fx.Node, Traffic] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def load(cls, device: str | torch.device, *, sharing: int = 1) -> OperatorTimes:
@@ -200,6 +206,12 @@ class OperatorTimes:
         }
         write_json(path, now)
 
+    def of(self, graph: TrainingGraph) -> OperatorTimes:
+        """These times as the operators of a graph have them, which may be fused with others."""
+        if self.present or self.backend == EAGER:
+            return self
+        return replace(self, traffic=traffic(graph, self.backend))
+
     def seconds(self, node: fx.Node) -> Cost:
         """The time of a node: measured if it was timed, otherwise modelled by the roofline.
 
@@ -209,9 +221,17 @@ class OperatorTimes:
         if node.op != "call_function":
             return NOTHING
         cost = self._costs.get(time_key(node))
+        if cost is None and node in self.traffic:
+            cost = self._in_kernel(self.traffic[node])
         if cost is None:
             cost = self._modelled(node) if _is_timed(node) else self._dispatch
         return cost
+
+    def _in_kernel(self, moved: Traffic) -> Cost:
+        """What an operator adds to the kernel that it is part of."""
+        line = self.roofline
+        seconds = line.streams.seconds(moved.nbytes) + (line.launch_s if moved.first else 0.0)
+        return Cost(seconds, f"modelled by {line.source}, small operators fused")
 
     def call_of_collective(self, node: fx.Node) -> Cost | None:
         """How long a node that issues, or waits for, an empty collective keeps its thread.
@@ -242,7 +262,10 @@ class OperatorTimes:
     def by_roofline(self, node: fx.Node) -> float:
         """The seconds of an operator by the roofline alone, whatever was timed."""
         item = min((t.element_size() for t in tensors(node)), default=4)
-        return self.roofline.seconds(flops_of(node), moved_bytes(node), item)
+        line, flops = self.roofline, flops_of(node)
+        if line.waves is not None and is_attention(node):
+            flops *= (0.5 if is_causal(node) else 1.0) * line.waves.full / line.waves.attention
+        return line.seconds(flops, moved_bytes(node), item, product_of(node))
 
     def share(self, part: fx.Node, whole: fx.Node) -> float:
         """The time of an operator on shards by that of the whole: both alone, or by the roofline.
@@ -283,7 +306,12 @@ class OperatorTimes:
 
     @cached_property
     def _dispatch(self) -> Cost:
-        modelled = Cost(self.roofline.launch_s, f"modelled by {self.roofline.source}")
+        gpu = (
+            self.setting.device != "cpu"
+        )  # there calls that start no kernel hide behind those that do
+        modelled = Cost(
+            0.0 if gpu else self.roofline.launch_s, f"modelled by {self.roofline.source}"
+        )
         return self._costs.get(_DISPATCH, modelled)
 
 

@@ -45,17 +45,22 @@ class OptimizerMemory:
     provenance: str = "modelled by AdamW on a CPU (torch.optim, one parameter at a time)"
 
     @classmethod
-    def measure(cls, optimizer: Optimizer, device: str = "cpu") -> OptimizerMemory:
+    def measure(
+        cls, optimizer: Optimizer, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> OptimizerMemory:
         """Step an optimizer on one, two and three parameters, and see what it allocates.
 
         Args:
             optimizer: as for `optimizer_state_ratio`.
             device: type of the device that it is to run on, "cpu" or "cuda". Without a GPU here,
                 its way of updating all parameters at once there (foreach) runs on the CPU.
+            dtype: of the parameters: an optimizer may keep copies of them in another.
         """
         present = device == "cpu" or torch.cuda.is_available()
         there = device if present else "cpu"
-        trials = [_trial(optimizer, there, count, foreach=not present) for count in (1, 2, 3)]
+        trials = [
+            _trial(optimizer, there, count, dtype=dtype, foreach=not present) for count in (1, 2, 3)
+        ]
         own = tensor_bytes(trials[0].parameters[0])
         state, counters = trials[0].state(there)
         kept = cls(
@@ -85,7 +90,7 @@ class OptimizerMemory:
         return round(max((self.each * own + self.before * last for own, last in steps), default=0))
 
 
-def optimizer_state_ratio(optimizer: Optimizer) -> float:
+def optimizer_state_ratio(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> float:
     """Bytes of optimizer state for each byte of parameter: AdamW 2, SGD 0, with momentum 1.
 
     Single numbers, such as the count of steps, are left out.
@@ -93,8 +98,9 @@ def optimizer_state_ratio(optimizer: Optimizer) -> float:
     Args:
         optimizer: a class or function that makes an optimizer from parameters, or an optimizer,
             of which one like it is made.
+        dtype: of the parameters.
     """
-    trial = _trial(optimizer, "cpu", 1, numbers=_SIDE * _SIDE)
+    trial = _trial(optimizer, "cpu", 1, numbers=_SIDE * _SIDE, dtype=dtype)
     own = tensor_bytes(trial.parameters[0])
     return sum(map(tensor_bytes, trial.state("cpu")[0])) / own
 
@@ -131,11 +137,18 @@ class _Trial:
 
 
 def _trial(
-    optimizer: Optimizer, device: str, count: int, *, numbers: int = _TRIAL, foreach: bool = False
+    optimizer: Optimizer,
+    device: str,
+    count: int,
+    *,
+    numbers: int = _TRIAL,
+    dtype: torch.dtype = torch.float32,
+    foreach: bool = False,
 ) -> _Trial:
     """An optimizer that has made two steps over `count` parameters of `numbers` numbers."""
     shape = (_SIDE, numbers // _SIDE)
-    parameters = [torch.nn.Parameter(torch.zeros(shape, device=device)) for _ in range(count)]
+    zeros = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(count)]
+    parameters = list(map(torch.nn.Parameter, zeros))
     try:
         tried = make_optimizer(optimizer, parameters)
         if foreach:

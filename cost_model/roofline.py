@@ -7,21 +7,19 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-# name: (FLOP/s in 4 byte floats, in 2 byte floats, bytes/s). Vendors' data sheets, dense; the
-# 4 byte figure is without TF32.
-_DEVICES = {
-    "H200": (67e12, 989e12, 4.8e12),
-    "H100": (67e12, 989e12, 3.35e12),
-    "A100": (19.5e12, 312e12, 1.55e12),
-    "V100": (15.7e12, 125e12, 0.9e12),
-    "4090": (82.6e12, 165e12, 1.0e12),
-}
-_CPU_THREAD = (4e10, 4e10, 8e9)  # round figures of one AVX2 core
-_OF_PEAK = ((1e9, 0.6), (16e9, 0.9), (128e9, 0.97))
-"""What part of its peak an A100 reaches in products of so many operations (Calculon's figures)."""
+from autopar.cost_model.devices import find_device
+from autopar.cost_model.waves import Shape, Waves, waves_of
 
-_STREAMED = 0.6  # of a data sheet's memory bandwidth, that a large operator reaches
-_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}
+_CPU_THREAD = (4e10, 4e10, 8e9)  # round figures of one AVX2 core
+
+STREAMED = 0.9
+"""Of a data sheet's memory bandwidth, what large operators reach on a GPU: copies through torch
+moved 4.3 of 4.8 TB/s on an H200 (8.6 GB, twice, October and November 2026)."""
+
+LAUNCH_S = {"cpu": 5e-6, "cuda": 3e-6}
+"""Of an operator that does nothing. On a GPU kernels are queued: what is left between two of them
+is that the first drains and the second fills the processors."""
+
 _TOLD = 2.0  # an operator tells a rate if it takes so many times longer than its launch
 
 
@@ -78,6 +76,7 @@ class Roofline:
         half: how many times faster these are in floats of 2 bytes.
         streams: bytes per second read and written.
         source: where these figures come from.
+        waves: how much of that a matrix product reaches by its shape; None where sizes tell.
     """
 
     launch_s: float
@@ -85,10 +84,15 @@ class Roofline:
     half: float
     streams: Rates
     source: str
+    waves: Waves | None = None
 
-    def seconds(self, flops: float, nbytes: float, item_bytes: int = 4) -> float:
-        """The time of an operator of so many operations and bytes."""
+    def seconds(
+        self, flops: float, nbytes: float, item_bytes: int = 4, shape: Shape | None = None
+    ) -> float:
+        """The time of an operator of so many operations and bytes; a matrix product's shape."""
         faster = self.half if item_bytes <= 2 else 1.0
+        if self.waves is not None:
+            faster *= self.waves.share(shape) if shape is not None else self.waves.full
         return self.launch_s + max(
             self.products.seconds(flops) / faster, self.streams.seconds(nbytes)
         )
@@ -96,17 +100,20 @@ class Roofline:
     @classmethod
     def default(cls, device: str, threads: int) -> Roofline:
         """The figures of a device by its name ("cpu" or a GPU's), none of them measured here."""
-        for name, (full, half, bandwidth) in _DEVICES.items():
-            if name in device:
-                source = f"roofline of {name}'s data sheet, at an A100's efficiency by size"
-                return cls(_LAUNCH_S["cuda"], *_rates(full, half, bandwidth), source)
         if device.startswith("cpu"):
             full, half, bandwidth = (threads * figure for figure in _CPU_THREAD)
             products, streams = Rates((1.0,), (full,)), Rates((1.0,), (bandwidth,))
             source = "roofline of an average core"
-            return cls(_LAUNCH_S["cpu"], products, half / full, streams, source)
-        source = f"roofline of any GPU, {device} unknown"
-        return cls(_LAUNCH_S["cuda"], *_rates(1e13, 1e14, 1e12), source)
+            return cls(LAUNCH_S["cpu"], products, half / full, streams, source)
+        full, half, bandwidth = 1e13, 1e14, 1e12
+        source, waves = f"roofline of any GPU, {device} unknown", waves_of(device)
+        if (found := find_device(device)) is not None and waves is not None:
+            full = found.flops_per_s["float32"]
+            half = found.flops_per_s.get("bfloat16", found.flops_per_s["float16"])
+            bandwidth = found.memory_bytes_per_s
+            source = f"roofline of {found.name}'s data sheet, products in waves of tiles"
+        products, streams = Rates((1.0,), (full,)), Rates((1.0,), (STREAMED * bandwidth,))
+        return cls(LAUNCH_S["cuda"], products, half / full, streams, source, waves)
 
     def fitted(self, timed: Sequence[tuple[float, float, float]], launch_s: float) -> Roofline:
         """These figures replaced by what operators reached, wherever some were large enough.
@@ -122,10 +129,5 @@ class Roofline:
             products=Rates.of((f, s) for f, _, s in large if f > 0) or self.products,
             streams=Rates.of((b, s) for f, b, s in large if f == 0 and b > 0) or self.streams,
             source="roofline fitted to timed operators, by their sizes",
+            waves=None,
         )
-
-
-def _rates(full: float, half: float, bandwidth: float) -> tuple[Rates, float, Rates]:
-    sizes, parts = zip(*_OF_PEAK, strict=True)
-    streams = Rates((1.0,), (_STREAMED * bandwidth,))
-    return Rates(sizes, tuple(part * full for part in parts)), half / full, streams

@@ -8,6 +8,7 @@ replaces the one cannot leave a wrong other behind.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -48,16 +49,23 @@ def moved_bytes(node: fx.Node) -> int:
     return sum(tensor_bytes(t) for n in (*node.all_input_nodes, node) for t in tensors(n))
 
 
+def described(value: Any) -> str:
+    """An argument as signatures have it: types in the place of tensors."""
+    return _argument(dict(value) if isinstance(value, Mapping) else value)
+
+
 def _argument(value: Any) -> str:
+    if isinstance(value, dict):
+        return str({name: _argument(item) for name, item in value.items()})
     if isinstance(value, fx.Node):
-        return _type(value)
+        return type_text(value)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join([_argument(v) for v in value]) + "]"
     return repr(value)
 
 
-def _type(node: fx.Node) -> str:
-    """The text of what a node yields."""
+def type_text(node: fx.Node) -> str:
+    """What a node yields: dtypes, devices, shapes and strides of its tensors, as a text."""
     val = node.meta.get("val")
     kept = node.meta.get("cost_type")
     if kept is not None and kept[0] is val:

@@ -71,7 +71,7 @@ def simulate(
         operators: the times of operators.
         overhead: what is allocated beside the graph's tensors; see `simulate_memory`.
     """
-    run = _Run(graph, cluster, operators)
+    run = _Run(graph, cluster, operators.of(graph))
     forward_s = 0.0
     starts: list[float] = []
     first_backward = graph.backward_start

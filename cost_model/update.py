@@ -47,10 +47,15 @@ class UpdateCost:
     provenance: str
 
     @classmethod
-    def modelled(cls, line: Roofline) -> UpdateCost:
-        """Of AdamW in one kernel: it reads four tensors of a parameter's size and writes three."""
-        sizes = tuple(4 * numel for numel in SIZES)
-        curve = Curve(sizes, tuple(line.seconds(0.0, 7 * size) for size in sizes))
+    def modelled(cls, line: Roofline, state_ratio: float = 2.0) -> UpdateCost:
+        """In one kernel: it reads parameter, gradient and states, and writes all but the gradient.
+
+        Args:
+            line: of the device.
+            state_ratio: bytes of states for each byte of a parameter, 2 for AdamW.
+        """
+        sizes, moved = tuple(4 * numel for numel in SIZES), 3.0 + 2.0 * state_ratio
+        curve = Curve(sizes, tuple(line.seconds(0.0, moved * size) for size in sizes))
         return cls(curve, 0.0, 0.0, f"modelled by {line.source}")
 
     def seconds(self, sizes: Iterable[int], *, dtensors: bool) -> Cost:

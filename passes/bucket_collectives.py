@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -42,6 +42,14 @@ class Buckets:
     gather: tuple[Group, ...] = ()
     regather: tuple[Group, ...] = ()
     reduce: tuple[Group, ...] = ()
+
+    def renamed(self, names: Mapping[str, str]) -> Buckets:
+        """The same buckets of parameters of other names."""
+
+        def other(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+            return tuple(tuple(names.get(name, name) for name in group) for group in groups)
+
+        return Buckets(other(self.gather), other(self.regather), other(self.reduce))
 
 
 @dataclass(frozen=True)

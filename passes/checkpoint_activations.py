@@ -15,10 +15,11 @@ from torch import fx
 from autopar.graph import TrainingGraph, Update, tensor_bytes, tensors
 from autopar.passes.base import PassResult
 from autopar.passes.build import aten, is_random, is_view
-from autopar.passes.collectives import STARTS, wait
+from autopar.passes.collectives import STARTS, start_all_gather, wait
 
-Level = Literal["none", "selective", "full"]
+Level = Literal["none", "regather", "selective", "full", "everything"]
 LEVELS: tuple[Level, ...] = ("none", "selective", "full")
+"""Those that are tried, each keeping less than the one before."""
 
 EXPENSIVE = frozenset(
     {
@@ -56,9 +57,11 @@ class CheckpointActivations:
 
     Before: a joint graph. After: forward values that the backward uses are those that a minimum
     cut by bytes kept; the others are computed again right before their first use. Random numbers
-    and collectives are never computed again. Level "selective" keeps the results of matrix
-    products, attention and convolution; "full" keeps, inside blocks, little more than what
-    enters them. Tier: exact.
+    are never drawn again, and what collectives brought is kept, but at two levels. "regather" keeps
+    all but what was gathered along an axis of the model, as Megatron's sequence parallelism does;
+    "selective" the results of matrix products, attention and convolution; "full", inside blocks,
+    little more than what enters them; "everything" repeats collectives too, as
+    torch.utils.checkpoint does. Tier: exact.
 
     Attributes:
         level: for every block, or for each named block ("" being all outside of blocks).
@@ -163,11 +166,14 @@ class Cut:
         maker = node
         while isinstance(maker.args[0] if maker.args else None, fx.Node) and _is_getitem(maker):
             maker = maker.args[0]  # type: ignore[assignment]
-        if is_random(maker) or maker.target in STARTS or maker.target is wait:
+        level = self.levels.get(node.meta["block"], "none")
+        sent = maker.target in STARTS or maker.target is wait
+        if level == "regather":
+            return not (is_view(node) or _is_gathered(maker))
+        if is_random(maker) or (sent and level != "everything"):
             return True
         if any(n in self.changed for n in node.all_input_nodes):
             return True  # by then it holds its new value
-        level = self.levels.get(node.meta["block"], "none")
         if level == "none":
             fused = self.fuses and _is_fused(maker) and not _leaves_block(node)
             return not (fused or is_view(node))
@@ -226,6 +232,16 @@ def _leaves_block(node: fx.Node) -> bool:
         for user in node.users
         if user.op != "output"
     )
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether a node gathers, waits for that, or copies what it brought into another layout."""
+    while node.target in (wait, aten.clone.default, aten.cat.default) or is_view(node):
+        first = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
+        if not isinstance(first, fx.Node):
+            return False
+        node = first
+    return node.target is start_all_gather
 
 
 def _is_fused(node: fx.Node) -> bool:

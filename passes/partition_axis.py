@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import fx
 
+from autopar.cost_model.signature import described
 from autopar.graph import (
     Gradient,
     OutputRole,
@@ -84,6 +85,7 @@ class _Partition:
         self.made: dict[Value, tuple[fx.Node, Placement]] = {}
         self.converted: dict[tuple[Value, Placement], fx.Node] = {}
         self.tuples: dict[fx.Node, fx.Node] = {}
+        self.values: dict[object, Any] = {}  # what operators yield: repeated blocks do the same
         self.placed: dict[str, Placement] = {}
         self.gradients: dict[fx.Node, list[str]] = {}
         for role, node in zip(graph.outputs, graph.results, strict=True):
@@ -99,8 +101,9 @@ class _Partition:
         """Writes what this rank runs for every node in turn."""
         roles = dict(zip(self.old.placeholders, self.old.inputs, strict=True))
         results: dict[OutputRole, fx.Node | None] = {}
+        backward = self.old.backward_start
         for node in self.old.graph.nodes:
-            if node is self.old.backward_start:
+            if node is backward:
                 results |= self.returned("forward")
             if node.op == "placeholder":
                 self.input(node, roles[node])
@@ -194,7 +197,10 @@ class _Partition:
     ) -> None:
         """The operator that stands for a node, by the same name."""
         copy = self.new.create_node("call_function", target, tuple(args), kwargs, node.name)
-        copy.meta = {**node.meta, "val": target(*fakes(args), **fakes(kwargs))}
+        key = (target, described(args), described(kwargs))
+        if key not in self.values:
+            self.values[key] = target(*fakes(args), **fakes(kwargs))
+        copy.meta = {**node.meta, "val": self.values[key]}
         if isinstance(node.meta.get("val"), (tuple, list)):
             self.tuples[node] = copy
             for place, placement in enumerate(placements):

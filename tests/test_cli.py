@@ -146,3 +146,36 @@ def test_run_fails_if_a_rank_does(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "autopar", "run", str(script), "--nproc", "2", "--", "fail"]
     assert subprocess.run(command, capture_output=True).returncode != 0
+
+
+LLAMA = str(Path(__file__).parent.parent / "examples" / "plan_llama.py")
+
+
+def test_a_plan_for_machines_that_are_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "plan.json")
+    fixed = ["--strategy", "zero1", "--tp", "8", "--backend", "inductor", "--out", out]
+    model = ["--", "--size", "1b", "--rows", "128", "--length", "1024"]
+    assert main(["plan", LLAMA, "--cluster", "dgx-h100", "--nodes", "16", *fixed, *model]) == 0
+    text = capsys.readouterr().out
+    assert "tokens/s" in text
+    assert "model FLOPs utilisation" in text
+    plan = autopar.Plan.load(out)
+    assert plan.world_size == 128
+    assert dict(plan.mesh) == {"dp_shard": 16, "tp": 8}
+    prediction = plan.prediction
+    assert prediction is not None
+    assert prediction.work is not None
+    assert prediction.work.tokens == 128 * 1024
+    parameters = sum(size for _, size in plan.parameter_bytes) / 2
+    products = 6 * (parameters - 32000 * 2048) * prediction.work.tokens
+    assert products < prediction.work.flops < 1.2 * products  # and attention
+
+
+def test_nodes_are_those_of_a_cluster(make: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(make), "--nodes", "2"]) == 2
+    assert main(["plan", str(make)]) == 2
+    said = capsys.readouterr().err
+    assert "--cluster" in said
+    assert "--world-size" in said

@@ -27,7 +27,7 @@ GROUND = frozenset(
 )
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
-PREDICTED = {"autopar.picture", "autopar.prediction"}
+PREDICTED = {"autopar.picture", "autopar.prediction", "autopar.throughput"}
 PARTS = PREDICTED | {"autopar.partition", "autopar.pipeline", "autopar.plan_document"}
 PLAN = PASSES | PARTS | {"autopar.plan", "autopar.plan_text", "autopar.strategy"}
 TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
@@ -45,7 +45,8 @@ MAY_IMPORT = {
     "autopar.partition": PASSES,
     "autopar.pipeline": PASSES,
     "autopar.picture": COST_MODEL,
-    "autopar.prediction": COST_MODEL | {"autopar.picture"},
+    "autopar.throughput": COST_MODEL,
+    "autopar.prediction": COST_MODEL | {"autopar.picture", "autopar.throughput"},
     "autopar.plan_document": PASSES | PARTS,
     "autopar.strategy": PASSES | PARTS,
     "autopar.plan": PLAN | {"autopar.report"},

@@ -88,6 +88,22 @@ def few_rows(rank: int, world_size: int) -> Reference:
     return Reference(losses, whole_state(model))
 
 
+def repeated(rank: int, world_size: int) -> None:
+    """Blocks whose sums over the ranks are made again in the backward."""
+    pair = Pair("gpt", strategy=fixed(0, "everything", tp=2, placements=FUSED, as_placed=True))
+    for step in range(2):
+        args, _ = batch_of("gpt", step, 8)
+        for model in pair.models:
+            model(*args).backward()
+        pair.check_gradients()
+        pair.step()
+    pair.check_state()
+
+
+def test_collectives_may_be_repeated() -> None:
+    run(repeated, 2)
+
+
 def test_few_rows_divide_the_sequence() -> None:
     for got in run(few_rows, 2):
         assert_same_training(got, plain("encoder", f64, 3), EXACT)

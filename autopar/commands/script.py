@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import runpy
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from autopar.errors import StrategyError
 
 
-def load(script: str) -> tuple[Any, Any]:
-    """The model and example inputs that a script's make() returns."""
+def load(script: str, arguments: Sequence[str] = ()) -> tuple[Any, Any]:
+    """The model and example inputs that a script's make() returns.
+
+    Args:
+        script: path of the file.
+        arguments: what it finds in sys.argv behind its own name.
+    """
+    kept, sys.argv = sys.argv, [script, *arguments]
+    try:
+        return _made(script)
+    finally:
+        sys.argv = kept
+
+
+def _made(script: str) -> tuple[Any, Any]:
     names = runpy.run_path(script, run_name="autopar_script")
     if "make" not in names:
         raise StrategyError(

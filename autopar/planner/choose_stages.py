@@ -18,7 +18,7 @@ from autopar.planner.candidates import Evaluated, Evaluator
 from autopar.planner.pipelines import Link, PipelineEvaluator, staged
 from autopar.planner.search import choose_among, first_choice
 from autopar.planner.segments import Places, seconds_of, segments_of
-from autopar.planner.stages import Cuts, balance
+from autopar.planner.stages import Cuts, Segment, balance
 from autopar.prediction import RunnerUp
 from autopar.staging import placed
 from autopar.strategy import Strategy
@@ -148,18 +148,8 @@ class _Cutter:
         """An evaluator of each pipeline."""
         base, graph = self.evaluator.base, self.evaluator.graph
         places = places_of(self.strategy, self.model, graph)
-        blocks = tuple(block for block, _ in base.stages)
-        zero = first_choice(self.strategy, blocks, 0)
-        each = Pipeline(len(places.names), "gpipe", micro_batches, 1, places.uses)
-        plan = replace(self.evaluator.draft(zero), pipeline=each)
-        whole = placed(graph, plan, 0, self.evaluator.ways, micro_batches)
-        cluster, operators = self.evaluator.cluster, self.evaluator.operators
-        lowered = run_passes(whole, plan.stage_passes(0, self.evaluator.comm_backend))
-        taken = seconds_of(lowered, places, cluster, operators, plan.axis)
-        divided = base.data_ranks if self.strategy.zero not in (0, 1, 2) else 1
-        copies = (2.0 + base.optimizer_state_ratio) / divided
-        segments = segments_of(whole, places, taken, copies)
-        ranks, link = self.strategy.pp or 1, Link(cluster, base.mesh)
+        segments = self._segments(places, micro_batches) if self.strategy.cuts is None else []
+        ranks, link = self.strategy.pp or 1, Link(self.evaluator.cluster, base.mesh)
         for form in forms(self.strategy, micro_batches, len(places.names)):
             order = orders(form.schedule, ranks, micro_batches, form.stages_per_rank)
             count = ranks * form.stages_per_rank
@@ -171,6 +161,21 @@ class _Cutter:
                 cuts = cuts or balance(segments, ranks, flights, link.seconds)
             pipeline = _pipeline(self.strategy, form, graph, places, cuts or ())
             yield staged(self.evaluator, pipeline)
+
+    def _segments(self, places: Places, micro_batches: int) -> list[Segment]:
+        """What there is to balance: the model with every place a stage of its own."""
+        base, graph = self.evaluator.base, self.evaluator.graph
+        blocks = tuple(block for block, _ in base.stages)
+        zero = first_choice(self.strategy, blocks, 0)
+        each = Pipeline(len(places.names), "gpipe", micro_batches, 1, places.uses)
+        plan = replace(self.evaluator.draft(zero), pipeline=each)
+        whole = placed(graph, plan, 0, self.evaluator.ways, micro_batches)
+        cluster, operators = self.evaluator.cluster, self.evaluator.operators
+        lowered = run_passes(whole, plan.stage_passes(0, self.evaluator.comm_backend))
+        taken = seconds_of(lowered, places, cluster, operators, plan.axis)
+        divided = base.data_ranks if self.strategy.zero not in (0, 1, 2) else 1
+        copies = (2.0 + base.optimizer_state_ratio) / divided
+        return segments_of(whole, places, taken, copies)
 
 
 def unmeasured_pipeline(evaluator: Evaluator, strategy: Strategy, model: str) -> PipelineEvaluator:
@@ -225,7 +230,8 @@ def fastest_pipeline(
     tried.sort(key=merit)
     finalists = tried[:FINALISTS]
     if cap is not None:
-        finalists += [min(tried, key=lambda item: item[1].prediction.needed_bytes)]
+        smallest = min(tried, key=lambda item: item[1].prediction.needed_bytes)
+        finalists += [smallest] if smallest not in finalists else []
     best = choose_among((evaluator for evaluator, _ in finalists), strategy, blocks, cap, beat_s)
     return replace(best, runners_up=_runners_up(best, [e.plan for _, e in tried]))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import fx
 
 from autopar.cost_model.allocator import context_bytes
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.fusion import EAGER
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.optimizer import optimizer_state_ratio
@@ -22,7 +25,7 @@ from autopar.plan import Plan, fingerprint
 from autopar.planner.candidates import Evaluator
 from autopar.planner.choose_stages import fastest_pipeline, unmeasured_pipeline
 from autopar.planner.hierarchy import levels_of
-from autopar.planner.machine import Machine, measure_machine, time_shards
+from autopar.planner.machine import Machine, absent, measure_machine, time_shards
 from autopar.planner.partitions import partition_by_bytes
 from autopar.planner.placements import partition
 from autopar.planner.prices import shards_of
@@ -34,7 +37,9 @@ from autopar.planner.search import (
     first_choice,
 )
 from autopar.planner.ways import choices
+from autopar.prediction import Prediction
 from autopar.strategy import Strategy
+from autopar.throughput import Work
 
 Graphs = Mapping[int, TrainingGraph]
 """The graph of one micro-batch, by how many there are of them."""
@@ -58,6 +63,7 @@ class Question:
         comm_backend: what collectives are lowered for.
         live: whether the ranks of the plan are running.
         beat_s: seconds of a step that are known to be possible otherwise.
+        backend: of torch.compile, by which the programs are compiled.
     """
 
     model: str
@@ -73,6 +79,7 @@ class Question:
     comm_backend: str
     live: bool
     beat_s: float = math.inf
+    backend: str = EAGER
 
     def __post_init__(self) -> None:
         self.strategy.mesh(self.world_size)
@@ -89,6 +96,19 @@ class Question:
         """The blocks that have parameters, "" first."""
         return ("", *dict.fromkeys(p.block for p in self.parameters.values() if p.block))
 
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of most bytes of the parameters."""
+        sizes = Counter[torch.dtype]()
+        for parameter in self.parameters.values():
+            sizes[parameter.dtype] += parameter.bytes
+        return sizes.most_common(1)[0][0] if sizes else torch.float32
+
+    @cached_property
+    def state_ratio(self) -> float:
+        """Bytes of optimizer state for each byte of parameter."""
+        return optimizer_state_ratio(self.optimizer, self.dtype)
+
     @property
     def data_ranks(self) -> int:
         """Over how many ranks the rows of a batch are divided."""
@@ -101,7 +121,6 @@ class Question:
 
     def base(self) -> Plan:
         """The plan with nothing chosen."""
-        ratio = optimizer_state_ratio(self.optimizer)
         ranks = dict(self.mesh)["dp_replicate"]
         return Plan(
             name="",
@@ -115,7 +134,7 @@ class Question:
             batch_statistics=self.strategy.batch_statistics,
             precision=self.precision,
             optimizer=getattr(self.optimizer, "__name__", type(self.optimizer).__name__),
-            optimizer_state_ratio=ratio,
+            optimizer_state_ratio=self.state_ratio,
             memory_cap=self.memory,
             hybrid=1 < (self.strategy.dp_shard or 1) < ranks,
             parameter_bytes=tuple((p.name, p.bytes) for p in self.parameters.values()),
@@ -124,7 +143,9 @@ class Question:
 
 
 def needs_machine(question: Question) -> bool:
-    """Whether anything is left to choose, or to check against a cap."""
+    """Whether anything is left to choose, to check against a cap, or to say of a given cluster."""
+    if not question.live and question.cluster is not None and question.cluster.curves:
+        return True
     fixed = default_choice(question.strategy, question.blocks) is not None
     nodes = question.strategy.hierarchical is True and not question.base().hybrid
     return not fixed or question.memory is not None or nodes
@@ -134,6 +155,8 @@ def measured(question: Question, graphs: Graphs) -> Machine | None:
     """The machine, its operators timed at the shapes of these graphs; every rank calls it."""
     if not needs_machine(question):
         return None
+    if not question.live and absent(question.device, question.cluster):
+        return _machine(question, ())
     stages = (0, 3) if question.data_ranks > 1 else (0,)
     tried = [first_choice(question.strategy, question.blocks, stage) for stage in stages]
     if question.strategy.compress is None:
@@ -147,12 +170,22 @@ def measured(question: Question, graphs: Graphs) -> Machine | None:
             lowered.append(replace(evaluator, ways=evaluator.ways[:done]).lowered(tried[0]))
         if question.strategy.axes:
             nodes |= _shards(question, graph, evaluator.ways)
-    machine = measure_machine(
-        lowered, question.device, question.cluster, question.optimizer, live=question.live
-    )
+    machine = _machine(question, lowered)
     if question.strategy.axes and machine.operators.present:
         machine = time_shards(machine, nodes, live=question.live)
     return machine
+
+
+def _machine(question: Question, lowered: Sequence[TrainingGraph]) -> Machine:
+    return measure_machine(
+        lowered,
+        question.device,
+        question.cluster,
+        question.optimizer,
+        live=question.live,
+        backend=question.backend,
+        dtype=question.dtype,
+    )
 
 
 def _shards(
@@ -185,6 +218,7 @@ def decide(question: Question, graphs: Graphs, machine: Machine | None) -> Plan:
         plan = fastest_pipeline(evaluators, strategy, model, cap, question.beat_s)
     else:
         plan = fastest(question, graphs[1], machine, cap)
+    plan = replace(plan, prediction=_with_work(question, plan, graphs, machine.cluster))
     return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
 
 
@@ -193,6 +227,18 @@ def cap_of(question: Question, cluster: Cluster | None) -> int | None:
     if question.memory is not None or cluster is None or cluster.device_memory_bytes is None:
         return question.memory
     return cluster.device_memory_bytes - context_bytes(cluster.device)
+
+
+def _with_work(
+    question: Question, plan: Plan, graphs: Graphs, cluster: Cluster
+) -> Prediction | None:
+    """What a plan is predicted to cost, with what a step of it amounts to."""
+    if plan.prediction is None:
+        return None
+    count = plan.pipeline.micro_batches if plan.pipeline is not None else 1
+    dtype = question.precision or str(question.dtype).removeprefix("torch.")
+    work = Work.of(graphs[count], count * plan.data_ranks, cluster, dtype)
+    return replace(plan.prediction, work=work)
 
 
 def _modelled(question: Question, evaluator: Evaluator) -> Evaluator:
@@ -255,8 +301,10 @@ def ways_of(
         axis=axis,
         pins=pins,
         memory=memory,
-        copies=(2.0 + optimizer_state_ratio(question.optimizer)) / divided,
+        copies=(2.0 + question.state_ratio) / divided,
         wrapped=sharded or divided > 1,
+        as_placed=question.strategy.as_placed,
+        sequence=question.strategy.sequence,
     )
     return named(solution.ways)
 

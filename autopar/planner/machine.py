@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import COLLECTIVES
+from autopar.cost_model.fusion import EAGER
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.measure import measure
 from autopar.cost_model.operators import OperatorTimes
-from autopar.cost_model.optimizer import OptimizerMemory
+from autopar.cost_model.optimizer import OptimizerMemory, optimizer_state_ratio
 from autopar.cost_model.rehearsal import ALONE, Ranks
 from autopar.cost_model.scratch import Scratch
 from autopar.cost_model.update import Optimizer, UpdateCost, measure_update
@@ -49,6 +50,8 @@ def measure_machine(
     optimizer: Optimizer,
     *,
     live: bool,
+    backend: str = EAGER,
+    dtype: torch.dtype = torch.float32,
 ) -> Machine:
     """Measures, or reads what was measured before. Every rank of a live world calls it at once.
 
@@ -58,6 +61,8 @@ def measure_machine(
         cluster: the cluster to plan for; None for the one that is running.
         optimizer: class or factory of the optimizer.
         live: whether the ranks of the plan are running here.
+        backend: of torch.compile, by which the graphs are compiled.
+        dtype: of the parameters.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if cluster is None:
@@ -68,12 +73,20 @@ def measure_machine(
     name = device if live or cluster.device == "cpu" else cluster.device
     operators = OperatorTimes.load(name, sharing=sharing).measure(graphs, ranks)
     operators.save()
+    operators = replace(operators, backend=backend)
     mesh = init_device_mesh(device.type, (world_size,)) if several else None
     if operators.present:
         update = measure_update(optimizer, device, mesh)
     else:
-        update = UpdateCost.modelled(operators.roofline)
-    return Machine(cluster, operators, update, measure_overhead(graphs, cluster, optimizer))
+        update = UpdateCost.modelled(operators.roofline, optimizer_state_ratio(optimizer, dtype))
+    overhead = measure_overhead(graphs, cluster, optimizer, dtype)
+    return Machine(cluster, operators, update, overhead)
+
+
+def absent(device: torch.device, cluster: Cluster | None) -> bool:
+    """Whether operators of a cluster's device cannot be timed here, so that all are modelled."""
+    name = device if cluster is None or cluster.device == "cpu" else cluster.device
+    return not OperatorTimes.load(name).present
 
 
 def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -> Machine:
@@ -96,7 +109,10 @@ def _ranks(live: bool) -> Ranks:
 
 
 def measure_overhead(
-    graphs: Sequence[TrainingGraph], cluster: Cluster, optimizer: Optimizer
+    graphs: Sequence[TrainingGraph],
+    cluster: Cluster,
+    optimizer: Optimizer,
+    dtype: torch.dtype = torch.float32,
 ) -> Overhead:
     """What kernels and the optimizer allocate, as far as the cluster's device is in this machine.
 
@@ -104,8 +120,9 @@ def measure_overhead(
         graphs: lowered graphs, whose operators are run.
         cluster: names the device.
         optimizer: class or factory of the optimizer.
+        dtype: of the parameters.
     """
     scratch = Scratch.load(cluster.device).measure(graphs)
     scratch.save()
     kind = "cpu" if cluster.device == "cpu" else "cuda"
-    return Overhead(OptimizerMemory.measure(optimizer, kind), scratch, cluster.device)
+    return Overhead(OptimizerMemory.measure(optimizer, kind, dtype), scratch, cluster.device)

@@ -27,6 +27,7 @@ from autopar.passes.split_stages import Stages
 from autopar.picture import Picture
 from autopar.pipeline import Pipeline
 from autopar.plan import Plan
+from autopar.planner.alike import Alike, renamed
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
 from autopar.planner.pipeline_pictures import picture_of_pipeline
 from autopar.planner.stage_memory import RankMemory, StageMemory, bytes_between, memory_of_rank
@@ -121,6 +122,7 @@ class PipelineEvaluator(Evaluator):
     """Turns choices into plans with stages, and prices them; `base` has the pipeline."""
 
     cuts: dict[str, Stages] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[Choice, Evaluated] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -134,13 +136,19 @@ class PipelineEvaluator(Evaluator):
 
     def evaluate(self, choice: Choice) -> Evaluated:
         """Lowers every stage as the plan says, and simulates them, alone and together."""
-        plan, pairs = self._staged(choice)
-        stages = [self._lowered(last, more) for last, more in pairs]
+        if choice not in self.known:
+            self.known[choice] = self._evaluated(choice)
+        return self.known[choice]
+
+    def _evaluated(self, choice: Choice) -> Evaluated:
+        plan, pairs, alike = self._staged(choice)
+        found = {first: self._lowered(*pairs[first]) for first in dict.fromkeys(alike.first)}
+        stages = [found[first] for first in alike.first]
         order = self.orders(self.cuts[plan.axis])
         link = Link(self.cluster, plan.mesh)
         together = simulate_pipeline(order, [stage.cost for stage in stages], link.seconds)
         flights = [in_flight(order[s % len(order)], s) for s in range(len(stages))]
-        update = [self._update(plan, stages, rank) for rank in range(self.pipeline.ranks)]
+        update = [self._update(plan, alike, stages, rank) for rank in range(self.pipeline.ranks)]
         memories = self._memory(stages, order)
         prediction = self._prediction(plan, stages, together, flights, update, memories)
         picture = self._picture(plan, stages, together, memories)
@@ -155,8 +163,13 @@ class PipelineEvaluator(Evaluator):
             return orders(p.schedule, p.ranks, p.micro_batches, p.stages_per_rank)
         return tuple(map(tuple.__add__, *split_orders(p.ranks, p.micro_batches, p.stages_per_rank)))
 
-    def _staged(self, choice: Choice) -> tuple[Plan, list[tuple[TrainingGraph, TrainingGraph]]]:
-        """The plan, and each stage lowered: its last micro-batch, and one before that."""
+    def _staged(
+        self, choice: Choice
+    ) -> tuple[Plan, list[tuple[TrainingGraph, TrainingGraph]], Alike]:
+        """The plan, each stage lowered (its last micro-batch, one before that), those alike once.
+
+        Collectives that are scheduled one by one are known by name, so then all stages are lowered.
+        """
         plan, micro = self.draft(choice), self.pipeline.micro_batches
         p = self.pipeline
         several = f" x{p.stages_per_rank}" if p.stages_per_rank > 1 else ""
@@ -164,26 +177,35 @@ class PipelineEvaluator(Evaluator):
         if plan.axis not in self.cuts:
             self.cuts[plan.axis] = cut(self.graph, plan, 0, self.ways, micro)
         stages = self.cuts[plan.axis].stages
-        found = Buckets()
-        for graph in stages:
+        alike = Alike.none(len(stages)) if choice.scheduled else Alike.of(stages, plan)
+        found, proposed = Buckets(), dict[int, Buckets]()
+        for graph, first in zip(stages, alike.first, strict=True):
+            if first in proposed:
+                own = proposed[first].renamed(renamed(stages[first], graph))
+                found = _joined(found, own)
+                continue
             passes, _ = passes_of_stage(graph, plan, 0, self.comm_backend, micro_batches=micro)
             kinds = [isinstance(item, BucketCollectives) for item in passes]
             if any(kinds):
                 graph = run_passes(graph, passes[: kinds.index(True)])
                 own = propose_buckets(graph, choice.gather_bytes, choice.reduce_bytes)
-                found = _joined(found, own)
+                proposed[first], found = own, _joined(found, own)
         compressions = self.compressions(choice, found)
         plan = replace(plan, name=name, buckets=found, compressions=compressions)
         if choice.scheduled:
             plan = replace(plan, overlaps=tuple(self._overlaps(choice, plan, stages)))
-        pairs, notes = [], dict.fromkeys(plan.notes)
-        for graph in stages:
+        pairs: list[tuple[TrainingGraph, TrainingGraph]] = []
+        notes = dict.fromkeys(plan.notes)
+        for stage, graph in enumerate(stages):
+            if (first := alike.first[stage]) != stage:
+                pairs.append(pairs[first])
+                continue
             last, more = passes_of_stage(graph, plan, 0, self.comm_backend, micro_batches=micro)
             lowered = run_passes(graph, last)
             pairs.append((lowered, lowered if more == last else run_passes(graph, more)))
             notes |= dict.fromkeys(lowered.notes)
         sent = tuple(sorted(self._sent(pairs).items()))
-        return replace(plan, notes=tuple(notes), sent_bytes=sent), pairs
+        return replace(plan, notes=tuple(notes), sent_bytes=sent), pairs, alike
 
     def _overlaps(
         self, choice: Choice, plan: Plan, stages: Sequence[TrainingGraph]
@@ -230,14 +252,16 @@ class PipelineEvaluator(Evaluator):
         ]
         return seconds[1] / sum(seconds) if sum(seconds) else 0.0
 
-    def _update(self, plan: Plan, stages: Sequence[Lowered], rank: int) -> Cost:
+    def _update(self, plan: Plan, alike: Alike, stages: Sequence[Lowered], rank: int) -> Cost:
         """The optimizer's step of a rank."""
+        cuts = self.cuts[plan.axis].stages
         held, sizes, wrapped = self.pipeline.held(rank), dict[str, int](), plan.shards_parameters
         for stage in self.pipeline.stages_of(rank):
             graph = stages[stage].graph
+            names = renamed(cuts[alike.first[stage]], cuts[stage])
             for role, node in zip(graph.inputs, graph.placeholders, strict=True):
                 if isinstance(role, Parameter) and graph.parameters[role.name].requires_grad:
-                    sizes[role.name] = tensor_bytes(tensors(node)[0])
+                    sizes[names[role.name]] = tensor_bytes(tensors(node)[0])
         return self.update.seconds(
             [n for name, n in sizes.items() if name in held], dtensors=wrapped
         )

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.cost_model.aliases import find_storages
+from autopar.cost_model.aliases import find_storages, is_view
 from autopar.cost_model.shape import GroupShape
 from autopar.graph import Gradient, Parameter, TrainingGraph, Value, elements
 from autopar.passes.collectives import value_of, wait
 from autopar.passes.rules.local import local_bytes
 from autopar.passes.rules.loops import Way
-from autopar.placement import Partial, Placement
+from autopar.placement import Partial, Placement, Shard
 from autopar.planner.machine import Machine
 from autopar.planner.pins import resolve
 from autopar.planner.prices import Prices
 from autopar.planner.program import Solution, Weight, solve
 
 AXIS = "tp"
+
+FORBIDDEN = 1e3
+"""Seconds that a conversion would take that the strategy forbids: more than any step does."""
 
 
 def partition(
@@ -33,6 +36,8 @@ def partition(
     memory: int | None = None,
     copies: float = 4.0,
     wrapped: bool = True,
+    as_placed: bool = False,
+    sequence: bool = True,
     time_limit_s: float = 30.0,
 ) -> Solution:
     """The cheapest placements of a graph along an axis.
@@ -49,6 +54,8 @@ def partition(
         copies: bytes of a trained parameter with its gradient and optimizer state, by its own; less
             where ZeRO divides them.
         wrapped: whether parameters are DTensors even if all of them are whole.
+        as_placed: whether pinned parameters are used as they lie.
+        sequence: whether what is whole may be cut, and partial sums scattered.
         time_limit_s: after which the best known solution is taken.
 
     Raises:
@@ -58,9 +65,13 @@ def partition(
     prices = prices_along(ranks, machine, mesh=mesh, axis=axis)
     held = Held.of(graph, ranks, copies)
     weight = None if memory is None else Weight(held.way, held.conversion, memory)
-    late = _only_returned(graph)
+    late, found = _only_returned(graph), resolve(pins or {}, graph.parameters, ranks)
+    fixed = _views_of(graph, found) if as_placed else frozenset[fx.Node]()
 
     def price(value: Value, before: Placement, after: Placement) -> float:
+        cut = isinstance(after, Shard) and not isinstance(before, Shard)
+        if value.node in fixed or (cut and not sequence and value not in late):
+            return FORBIDDEN
         how = prices.sum if value in late and isinstance(before, Partial) else prices.conversion
         return how(value, before, after).seconds
 
@@ -70,11 +81,25 @@ def partition(
         price,
         lambda node, way: prices.operator(node, way).seconds,
         update=lambda node, way: prices.step(node, way).seconds if node in held.trained else 0.0,
-        pins=resolve(pins or {}, graph.parameters, ranks),
+        pins=found,
         weight=weight,
         wrapping=0.0 if wrapped else prices.wrapping(len(held.trained)),
         time_limit_s=time_limit_s,
     )
+
+
+def _views_of(graph: TrainingGraph, names: Iterable[str]) -> frozenset[fx.Node]:
+    """The placeholders of parameters, and what looks at them in another way."""
+    wanted = set(names)
+    found = {
+        node
+        for role, node in zip(graph.inputs, graph.placeholders, strict=True)
+        if isinstance(role, Parameter) and role.name in wanted
+    }
+    for node in graph.calls():
+        if is_view(node) and node.args[0] in found:
+            found.add(node)
+    return frozenset(found)
 
 
 def prices_along(

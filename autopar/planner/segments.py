@@ -97,7 +97,7 @@ def seconds_of(
         operators: times of operators.
         once: the axis whose collectives are left out: what it sums once a step.
     """
-    found = [0.0] * len(places.names)
+    found, operators = [0.0] * len(places.names), operators.of(graph)
     for node, place in _stages(graph).items():
         found[place] += operators.seconds(node).seconds
         if collective_of(node) is not None:

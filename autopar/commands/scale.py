@@ -1,0 +1,171 @@
+"""`autopar scale`: what more machines bring, strategy by strategy, before any of them is rented."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.api import plan as make_plan
+from autopar.commands.script import load
+from autopar.cost_model.cluster import Cluster
+from autopar.errors import AutoparError, OutOfMemoryError, StrategyError
+from autopar.plan import Plan
+from autopar.plan_text import human_bytes
+from autopar.strategy import ZERO_OF_NAME, Strategy
+
+DEFAULT = ("ddp", "zero1", "zero3", "tp8+zero1")
+_FIELDS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "m": "micro_batches"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A strategy on so many GPUs.
+
+    Attributes:
+        gpus: how many.
+        rate: tokens a second of all of them, rows where there are no tokens; 0 if it does not run.
+        used: model FLOPs utilisation, 0 if not known.
+        why: why it does not run.
+    """
+
+    gpus: int
+    rate: float
+    used: float
+    why: str = ""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "scale",
+        help="throughput and efficiency by number of GPUs, strategy by strategy",
+        usage="autopar scale SCRIPT --cluster NAME --gpus 8,64,512 [OPTIONS] [-- ARGUMENTS]",
+    )
+    parser.add_argument("script", help="Python file with make() -> (model, example inputs)")
+    parser.add_argument("--cluster", required=True, help="one that ships, of a uniform fabric")
+    parser.add_argument("--gpus", required=True, help="numbers of them, such as 8,64,512")
+    parser.add_argument(
+        "--strategies",
+        default=",".join(DEFAULT),
+        help="such as ddp,zero3,tp8+zero1,pp4+tp8+m16+zero1,auto: ZeRO stages, axes, micro-batches",
+    )
+    parser.add_argument("--backend", default="inductor", help="as of autopar plan")
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """`autopar scale`: the global batch is the same in every cell."""
+    model, inputs = load(options.script, options.rest)
+    sizes = _numbers(options.gpus)
+    strategies = {name: strategy_of(name) for name in options.strategies.split(",")}
+
+    def planned(strategy: Strategy, gpus: int) -> Plan:
+        return make_plan(
+            model,
+            gpus,
+            example_inputs=inputs,
+            strategy=strategy,
+            cluster=cluster_for(options.cluster, gpus),
+            backend=options.backend,
+        )
+
+    rows = {name: list(cells(s, sizes, planned)) for name, s in strategies.items()}
+    title = f"{type(model).__name__} on {options.cluster}, one global batch"
+    Console(width=None if Console().is_terminal else 120).print(table(title, sizes, rows))
+    for name, row in rows.items():
+        for cell in row:
+            if cell.why:
+                print(f"{name} on {cell.gpus}: {cell.why}")
+
+
+def cells(
+    strategy: Strategy, sizes: Sequence[int], planned: Callable[[Strategy, int], Plan]
+) -> Iterator[Cell]:
+    """A strategy on each number of GPUs; what cannot be is said, not raised."""
+    for gpus in sizes:
+        try:
+            plan = planned(strategy, gpus)
+        except OutOfMemoryError as error:
+            yield Cell(gpus, 0.0, 0.0, f"does not fit, {human_bytes(error.shortfall)} too much")
+            continue
+        except AutoparError as error:
+            yield Cell(gpus, 0.0, 0.0, str(error))
+            continue
+        p = plan.prediction
+        assert p is not None, "a given cluster is always priced"
+        assert p.work is not None
+        rate = (p.work.tokens or p.work.rows) / p.step_s
+        yield Cell(gpus, rate, p.work.utilisation(p.step_s, gpus))
+
+
+def table(title: str, sizes: Sequence[int], rows: dict[str, list[Cell]]) -> Table:
+    """Throughput, its part of what as many GPUs would do at the fewest's pace, and utilisation."""
+    grid = Table(title=title, title_justify="left")
+    grid.add_column("strategy")
+    for gpus in sizes:
+        grid.add_column(f"{gpus} GPUs", justify="right")
+    best = [max(column, key=lambda cell: cell.rate) for column in zip(*rows.values(), strict=True)]
+    for name, row in rows.items():
+        first = next((cell for cell in row if cell.rate), None)
+        texts = [_text(cell, first) for cell in row]
+        marked = [
+            f"[bold]{text}[/bold]" if cell.rate and cell is top else text
+            for text, cell, top in zip(texts, row, best, strict=True)
+        ]
+        grid.add_row(name, *marked)
+    grid.caption = "tokens/s, efficiency against the fewest GPUs, model FLOPs utilisation"
+    return grid
+
+
+def _text(cell: Cell, first: Cell | None) -> str:
+    if first is None or not cell.rate:
+        return "-"
+    efficiency = cell.rate / cell.gpus / (first.rate / first.gpus)
+    used = f" {cell.used:.0%}" if cell.used else ""
+    return f"{cell.rate:,.0f} {efficiency:.0%}{used}"
+
+
+def strategy_of(text: str) -> Strategy:
+    """The strategy behind names of ZeRO stages, axes and numbers, joined by +.
+
+    Raises:
+        StrategyError: a part is none of these.
+    """
+    found = Strategy()
+    for part in text.split("+"):
+        if part == "auto":
+            continue
+        if part in ZERO_OF_NAME:
+            found = replace(found, zero=ZERO_OF_NAME[part])
+            continue
+        match = re.fullmatch(r"(tp|cp|ep|pp|m)(\d+)", part)
+        if match is None:
+            known = ", ".join(["auto", *ZERO_OF_NAME])
+            raise StrategyError(
+                f"--strategies: {part!r} of {text!r} is none of {known}, nor tp8, pp4 or m16 (that "
+                "many micro-batches)"
+            )
+        given: dict[str, Any] = {_FIELDS[match[1]]: int(match[2])}
+        found = replace(found, **given)
+    return found
+
+
+def cluster_for(name: str, gpus: int) -> Cluster:
+    """A shipped cluster of as many nodes as so many GPUs fill."""
+    ranks = Cluster.named(name).ranks_per_node
+    if gpus > ranks and gpus % ranks:
+        raise StrategyError(f"--gpus {gpus}: a node of {name} has {ranks}, so give a multiple")
+    return Cluster.named(name, max(1, gpus // ranks))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise StrategyError(f"--gpus {text!r}: give numbers such as 8,64,512") from error

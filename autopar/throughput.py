@@ -1,0 +1,66 @@
+"""What a step amounts to, so that its time says how well machines are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.devices import find_device
+from autopar.cost_model.timing import flops_of
+from autopar.graph import Input, TrainingGraph, tensors
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of all ranks together.
+
+    Attributes:
+        rows: of the global batch.
+        tokens: integers in the first input that has them in rows; 0 if none has.
+        flops: floating-point operations of matrix products, convolutions and attention, forward and
+            backward, each once however often a plan computes it again; attention counts in full.
+        peak: what one rank's device could do of them in a second, 0 if that is not known.
+        dtype: of these.
+    """
+
+    rows: int
+    tokens: int
+    flops: float
+    peak: float
+    dtype: str
+
+    @staticmethod
+    def of(graph: TrainingGraph, parts: int, cluster: Cluster, dtype: str) -> Work:
+        """Of a captured graph.
+
+        Args:
+            graph: of a micro-batch of one data-parallel rank, before it is partitioned.
+            parts: how many such parts make the step.
+            cluster: names the device.
+            dtype: in which products are computed, such as "bfloat16".
+        """
+        flops = sum(flops_of(node) for node in graph.calls())
+        device = cluster.figures or find_device(cluster.device)
+        peak = device.flops_per_s.get(dtype, 0.0) if device is not None else 0.0
+        rows, tokens = _shared(graph)
+        return Work(rows * parts, tokens * parts, flops * parts, peak, dtype)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any] | None) -> Work | None:
+        """The work in a document of a plan, which older ones have not."""
+        return Work(**values) if values else None
+
+    def utilisation(self, step_s: float, ranks: int) -> float:
+        """The part of the peak of all ranks that a step of so many seconds is; 0 if unknown."""
+        return self.flops / (step_s * ranks * self.peak) if self.peak and step_s else 0.0
+
+
+def _shared(graph: TrainingGraph) -> tuple[int, int]:
+    """Rows of the first input that has any, and integers of the first that has rows of them."""
+    pairs = zip(graph.inputs, graph.placeholders, strict=True)
+    given = [tensors(node)[0] for role, node in pairs if isinstance(role, Input)]
+    rows = [value.shape[0] for value in given if value.dim()]
+    tokens = [v.numel() for v in given if v.dim() == 2 and not v.dtype.is_floating_point]
+    return next(iter(rows), 0), next(iter(tokens), 0)

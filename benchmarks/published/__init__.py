@@ -1,0 +1,1 @@
+"""Published training runs, modelled from configuration alone by the planner and its cost model."""

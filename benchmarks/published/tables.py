@@ -1,0 +1,186 @@
+"""The tables of published runs, and what of a run's configuration each row says."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autopar.placement import Shard
+from autopar.strategy import Strategy
+from benchmarks.published.gpt import Form
+
+BUCKET = 64 * 2**20
+"""Bytes that gradients are summed in where a table does not say: so that none are latency."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run.
+
+    Attributes:
+        name: of the model, and of the mode where there are several.
+        cluster: a shipped one.
+        gpus: how many were used.
+        form: of the model.
+        rows: of the global batch.
+        strategy: as published.
+        flops: floating-point operations of a step, as the source counts them; 0 if it states none.
+        published: TFLOP/s of a GPU by the source's count, or GiB of activations on the first stage.
+        unit: of `published`.
+        assumed: what the source does not say.
+    """
+
+    name: str
+    cluster: str
+    gpus: int
+    form: Form
+    rows: int
+    strategy: Strategy
+    flops: float
+    published: float
+    unit: str
+    assumed: str = ""
+
+
+def read(path: Path) -> list[Run]:
+    """The runs of a table; which one it is its columns tell.
+
+    Raises:
+        ValueError: it has the columns of no known table.
+    """
+    with path.open() as lines:
+        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    for column, reader in READERS.items():
+        if rows and column in rows[0]:
+            return [run for row in rows for run in reader(row)]
+    raise ValueError(f"{path}: no known table has these columns: {', '.join(rows[0])}")
+
+
+def sc21(row: Mapping[str, str]) -> Iterator[Run]:
+    """Table 1 of Narayanan et al. 2021: A100 of 80 GB, everything recomputed, FLOPs with that."""
+    n = {key: int(row[key]) for key in ("hidden", "layers", "heads", "vocab", "seq", "gbs", "gpus")}
+    tp, pp, dp, rows = (int(row[key]) for key in ("tp", "pp", "dp", "mbs"))
+    form = Form(n["hidden"], n["layers"], n["heads"], n["vocab"], n["seq"], tied=pp == 1)
+    each = int(row["layers_per_virtual_stage"] or n["layers"] // pp)
+    strategy = pipelined(
+        form, tp, pp, n["layers"] // pp // each, n["gbs"] // (dp * rows), "everything"
+    )
+    if row["ddp_impl"] == "local":  # gradients are summed at once, when all of them are there
+        strategy = replace(strategy, reduce_bytes=2**62)
+    operations = flops(form, n["gbs"], recomputed=True)
+    published = float(row["tflops_per_gpu"])
+    yield Run(
+        row["model"], "dgx-a100", n["gpus"], form, n["gbs"], strategy, operations, published,
+        "TFLOP/s", "dropout of 0.1, Megatron-LM's default",
+    )  # fmt: skip
+
+
+H100 = {"vocabulary": 131072, "length": 4096}
+H100_ROWS = 1
+"""Rows of a micro-batch: what fits all of them without recomputation."""
+
+
+def h100(row: Mapping[str, str]) -> Iterator[Run]:
+    """Megatron-Core's weak scaling: nothing recomputed in the count; sequences are divided."""
+    hidden, layers, heads, gpus = (int(row[k]) for k in ("hidden", "layers", "heads", "gpus"))
+    tp, pp, dp, rows = (int(row[key]) for key in ("tp", "pp", "dp", "global_batch"))
+    form = Form(
+        hidden, layers, heads, H100["vocabulary"], H100["length"],
+        tied=False, flash=True, dropped=False,
+    )  # fmt: skip
+    micro = rows // (dp * H100_ROWS)
+    strategy = pipelined(form, tp, pp, 1, micro, "none", zero=1, sequence=True)
+    yield Run(
+        row["model"], "dgx-h100", gpus, form, rows, strategy, flops(form, rows, recomputed=False),
+        float(row["tflops_per_gpu"]), "TFLOP/s",
+        f"micro-batches of {H100_ROWS}, 1F1B, nothing recomputed, flash attention, no dropout",
+    )  # fmt: skip
+
+
+SEQPAR = {
+    "megatron-22B": (6144, 48, 64, 8, 1, 1, 4),
+    "gpt3-175B": (12288, 96, 96, 8, 8, 3, 1),
+    "turing-530B": (20480, 105, 128, 8, 35, 3, 1),
+    "megatron-1T": (25600, 128, 160, 8, 64, 1, 1),
+}
+"""Hidden, layers, heads, tp, pp, stages a rank, rows: Korthikanti et al. 2022, table 3."""
+
+
+def seqpar(row: Mapping[str, str]) -> Iterator[Run]:
+    """Figure 1 of Korthikanti et al. 2022: activations with and without sequence parallelism.
+
+    `seqsel` has that and computes the core of attention again, which keeps what flash attention
+    does: queries, keys, values and the result.
+    """
+    hidden, layers, heads, tp, pp, chunks, rows = SEQPAR[row["model"]]
+    selective = row["mode"] == "seqsel"
+    form = Form(hidden, layers, heads, 51200, 2048, tied=pp == 1, flash=selective)
+    micro = max(1, pp)
+    recompute = "regather" if selective else "none"
+    strategy = pipelined(form, tp, pp, chunks, micro, recompute, sequence=selective)
+    yield Run(
+        f"{row['model']} {row['mode']}", "dgx-a100", tp * pp, form, rows * micro, strategy, 0.0,
+        float(row["activation_gib"]), "GiB of activations",
+    )  # fmt: skip
+
+
+READERS = {"ddp_impl": sc21, "mfu_pct": h100, "activation_gib": seqpar}
+
+
+MEGATRON = {
+    "token.weight": Shard(0),
+    "*.qkv.weight": Shard(0),
+    "*.qkv.bias": Shard(0),
+    "*.out.weight": Shard(1),
+    "*.up.weight": Shard(0),
+    "*.up.bias": Shard(0),
+    "*.down.weight": Shard(1),
+}
+"""How Megatron-LM lays parameters over tp."""
+
+
+def pipelined(
+    form: Form,
+    tp: int,
+    pp: int,
+    chunks: int,
+    micro: int,
+    recompute: str,
+    *,
+    zero: int = 0,
+    sequence: bool = False,
+) -> Strategy:
+    """A strategy with nothing left open: Megatron's placements, stages of equally many blocks."""
+    head = {} if form.tied else {"head.weight": Shard(0)}
+    stages = pp * chunks
+    cuts = tuple(f"blocks.{form.layers * stage // stages}" for stage in range(1, stages))
+    schedule = ("interleaved" if chunks > 1 else "1f1b") if pp > 1 else None
+    return Strategy(
+        zero=zero,
+        recompute=recompute,  # type: ignore[arg-type]
+        gather_bytes=BUCKET,
+        reduce_bytes=BUCKET,
+        prefetch=1,
+        hierarchical=False,
+        tp=tp,
+        placements={**MEGATRON, **head} if tp > 1 else {},
+        as_placed=True,
+        sequence=sequence,
+        pp=pp,
+        micro_batches=micro,
+        schedule=schedule,  # type: ignore[arg-type]
+        stages_per_rank=chunks,
+        cuts=cuts if stages > 1 else None,
+    )
+
+
+def flops(form: Form, rows: int, *, recomputed: bool) -> float:
+    """Of a step, by the formula of Narayanan et al. 2021 (with a second forward, if recomputed)."""
+    h, length, layers = form.hidden, form.length, form.layers
+    one = 24.0 * rows * length * layers * h**2
+    attention, head = length / (6 * h), form.vocabulary / (16 * layers * h)
+    if recomputed:
+        return 4 * one * (1 + attention + head)
+    return 3 * one * (1 + attention + 4 / 3 * head)

@@ -1,0 +1,60 @@
+"""Published runs are modelled by the planner from their configuration."""
+
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.cost_model.cluster import Cluster
+from autopar.plan import Plan
+from autopar.planner import pipelines
+from autopar.planner.alike import Alike
+from benchmarks.published.gpt import Form, MasterAdamW, make
+from benchmarks.published.tables import flops, pipelined, read
+
+SMALL = Form(256, 8, 8, 512, 128, tied=False)
+
+
+def planned(form: Form, tp: int, pp: int, recompute: str, *, sequence: bool = False) -> Plan:
+    model, inputs = make(form, 8 // tp)
+    return autopar.plan(
+        model,
+        8,
+        example_inputs=inputs,
+        optimizer=MasterAdamW,
+        strategy=pipelined(form, tp, pp, 1, 8 * pp // 8, recompute, sequence=sequence),
+        cluster=Cluster.named("dgx-a100", 1),
+        backend="ts",
+    )
+
+
+def test_stages_that_are_alike_are_priced_as_if_each_were_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = planned(SMALL, 2, 4, "none")
+    each = lambda graphs, plan: Alike.none(len(graphs))  # noqa: E731
+    monkeypatch.setattr(pipelines.Alike, "of", staticmethod(each))
+    alone = planned(SMALL, 2, 4, "none")
+    assert shared.prediction == alone.prediction
+    assert shared == alone
+
+
+def test_tables_say_what_ran(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text(
+        "# a comment\n"
+        "model,params_b,hidden,layers,heads,vocab,seq,tp,pp,dp,mbs,layers_per_virtual_stage,"
+        "ddp_impl,recompute,gpus,gbs,tflops_per_gpu\n"
+        "76B,76.1,10240,60,80,51200,2048,8,4,32,2,5,local,full(uniform),1024,1792,140\n"
+    )
+    (run,) = read(table)
+    assert (run.strategy.stages, run.strategy.micro_batches) == (12, 28)
+    assert run.strategy.cuts is not None
+    assert run.strategy.cuts[:2] == ("blocks.5", "blocks.10")
+    h, s, layers = 10240, 2048, 60
+    published = 96 * 1792 * s * layers * h**2 * (1 + s / (6 * h) + 51200 / (16 * layers * h))
+    assert run.flops == pytest.approx(published)
+    assert flops(run.form, 1792, recomputed=False) < run.flops
+    table.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="no known table"):
+        read(table)
