@@ -341,8 +341,8 @@ class PipelineEvaluator(Evaluator):
         own, lowered, messages = self.pipeline.stages_of(slow), [], Counter[Transfer]()
         for stage in (stages[s] for s in own):
             lowered += [(stage.graph, 1), (stage.earlier, micro - 1)]
-            for nbytes in (stage.cost.sent_bytes, stage.cost.returned_bytes):
-                messages[link.message(nbytes)] += micro
+            for nbytes in filter(None, (stage.cost.sent_bytes, stage.cost.returned_bytes)):
+                messages[link.message(nbytes)] += micro  # one stage alone has no link
         return picture_of_pipeline(self.cluster, memories[full], actions, lowered, messages)
 
     def _provenance(
