@@ -168,12 +168,13 @@ class Cut:
             maker = maker.args[0]  # type: ignore[assignment]
         level = self.levels.get(node.meta["block"], "none")
         sent = maker.target in STARTS or maker.target is wait
-        if level == "regather":
-            return not (is_view(node) or _is_gathered(maker))
-        if is_random(maker) or (sent and level != "everything"):
+        again = level == "everything" or (level == "regather" and _is_gathered(maker))
+        if is_random(maker) or (sent and not again):
             return True
         if any(n in self.changed for n in node.all_input_nodes):
             return True  # by then it holds its new value
+        if level == "regather":
+            return not (again or is_view(node))
         if level == "none":
             fused = self.fuses and _is_fused(maker) and not _leaves_block(node)
             return not (fused or is_view(node))

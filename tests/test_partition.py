@@ -88,9 +88,9 @@ def few_rows(rank: int, world_size: int) -> Reference:
     return Reference(losses, whole_state(model))
 
 
-def repeated(rank: int, world_size: int) -> None:
-    """Blocks whose sums over the ranks are made again in the backward."""
-    pair = Pair("gpt", strategy=fixed(0, "everything", tp=2, placements=FUSED, as_placed=True))
+def repeated(rank: int, world_size: int, level: str) -> None:
+    """What ranks sent each other in the forward is sent again in the backward."""
+    pair = Pair("gpt", strategy=fixed(0, level, tp=2, placements=FUSED, as_placed=True))
     for step in range(2):
         args, _ = batch_of("gpt", step, 8)
         for model in pair.models:
@@ -100,8 +100,9 @@ def repeated(rank: int, world_size: int) -> None:
     pair.check_state()
 
 
-def test_collectives_may_be_repeated() -> None:
-    run(repeated, 2)
+@pytest.mark.parametrize("level", ["regather", "everything"])
+def test_collectives_may_be_repeated(level: str) -> None:
+    run(repeated, 2, level=level)
 
 
 def test_few_rows_divide_the_sequence() -> None:
