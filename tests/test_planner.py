@@ -9,10 +9,10 @@ from torch import nn
 import autopar
 from autopar.api import capture_of_rank
 from autopar.cost_model.cluster import Cluster
-from autopar.planner.decide import Question, decide, measured
-from autopar.runtime.parameters import describe_parameters
+from autopar.planner.decide import decide, measured
 from tests.models import MODELS
 from tests.planner.blocks import GPTBlock, Stack
+from tests.planner.questions import question_of
 
 
 @cache
@@ -77,21 +77,7 @@ def test_what_cannot_be_faster_is_not_searched_further() -> None:
     """Of every ZeRO stage one plan: no buckets are tried, and no schedule."""
     model, inputs = graph_model()
     cluster = Cluster.default(4)
-    question = Question(
-        model="GPT",
-        parameters=describe_parameters(model),
-        world_size=4,
-        strategy=autopar.Strategy(),
-        memory=None,
-        batch="global",
-        precision=None,
-        optimizer=torch.optim.AdamW,
-        cluster=cluster,
-        device=torch.device("cpu"),
-        comm_backend="gloo",
-        live=False,
-        beat_s=1e-9,
-    )
+    question = question_of(model, autopar.Strategy(), cluster=cluster, beat_s=1e-9)
     graphs = {1: capture_of_rank(model, inputs, 0, 4, "global", None, None)}
     plan = decide(question, graphs, measured(question, graphs))
     assert [other.name for other in plan.runners_up if "4 MiB" not in other.name] == []

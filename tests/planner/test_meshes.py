@@ -5,16 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
-import torch
 
 from autopar.errors import BatchError, CaptureError, OutOfMemoryError
 from autopar.plan import Plan
 from autopar.planner.decide import Question
 from autopar.planner.meshes import fastest_mesh, meshes
 from autopar.prediction import Prediction
-from autopar.runtime.parameters import describe_parameters
 from autopar.strategy import Strategy
 from tests.models import MODELS
+from tests.planner.questions import question_of
 
 GPT = MODELS["gpt"]
 AUTO = Strategy(search=("pp", "tp"))
@@ -36,20 +35,7 @@ def test_every_mesh_the_fewest_parts_first() -> None:
 
 
 def question(strategy: Strategy = AUTO, memory: int | None = None) -> Question:
-    return Question(
-        model="GPT",
-        parameters=describe_parameters(GPT.make()),
-        world_size=4,
-        strategy=strategy,
-        memory=memory,
-        batch="global",
-        precision=None,
-        optimizer=torch.optim.AdamW,
-        cluster=None,
-        device=torch.device("cpu"),
-        comm_backend="gloo",
-        live=False,
-    )
+    return question_of(GPT.make(), strategy, memory=memory)
 
 
 def predicted(step_s: float, exposed_s: float, recompute: str = "none") -> Plan:
