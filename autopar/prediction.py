@@ -14,6 +14,10 @@ MOST_EXPOSED = 20
 """Of how many collectives a plan keeps how much they are exposed."""
 
 
+RUNNERS_UP = 12
+"""Of how many other plans a plan keeps what they would have cost."""
+
+
 @dataclass(frozen=True)
 class StagePrediction:
     """What a stage of a pipeline is predicted to take.

@@ -306,12 +306,9 @@ class OperatorTimes:
 
     @cached_property
     def _dispatch(self) -> Cost:
-        gpu = (
-            self.setting.device != "cpu"
-        )  # there calls that start no kernel hide behind those that do
-        modelled = Cost(
-            0.0 if gpu else self.roofline.launch_s, f"modelled by {self.roofline.source}"
-        )
+        # on a GPU calls that start no kernel hide behind those that do
+        seconds = self.roofline.launch_s if self.setting.device == "cpu" else 0.0
+        modelled = Cost(seconds, f"modelled by {self.roofline.source}")
         return self._costs.get(_DISPATCH, modelled)
 
 

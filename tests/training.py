@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
-from autopar.capture import Call, Capture, capture
+from benchmarks.once import captured_once
 from tests.models import MODELS, Batch
 from tests.reference import (
     Reference,
@@ -151,15 +150,7 @@ def train_all(
     rank: int, world_size: int, name: str, dtype: torch.dtype, setups: list[Setup]
 ) -> list[Reference]:
     """Every setup in turn; what is captured depends on none of them, so it is captured once."""
-    captures: dict[Any, Capture] = {}
-
-    def once(model: nn.Module, call: Call, *given: Any, **options: Any) -> Capture:
-        key = (call.leaves, call.structure, tuple(options.items()))
-        if key not in captures:
-            captures[key] = capture(model, call, *given, **options)
-        return captures[key]
-
-    with mock.patch("autopar.runtime.setting.capture", once):
+    with captured_once():
         return [train(rank, world_size, name, dtype, setup) for setup in setups]
 
 

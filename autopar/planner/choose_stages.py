@@ -19,7 +19,7 @@ from autopar.planner.pipelines import Link, PipelineEvaluator, staged
 from autopar.planner.search import choose_among, first_choice
 from autopar.planner.segments import Places, seconds_of, segments_of
 from autopar.planner.stages import Cuts, Segment, balance
-from autopar.prediction import RunnerUp
+from autopar.prediction import RUNNERS_UP, RunnerUp
 from autopar.staging import placed
 from autopar.strategy import Strategy
 
@@ -28,9 +28,6 @@ MOST_A_RANK = 4
 
 FINALISTS = 3
 """Pipelines of which all else is searched."""
-
-KEPT = 12
-"""Runners-up that a plan keeps."""
 
 
 def captured_at(
@@ -236,7 +233,8 @@ def fastest_pipeline(
     return replace(best, runners_up=_runners_up(best, [e.plan for _, e in tried]))
 
 
-def _step_s(plan: Plan) -> float:
+def step_s(plan: Plan) -> float:
+    """What the step of a plan that was predicted takes."""
     assert plan.prediction is not None
     return plan.prediction.step_s
 
@@ -246,9 +244,9 @@ def _runners_up(best: Plan, others: list[Plan]) -> tuple[RunnerUp, ...]:
     found = {other.name: other for other in best.runners_up}
     for plan in others:
         if plan.pipeline != best.pipeline and plan.prediction is not None:
-            cost, slower = plan.prediction, _step_s(plan) - _step_s(best)
+            cost, slower = plan.prediction, step_s(plan) - step_s(best)
             why = f"{slower * 1e3:.2f} ms slower, ranks wait {cost.bubble:.0%} of the step"
             if slower <= 0:
                 why = "does not fit as it is"
             found[plan.name] = RunnerUp(plan.name, cost.step_s, cost.peak_bytes, why)
-    return tuple(sorted(found.values(), key=lambda other: other.step_s)[:KEPT])
+    return tuple(sorted(found.values(), key=lambda other: other.step_s)[:RUNNERS_UP])

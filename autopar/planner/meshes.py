@@ -14,8 +14,9 @@ from autopar.errors import (
 )
 from autopar.plan import Plan
 from autopar.plan_text import human_bytes
+from autopar.planner.choose_stages import step_s
 from autopar.planner.decide import Question, cap_of
-from autopar.prediction import RunnerUp
+from autopar.prediction import RUNNERS_UP, RunnerUp
 from autopar.strategy import Strategy
 
 Look = Callable[[Question], Plan]
@@ -29,9 +30,6 @@ MICRO_BATCHES = (1, 2, 4, 8)
 
 NEGLIGIBLE = 0.02
 """Part of a step below which nothing that another mesh could save is looked for."""
-
-KEPT = 12
-"""Runners-up that a plan keeps."""
 
 
 def meshes(strategy: Strategy, world_size: int, near: int, blocks: int) -> Iterator[Strategy]:
@@ -99,7 +97,7 @@ class _Search:
 
     @property
     def best(self) -> Plan | None:
-        return min(self.plans, key=_step_s) if self.plans else None
+        return min(self.plans, key=step_s) if self.plans else None
 
     def is_bound_by_computing(self) -> bool:
         """Whether no mesh can be much faster than the best so far."""
@@ -122,7 +120,7 @@ class _Search:
     def presses(self, question: Question) -> bool:
         """Looks at a question; whether less in memory at once could do better."""
         if self.best is not None:
-            question = replace(question, beat_s=_step_s(self.best))
+            question = replace(question, beat_s=step_s(self.best))
         try:
             plan = self.look(question)
         except OutOfMemoryError as failure:
@@ -164,18 +162,12 @@ class _Search:
         found = {}
         for plan in self.plans:
             if plan is not best and plan.prediction is not None:
-                slower = _step_s(plan) - _step_s(best)
+                slower = step_s(plan) - step_s(best)
                 cost, why = plan.prediction, f"{slower * 1e3:.2f} ms slower"
                 found[plan.name] = RunnerUp(plan.name, cost.step_s, cost.peak_bytes, why)
         for other in best.runners_up:
             found.setdefault(other.name, other)
-        meshes_first = sorted(found.values(), key=lambda other: other.step_s)
-        return tuple(meshes_first[:KEPT])
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step_s
+        return tuple(sorted(found.values(), key=lambda other: other.step_s)[:RUNNERS_UP])
 
 
 def _to_gain(plan: Plan) -> float:

@@ -15,7 +15,7 @@ from autopar.passes.checkpoint_activations import LEVELS, Level
 from autopar.plan import Plan
 from autopar.plan_text import human_bytes
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
-from autopar.prediction import RunnerUp
+from autopar.prediction import RUNNERS_UP, RunnerUp
 from autopar.strategy import Strategy
 
 BUCKET_SIZES = (2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20)
@@ -263,7 +263,7 @@ class _Search:
                 item.prediction.peak_bytes,
                 self.why_lost(item, best),
             )
-            for item in others[:12]
+            for item in others[:RUNNERS_UP]
         )
 
     def why_lost(self, item: Evaluated, best: Evaluated) -> str:

@@ -96,7 +96,7 @@ class DistributedModule(nn.Module):
     @property
     def data_parallel_rank(self) -> int:
         """Which of these ranks this one is; ranks that share a model are the same one."""
-        return self._options.data_rank(rank()) if self._options.ranks > 1 else 0
+        return self._options.data_rank(rank())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -325,8 +325,8 @@ class DistributedModule(nn.Module):
 
     def _share(self, leaves: list[Any], structure: Any, options: Options | None = None) -> Share:
         options = options or self._options
-        own = options.data_rank(rank()) if options.ranks > 1 else 0
-        return share_of(leaves, structure, mode=options.batch, rank=own, ranks=options.data_ranks)
+        own, ranks = options.data_rank(rank()), options.data_ranks
+        return share_of(leaves, structure, mode=options.batch, rank=own, ranks=ranks)
 
     def _run_fallback(self, leaves: list[Any], share: Share) -> Any:
         """Runs torch's own data parallelism on this rank's rows."""
