@@ -127,6 +127,7 @@ __all__ = [
     "laid_as",
     "make_boxed_func",
     "pytree",
+    "results_in",
     "start_records",
     "stop_records",
 ]
@@ -138,6 +139,12 @@ def laid_as(part: Tensor, like: DTensor) -> DTensor:
     The public way, `DTensor.from_local`, takes 60 us, which a step would pay for every parameter.
     """
     return DTensor(part, like._spec, requires_grad=False)
+
+
+def results_in(mode: FakeTensorMode) -> dict[Any, Any]:
+    """What operators are known to give in a fake mode: kept as long as the mode is."""
+    known: dict[Any, Any] = vars(mode).setdefault("autopar_results", {})
+    return known
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from autopar._torch import pytree
-from autopar.capture import Call, Capture, capture
+from autopar.capture import Capture
+from autopar.captures import capture_of_rank, flattened
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.measure import measure
 from autopar.errors import CaptureError, StrategyError
@@ -28,13 +28,14 @@ from autopar.partition import Partition, Ways, in_turn, rows_of, scaled
 from autopar.passes.runner import run_passes
 from autopar.plan import Plan, fingerprint
 from autopar.planner.choose_stages import captured_at
-from autopar.planner.decide import Question, decide, measured
-from autopar.planner.meshes import fastest_mesh
+from autopar.planner.decide import Graphs, Question, decide, measured
+from autopar.planner.machine import Machine, ranks_of
+from autopar.planner.meshes import Progressed, fastest_mesh
 from autopar.planner.partitions import repartition
-from autopar.profiling import profiler
-from autopar.rows import mark_rows
+from autopar.planner.rescue import on_more_ranks, once, rescued
+from autopar.profiling import Profiler, profiler
 from autopar.runtime.agreement import decided_by_first, same_everywhere, together
-from autopar.runtime.batch import share_of
+from autopar.runtime.batch import last_part
 from autopar.runtime.fallback import fall_back
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
 from autopar.runtime.module import Captured, DistributedModule
@@ -49,6 +50,7 @@ from autopar.runtime.parameters import (
     total_bytes,
 )
 from autopar.runtime.program import with_axes
+from autopar.sketches import sketches
 from autopar.staging import cut
 from autopar.strategy import Strategy
 
@@ -168,8 +170,10 @@ def compile(
         together(lambda: plan.check(model, parameters.values(), ranks))
 
     def make_plan(captured: Captured) -> Plan:
-        chosen = plan or _choose(question, captured, time_limit_s)
+        chosen = plan or _choose(question, captured, time_limit_s, recorder)
         same_everywhere({"plan": chosen.digest()}, "Give every rank the same plan.")
+        if recorder is not None:
+            recorder.plan = chosen
         return chosen
 
     def make_fallback(inner: nn.Module, reason: CaptureError) -> nn.Module:
@@ -187,7 +191,7 @@ def compile(
     late = plan is None and example_inputs is None and sharded
     module.prepare(replicated_dtensors=late)
     if example_inputs is not None:
-        module.plan_for(*_flatten(example_inputs))
+        module.plan_for(*flattened(example_inputs))
     elif plan is not None:
         module.adopt(make_plan(lambda *_: None))  # type: ignore[arg-type]
     return module
@@ -208,12 +212,13 @@ def plan(
     lossy: bool | Sequence[str] = False,
     time_limit_s: float | None = None,
     backend: str = "eager",
+    progress: Progressed = lambda looked: None,
 ) -> Plan:
     """The plan for `world_size` ranks that need not be running; needs no process group.
 
     The arguments are those of `compile`; the model and inputs may be on the meta device. Without
     `cluster` the collectives are modelled, and the plan says so. With another `backend` than
-    "eager" operators that a compiler fuses are priced so, where they are modelled.
+    "eager" operators that a compiler fuses are priced so. `progress` is told of every mesh.
     """
     device = device_of(model)
     autocast = _precision(precision)
@@ -233,18 +238,42 @@ def plan(
         backend=backend,
     )
 
-    @functools.cache
-    def captured(ranks: int, micro_batches: int) -> TrainingGraph:
-        return capture_of_rank(
-            model, example_inputs, 0, ranks, batch, autocast, loss_fn, micro_batches
-        )
+    in_time = _until(time_limit_s)
 
-    def look(own: Question) -> Plan:
-        graphs = captured_at(own.strategy, functools.partial(captured, own.data_ranks))
-        return decide(own, graphs, measured(own, graphs))
+    def asking(given: Any) -> Callable[[Question], Plan]:
+        attempts: dict[Any, Capture] = {}  # what is marked of rows is of this batch
 
-    assert question.cluster is not None
-    return fastest_mesh(question, look, question.cluster.ranks_per_node, _until(time_limit_s))
+        @functools.cache
+        def captured(ranks: int, micro_batches: int) -> TrainingGraph:
+            return capture_of_rank(
+                model, given, 0, ranks, batch, autocast, loss_fn, micro_batches, attempts
+            )
+
+        @once
+        def prepared(own: Question) -> tuple[Graphs, Machine | None]:
+            graphs = captured_at(own.strategy, functools.partial(captured, own.data_ranks))
+            return graphs, measured(own, graphs)
+
+        def look(own: Question) -> Plan:
+            return decide(own, *prepared(own))
+
+        def slice_of(slices: int) -> TrainingGraph:
+            return capture_of_rank(model, given, 0, slices, batch, autocast, loss_fn)
+
+        def answer(own: Question) -> Plan:
+            assert own.cluster is not None
+            sketch, near = sketches(own, slice_of, model), own.cluster.ranks_per_node
+            return fastest_mesh(own, look, sketch, near, in_time, progress)
+
+        return answer
+
+    answer = asking(example_inputs)
+
+    def elsewhere(times: int, parts: int) -> Plan:
+        given = answer if parts == 1 else asking(last_part(example_inputs, parts))
+        return given(on_more_ranks(question, times))
+
+    return rescued(question, answer, elsewhere)
 
 
 def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int = 0) -> str:
@@ -296,51 +325,43 @@ def _capture_under(
     return capture_of_rank(model, example_inputs, data_rank, ranks, batch, autocast, None, count)
 
 
-def capture_of_rank(
-    model: nn.Module,
-    example_inputs: Any,
-    rank: int,
-    ranks: int,
-    batch: str,
-    autocast: torch.dtype | None,
-    loss_fn: Callable[..., Any] | None,
-    micro_batches: int = 1,
-) -> TrainingGraph:
-    """The joint graph of a micro-batch of a rank that need not be running."""
-    device = device_of(model)
-    leaves, structure = _flatten(example_inputs)
-    share = share_of(leaves, structure, mode=batch, rank=rank, ranks=ranks)
-    share = share.micro_batches(micro_batches)[0]
-    parameters = describe_parameters(model)
-
-    def attempt(call: Call) -> Capture:
-        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            return capture(model, call, parameters, device=device, loss_fn=loss_fn)
-
-    if share.slices == 1:
-        return attempt(share.call).graph
-    return mark_rows(attempt, share.call, share.rows, share.total, share.slices).graph
-
-
-def _choose(question: Question, captured: Captured, time_limit_s: float | None) -> Plan:
+def _choose(
+    question: Question,
+    captured: Captured,
+    time_limit_s: float | None,
+    recorder: Profiler | None = None,
+) -> Plan:
     """Captures, measures and plans; one rank decides, all follow."""
 
-    def look(own: Question) -> Plan:
+    @once
+    def prepared(own: Question) -> tuple[Graphs, Machine | None]:
         at = own.strategy.tensor_ranks, own.strategy.pipeline_ranks
         graphs = together(lambda: captured_at(own.strategy, lambda n: captured(*at, n).graph))
-        machine = together(lambda: measured(own, graphs))
-        return decided_by_first(lambda: decide(own, graphs, machine))
+        if recorder is not None:
+            recorder.asked.append((own, graphs))
+        return graphs, together(lambda: measured(own, graphs))
 
-    if not question.strategy.search:
-        return look(question)
-    cluster = question.cluster or measure(budget_s=MEASURING_S)
+    def look(own: Question) -> Plan:
+        ready = prepared(own)
+        return decided_by_first(lambda: decide(own, *ready))
+
+    def answer(own: Question) -> Plan:
+        if not own.strategy.search:
+            return look(own)
+        own = replace(own, cluster=own.cluster or measure(budget_s=MEASURING_S))
+        assert own.cluster is not None
+        sharing = together(lambda: ranks_of(live=True).sharing) if own.device.type == "cpu" else 1
+        sketch = sketches(own, lambda n: captured(own.world_size, 1, n).graph, sharing=sharing)
+        return fastest_mesh(
+            own,
+            look,
+            lambda each: decided_by_first(lambda: sketch(each)),
+            own.cluster.ranks_per_node,
+            lambda: decided_by_first(in_time),
+        )
+
     in_time = _until(time_limit_s)
-    return fastest_mesh(
-        replace(question, cluster=cluster),
-        look,
-        cluster.ranks_per_node,
-        lambda: decided_by_first(in_time),
-    )
+    return rescued(question, answer)
 
 
 def _until(limit_s: float | None) -> Callable[[], bool]:
@@ -369,14 +390,6 @@ def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn
     mesh = make_mesh(question.device, (("dp_shard", ranks),))
     assert mesh is not None
     return fall_back(model, mesh, shard=shard)
-
-
-def _flatten(example_inputs: Any) -> tuple[list[Any], Any]:
-    """Example inputs as the flattened (args, kwargs) of a call."""
-    if isinstance(example_inputs, Mapping):
-        return pytree.tree_flatten(((), dict(example_inputs)))
-    args = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    return pytree.tree_flatten((tuple(args), {}))
 
 
 def _strategy(given: str | Strategy, batch: str, lossy: bool | Sequence[str]) -> Strategy:

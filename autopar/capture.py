@@ -90,6 +90,12 @@ class Call:
         """Where among the leaves the tensors are."""
         return tuple(i for i, leaf in enumerate(self.leaves) if isinstance(leaf, TensorSpec))
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells calls apart, also of arguments that cannot be hashed."""
+        leaves = tuple(x if _hashable(x) else repr(x) for x in self.leaves)
+        return leaves, self.structure, self.has_rows
+
     def with_rows(self, rows: int) -> Call:
         """The same call with another number of rows."""
         leaves = tuple(
@@ -97,6 +103,14 @@ class Call:
             for leaf, split in zip(self.leaves, self.has_rows, strict=True)
         )
         return replace(self, leaves=leaves)
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

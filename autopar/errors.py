@@ -13,6 +13,11 @@
 Each message says what is wrong, where, and what to change.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 
 class AutoparError(Exception):
     """Base of all errors of autopar."""
@@ -34,19 +39,49 @@ class PlanError(AutoparError, ValueError):
     """A plan was made for another model, world or version."""
 
 
+@dataclass(frozen=True)
+class Change:
+    """Something that makes a plan fit where none does, found to do so by planning with it.
+
+    Attributes:
+        what: in words.
+        how: what to write.
+        step_s: seconds that a step then takes.
+        needed_bytes: what a rank then needs.
+    """
+
+    what: str
+    how: str
+    step_s: float
+    needed_bytes: int
+
+
 class OutOfMemoryError(AutoparError):
     """No plan fits under the memory cap.
 
     Attributes:
         shortfall: bytes by which the smallest plan exceeds the cap.
+        memory: what the peak of that plan consists of, bytes by category.
+        changes: with each of which a plan fits, the least trouble first.
+        cap: bytes that a rank may need, None where that was not said.
     """
 
-    def __init__(self, message: str, shortfall: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        shortfall: int,
+        memory: Mapping[str, int] | None = None,
+        changes: tuple[Change, ...] = (),
+        cap: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.shortfall = shortfall
+        self.shortfall, self.memory, self.changes = shortfall, dict(memory or {}), changes
+        self.cap = cap
 
-    def __reduce__(self) -> tuple[type, tuple[str, int]]:
-        return type(self), (str(self), self.shortfall)  # it travels from rank 0 to the others
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        # it travels from rank 0 to the others
+        given = str(self), self.shortfall, self.memory, self.changes, self.cap
+        return type(self), given
 
 
 class DisagreementError(AutoparError):

@@ -227,6 +227,7 @@ class TrainingGraph:
         constants: tensors that the model made in its code, by the name of their get_attr.
         history: one line for every pass applied: what made this graph.
         notes: what passes declined to do, and limits the user should know of.
+        free: whether nobody else looks at it any more, so that a copy is not needed.
     """
 
     graph: fx.Graph
@@ -239,10 +240,12 @@ class TrainingGraph:
     constants: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
     history: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    free: bool = False
 
     def copy(self) -> TrainingGraph:
         """The same graph, nodes and all, free to be changed."""
-        return replace(self, graph=copied_graph(self.graph))
+        own = self.graph if self.free else copied_graph(self.graph)
+        return replace(self, graph=own, free=False)
 
     @property
     def output_node(self) -> fx.Node:

@@ -53,3 +53,12 @@ class Pipeline:
         """The parameters that a rank of the axis holds."""
         owners = self.owners.items()
         return frozenset(name for name, stage in owners if self.rank_of(stage) == rank)
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The parameter that each stage but the first begins with; "" where it holds none."""
+        owners = self.owners.items()
+        return tuple(
+            next((name for name, owner in owners if owner == stage), "")
+            for stage in range(1, self.stages)
+        )

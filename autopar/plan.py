@@ -385,15 +385,13 @@ class Plan:
 
     def diff(self, other: Plan) -> str:
         """What differs between two plans, one line a field; "" if nothing does."""
-        return "\n".join(
-            f"{f.name}: {_short(getattr(self, f.name))} -> {_short(getattr(other, f.name))}"
-            for f in fields(Plan)
-            if getattr(self, f.name) != getattr(other, f.name)
-        )
+        from autopar.difference import difference
+
+        return "\n".join(difference(self, other))
 
     def explain(self) -> str:
-        """Why this plan: what it costs, what bounds it, and why each runner-up lost."""
-        from autopar.plan_text import explain
+        """Why this plan: what bounds it, what would change it, and why each runner-up lost."""
+        from autopar.explanation import explain
 
         return explain(self)
 
@@ -428,8 +426,3 @@ def fingerprint(parameters: Iterable[ParameterInfo]) -> str:
 def resized(plan: Plan, **changes: Any) -> Plan:
     """The same plan with other fields."""
     return replace(plan, **changes)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -45,7 +45,7 @@ def read(document: Any, names: Sequence[str], version: int, source: str) -> dict
     values["partitions"] = tuple(Partition(**_frozen_dict(p)) for p in document["partitions"])
     if document["pipeline"] is not None:
         values["pipeline"] = Pipeline(**_frozen_dict(document["pipeline"]))
-    values["runners_up"] = tuple(RunnerUp(**r) for r in document["runners_up"])
+    values["runners_up"] = tuple(RunnerUp(**_frozen_dict(r)) for r in document["runners_up"])
     return values
 
 

@@ -1,10 +1,10 @@
-"""A plan as people read it: the table and the explanation."""
+"""A plan as people read it: the table."""
 
 from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from autopar.cost_model.allocator import CONTEXT_SOURCE
 from autopar.cost_model.exposure import CAUSES
+from autopar.error_bars import bar_of_memory, bar_of_step
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
@@ -36,15 +37,15 @@ def table(plan: Plan) -> str:
         grid.add_row(_span(blocks), str(stage), kinds, human_bytes(whole), human_bytes(held), level)
     lines = [_render(grid), *_stages(plan)]
     lines.append(f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}")
-    lines += _levels(plan)
+    lines += levels(plan)
     lines += _sent(plan)
-    lines += _prediction(plan)
-    lines += _exposures(plan.prediction, 5) if plan.prediction else []
+    lines += predicted(plan)
+    lines += exposures(plan.prediction, 5) if plan.prediction else []
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
 
-def _levels(plan: Plan) -> list[str]:
+def levels(plan: Plan) -> list[str]:
     """What goes by level, and where shards have copies."""
     found = []
     if plan.hybrid:
@@ -57,46 +58,11 @@ def _levels(plan: Plan) -> list[str]:
     return found
 
 
-def explain(plan: Plan) -> str:
-    """What bounds the step, and why each runner-up lost."""
-    lines = [f"Chosen: {plan.name}.", *_levels(plan)]
-    lines += _prediction(plan)
-    p = plan.prediction
-    if p is not None:
-        share = p.exposed_s / p.step_s if p.step_s else 0.0
-        bound = "communication" if share > 0.5 else "computation"
-        lines.append(
-            f"The step is bound by {bound}: {share:.0%} of it waits for collectives, of which "
-            f"{max(0.0, p.communication_s - p.exposed_s) * 1e3:.1f} ms are hidden."
-        )
-        lines += _exposures(p, len(p.exposures))
-        if p.stages:
-            waits = ", ".join(f"{share:.0%}" for share in p.idle)
-            lines.append(f"Ranks of the pipeline wait for others {waits} of the step.")
-        if plan.memory_cap is not None:
-            room = plan.memory_cap - p.needed_bytes
-            lines.append(f"{human_bytes(room)} of {human_bytes(plan.memory_cap)} stay free.")
-        figures = ", ".join(f"{count} {kind}" for kind, count in sorted(p.provenance.items()))
-        lines.append(f"Figures: {figures}. Cluster: {plan.cluster}.")
-    if plan.runners_up:
-        lines.append("Also considered:")
-    for other in plan.runners_up:
-        lines.append(
-            f"  {other.name}: {other.step_s * 1e3:.1f} ms, {human_bytes(other.peak_bytes)}: "
-            f"{other.why}"
-        )
-    return "\n".join(lines)
-
-
-def _prediction(plan: Plan) -> list[str]:
+def predicted(plan: Plan) -> list[str]:
+    """What a plan is predicted to cost."""
     p = plan.prediction
     if p is None:
         return ["predicted: not asked for (nothing was left to choose)"]
-    memory = ", ".join(
-        f"{name} {human_bytes(size)}"
-        for name, size in sorted(p.memory.items(), key=lambda kv: -kv[1])
-        if size
-    )
     context = ""
     if p.context_bytes:
         context = f"; beside that {human_bytes(p.context_bytes)} of context ({CONTEXT_SOURCE})"
@@ -107,8 +73,27 @@ def _prediction(plan: Plan) -> list[str]:
         f"optimizer {p.update_s * 1e3:.1f}",
         *([f"exposed because of: {causes}"] if (causes := _causes(p)) else []),
         f"predicted peak {human_bytes(p.peak_bytes)} of tensors per rank, modelled by liveness: "
-        f"{memory}",
+        f"{memory_text(p.memory)}",
         f"reserved for them {human_bytes(p.reserved_bytes)}, as torch's allocator does{context}",
+        *_bars(plan, p),
+    ]
+
+
+def _bars(plan: Plan, p: Prediction) -> list[str]:
+    """How far off the figures may be, as far as validations tell."""
+    step, memory = bar_of_step(p), bar_of_memory(p)
+    low, high = (seconds * 1e3 for seconds in step.of(p.step_s))
+    parts = [f"step {low:.1f} to {high:.1f} ms"]
+    if p.work is not None and p.step_s:
+        rate, unit = (p.work.tokens, "tokens/s") if p.work.tokens else (p.work.rows, "rows/s")
+        slow, fast = step.of_rate(rate / p.step_s)
+        parts.append(f"{slow:,.0f} to {fast:,.0f} {unit}")
+        if used := p.work.utilisation(p.step_s, plan.world_size):
+            parts.append("utilisation {:.1%} to {:.1%}".format(*step.of_rate(used)))
+    held = " to ".join(human_bytes(nbytes) for nbytes in memory.of(p.peak_bytes))
+    return [
+        f"error bars: {', '.join(parts)} (nine in ten of {step.source}); peak {held} (nine in ten "
+        f"of {memory.source})"
     ]
 
 
@@ -132,7 +117,7 @@ def _causes(p: Prediction) -> str:
     return ", ".join(f"{cause} {s * 1e3:.1f}" for cause, s in p.causes.items() if s * 1e3 >= 0.05)
 
 
-def _exposures(p: Prediction, most: int) -> list[str]:
+def exposures(p: Prediction, most: int) -> list[str]:
     """The collectives that are exposed most, at most so many: how much, and why."""
     if not p.exposures:
         return []
@@ -224,6 +209,12 @@ def _render(grid: Table) -> str:
     stream = io.StringIO()
     Console(file=stream, width=110, color_system=None).print(grid)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def memory_text(memory: Mapping[str, int]) -> str:
+    """Bytes by category, the most first."""
+    parts = sorted(memory.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {human_bytes(size)}" for name, size in parts if size)
 
 
 def human_bytes(count: float) -> str:

@@ -68,6 +68,7 @@ class Prediction:
         idle: the share of the step in which each rank of the pipeline waits for others.
         picture: what a page draws of the step.
         work: what a step amounts to, None if it was not asked for.
+        at_rates: seconds of a step if links were so many times as fast: pairs of both.
     """
 
     step_s: float
@@ -90,6 +91,7 @@ class Prediction:
     idle: tuple[float, ...] = ()
     picture: Picture = field(default_factory=Picture, repr=False)
     work: Work | None = None
+    at_rates: tuple[tuple[float, float], ...] = ()
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Prediction:
@@ -114,9 +116,39 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """A plan that was not chosen, what it was predicted to cost, and why it lost."""
+    """A plan that was not chosen, what it was predicted to cost, and why it lost.
+
+    Attributes:
+        name: in a few words.
+        step_s: seconds of a step.
+        peak_bytes: the most bytes that tensors hold at once.
+        why: it lost.
+        needed_bytes: what a cap is held against.
+        at_rates: as of a prediction, of those that were priced so.
+    """
 
     name: str
     step_s: float
     peak_bytes: int
     why: str
+    needed_bytes: int = 0
+    at_rates: tuple[tuple[float, float], ...] = ()
+
+    @staticmethod
+    def of(name: str, cost: Prediction, why: str) -> RunnerUp:
+        """Of a plan that was predicted."""
+        return RunnerUp(name, cost.step_s, cost.peak_bytes, why, cost.needed_bytes, cost.at_rates)
+
+
+def slower(other: Prediction, best: Prediction) -> str:
+    """By how much a plan is slower than the best, and what of."""
+    parts = {
+        "to compute": other.compute_s - best.compute_s,
+        "to wait for messages": other.exposed_s - best.exposed_s,
+        "for the optimizer's step": other.update_s - best.update_s,
+        "idle in the pipeline": other.bubble * other.step_s - best.bubble * best.step_s,
+    }
+    total = other.step_s - best.step_s
+    shown = [(name, s) for name, s in parts.items() if abs(s) > 0.1 * abs(total)]
+    texts = [f"{s * 1e3:+.2f} ms {name}" for name, s in sorted(shown, key=lambda part: -part[1])]
+    return f"{total * 1e3:.2f} ms slower" + (f": {', '.join(texts)}" if texts else "")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,21 +23,26 @@ from autopar.cost_model.simulate import Simulation, simulate
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.update import Optimizer
 from autopar.graph import Parameter, TrainingGraph, tensor_bytes, tensors
-from autopar.planner.machine import Machine, measure_machine
-from autopar.report.profile import Message, Profile, Side
+from autopar.plan import Plan
+from autopar.planner.decide import Graphs, Question, decide
+from autopar.planner.machine import Machine, measure_machine, ranks_of
+from autopar.refit import Taken, refitted
+from autopar.report.profile import Again, Message, Profile, Side
+from autopar.runtime.agreement import decided_by_first
 from autopar.runtime.groups import rank
 from autopar.runtime.recorder import Recorder, Step
 
-FOLDER, COUNT = "AUTOPAR_PROFILE", "AUTOPAR_PROFILE_STEPS"
+FOLDER, COUNT, REFIT = "AUTOPAR_PROFILE", "AUTOPAR_PROFILE_STEPS", "AUTOPAR_PROFILE_REFIT"
 WARM_STEPS = 3
 
 
-def profiler(optimizer: Optimizer, device: torch.device) -> Recorder | None:
+def profiler(optimizer: Optimizer, device: torch.device) -> Profiler | None:
     """What records this process's modules, if `autopar profile` has started it."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return None
-    return Profiler(Path(folder), int(os.environ.get(COUNT, "5")), optimizer, device)
+    kept, count = os.environ.get(REFIT), int(os.environ.get(COUNT, "5"))
+    return Profiler(Path(folder), count, optimizer, device, Path(kept) if kept else None)
 
 
 class Profiler(Recorder):
@@ -47,14 +53,24 @@ class Profiler(Recorder):
         count: steps to record, after some to warm up.
         optimizer: that the module was compiled for.
         device: of the module.
+        kept: the file that takes the cluster as the steps showed it; None to keep nothing.
+        asked: what plans were made for, each with what they were made of.
+        plan: that is followed.
     """
 
     def __init__(
-        self, folder: Path, count: int, optimizer: Optimizer, device: torch.device
+        self,
+        folder: Path,
+        count: int,
+        optimizer: Optimizer,
+        device: torch.device,
+        kept: Path | None = None,
     ) -> None:
         super().__init__()
         self.folder, self.count, self.optimizer, self.device = folder, count, optimizer, device
-        self.done = False
+        self.kept, self.done = kept, False
+        self.asked: list[tuple[Question, Graphs]] = []
+        self.plan: Plan | None = None
 
     def begin(self, graph: TrainingGraph) -> None:
         """A call starts: the calls before it may be enough."""
@@ -64,17 +80,55 @@ class Profiler(Recorder):
         if not self.done and len(alike) >= WARM_STEPS + self.count:
             self.done = True
             with torch.enable_grad():  # the forward has none
-                made = compare(alike[-self.count :], self.optimizer, self.device)
+                made = self.compared(alike[-self.count :])
             made.save(self.folder / f"rank{rank()}.json")
             super().begin(graph)  # measuring was no part of the step
         if self.done:
             del self.steps[:-1]
 
+    def compared(self, steps: Sequence[Step]) -> Profile:
+        """The recorded steps beside what is predicted of them, and what they change."""
+        graph = steps[0].graph
+        machine = measure_machine([graph], self.device, None, self.optimizer, live=True)
+        taken = Taken.of(graph, [step.events() for step in steps]).together(ranks_of(live=True))
+        again = decided_by_first(lambda: self.again(graph, machine, taken))
+        return replace(compare(steps, machine), again=again)
 
-def compare(steps: Sequence[Step], optimizer: Optimizer, device: torch.device) -> Profile:
-    """Predicts the recorded steps, all of one graph; every rank calls it at once."""
+    def again(self, graph: TrainingGraph, machine: Machine, taken: Taken) -> Again:
+        """What the steps showed of the machine, and what would be planned now; rank 0 calls it."""
+        where = self.plan.model if self.plan is not None else "a model"
+        refit = refitted(machine, graph, taken, where)
+        if self.kept is not None:
+            refit.machine.cluster.save(self.kept)
+            refit.measured().save()
+        now_s = _step(graph, refit.machine)
+        found = [decide(question, graphs, refit.machine) for question, graphs in self.asked]
+        best = min((plan for plan in found if plan.prediction), key=_predicted_s, default=None)
+        wins = best is not None and self.plan is not None and chosen(best) != chosen(self.plan)
+        best_s = min(now_s, _predicted_s(best)) if best is not None and wins else now_s
+        return Again(
+            operators=refit.operators,
+            collectives=refit.collectives,
+            step_s=now_s,
+            best="" if best is None else best.name,
+            best_s=best_s,
+            same=best_s >= now_s,
+            kept="" if self.kept is None else str(self.kept),
+        )
+
+
+def chosen(plan: Plan) -> Plan:
+    """What a plan decides, without what is said of it."""
+    return replace(plan, name="", prediction=None, runners_up=(), notes=(), cluster="")
+
+
+def _predicted_s(plan: Plan) -> float:
+    return plan.prediction.step_s if plan.prediction is not None else math.inf
+
+
+def compare(steps: Sequence[Step], machine: Machine) -> Profile:
+    """The recorded steps, all of one graph, beside what is predicted of it."""
     graph = steps[0].graph
-    machine = measure_machine([graph], device, None, optimizer, live=True)
     result = simulate(graph, machine.cluster, machine.operators, overhead=machine.overhead)
     update_s = update_seconds(graph, machine)
     names = {node.name: str(node.target) for node in graph.calls()}

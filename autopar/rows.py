@@ -6,10 +6,12 @@ runs over rows; what number changed in the code (`x.shape[0]`) counts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import fx
 
 from autopar.capture import Call, Capture
 from autopar.errors import CaptureError
@@ -24,6 +26,9 @@ DIVIDE_BY_ROWS = (
     "soft_margin_loss_backward",
     "native_batch_norm_backward",
 )
+
+LAID_OUT = ("expand", "clone")
+"""What torch writes, or not, as the number of rows makes values lie."""
 
 
 def mark_rows(
@@ -47,11 +52,12 @@ def mark_rows(
     first = capture(call)
     _check_differentiated_once(first.graph)
     sizes = {size for size in even_rows(total, ranks) if size}
-    others = {size: _alike_at(first, capture, call, size) for size in (sizes | {total}) - {rows}}
+    wanted = (sizes | {total}) - {rows}
+    others = {size: _alike_at(first, capture, call, rows, size) for size in wanted}
     whole = others.get(total)
     if whole is not None and all(others.values()):
-        _mark_by_comparison(first.graph, whole.graph, rows, total)
-        _mark_numbers(first.graph, whole.graph)
+        _mark_by_comparison(whole, rows, total)
+        _mark_numbers(whole, first.graph)
         return first
     if len(sizes) > 1:
         raise CaptureError(
@@ -60,8 +66,8 @@ def mark_rows(
             "evenly, or let autopar fall back (fallback=True)."
         )
     for other in (rows + 1, 2 * rows + 1):
-        if second := _alike_at(first, capture, call, other):
-            _mark_by_comparison(first.graph, second.graph, rows, other)
+        if second := _alike_at(first, capture, call, rows, other):
+            _mark_by_comparison(second, rows, other)
             return _noted(first, f"the model does not do the same for {rows} and {total} rows")
     _mark_by_dependence(first.graph, call)
     return _noted(
@@ -74,7 +80,7 @@ def mark_rows(
 def _check_differentiated_once(graph: TrainingGraph) -> None:
     """Gradients inside of the forward must not hide a division by a rank's own rows."""
     for node in graph.calls():
-        if node.meta["phase"] == "forward" and _base_name(node) in DIVIDE_BY_ROWS:
+        if node.meta["phase"] == "forward" and _name(node) in DIVIDE_BY_ROWS:
             line = user_line(node)
             raise CaptureError(
                 f"{node.target} is differentiated twice{f', from {line}' if line else ''}, which "
@@ -83,40 +89,85 @@ def _check_differentiated_once(graph: TrainingGraph) -> None:
             )
 
 
-def _base_name(node: torch.fx.Node) -> str:
+def _name(node: fx.Node) -> str:
     return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
 
 
+@dataclass(frozen=True)
+class _Other:
+    """The same call at another number of rows.
+
+    Attributes:
+        graph: as captured.
+        pairs: of the nodes of the graph of fewer rows, each with its counterpart in the other.
+    """
+
+    graph: TrainingGraph
+    pairs: tuple[tuple[fx.Node, fx.Node], ...]
+
+
 def _alike_at(
-    first: Capture, capture: Callable[[Call], Capture], call: Call, rows: int
-) -> Capture | None:
+    first: Capture, capture: Callable[[Call], Capture], call: Call, rows: int, other: int
+) -> _Other | None:
     """The call captured at other rows, if that gives the same operators."""
     try:
-        second = capture(call.with_rows(rows))
+        second = capture(call.with_rows(other)).graph
     except CaptureError:
         return None
-    return second if _alike(first.graph, second.graph) else None
+    few, many = (first.graph, second) if rows < other else (second, first.graph)
+    pairs = _paired(few, many)
+    return None if pairs is None else _Other(second, pairs)
 
 
 def _noted(capture: Capture, note: str) -> Capture:
     return replace(capture, graph=replace(capture.graph, notes=(*capture.graph.notes, note)))
 
 
-def _alike(first: TrainingGraph, second: TrainingGraph) -> bool:
-    if len(first.graph.nodes) != len(second.graph.nodes):
+def _paired(
+    first: TrainingGraph, second: TrainingGraph
+) -> tuple[tuple[fx.Node, fx.Node], ...] | None:
+    """Every node of a graph with that of another that does the same; None if one has none.
+
+    The other may lay values out where this need not: of one row nothing is expanded or copied.
+    """
+    source: dict[fx.Node, fx.Node] = {}  # what a node of the other is but for its layout
+    found: dict[fx.Node, fx.Node] = {}
+    others = iter(second.graph.nodes)
+    for node in first.graph.nodes:
+        for other in others:
+            if _same(node, other, found, source):
+                found[node] = source[other] = other
+                break
+            if _name(other) not in LAID_OUT:
+                return None
+            source[other] = source[other.all_input_nodes[0]]
+        else:
+            return None
+    return None if next(others, None) is not None else tuple(found.items())
+
+
+def _same(
+    node: fx.Node,
+    other: fx.Node,
+    found: Mapping[fx.Node, fx.Node],
+    source: Mapping[fx.Node, fx.Node],
+) -> bool:
+    """Whether two nodes compute the same of the same."""
+    if node.op != other.op or len(node.all_input_nodes) != len(other.all_input_nodes):
         return False
-    pairs = zip(first.graph.nodes, second.graph.nodes, strict=True)
-    return all(
-        a.target == b.target
-        and len(a.all_input_nodes) == len(b.all_input_nodes)
-        and [t.dim() for t in tensors(a)] == [t.dim() for t in tensors(b)]
-        for a, b in pairs
-        if a.op != "placeholder"
+    if node.op == "placeholder":
+        return True
+    inputs = zip(node.all_input_nodes, other.all_input_nodes, strict=True)
+    dims = ([t.dim() for t in tensors(n)] for n in (node, other))
+    return (
+        (node.target == other.target or node.op == "get_attr")
+        and all(source[found[one]] is source[two] for one, two in inputs)
+        and next(dims) == next(dims)
     )
 
 
-def _mark_by_comparison(first: TrainingGraph, second: TrainingGraph, rows: int, other: int) -> None:
-    for a, b in zip(first.graph.nodes, second.graph.nodes, strict=True):
+def _mark_by_comparison(second: _Other, rows: int, other: int) -> None:
+    for a, b in second.pairs:
         pairs = [
             (x, y) if isinstance(x, torch.Tensor) else (torch.empty(()),) * 2
             for x, y in zip(elements(a), elements(b), strict=True)
@@ -129,21 +180,21 @@ def _mark_by_comparison(first: TrainingGraph, second: TrainingGraph, rows: int, 
         )
 
 
-def _mark_numbers(first: TrainingGraph, second: TrainingGraph) -> None:
-    for a, b in zip(first.graph.nodes, second.graph.nodes, strict=True):
+def _mark_numbers(second: _Other, first: TrainingGraph) -> None:
+    for a, b in second.pairs:
         if a.op == "get_attr":
-            own, whole = first.constants[a.target], second.constants[b.target]
+            own, whole = first.constants[str(a.target)], second.graph.constants[str(b.target)]
             if own.shape == whole.shape and not own.equal(whole):
                 a.meta["whole"] = {"": whole}
         elif a.op == "call_function":
-            pairs = [*enumerate(zip(a.args, b.args, strict=True))]
+            pairs: list[tuple[Any, Any]] = [*enumerate(zip(a.args, b.args, strict=True))]
             pairs += [(k, (v, b.kwargs[k])) for k, v in a.kwargs.items()]
             changed = {k: y for k, (x, y) in pairs if _is_number(a, k) and x != y}
             if changed:
                 a.meta["whole"] = changed
 
 
-def _is_number(node: torch.fx.Node, place: int | str) -> bool:
+def _is_number(node: fx.Node, place: int | str) -> bool:
     """Whether an argument is a number to reckon with, not a size, dim or index."""
     schema = getattr(node.target, "_schema", None)
     for index, argument in enumerate(schema.arguments if schema else ()):

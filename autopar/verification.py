@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
-from autopar.api import _flatten, compile
+from autopar.api import compile
+from autopar.captures import flattened
 from autopar.plan import Plan
 from autopar.runtime.agreement import from_everywhere, is_live
 
@@ -69,7 +70,7 @@ def verify(
     take = loss or (lambda result: result)
     dtype = torch.float64 if double else None
     plain = _cast(copy.deepcopy(model), dtype)
-    leaves, structure = _flatten(example_inputs)
+    leaves, structure = flattened(example_inputs)
     args, kwargs = pytree.tree_unflatten([_cast(x, dtype) for x in leaves], structure)
     parallel = compile(_cast(copy.deepcopy(model), dtype), plan=plan, **options)
     state = {name: _whole(p).clone() for name, p in parallel.state_dict().items()}

@@ -28,7 +28,7 @@ from torch import distributed as dist
 from torch import nn
 
 import autopar
-from autopar.api import capture_of_rank
+from autopar.captures import capture_of_rank
 from autopar.graph import Buffer, Input, Parameter, Saved, TrainingGraph
 from autopar.passes.dependence import uses
 from autopar.passes.runner import run_passes

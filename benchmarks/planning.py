@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.api import capture_of_rank
+from autopar.captures import capture_of_rank
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.operators import OperatorTimes

@@ -195,18 +195,27 @@ class Cluster:
             known = ", ".join(shipped_clusters())
             raise ClusterError(f"no cluster {name!r} ships: there are {known}")
         cluster = cls.from_dict(json.loads((_TABLES / f"{name}.json").read_text()))
-        if nodes is None or nodes * cluster.ranks_per_node == cluster.world_size:
-            return cluster
-        if not cluster.uniform or cluster.topology is None:
+        return cluster if nodes is None else cluster.of_nodes(nodes)
+
+    def of_nodes(self, nodes: int) -> Cluster:
+        """The cluster with another number of nodes.
+
+        Raises:
+            ClusterError: the fabric is not uniform, so that more nodes may do otherwise.
+        """
+        if nodes * self.ranks_per_node == self.world_size:
+            return self
+        if not self.uniform or self.topology is None:
             raise ClusterError(
-                f"{name} was measured with {cluster.world_size} ranks, and its fabric is not "
+                f"{self.name} was measured with {self.world_size} ranks, and its fabric is not "
                 f"uniform: what {nodes} nodes would do must be measured"
             )
+        kind = self.name.partition(" x ")[2] or self.name
         return dataclasses.replace(
-            cluster,
-            name=f"{nodes} x {name}",
-            world_size=nodes * cluster.ranks_per_node,
-            topology=repeated(cluster.topology, nodes),
+            self,
+            name=f"{nodes} x {kind}",
+            world_size=nodes * self.ranks_per_node,
+            topology=repeated(self.topology, nodes),
         )
 
     @classmethod

@@ -272,15 +272,16 @@ class _Life:
             return "gradients"
         if any(isinstance(role, (Output, Verdict)) for role in roles):
             return "outputs"
-        if any(collective_of(n) == "all_gather" or n.meta.get("gathered") for n in holders):
+        if any(n.meta.get("gathered") for n in holders):
             return "gathered"
-        if any(collective_of(node) for node in (*holders, *users)):
-            return "buckets"
-        made = self.at[storage.maker]
-        if made < self.backward and any(
+        if self.start(storage) < self.backward and any(
             user.op != "output" and self.at[user] >= self.backward for user in users
         ):
             return "saved"
+        if any(collective_of(n) == "all_gather" for n in holders):
+            return "gathered"
+        if any(collective_of(node) for node in (*holders, *users)):
+            return "buckets"
         return "transient"
 
 

@@ -101,6 +101,17 @@ def simulate(
     )
 
 
+def step_seconds(graph: TrainingGraph, cluster: Cluster, operators: OperatorTimes) -> float:
+    """The time of a step as `simulate` has it, and nothing else."""
+    run, first_backward = _Run(graph, cluster, operators.of(graph)), graph.backward_start
+    for node in graph.calls():
+        if node is first_backward:
+            run.begun_s = run.clock.now
+        run.step(node)
+    run.finish()
+    return run.clock.now
+
+
 @dataclass
 class _Run:
     """A step under way."""

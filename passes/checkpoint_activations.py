@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -93,7 +93,7 @@ class CheckpointActivations:
                     kept = Cut(graph, levels, self.fuses).kept()
         if set(levels.values()) == {"none"} and not self.fuses:
             return PassResult(graph, "everything is kept, within the budget")
-        changed = graph.copy()
+        changed = replace(graph, free=False).copy()  # views alone are no reason to change it
         if not recompute(changed, {node.name for node in kept}):
             return PassResult(graph, "nothing cheap enough is kept")
         return PassResult(changed)
@@ -237,7 +237,8 @@ def _leaves_block(node: fx.Node) -> bool:
 
 def _is_gathered(node: fx.Node) -> bool:
     """Whether a node gathers, waits for that, or copies what it brought into another layout."""
-    while node.target in (wait, aten.clone.default, aten.cat.default) or is_view(node):
+    through = (wait, aten.clone.default, aten.cat.default)
+    while node.target in through or is_view(node) or _is_getitem(node):
         first = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
         if not isinstance(first, fx.Node):
             return False

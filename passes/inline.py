@@ -27,8 +27,9 @@ def inline(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], *argume
     """
     leaves, structure = pytree.tree_flatten(arguments)
     given = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-    writer = _Writer(graph, like, given)
-    fakes = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    own = {node: node.meta["val"].detach() for node in given}  # two nodes may share a value
+    writer = _Writer(graph, like, own)
+    fakes = [own[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
     with given[0].meta["val"].fake_mode, writer:
         results = function(*pytree.tree_unflatten(fakes, structure))
     return pytree.tree_map(writer.node, results)
@@ -37,13 +38,13 @@ def inline(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], *argume
 class _Writer(TorchDispatchMode):
     """Writes a node for every operator that runs."""
 
-    def __init__(self, graph: fx.Graph, like: fx.Node, given: list[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, like: fx.Node, given: Mapping[fx.Node, Any]) -> None:
         super().__init__()
         self.graph = graph
         keys = ("phase", "block", "source", "seq_nr", "stage")
         self.meta = {key: like.meta.get(key) for key in keys} | {"placement": Varying()}
-        self.nodes = {id(node.meta["val"]): node for node in given}
-        self.alive: list[Any] = []  # so that no two tensors have one id
+        self.nodes = {id(value): node for node, value in given.items()}
+        self.alive: list[Any] = [*given.values()]  # so that no two tensors have one id
 
     def node(self, value: Any) -> Any:
         """The node that a tensor is the value of; other values are what they are."""

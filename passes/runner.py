@@ -31,7 +31,7 @@ def run_passes(
         PassError: a pass failed or made an illegal graph. A file beside the message holds the
             graph before it and the pipeline, to reproduce the failure with.
     """
-    passes = tuple(passes)
+    passes, given = tuple(passes), graph
     for index, item in enumerate(passes):
         begin = time.perf_counter()
         try:
@@ -42,7 +42,7 @@ def run_passes(
         except StrategyError:
             raise  # what was asked for cannot be: no pass is at fault
         except Exception as error:
-            path = _reproducer(graph, passes, index)
+            path = _reproducer(_again(given, passes[:index]), passes, index)
             done = ", ".join(pass_name(p) for p in passes[:index]) or "none"
             raise PassError(
                 f"pass {describe(item)} failed: {error}\n"
@@ -51,6 +51,14 @@ def run_passes(
         graph = after
         if observe is not None:
             observe(pass_name(item), graph, time.perf_counter() - begin)
+        graph = replace(graph, free=observe is None and graph.graph is not given.graph)
+    return replace(graph, free=False)
+
+
+def _again(graph: TrainingGraph, passes: Iterable[Pass]) -> TrainingGraph:
+    """The graph after passes that have run once: the next one may have changed theirs."""
+    for item in passes:
+        graph = item(replace(graph, free=False)).graph
     return graph
 
 

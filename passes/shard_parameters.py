@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -44,12 +44,13 @@ class ShardParameters:
         if not sharded:
             return PassResult(graph, "every block is stage 0: parameters stay whole")
         graph = graph.copy()
-        found = {p: graph.placeholder(Parameter(p.name)) for p in graph.parameters.values()}
-        nodes = {info: node for info, node in found.items() if node is not None}
+        roles = zip(graph.inputs, graph.placeholders, strict=True)
+        nodes = {graph.parameters[r.name]: n for r, n in roles if isinstance(r, Parameter)}
         used = {info: nodes[info] for info in sharded if info in nodes}
+        whole = frozenset(nodes.values())
         for info, node in used.items():
             if stages[info.block] == 3:
-                recompute_derived(graph, node)
+                recompute_derived(graph, node, whole)
         kept = kept_over(nodes)
         for info, node in used.items():
             self.shard(graph, node, info, regather=stages[info.block] == 3 and info not in kept)
@@ -105,21 +106,12 @@ def shards(info: ParameterInfo, stage: int) -> bool:
     return bool(info.shape) and (stage == 3 or (stage > 0 and info.requires_grad))
 
 
-def recompute_derived(graph: TrainingGraph, parameter: fx.Node) -> None:
-    """Clones what the backward needs and the forward computes from parameters alone."""
-    derived = {parameter}
-    start = graph.backward_start
-    for node in graph.graph.nodes:
-        if node is start:
-            break
-        inputs = node.all_input_nodes
-        from_parameters = all(n.op == "placeholder" or n in derived for n in inputs)
-        only = [n for n in inputs if n.op == "placeholder" and not _is_parameter(graph, n)]
-        constant = from_parameters and not only and any(n in derived for n in inputs)
-        if constant and node.op == "call_function" and not is_random(node):
-            derived.add(node)
+def recompute_derived(
+    graph: TrainingGraph, parameter: fx.Node, parameters: Collection[fx.Node]
+) -> None:
+    """Clones what the backward needs and the forward computes from it and parameters alone."""
+    derived = _derived_from(parameter, parameters)
     clones: dict[fx.Node, fx.Node] = {}
-    derived.remove(parameter)
     readers = {user for node in derived for user in node.users}
     late = (u for u in readers if u.meta["phase"] == "backward" and u.op != "output")
     for user in sorted(late):  # in order, so that each clone stands before all who read it
@@ -127,9 +119,17 @@ def recompute_derived(graph: TrainingGraph, parameter: fx.Node) -> None:
             user.replace_input_with(node, _clone(graph.graph, node, user, derived, clones))
 
 
-def _is_parameter(graph: TrainingGraph, node: fx.Node) -> bool:
-    return node in {n for n, r in zip(graph.placeholders, graph.inputs, strict=True)
-                    if isinstance(r, Parameter)}  # fmt: skip
+def _derived_from(parameter: fx.Node, parameters: Collection[fx.Node]) -> set[fx.Node]:
+    """What the forward computes from a parameter, and others, alone."""
+    derived, left = set[fx.Node](), list(parameter.users)
+    while left:
+        node = left.pop()
+        ours = node.op == "call_function" and node.meta["phase"] == "forward"
+        constant = all(n in derived or n in parameters for n in node.all_input_nodes)
+        if ours and constant and not is_random(node):
+            derived.add(node)
+            left.extend(node.users)
+    return derived
 
 
 def _clone(

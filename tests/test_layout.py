@@ -27,9 +27,10 @@ GROUND = frozenset(
 )
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
-PREDICTED = {"autopar.picture", "autopar.prediction", "autopar.throughput"}
+PREDICTED = {"autopar.error_bars", "autopar.picture", "autopar.prediction", "autopar.throughput"}
 PARTS = PREDICTED | {"autopar.partition", "autopar.pipeline", "autopar.plan_document"}
-PLAN = PASSES | PARTS | {"autopar.plan", "autopar.plan_text", "autopar.strategy"}
+TEXTS = {"autopar.plan_text", "autopar.explanation", "autopar.difference"}
+PLAN = PASSES | PARTS | TEXTS | {"autopar.plan", "autopar.strategy"}
 TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
 PLAN_AND_CAPTURE = PLAN | TRACING | {"autopar.capture", "autopar.rows", "autopar.staging"}
 
@@ -47,10 +48,11 @@ MAY_IMPORT = {
     "autopar.picture": COST_MODEL,
     "autopar.throughput": COST_MODEL,
     "autopar.prediction": COST_MODEL | {"autopar.picture", "autopar.throughput"},
+    "autopar.error_bars": PREDICTED,
     "autopar.plan_document": PASSES | PARTS,
     "autopar.strategy": PASSES | PARTS,
     "autopar.plan": PLAN | {"autopar.report"},
-    "autopar.plan_text": PLAN | {"autopar.plan_text"},
+    **dict.fromkeys(TEXTS, PLAN),
     "autopar.staging": PLAN,
     "autopar.planner": PLAN_AND_CAPTURE | {"autopar.planner"},
     "autopar.runtime": PLAN_AND_CAPTURE | {"autopar.runtime"},

@@ -11,6 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.commands.profile import show, trace
+from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.planner import machine
 from autopar.report.profile import Message, Profile, Side, find
@@ -37,6 +38,7 @@ def _train(rank: int, world_size: int, *, folder: str) -> int:
 def test_every_rank_records_a_step_and_predicts_it(tmp_path):
     environment = {"AUTOPAR_PROFILE": str(tmp_path), "AUTOPAR_PROFILE_STEPS": str(STEPS)}
     environment["AUTOPAR_CACHE"] = str(tmp_path / "cache")
+    environment["AUTOPAR_PROFILE_REFIT"] = str(tmp_path / "refit.json")
     run(_train, 2, folder=str(tmp_path), env=environment)
     profiles = [Profile.load(tmp_path / f"rank{rank}.json") for rank in range(2)]
     for rank, profile in enumerate(profiles):
@@ -53,7 +55,16 @@ def test_every_rank_records_a_step_and_predicts_it(tmp_path):
     json.dumps(rows)
     console = Console(record=True, width=120)
     show(profiles, console)
-    assert "Worst bottleneck" in console.export_text() or "Nothing" in console.export_text()
+    told = console.export_text()
+    assert "Worst bottleneck" in told or "Nothing" in told
+    found = profiles[0].again
+    assert found is not None
+    assert found == profiles[1].again
+    assert found.operators > 0
+    assert "would" in told
+    assert "refit.json" in told
+    kept = Cluster.load(tmp_path / "refit.json")
+    assert any(" in steps of Sequential" in e.provenance for e in kept.curves.values())
 
 
 def profile(**waits: float) -> Profile:

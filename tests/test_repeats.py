@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar import capture, repeats
-from autopar.api import capture_of_rank
+from autopar.captures import capture_of_rank
 from autopar.graph import TrainingGraph, tensors
 from tests.planner.blocks import GPTBlock, LlamaBlock, Stack
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from rich.table import Table
 from autopar.commands.launch import add_script, launch
 from autopar.cost_model.timeline import chrome_trace, write_trace
 from autopar.errors import StrategyError
-from autopar.profiling import COUNT, FOLDER, WARM_STEPS
-from autopar.report.profile import Profile, Side, find
+from autopar.profiling import COUNT, FOLDER, REFIT, WARM_STEPS
+from autopar.report.profile import Again, Profile, Side, find
 
 _SHOWN = 12  # operators
 _WIDTH = 100
@@ -30,14 +30,20 @@ def add_to(commands: Any) -> None:
         "profile",
         help="launch a script, record some of its steps and say what holds them up",
         usage="autopar profile SCRIPT [--nproc N] [--steps N] [--trace FILE] "
-        "[-- ARGUMENTS OF THE SCRIPT]",
+        "[--refit FILE] [-- ARGUMENTS OF THE SCRIPT]",
         description="Records the operators of every rank, predicts the same step from what is "
-        "measured of this machine, and compares. Operators compiled by a backend are not seen; "
+        "measured of this machine, compares, and plans again with what the steps showed. "
+        "Operators compiled by a backend are not seen; "
         "on a GPU the clock tells when they were launched.",
     )
     add_script(parser)
     parser.add_argument("--steps", type=int, default=5, help="how many to record")
     parser.add_argument("--trace", metavar="FILE", help="both timelines, for ui.perfetto.dev")
+    parser.add_argument(
+        "--refit",
+        metavar="FILE",
+        help="keep what the steps showed: the cluster there, the operators' times in the cache",
+    )
     parser.set_defaults(command=run)
 
 
@@ -47,6 +53,8 @@ def run(options: argparse.Namespace) -> int:
         raise StrategyError(f"--steps {options.steps}: at least one")
     with tempfile.TemporaryDirectory(prefix="autopar-profile-") as folder:
         environment = {FOLDER: folder, COUNT: str(options.steps)}
+        if options.refit:
+            environment[REFIT] = str(Path(options.refit).resolve())
         status = launch(options.script, options.nproc, options.rest, environment)
         profiles = [Profile.load(path) for path in sorted(Path(folder).glob("rank*.json"))]
     if not profiles:
@@ -89,6 +97,36 @@ def show(profiles: list[Profile], console: Console) -> None:
         name = f"Worst bottleneck: {item.name}" if index == 0 else f"Then: {item.name}"
         console.print(f"[bold]{name}[/bold]. {escape(item.why)}.")
         console.print(f"What would move it: {item.advice}.")
+    if slowest.again is not None:
+        for line in again(slowest.again, measured.step_s):
+            console.print(escape(line))
+
+
+def again(found: Again, measured_s: float) -> Iterator[str]:
+    """What the steps showed of the machine, and whether another plan would now win."""
+    factors = {"operators": found.operators, **found.collectives}
+    shown = ", ".join(f"{name} {factor:.2f}" for name, factor in factors.items())
+    yield (
+        f"Times of what was known before, in these steps: {shown}. With that the step is predicted "
+        f"to take {_ms(found.step_s)} ms; it took {_ms(measured_s)}."
+    )
+    if not found.best:
+        yield "The plan was given, so no other was looked for."
+    elif found.same:
+        yield "The plan would be chosen again."
+    else:
+        gain = found.step_s / found.best_s - 1.0
+        yield (
+            f"Another plan would now be chosen: {found.best}, {_ms(found.best_s)} ms, {gain:+.1%} "
+            "steps a second (modelled, from figures measured in these steps)."
+        )
+    if found.kept:
+        yield (
+            f"Kept: the cluster in {found.kept} (Cluster.load, cluster=...), operators' times in "
+            "the cache."
+        )
+    elif found.best and not found.same:
+        yield "To plan so, keep what was shown: --refit FILE, then cluster=Cluster.load(FILE)."
 
 
 def _overview(profile: Profile) -> Table:

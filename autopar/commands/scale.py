@@ -14,6 +14,7 @@ from rich.table import Table
 from autopar.api import plan as make_plan
 from autopar.commands.script import load
 from autopar.cost_model.cluster import Cluster
+from autopar.error_bars import STEPS
 from autopar.errors import AutoparError, OutOfMemoryError, StrategyError
 from autopar.plan import Plan
 from autopar.plan_text import human_bytes
@@ -119,7 +120,12 @@ def table(title: str, sizes: Sequence[int], rows: dict[str, list[Cell]]) -> Tabl
             for text, cell, top in zip(texts, row, best, strict=True)
         ]
         grid.add_row(name, *marked)
-    grid.caption = "tokens/s, efficiency against the fewest GPUs, model FLOPs utilisation"
+    bar = STEPS["modelled"]
+    slow, fast = bar.of_rate(1.0)
+    grid.caption = (
+        "tokens/s, efficiency against the fewest GPUs, model FLOPs utilisation; rates may be "
+        f"{slow:.2f} to {fast:.2f} times these (nine in ten of {bar.source})"
+    )
     return grid
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autopar.compression import Compressions
 from autopar.cost_model.cluster import Cluster
@@ -11,7 +12,7 @@ from autopar.cost_model.cost import Cost
 from autopar.cost_model.exposure import by_cause, worst
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.operators import OperatorTimes
-from autopar.cost_model.simulate import Simulation, simulate
+from autopar.cost_model.simulate import Simulation, simulate, step_seconds
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.update import UpdateCost
 from autopar.cost_model.wire import node_bytes, sent_bytes
@@ -128,6 +129,7 @@ class Evaluator:
         overhead: bytes that are allocated beside the graph's tensors.
         comm_backend: what collectives are lowered for.
         ways: of the graph before each axis that the model is partitioned along.
+        begun: the last graph before its collectives were put into buckets, by what made it.
     """
 
     graph: TrainingGraph
@@ -139,6 +141,9 @@ class Evaluator:
     overhead: Overhead
     comm_backend: str
     ways: tuple[Ways, ...] = ()
+    begun: dict[Any, TrainingGraph] = field(
+        init=False, compare=False, repr=False, default_factory=dict
+    )
 
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice, buckets filled in the order of the graph."""
@@ -176,6 +181,13 @@ class Evaluator:
         )
         notes = (*plan.notes, *self.overhead.gaps())
         return Evaluated(choice, replace(plan, prediction=prediction, notes=notes), prediction)
+
+    def seconds(self, plan: Plan, clusters: Sequence[Cluster]) -> list[float]:
+        """What a step of a plan takes on each of other clusters."""
+        graph = replace(self.graph, axes=plan.axes)
+        graph = run_passes(graph, plan.passes(0, self.comm_backend, ways=self.ways))
+        update_s = self.update_cost(graph).seconds
+        return [step_seconds(graph, each, self.operators) + update_s for each in clusters]
 
     def update_cost(self, graph: TrainingGraph) -> Cost:
         """Time of the optimizer's step over this rank's parts of the trained parameters."""
@@ -251,7 +263,11 @@ class Evaluator:
         passes = plan.passes(0, self.comm_backend, ways=self.ways)
         kinds = [isinstance(p, (BucketCollectives, ScheduleOverlap)) for p in passes]
         first = kinds.index(True) if any(kinds) else len(passes)
-        graph = run_passes(graph, passes[:first])
+        key = (plan.stages, plan.recompute, choice.reduce_bytes if self.ways else 0)
+        if key not in self.begun:
+            self.begun.clear()
+            self.begun[key] = run_passes(graph, passes[:first])
+        graph = self.begun[key]
         plan = replace(plan, notes=(*plan.notes, *graph.notes))
         if first < len(passes) and isinstance(passes[first], BucketCollectives):
             buckets = propose_buckets(graph, choice.gather_bytes, choice.reduce_bytes)

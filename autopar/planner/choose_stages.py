@@ -10,21 +10,29 @@ from autopar.cost_model.schedules import in_flight, orders
 from autopar.errors import BatchError, CaptureError, StrategyError
 from autopar.graph import TrainingGraph
 from autopar.partition import rows_of
+from autopar.passes.bucket_collectives import BucketCollectives
 from autopar.passes.dependence import uses
 from autopar.passes.runner import run_passes
+from autopar.passes.schedule_overlap import ScheduleOverlap
+from autopar.passes.shard_parameters import ShardParameters
+from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.pipeline import Pipeline
 from autopar.plan import Plan
+from autopar.plan_text import human_bytes
 from autopar.planner.candidates import Evaluated, Evaluator
 from autopar.planner.pipelines import Link, PipelineEvaluator, staged
 from autopar.planner.search import choose_among, first_choice
 from autopar.planner.segments import Places, seconds_of, segments_of
 from autopar.planner.stages import Cuts, Segment, balance
-from autopar.prediction import RUNNERS_UP, RunnerUp
+from autopar.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.staging import placed
 from autopar.strategy import Strategy
 
 MOST_A_RANK = 4
 """Micro-batches that are tried for each rank of a pipeline: more hide little more of the bubble."""
+
+ONCE_A_STEP = (ShardParameters, SynchronizeGradients, BucketCollectives, ScheduleOverlap)
+"""Passes that write and arrange what goes over the axis of the data, which balances nothing."""
 
 FINALISTS = 3
 """Pipelines of which all else is searched."""
@@ -161,18 +169,25 @@ class _Cutter:
 
     def _segments(self, places: Places, micro_batches: int) -> list[Segment]:
         """What there is to balance: the model with every place a stage of its own."""
-        base, graph = self.evaluator.base, self.evaluator.graph
-        blocks = tuple(block for block, _ in base.stages)
-        zero = first_choice(self.strategy, blocks, 0)
-        each = Pipeline(len(places.names), "gpipe", micro_batches, 1, places.uses)
-        plan = replace(self.evaluator.draft(zero), pipeline=each)
-        whole = placed(graph, plan, 0, self.evaluator.ways, micro_batches)
+        base = self.evaluator.base
+        plan, whole, lowered = in_places(self.evaluator, self.strategy, places, micro_batches)
         cluster, operators = self.evaluator.cluster, self.evaluator.operators
-        lowered = run_passes(whole, plan.stage_passes(0, self.evaluator.comm_backend))
         taken = seconds_of(lowered, places, cluster, operators, plan.axis)
         divided = base.data_ranks if self.strategy.zero not in (0, 1, 2) else 1
         copies = (2.0 + base.optimizer_state_ratio) / divided
         return segments_of(whole, places, taken, copies)
+
+
+def in_places(
+    evaluator: Evaluator, strategy: Strategy, places: Places, micro_batches: int
+) -> tuple[Plan, TrainingGraph, TrainingGraph]:
+    """The plan with every place a stage of its own; a micro-batch of it, captured and lowered."""
+    zero = first_choice(strategy, tuple(block for block, _ in evaluator.base.stages), 0)
+    each = Pipeline(len(places.names), "gpipe", micro_batches, 1, places.uses)
+    plan = replace(evaluator.draft(zero), pipeline=each)
+    whole = placed(evaluator.graph, plan, 0, evaluator.ways, micro_batches)
+    passes = plan.stage_passes(0, evaluator.comm_backend)
+    return plan, whole, run_passes(whole, (p for p in passes if not isinstance(p, ONCE_A_STEP)))
 
 
 def unmeasured_pipeline(evaluator: Evaluator, strategy: Strategy, model: str) -> PipelineEvaluator:
@@ -230,7 +245,7 @@ def fastest_pipeline(
         smallest = min(tried, key=lambda item: item[1].prediction.needed_bytes)
         finalists += [smallest] if smallest not in finalists else []
     best = choose_among((evaluator for evaluator, _ in finalists), strategy, blocks, cap, beat_s)
-    return replace(best, runners_up=_runners_up(best, [e.plan for _, e in tried]))
+    return replace(best, runners_up=_runners_up(best, [e.plan for _, e in tried], cap))
 
 
 def step_s(plan: Plan) -> float:
@@ -239,14 +254,14 @@ def step_s(plan: Plan) -> float:
     return plan.prediction.step_s
 
 
-def _runners_up(best: Plan, others: list[Plan]) -> tuple[RunnerUp, ...]:
+def _runners_up(best: Plan, others: list[Plan], cap: int | None) -> tuple[RunnerUp, ...]:
     """Those of the best pipeline, and the other pipelines."""
     found = {other.name: other for other in best.runners_up}
     for plan in others:
-        if plan.pipeline != best.pipeline and plan.prediction is not None:
-            cost, slower = plan.prediction, step_s(plan) - step_s(best)
-            why = f"{slower * 1e3:.2f} ms slower, ranks wait {cost.bubble:.0%} of the step"
-            if slower <= 0:
-                why = "does not fit as it is"
-            found[plan.name] = RunnerUp(plan.name, cost.step_s, cost.peak_bytes, why)
+        if plan.pipeline != best.pipeline and plan.prediction and best.prediction:
+            cost = plan.prediction
+            why = slower(cost, best.prediction)
+            if cap is not None and cost.needed_bytes > cap:
+                why = f"as it is, needs {human_bytes(cost.needed_bytes - cap)} more than the cap"
+            found[plan.name] = RunnerUp.of(plan.name, cost, why)
     return tuple(sorted(found.values(), key=lambda other: other.step_s)[:RUNNERS_UP])

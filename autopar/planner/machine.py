@@ -68,9 +68,9 @@ def measure_machine(
     if cluster is None:
         cluster = measure(collectives=_COLLECTIVES, mesh={"dp": world_size}, budget_s=_QUICK_S)
     several = live and world_size > 1
-    ranks = _ranks(live)
+    ranks = ranks_of(live=live)
     sharing = ranks.sharing if device.type == "cpu" else 1
-    name = device if live or cluster.device == "cpu" else cluster.device
+    name = device if live else _device_of(device, cluster)
     operators = OperatorTimes.load(name, sharing=sharing).measure(graphs, ranks)
     operators.save()
     operators = replace(operators, backend=backend)
@@ -78,15 +78,51 @@ def measure_machine(
     if operators.present:
         update = measure_update(optimizer, device, mesh)
     else:
-        update = UpdateCost.modelled(operators.roofline, optimizer_state_ratio(optimizer, dtype))
+        update = _modelled_update(operators, optimizer, dtype)
     overhead = measure_overhead(graphs, cluster, optimizer, dtype)
     return Machine(cluster, operators, update, overhead)
 
 
+def known_machine(
+    device: torch.device,
+    cluster: Cluster,
+    optimizer: Optimizer,
+    *,
+    sharing: int,
+    backend: str = EAGER,
+    dtype: torch.dtype = torch.float32,
+) -> Machine:
+    """What is known of a machine without measuring anything; the rest of it is modelled.
+
+    Args:
+        device: on which.
+        cluster: the cluster to plan for.
+        optimizer: class or factory of the optimizer.
+        sharing: ranks that share a host's cores.
+        backend: of torch.compile, by which graphs would be compiled.
+        dtype: of the parameters.
+    """
+    operators = OperatorTimes.load(_device_of(device, cluster), sharing=sharing)
+    operators = replace(operators, backend=backend)
+    update = _modelled_update(operators, optimizer, dtype)
+    return Machine(cluster, operators, update, Overhead(device=cluster.device))
+
+
 def absent(device: torch.device, cluster: Cluster | None) -> bool:
     """Whether operators of a cluster's device cannot be timed here, so that all are modelled."""
-    name = device if cluster is None or cluster.device == "cpu" else cluster.device
-    return not OperatorTimes.load(name).present
+    return not OperatorTimes.load(_device_of(device, cluster)).present
+
+
+def _device_of(device: torch.device, cluster: Cluster | None) -> torch.device | str:
+    """What operators of a cluster that need not be running are priced for."""
+    return device if cluster is None or cluster.device == "cpu" else cluster.device
+
+
+def _modelled_update(
+    operators: OperatorTimes, optimizer: Optimizer, dtype: torch.dtype
+) -> UpdateCost:
+    """The optimizer's step on a device that is not here."""
+    return UpdateCost.modelled(operators.roofline, optimizer_state_ratio(optimizer, dtype))
 
 
 def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -> Machine:
@@ -97,13 +133,13 @@ def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -
         nodes: the operators by signature, some of them parts of others.
         live: whether the ranks of the plan are running here.
     """
-    operators = machine.operators.measure_alone(nodes, _ranks(live))
+    operators = machine.operators.measure_alone(nodes, ranks_of(live=live))
     operators.save()
     return replace(machine, operators=operators)
 
 
-def _ranks(live: bool) -> Ranks:
-    """Those who measure together."""
+def ranks_of(*, live: bool) -> Ranks:
+    """Those who measure together: all that are running, or this process."""
     several = live and dist.is_initialized() and dist.get_world_size() > 1
     return Ranks.live() if several else ALONE
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from autopar.errors import (
     AutoparError,
@@ -16,8 +17,12 @@ from autopar.plan import Plan
 from autopar.plan_text import human_bytes
 from autopar.planner.choose_stages import step_s
 from autopar.planner.decide import Question, cap_of
-from autopar.prediction import RUNNERS_UP, RunnerUp
+from autopar.planner.outline import Outline
+from autopar.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.strategy import Strategy
+
+Sketch = Callable[[Question], Outline]
+"""What can be expected of a strategy that leaves no mesh open."""
 
 Look = Callable[[Question], Plan]
 """The fastest plan of a strategy that leaves no mesh open; captures and measures what it needs."""
@@ -25,11 +30,40 @@ Look = Callable[[Question], Plan]
 SMALL_WORLD = 8
 """Ranks up to which the model is divided over nodes too: more would send activations far."""
 
-MICRO_BATCHES = (1, 2, 4, 8)
-"""What is tried without stages, where memory presses."""
+MICRO_BATCHES = 8
+"""As many are tried at most, for each stage."""
 
 NEGLIGIBLE = 0.02
 """Part of a step below which nothing that another mesh could save is looked for."""
+
+MARGIN = 1.15
+"""How much slower than the best plan an outline may be: what it estimates is wrong by some part."""
+
+NAMED = 8
+"""Meshes that a note names; of more it says how many."""
+
+PATIENCE = 3
+"""Outlines in order that are looked at without finding anything faster."""
+
+
+@dataclass(frozen=True)
+class Looked:
+    """How far a search is.
+
+    Attributes:
+        mesh: that is looked at now.
+        done: how many were before it.
+        total: how many there are.
+        best_s: seconds of a step of the fastest plan so far, 0 if there is none.
+    """
+
+    mesh: str
+    done: int
+    total: int
+    best_s: float
+
+
+Progressed = Callable[[Looked], None]
 
 
 def meshes(strategy: Strategy, world_size: int, near: int, blocks: int) -> Iterator[Strategy]:
@@ -56,44 +90,69 @@ def _parts(strategy: Strategy) -> int:
     return strategy.tensor_ranks * strategy.pipeline_ranks
 
 
+def counted(strategy: Strategy) -> Iterator[Strategy]:
+    """The numbers of micro-batches that a mesh leaves open, the fewest first."""
+    if strategy.micro_batches is not None:
+        yield strategy
+        return
+    count, most = 1, MICRO_BATCHES * max(1, strategy.pipeline_ranks)
+    while count <= most:
+        yield replace(strategy, micro_batches=count)
+        count *= 2
+
+
 def fastest_mesh(
-    question: Question, look: Look, near: int, go_on: Callable[[], bool] = lambda: True
+    question: Question,
+    look: Look,
+    outline: Sketch,
+    near: int,
+    go_on: Callable[[], bool] = lambda: True,
+    progress: Progressed = lambda looked: None,
 ) -> Plan:
     """The fastest plan that fits, of all meshes that a strategy leaves open.
 
-    A mesh is left out where its states alone exceed the cap. The search ends where the fastest
-    plan so far computes all but a negligible part of its step: every mesh divides the same work.
-    Live ranks call this at once; they all see the same plans and errors.
+    Data parallelism is looked at first. The search ends there where the plan computes all but a
+    negligible part of its step: every mesh divides the same work. Otherwise the others are looked
+    at in the order of their outlines. A mesh is left out where its states alone exceed the cap,
+    where it can be no faster than the best so far, or is not expected to be by a margin.
+    Live ranks call this at once; they all see the same plans, outlines and errors.
 
     Args:
         question: what is asked.
         look: answers a question without an open mesh.
+        outline: what can be expected of such a question; None where it is not possible.
         near: ranks of a node.
         go_on: asked before every further mesh.
+        progress: told of every mesh before it is looked at.
 
     Raises:
         OutOfMemoryError: nothing fits; that of the mesh that lacks least.
     """
     if not question.strategy.search:
         return look(question)
-    search = _Search(question, look)
-    blocks = len(question.blocks)
-    for strategy in meshes(question.strategy, question.world_size, near, blocks):
-        if search.best is not None and (search.is_bound_by_computing() or not go_on()):
-            search.left_out.append(_name(strategy))
+    search = _Search(question, look, progress)
+    first, *others = meshes(question.strategy, question.world_size, near, len(question.blocks))
+    search.look_at(first, 0, len(others) + 1)
+    if search.best is not None and search.is_bound_by_computing():
+        return search.end(f"not looked at: {_few(map(_name, others))}; {search.gain()}")
+    found = search.in_order((first, *others), outline)
+    for done, each in enumerate(found, 1):
+        if search.best is not None and (not search.hopes_for(each) or not go_on()):
+            search.left_out.append(each)
         else:
-            search.look_at(strategy)
-    return search.end()
+            search.look_at(each.strategy, done, len(found) + 1)
+    return search.end(*search.unseen())
 
 
 class _Search:
-    def __init__(self, question: Question, look: Look) -> None:
-        self.question, self.look = question, look
+    def __init__(self, question: Question, look: Look, progress: Progressed) -> None:
+        self.question, self.look, self.progress = question, look, progress
         self.cap = cap_of(question, question.cluster)
         self.plans: list[Plan] = []
         self.failures: list[OutOfMemoryError] = []
         self.refusals: dict[str, AutoparError] = {}
-        self.left_out: list[str] = []
+        self.left_out: list[Outline] = []
+        self.in_vain = 0
 
     @property
     def best(self) -> Plan | None:
@@ -105,46 +164,89 @@ class _Search:
         whole = all(level == "none" for _, level in self.best.recompute)
         return whole and _to_gain(self.best) <= NEGLIGIBLE
 
-    def look_at(self, strategy: Strategy) -> None:
-        """Looks at a mesh; without stages, at more micro-batches as long as memory presses."""
-        if short := self.states_exceed(strategy):
-            text = f"parameters, gradients and states alone need {human_bytes(short)} more"
-            self.failures.append(OutOfMemoryError(f"{_name(strategy)}: {text}", short))
+    def look_at(self, strategy: Strategy, done: int, total: int) -> None:
+        """Looks at a mesh, and with how many micro-batches; without stages one is as it is."""
+        best_s = step_s(self.best) if self.best is not None else 0.0
+        self.progress(Looked(_name(strategy), done, total, best_s))
+        if not self.holds_states(strategy):
             return
-        open_ = strategy.pipeline_ranks == 1 and strategy.micro_batches is None
-        for count in MICRO_BATCHES if open_ else (strategy.micro_batches,):
-            own = strategy if count == 1 and open_ else replace(strategy, micro_batches=count)
-            if not self.presses(replace(self.question, strategy=own)):
-                return
-
-    def presses(self, question: Question) -> bool:
-        """Looks at a question; whether less in memory at once could do better."""
-        if self.best is not None:
-            question = replace(question, beat_s=step_s(self.best))
+        if strategy.pipeline_ranks == 1 and strategy.micro_batches == 1:
+            strategy = replace(strategy, micro_batches=None)
+        question, before = replace(self.question, strategy=strategy), self.best
+        if before is not None:
+            question = replace(question, beat_s=step_s(before))
         try:
-            plan = self.look(question)
+            self.plans.append(self.look(question))
         except OutOfMemoryError as failure:
             self.failures.append(failure)
-            return True
         except (StrategyError, BatchError, CaptureError) as refusal:
-            if isinstance(refusal, CaptureError) and _parts(question.strategy) == 1:
+            if isinstance(refusal, CaptureError) and _parts(strategy) == 1:
                 raise  # torch's own data parallelism may serve
-            self.refusals[_name(question.strategy)] = refusal
-            return False
-        self.plans.append(plan)
-        recomputes = any(level != "none" for _, level in plan.recompute)
-        return plan.memory_cap is not None and recomputes
+            self.refusals[_name(strategy)] = refusal
+        self.in_vain = 0 if self.best is not before else self.in_vain + 1
 
-    def states_exceed(self, strategy: Strategy) -> int:
-        """By how many bytes a rank's part of parameters, gradients and states exceeds the cap."""
+    def in_order(self, strategies: Sequence[Strategy], outline: Sketch) -> list[Outline]:
+        """Outlines of what else there is to look at, the most promising first."""
+        found = []
+        roomy = filter(self.holds_states, strategies)
+        for strategy in (each for mesh in roomy for each in counted(mesh)):
+            if _parts(strategy) == strategy.micro_batches == 1:
+                continue
+            waits = strategy.pipeline_ranks == 1 and (strategy.micro_batches or 1) > 1
+            if waits and not self.presses():
+                continue
+            try:
+                found.append(outline(replace(self.question, strategy=strategy)))
+            except (StrategyError, BatchError, CaptureError) as refusal:
+                self.refusals.setdefault(_name(strategy), refusal)
+        return sorted(found, key=lambda each: (each.step_s, each.least_bytes))
+
+    def presses(self) -> bool:
+        """Whether less in memory at once could do better: rows that wait compute no faster."""
+        if self.best is None:
+            return bool(self.failures)
+        recomputes = any(level != "none" for _, level in self.best.recompute)
+        return self.best.memory_cap is not None and recomputes
+
+    def hopes_for(self, outline: Outline) -> bool:
+        """Whether a mesh could be faster than the best so far, and is likely to."""
+        assert self.best is not None
+        limit = step_s(self.best)
+        likely = outline.step_s < MARGIN * limit and self.in_vain < PATIENCE
+        return likely and outline.least_s < limit
+
+    def holds_states(self, strategy: Strategy) -> bool:
+        """Whether a rank's part of parameters, gradients and states is under the cap."""
         if self.cap is None:
-            return 0
+            return True
         base = self.question.base()
         total = sum(size for _, size in base.parameter_bytes)
         parts = self.question.world_size if strategy.zero in (None, 3) else _parts(strategy)
-        return max(0, int(total * (2.0 + base.optimizer_state_ratio) / parts) - self.cap)
+        short = int(total * (2.0 + base.optimizer_state_ratio) / parts) - self.cap
+        if short > 0:
+            text = f"parameters, gradients and states alone need {human_bytes(short)} more"
+            self.failures.append(OutOfMemoryError(f"{_name(strategy)}: {text}", short))
+        return short <= 0
 
-    def end(self) -> Plan:
+    def gain(self) -> str:
+        """What no other mesh could do better than."""
+        assert self.best is not None
+        again = any(level != "none" for _, level in self.best.recompute)
+        part = f"{_to_gain(self.best):.0%} of the step{' and what it computes again' * again}"
+        return f"{part} is all that they could save"
+
+    def unseen(self) -> Iterator[str]:
+        """What was left out, and how fast it could be."""
+        if self.left_out:
+            likely = min(each.step_s for each in self.left_out)
+            least = min(each.least_s for each in self.left_out)
+            names = _few(_name(each.strategy) for each in self.left_out)
+            yield (
+                f"not looked at: {names}; expected to take {likely * 1e3:.4g} ms or more, and "
+                f"certainly {least * 1e3:.4g}"
+            )
+
+    def end(self, *left: str) -> Plan:
         """The best plan, with the others; or why there is none."""
         if self.best is None:
             if self.failures:
@@ -152,19 +254,16 @@ class _Search:
             raise next(iter(self.refusals.values()))
         best = self.best
         notes = [f"{mesh} is not possible: {why}" for mesh, why in self.refusals.items()]
-        if self.left_out:
-            gain = f"{_to_gain(best):.0%} of the step is all that they could save"
-            notes.append(f"not looked at: {', '.join(self.left_out)}; {gain}")
-        return replace(best, runners_up=self.runners_up(best), notes=(*best.notes, *notes))
+        return replace(best, runners_up=self.runners_up(best), notes=(*best.notes, *notes, *left))
 
     def runners_up(self, best: Plan) -> tuple[RunnerUp, ...]:
         """The fastest of every other mesh, and what lost under the same one."""
+        assert best.prediction is not None
         found = {}
         for plan in self.plans:
             if plan is not best and plan.prediction is not None:
-                slower = step_s(plan) - step_s(best)
-                cost, why = plan.prediction, f"{slower * 1e3:.2f} ms slower"
-                found[plan.name] = RunnerUp(plan.name, cost.step_s, cost.peak_bytes, why)
+                why = slower(plan.prediction, best.prediction)
+                found[plan.name] = RunnerUp.of(plan.name, plan.prediction, why)
         for other in best.runners_up:
             found.setdefault(other.name, other)
         return tuple(sorted(found.values(), key=lambda other: other.step_s)[:RUNNERS_UP])
@@ -177,6 +276,14 @@ def _to_gain(plan: Plan) -> float:
     return cost.exposed_s / cost.step_s + cost.bubble if cost.step_s else 0.0
 
 
+def _few(names: Iterable[str]) -> str:
+    """Some names, and how many there are."""
+    first, rest = list(islice(names := iter(names), NAMED)), len(list(names))
+    return ", ".join(first) + (f" and {rest} more" if rest else "")
+
+
 def _name(strategy: Strategy) -> str:
     axes = {"pp": strategy.pipeline_ranks, **strategy.axes}
-    return " x ".join(f"{axis}={n}" for axis, n in axes.items() if n > 1) or "data parallel"
+    mesh = " x ".join(f"{axis}={n}" for axis, n in axes.items() if n > 1) or "data parallel"
+    count = strategy.micro_batches or 1
+    return f"{mesh}, {count} micro-batches" if count > 1 else mesh

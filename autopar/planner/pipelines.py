@@ -18,6 +18,7 @@ from autopar.cost_model.simulate import Simulation, simulate
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.wire import sent_bytes
 from autopar.graph import Parameter, Sent, TrainingGraph, tensor_bytes, tensors
+from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets, propose_buckets
 from autopar.passes.runner import run_passes
 from autopar.passes.schedule_overlap import Overlap
@@ -84,6 +85,7 @@ class Lowered:
         earlier: a micro-batch before that.
         last: the last, simulated.
         more: the other, simulated.
+        adding_s: seconds of a backward, on average, in which gradients are added to earlier ones.
         weights: the share of the backward that only gradients of parameters need.
         between: bytes that wait for this part when the rest has run.
     """
@@ -92,6 +94,7 @@ class Lowered:
     earlier: TrainingGraph
     last: Simulation
     more: Simulation
+    adding_s: float = 0.0
     weights: float = 0.0
     between: int = 0
 
@@ -108,9 +111,9 @@ class Lowered:
         backward = self.more.backward_s
         return StageCost(
             forward_s=self.more.forward_s,
-            backward_s=backward,
+            backward_s=backward + self.adding_s,
             input_s=backward * (1.0 - self.weights),
-            weight_s=backward * self.weights,
+            weight_s=backward * self.weights + self.adding_s,
             last_s=max(0.0, self.last.backward_s - backward),
             sent_bytes=_passed_on(self.graph, "forward"),
             returned_bytes=_passed_on(self.graph, "backward"),
@@ -200,12 +203,37 @@ class PipelineEvaluator(Evaluator):
             if (first := alike.first[stage]) != stage:
                 pairs.append(pairs[first])
                 continue
-            last, more = passes_of_stage(graph, plan, 0, self.comm_backend, micro_batches=micro)
-            lowered = run_passes(graph, last)
-            pairs.append((lowered, lowered if more == last else run_passes(graph, more)))
-            notes |= dict.fromkeys(lowered.notes)
+            pairs.append(self._pair(plan, graph))
+            notes |= dict.fromkeys(pairs[-1][0].notes)
         sent = tuple(sorted(self._sent(pairs).items()))
         return replace(plan, notes=tuple(notes), sent_bytes=sent), pairs, alike
+
+    def seconds(self, plan: Plan, clusters: Sequence[Cluster]) -> list[float]:
+        """What a step of a plan takes on each of other clusters."""
+        cuts = self.cuts[plan.axis]
+        alike = Alike.none(len(cuts.stages)) if plan.overlaps else Alike.of(cuts.stages, plan)
+        pairs = {
+            first: self._pair(plan, cuts.stages[first]) for first in dict.fromkeys(alike.first)
+        }
+        order = self.orders(cuts)
+
+        def on(cluster: Cluster) -> float:
+            other = replace(self, cluster=cluster, known={})
+            found = {stage: other._lowered(*pair) for stage, pair in pairs.items()}
+            stages = [found[first] for first in alike.first]
+            costs, link = [stage.cost for stage in stages], Link(cluster, plan.mesh)
+            ends = simulate_pipeline(order, costs, link.seconds).ends_s
+            updates = [self._update(plan, alike, stages, r) for r in range(self.pipeline.ranks)]
+            return max(end + cost.seconds for end, cost in zip(ends, updates, strict=True))
+
+        return [on(cluster) for cluster in clusters]
+
+    def _pair(self, plan: Plan, stage: TrainingGraph) -> tuple[TrainingGraph, TrainingGraph]:
+        """A stage lowered: its last micro-batch, and one before that."""
+        micro = self.pipeline.micro_batches
+        last, more = passes_of_stage(stage, plan, 0, self.comm_backend, micro_batches=micro)
+        lowered = run_passes(stage, last)
+        return lowered, lowered if more == last else run_passes(stage, more)
 
     def _overlaps(
         self, choice: Choice, plan: Plan, stages: Sequence[TrainingGraph]
@@ -237,13 +265,23 @@ class PipelineEvaluator(Evaluator):
             return simulate(graph, self.cluster, self.operators, overhead=self.overhead)
 
         first = simulated(last)
-        found = Lowered(last, more, first, first if more is last else simulated(more))
+        second = first if more is last else simulated(more)
+        found = Lowered(last, more, first, second, self._adding(more))
         backward = split_forward_backward(last).backward
         if self.pipeline.schedule != "zero_bubble" or backward is None:
             return found
         halves = split_inputs_weights(backward)
         held = bytes_between(halves[1], last)
         return replace(found, weights=self._weights(halves), between=held)
+
+    def _adding(self, graph: TrainingGraph) -> float:
+        """Seconds that a micro-batch takes to add its gradients to those before: all but one do."""
+        known, micro = {node.name for node in graph.graph.nodes}, self.pipeline.micro_batches
+        if micro == 1:
+            return 0.0
+        added = [n for n in accumulate_gradients(graph).calls() if n.name not in known]
+        seconds = sum(self.operators.seconds(node).seconds for node in added)
+        return seconds * (micro - 1) / micro
 
     def _weights(self, halves: Sequence[TrainingGraph]) -> float:
         """The share of a stage's backward that other stages need not wait for."""
@@ -284,7 +322,7 @@ class PipelineEvaluator(Evaluator):
         return Prediction(
             step_s=max(ends),
             update_s=update[slow].seconds,
-            compute_s=micro * sum(stage.more.compute_s for stage in own),
+            compute_s=micro * sum(stage.more.compute_s + stage.adding_s for stage in own),
             communication_s=within + together.transfer_s / len(ranks),
             exposed_s=together.exposed_s + micro * sum(stage.more.exposed_s for stage in own),
             peak_bytes=full.peak,
@@ -357,7 +395,7 @@ class PipelineEvaluator(Evaluator):
 
 def staged(evaluator: Evaluator, pipeline: Pipeline) -> PipelineEvaluator:
     """The evaluator of plans with these stages."""
-    own = {f.name: getattr(evaluator, f.name) for f in fields(Evaluator)}
+    own = {f.name: getattr(evaluator, f.name) for f in fields(Evaluator) if f.init}
     overhead = evaluator.overhead
     batches = overhead.batches * pipeline.micro_batches
     own["base"] = replace(evaluator.base, pipeline=pipeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -20,9 +21,6 @@ from autopar.planner.prices import Prices
 from autopar.planner.program import Solution, Weight, solve
 
 AXIS = "tp"
-
-FORBIDDEN = 1e3
-"""Seconds that a conversion would take that the strategy forbids: more than any step does."""
 
 
 def partition(
@@ -71,7 +69,7 @@ def partition(
     def price(value: Value, before: Placement, after: Placement) -> float:
         cut = isinstance(after, Shard) and not isinstance(before, Shard)
         if value.node in fixed or (cut and not sequence and value not in late):
-            return FORBIDDEN
+            return math.inf
         how = prices.sum if value in late and isinstance(before, Partial) else prices.conversion
         return how(value, before, after).seconds
 

@@ -29,7 +29,7 @@ from autopar.planner.conversions import Conversion, conversions
 from autopar.planner.ways import Choices, choices
 
 Price = Callable[[Value, Placement, Placement], float]
-"""Seconds to convert a value from one placement to another."""
+"""Seconds to convert a value from one placement to another; infinitely many if that must not be."""
 
 Work = Callable[[fx.Node, Way], float]
 """Seconds of an operator computed in some way."""
@@ -277,12 +277,14 @@ class _Program:
         if math.isfinite(cap):
             most = max(*held, 1.0)
             constraints.append(LinearConstraint(np.array([held]) / most, -np.inf, cap / most))
-        scale = max(costs) or 1.0
+        allowed = np.isfinite(self.costs)
+        objective = np.where(allowed, costs, 0.0)  # its scale is that of what HiGHS tolerates
+        scale = objective.max() or 1.0
         result = milp(
-            np.array(costs) / scale,
+            objective / scale,
             constraints=constraints,
             integrality=np.array(self.integral, dtype=int),
-            bounds=Bounds(0.0, 1.0),
+            bounds=Bounds(0.0, allowed.astype(float)),
             options={"time_limit": time_limit_s, "mip_rel_gap": gap},
         )
         if result.fun is not None:

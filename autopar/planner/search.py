@@ -13,12 +13,21 @@ from autopar.errors import OutOfMemoryError
 from autopar.passes.bucket_collectives import BUCKET_BYTES
 from autopar.passes.checkpoint_activations import LEVELS, Level
 from autopar.plan import Plan
-from autopar.plan_text import human_bytes
+from autopar.plan_text import human_bytes, memory_text
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
-from autopar.prediction import RUNNERS_UP, RunnerUp
+from autopar.planner.rates import at_rates
+from autopar.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.strategy import Strategy
 
-BUCKET_SIZES = (2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20)
+LARGER_BUCKETS, SMALLER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES), (BUCKET_BYTES // 4,)
+"""Sizes that are tried beside the default, in order, in bytes."""
+
+LARGER = 3
+"""Of how many plans that do not fit a plan keeps what they would have cost, at least."""
+
+HOPELESS = 1.5
+"""Times as slow as another mesh, a plan is of no interest whatever the links."""
+
 Progress = Callable[[str], None]
 
 
@@ -42,7 +51,8 @@ def choose(
     """
     search = _Search(evaluator, strategy, blocks, cap, progress, beat_s)
     best = search.run()
-    return replace(best.plan, runners_up=search.runners_up(best), memory_cap=cap)
+    plan = replace(best.plan, runners_up=search.runners_up(best), memory_cap=cap)
+    return search.with_rates(plan)
 
 
 def choose_among(
@@ -124,7 +134,8 @@ class _Search:
     def run(self) -> Evaluated:
         one = self.evaluator.base.data_ranks == 1
         free = self.strategy.zero is None and not one
-        stages = (0, 1, 2, 3) if free else (0,)
+        several = self.strategy.pipelined  # of one micro-batch gradients are summed at once
+        stages = ((0, 1, 2, 3) if several else (0, 1, 3)) if free else (0,)
         starts = [first_choice(self.strategy, self.blocks, stage) for stage in stages]
         starts = list(dict.fromkeys(starts))
         best = self.best(self.look(choice) for choice in starts)
@@ -210,13 +221,9 @@ class _Search:
 
     def tune(self, best: Evaluated) -> Evaluated:
         """Tries other sizes of buckets on the winner, and collectives scheduled one by one."""
-        choice = best.choice
-        options = [best]
-        for size in BUCKET_SIZES:
-            gather = self.strategy.gather_bytes or size
-            reduce = self.strategy.reduce_bytes or size
-            options.append(self.look(replace(choice, gather_bytes=gather, reduce_bytes=reduce)))
-        found = self.best(options) or best
+        found = self.resized(best, LARGER_BUCKETS)
+        if found is best:
+            found = self.resized(best, SMALLER_BUCKETS)
         routes = [found.choice]
         if self.strategy.hierarchical is None and self.evaluator.base.levels:
             routes.append(replace(found.choice, hierarchical=True))
@@ -225,6 +232,17 @@ class _Search:
             options += [item for route in routes for item in self.scheduled(route)]
         found = self.best([found, *options]) or found
         return self.compress(found)
+
+    def resized(self, best: Evaluated, sizes: Iterable[int]) -> Evaluated:
+        """Other sizes of buckets, one after the other, as long as each is faster."""
+        for size in sizes:
+            gather = self.strategy.gather_bytes or size
+            reduce = self.strategy.reduce_bytes or size
+            other = self.look(replace(best.choice, gather_bytes=gather, reduce_bytes=reduce))
+            if (found := self.best([best, other])) is best:
+                break
+            best = found or best
+        return best
 
     def scheduled(self, choice: Choice) -> Iterator[Evaluated]:
         """The same with collectives scheduled one by one: with less gathered ahead if it must."""
@@ -252,56 +270,62 @@ class _Search:
         distinct = {_what_runs(best): best}
         for item in self.seen.values():
             distinct.setdefault(_what_runs(item), item)
-        others = sorted(
-            (item for item in distinct.values() if item is not best),
-            key=lambda item: (not self.fits(item), item.prediction.step_s),
-        )
+        others = [item for item in distinct.values() if item is not best]
+        fitting = sorted((i for i in others if self.fits(i)), key=_step_s)
+        larger = sorted((i for i in others if not self.fits(i)), key=_step_s)
+        room = RUNNERS_UP - min(len(larger), LARGER)
         return tuple(
-            RunnerUp(
-                str(item.choice),
-                item.prediction.step_s,
-                item.prediction.peak_bytes,
-                self.why_lost(item, best),
-            )
-            for item in others[:RUNNERS_UP]
+            RunnerUp.of(str(item.choice), item.prediction, self.why_lost(item, best))
+            for item in (*fitting[:room], *larger[: RUNNERS_UP - len(fitting[:room])])
         )
 
     def why_lost(self, item: Evaluated, best: Evaluated) -> str:
         if self.cap is not None and not self.fits(item):
             return f"needs {human_bytes(item.prediction.needed_bytes - self.cap)} more than the cap"
-        slower = item.prediction.step_s - best.prediction.step_s
-        if slower <= 0:
+        if item.prediction.step_s <= best.prediction.step_s:
             more = item.prediction.needed_bytes - best.prediction.needed_bytes
             return f"as fast, needs {human_bytes(more)} more"
-        return f"{slower * 1e3:.2f} ms slower"
+        return slower(item.prediction, best.prediction)
+
+    def with_rates(self, plan: Plan) -> Plan:
+        """The plan with what it, and the fastest that divides otherwise, take over other links."""
+        cost = plan.prediction
+        assert cost is not None
+        if not cost.communication_s or cost.step_s > HOPELESS * self.beat_s:
+            return plan
+        items = (item for item in self.seen.values() if self.fits(item))
+        others = [item for item in items if item.plan.stages != plan.stages]
+        if not others and math.isinf(self.beat_s):
+            return plan  # there is nothing that could win
+        priced = replace(cost, at_rates=at_rates(self.evaluator, plan))
+        plan = replace(plan, prediction=priced)
+        if not others:
+            return plan
+        rival = min(others, key=_step_s)
+        rates, name = at_rates(self.evaluator, rival.plan), str(rival.choice)
+        runners_up = (
+            replace(other, at_rates=rates) if other.name == name else other
+            for other in plan.runners_up
+        )
+        return replace(plan, runners_up=tuple(runners_up))
 
     def nothing_fits(self) -> OutOfMemoryError:
         assert self.cap is not None
         smallest = min(self.seen.values(), key=lambda item: item.prediction.needed_bytes)
         short = smallest.prediction.needed_bytes - self.cap
-        largest = sorted(smallest.prediction.memory.items(), key=lambda kv: -kv[1])[:3]
-        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest if size)
+        memory = smallest.prediction.memory
         return OutOfMemoryError(
             f"nothing fits under {human_bytes(self.cap)} per rank: the smallest plan "
-            f"({smallest.choice}) needs {human_bytes(short)} more ({short} bytes). Its peak is "
-            f"{parts}. What would help: {self.advice(smallest)}.",
+            f"({smallest.plan.name}) needs {human_bytes(short)} more ({short} bytes). Its peak is "
+            f"{memory_text(memory)}.",
             short,
+            memory,
+            cap=self.cap,
         )
 
-    def advice(self, smallest: Evaluated) -> str:
-        memory = smallest.prediction.memory
-        states = sum(memory.get(k, 0) for k in ("parameters", "gradients", "optimizer"))
-        activations = smallest.prediction.peak_bytes - states
-        help_states = "more ranks" + (
-            "" if self.strategy.zero is None else ", or strategy='auto' (stage 3 shards the states)"
-        )
-        help_activations = "a smaller batch or shorter rows" + (
-            "" if self.strategy.recompute is None else ", or letting recompute be searched"
-        )
-        first, second = help_states, help_activations
-        if activations > states:
-            first, second = second, first
-        return f"{first}; {second}"
+
+def _step_s(item: Evaluated) -> float:
+    return item.prediction.step_s
 
 
 def _least_s(item: Evaluated) -> float:

@@ -109,7 +109,7 @@ class StageMemory:
             Half.of(starts[early], more[:, :-1][:, early]),
             Half.of(starts[~early], more[:, :-1][:, ~early]),
             more[:, -1],
-            int(memory.table[_SAVED].max()),
+            int(memory.table[_SAVED, :-1][early].max(initial=0)),
             sum(sizes),
             max(sizes, default=0),
             any(isinstance(role, Accumulated) for role in graph.inputs),

@@ -28,6 +28,12 @@ def count(value: int) -> Markup:
     return tag("data", f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}"), value=value)
 
 
+def amount(value: float) -> Markup:
+    """Things a second, in three figures or whole; the element keeps the number."""
+    text = f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+    return tag("data", text.replace(",", "\N{NARROW NO-BREAK SPACE}"), value=float(value))
+
+
 def seconds_text(value: float) -> str:
     """A time in three figures."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):

@@ -69,6 +69,29 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Again:
+    """What would be planned after the steps, with the figures that they showed.
+
+    Attributes:
+        operators: by which factor operators took longer than was known before.
+        collectives: the same for each kind of collective that the step waited for.
+        step_s: the step that ran, as predicted now.
+        best: name of the plan that is now predicted to be the fastest; "" if none was looked for.
+        best_s: its step, as predicted now.
+        same: whether it is the plan that ran, or is not faster.
+        kept: the file that the cluster was written to, if any.
+    """
+
+    operators: float
+    collectives: Mapping[str, float]
+    step_s: float
+    best: str
+    best_s: float
+    same: bool
+    kept: str = ""
+
+
+@dataclass(frozen=True)
 class Profile:
     """What one rank recorded.
 
@@ -82,6 +105,7 @@ class Profile:
         faster: predicted seconds of the step if something were twice as fast.
         kinds: how many of the figures of the prediction are measured, imported and modelled.
         cluster: where those of collectives come from.
+        again: what would be planned with what the steps showed.
     """
 
     rank: int
@@ -93,6 +117,7 @@ class Profile:
     faster: Mapping[str, float]
     kinds: Mapping[str, int]
     cluster: str
+    again: Again | None = None
 
     def save(self, path: Path) -> None:
         """Writes it as JSON."""
@@ -104,6 +129,7 @@ class Profile:
         data = json.loads(path.read_text())
         for name in ("measured", "predicted"):
             data[name] = _side(data[name])
+        data["again"] = Again(**data["again"]) if data.get("again") else None
         messages = tuple(Message(**row) for row in data["messages"])
         return cls(**{**data, "steps_s": tuple(data["steps_s"]), "messages": messages})
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 from autopar.cost_model.cost import KINDS
+from autopar.explanation import explain
 from autopar.plan import Plan
-from autopar.plan_text import explain, human_bytes, table
+from autopar.plan_text import human_bytes, table
 from autopar.report.figures import count
 from autopar.report.markup import Markup, join, tag
 

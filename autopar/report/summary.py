@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from autopar.error_bars import bar_of_memory, bar_of_step
 from autopar.plan import Plan
 from autopar.plan_text import human_bytes
 from autopar.prediction import Prediction
-from autopar.report.figures import count, seconds, seconds_text, share, size
+from autopar.report.figures import amount, count, seconds, seconds_text, share, size
 from autopar.report.markup import Markup, join, tag
 
 
@@ -31,8 +32,9 @@ def _predicted(plan: Plan, p: Prediction) -> list[Markup]:
     waits = p.exposed_s / p.step_s if p.step_s else 0.0
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(p.provenance.items()))
     found = [
-        _tile("Step", seconds(p.step_s), f"predicted from figures: {kinds}"),
-        _tile("Memory of a rank", size(p.peak_bytes), *_cap(plan, p)),
+        _tile("Step", seconds(p.step_s), *_within(p), f"predicted from figures: {kinds}"),
+        *_throughput(plan, p),
+        _tile("Memory of a rank", size(p.peak_bytes), *_cap(plan, p), *_held(p)),
         _tile("Waits for messages", seconds(p.exposed_s), share(waits), " of the step"),
     ]
     if p.stages:
@@ -42,6 +44,34 @@ def _predicted(plan: Plan, p: Prediction) -> list[Markup]:
         over = ", ".join(f"{human_bytes(n)} over {axis}" for axis, n in plan.sent_bytes)
         found.append(_tile("A rank sends", size(sent), f"a step: {over}"))
     return found
+
+
+def _throughput(plan: Plan, p: Prediction) -> list[Markup]:
+    """What a second of all ranks brings, and how much of what they could do that is."""
+    if p.work is None or not p.step_s:
+        return []
+    done, kind = (p.work.tokens, "Tokens") if p.work.tokens else (p.work.rows, "Rows")
+    used = p.work.utilisation(p.step_s, plan.world_size)
+    slow, fast = map(amount, bar_of_step(p).of_rate(done / p.step_s))
+    more: tuple[object, ...] = slow, " to ", fast
+    if used:
+        low, high = map(share, bar_of_step(p).of_rate(used))
+        more += "; ", share(used), " (", low, " to ", high, ") of the devices' peak, in model FLOPs"
+    return [_tile(f"{kind} a second", amount(done / p.step_s), *more)]
+
+
+def _within(p: Prediction) -> tuple[object, ...]:
+    """The error bar of the step."""
+    bar = bar_of_step(p)
+    low, high = map(seconds, bar.of(p.step_s))
+    return low, " to ", high, f" as nine in ten of {bar.source}; "
+
+
+def _held(p: Prediction) -> tuple[object, ...]:
+    """The error bar of the bytes."""
+    bar = bar_of_memory(p)
+    low, high = map(size, bar.of(p.peak_bytes))
+    return "; ", low, " to ", high, f" as nine in ten of {bar.source}"
 
 
 def _cap(plan: Plan, p: Prediction) -> tuple[object, ...]:

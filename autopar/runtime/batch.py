@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autopar._torch import pytree
 from autopar.capture import Call, TensorSpec
 from autopar.errors import BatchError, DisagreementError
 from autopar.placement import even_rows
@@ -101,6 +102,19 @@ def share_of(leaves: Sequence[Any], structure: Any, *, mode: str, rank: int, ran
     specs = tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in taken)
     tensors = tuple(x for x in taken if isinstance(x, torch.Tensor))
     return Share(Call(specs, structure, has_rows), tensors, rows, total, ranks)
+
+
+def last_part(inputs: Any, parts: int) -> Any:
+    """The last of so many parts of the rows of a batch, in the same structure.
+
+    Raises:
+        BatchError: fewer rows than parts.
+    """
+    leaves, structure = pytree.tree_flatten(inputs)
+    share = share_of(leaves, structure, mode="global", rank=parts - 1, ranks=parts)
+    tensors = iter(share.tensors)
+    taken = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return pytree.tree_unflatten(taken, structure)
 
 
 def evidence(leaves: Sequence[Any], rows: int, mode: str, device: torch.device) -> torch.Tensor:

@@ -273,6 +273,7 @@ class DistributedModule(nn.Module):
         if across and plan.pipeline is not None:
             hold(model, plan.pipeline.held(plan.place(rank())["pp"]))
         self._setting.look_again()
+        self._setting.attempts.clear()
         self.plan = plan
         states = States.of_plan(plan, self._setting.parameters, rank(), self._device)
         self._setting.states = states

@@ -45,6 +45,7 @@ class Setting:
         held: local gradients kept from earlier calls, by parameter.
         states: what compression keeps from step to step.
         captures: of each kind of call.
+        attempts: while there is no plan, what was captured at some rows, for any division of them.
         all_tangents: whether gradients may enter by every output.
     """
 
@@ -60,6 +61,7 @@ class Setting:
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     states: States = field(default_factory=States)
     captures: dict[Any, Capture] = field(default_factory=dict)
+    attempts: dict[Any, Capture] = field(default_factory=dict)
     all_tangents: bool = False
 
     @cached_property
@@ -76,16 +78,19 @@ class Setting:
         differentiate = for_planning or torch.is_grad_enabled()
         key = (*self.key(share), differentiate)
         if key not in self.captures:
-            self.captures[key] = self._capture(share, differentiate)
+            known = self.attempts if for_planning else {}
+            self.captures[key] = self._capture(share, differentiate, known)
         return self.captures[key]
 
-    def _capture(self, share: Share, differentiate: bool) -> Capture:
+    def _capture(self, share: Share, differentiate: bool, known: dict[Any, Capture]) -> Capture:
         now = {
             name: replace(info, requires_grad=self.inside.parameters[name].requires_grad)
             for name, info in self.parameters.items()
         }
 
         def attempt(call: Call) -> Capture:
+            if (key := call.key) in known:
+                return known[key]
             with self.autocast():
                 made = capture(
                     self.model,
@@ -96,7 +101,8 @@ class Setting:
                     all_tangents=self.all_tangents,
                     loss_fn=self.options.loss_fn,
                 )
-            return replace(made, graph=replace(made.graph, parameters=self.parameters))
+            known[key] = replace(made, graph=replace(made.graph, parameters=self.parameters))
+            return known[key]
 
         if share.slices == 1:
             return attempt(share.call)
@@ -118,10 +124,8 @@ class Setting:
         """What distinguishes a kind of call."""
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        call = share.call
-        leaves = tuple(x if _hashable(x) else repr(x) for x in call.leaves)
         modes = tuple(m.training for m in self.inside.modules)
-        called = (leaves, call.structure, call.has_rows, share.total, share.slices)
+        called = (*share.call.key, share.total, share.slices)
         trained = tuple(p.requires_grad for p in self.inside.parameters.values())
         return (*called, autocast, modes, trained, self.all_tangents)
 
@@ -143,11 +147,3 @@ class Setting:
         """A parameter's gradient around its local part."""
         parameter = self.inside.parameters[name]
         return laid_as(gradient, parameter) if isinstance(parameter, DTensor) else gradient
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

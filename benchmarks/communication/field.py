@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.api import capture_of_rank
+from autopar.captures import capture_of_rank
 from autopar.cost_model.wire import node_bytes
 from autopar.passes.runner import run_passes
 from autopar.passes.schedule_overlap import Overlap

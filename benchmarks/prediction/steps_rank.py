@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.api import capture_of_rank
+from autopar.captures import capture_of_rank
 from autopar.cost_model.measure import measure
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.rehearsal import Ranks

@@ -30,6 +30,10 @@ class Run:
         published: TFLOP/s of a GPU by the source's count, or GiB of activations on the first stage.
         unit: of `published`.
         assumed: what the source does not say.
+        divided_update: over how many ranks the optimizer's step is divided, the rest being done as
+            without: Megatron's distributed optimizer sends in two halves what an all-reduce does,
+            once a step, where ZeRO 1 of autopar gathers parameters for every micro-batch.
+        behind_products: whether what tp sends travels behind the products that it is for.
     """
 
     name: str
@@ -42,6 +46,8 @@ class Run:
     published: float
     unit: str
     assumed: str = ""
+    divided_update: int = 1
+    behind_products: bool = False
 
 
 def read(path: Path) -> list[Run]:
@@ -82,6 +88,10 @@ H100_ROWS = 1
 """Rows of a micro-batch: what fits all of them without recomputation."""
 
 
+MOST_LAYERS = 5
+"""Of a stage where several are a rank's: the most of table 1 of SC'21."""
+
+
 def h100(row: Mapping[str, str]) -> Iterator[Run]:
     """Megatron-Core's weak scaling: nothing recomputed in the count; sequences are divided."""
     hidden, layers, heads, gpus = (int(row[k]) for k in ("hidden", "layers", "heads", "gpus"))
@@ -90,22 +100,30 @@ def h100(row: Mapping[str, str]) -> Iterator[Run]:
         hidden, layers, heads, H100["vocabulary"], H100["length"],
         tied=False, flash=True, dropped=False,
     )  # fmt: skip
-    micro = rows // (dp * H100_ROWS)
-    strategy = pipelined(form, tp, pp, 1, micro, "none", zero=1, sequence=True)
+    own = layers // pp
+    each = max(n for n in range(1, MOST_LAYERS + 1) if own % n == 0) if pp > 1 else own
+    bucket = 2 * max(40_000_000, 1_000_000 * dp)  # elements, by Megatron-Core's default
+    strategy = replace(
+        pipelined(form, tp, pp, own // each, rows // (dp * H100_ROWS), "none", sequence=True),
+        reduce_bytes=bucket,
+    )
     yield Run(
         row["model"], "dgx-h100", gpus, form, rows, strategy, flops(form, rows, recomputed=False),
         float(row["tflops_per_gpu"]), "TFLOP/s",
-        f"micro-batches of {H100_ROWS}, 1F1B, nothing recomputed, flash attention, no dropout",
+        f"micro-batches of {H100_ROWS}, {own // each} stages a rank, nothing recomputed, flash "
+        "attention, no dropout, gradients reduced in bfloat16",
+        divided_update=dp, behind_products=True,
     )  # fmt: skip
 
 
 SEQPAR = {
-    "megatron-22B": (6144, 48, 64, 8, 1, 1, 4),
-    "gpt3-175B": (12288, 96, 96, 8, 8, 3, 1),
-    "turing-530B": (20480, 105, 128, 8, 35, 3, 1),
-    "megatron-1T": (25600, 128, 160, 8, 64, 1, 1),
+    "megatron-22B": (6144, 48, 64, 8, 1, 1, 4, 4),
+    "gpt3-175B": (12288, 96, 96, 8, 8, 3, 1, 64),
+    "turing-530B": (20480, 105, 128, 8, 35, 3, 1, 280),
+    "megatron-1T": (25600, 128, 160, 8, 64, 1, 1, 512),
 }
-"""Hidden, layers, heads, tp, pp, stages a rank, rows: Korthikanti et al. 2022, table 3."""
+"""Hidden, layers, heads, tp, pp, stages a rank, rows of a micro-batch and of the global batch:
+Korthikanti et al. 2022, table 3."""
 
 
 def seqpar(row: Mapping[str, str]) -> Iterator[Run]:
@@ -114,14 +132,13 @@ def seqpar(row: Mapping[str, str]) -> Iterator[Run]:
     `seqsel` has that and computes the core of attention again, which keeps what flash attention
     does: queries, keys, values and the result.
     """
-    hidden, layers, heads, tp, pp, chunks, rows = SEQPAR[row["model"]]
+    hidden, layers, heads, tp, pp, chunks, rows, batch = SEQPAR[row["model"]]
     selective = row["mode"] == "seqsel"
     form = Form(hidden, layers, heads, 51200, 2048, tied=pp == 1, flash=selective)
-    micro = max(1, pp)
     recompute = "regather" if selective else "none"
-    strategy = pipelined(form, tp, pp, chunks, micro, recompute, sequence=selective)
+    strategy = pipelined(form, tp, pp, chunks, batch // rows, recompute, sequence=selective)
     yield Run(
-        f"{row['model']} {row['mode']}", "dgx-a100", tp * pp, form, rows * micro, strategy, 0.0,
+        f"{row['model']} {row['mode']}", "dgx-a100", tp * pp, form, batch, strategy, 0.0,
         float(row["activation_gib"]), "GiB of activations",
     )  # fmt: skip
 
@@ -149,7 +166,6 @@ def pipelined(
     micro: int,
     recompute: str,
     *,
-    zero: int = 0,
     sequence: bool = False,
 ) -> Strategy:
     """A strategy with nothing left open: Megatron's placements, stages of equally many blocks."""
@@ -158,7 +174,7 @@ def pipelined(
     cuts = tuple(f"blocks.{form.layers * stage // stages}" for stage in range(1, stages))
     schedule = ("interleaved" if chunks > 1 else "1f1b") if pp > 1 else None
     return Strategy(
-        zero=zero,
+        zero=0,
         recompute=recompute,  # type: ignore[arg-type]
         gather_bytes=BUCKET,
         reduce_bytes=BUCKET,

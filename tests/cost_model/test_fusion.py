@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.api import capture_of_rank
+from autopar.captures import capture_of_rank
 from autopar.cost_model.fusion import is_fused, traffic
 from autopar.cost_model.operators import OperatorTimes
 from autopar.graph import TrainingGraph

@@ -12,7 +12,16 @@ from autopar.cost_model.optimizer import OptimizerMemory
 from autopar.cost_model.scratch import Scratch
 from autopar.cost_model.signature import signature
 from autopar.cost_model.tracking import track
-from autopar.graph import Accumulated, Buffer, Gradient, Input, Output, Parameter, Update
+from autopar.graph import (
+    Accumulated,
+    Buffer,
+    Gradient,
+    Input,
+    Output,
+    Parameter,
+    Received,
+    Update,
+)
 from tests.cost_model.sketch import Sketch, aten, c10d
 from tests.models import MODELS
 from tests.training import fixed
@@ -167,6 +176,22 @@ def test_gathers_and_buckets_live_until_waited_for():
     assert rows["gathered"] == [0, 0, 2, 0, 0, 0, 0, 0, 0]
     assert rows["buckets"] == [0, 0, 0, 4, 0, 0, 0, 0, 0]
     assert rows["gradients"] == [0, 0, 0, 0, 0, 2, 2, 4, 4]
+
+
+def test_what_a_collective_brought_for_the_backward_is_saved():
+    """What a stage receives for its backward is not: it does not exist before."""
+    g = Sketch(tp=2)
+    shard = g.take(Input(0), ROW)
+    given = g.take(Received(1, "backward"), 2 * ROW)
+    issued = g.call(c10d.all_gather_into_tensor.default, shard, 2, "tp")
+    whole = g.call(c10d.wait_tensor.default, issued)
+    g.call(aten.sum.default, whole)
+    g.phase = "backward"
+    grad = g.call(aten.mul.Tensor, whole, given)
+    memory = simulated(g.give({Gradient(Input(0)): grad}))
+    rows = dict(zip(CATEGORIES, (memory.table // KB).tolist(), strict=True))
+    assert rows["saved"][2:4] == [2, 2]
+    assert rows["gathered"] == [0] * 5
 
 
 def test_an_all_reduce_that_is_not_in_place_holds_a_copy_only():

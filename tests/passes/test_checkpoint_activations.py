@@ -10,12 +10,17 @@ from autopar.cost_model.aliases import is_view
 from autopar.graph import Buffer, TrainingGraph
 from autopar.passes.build import is_random
 from autopar.passes.checkpoint_activations import CheckpointActivations, Level, kept_bytes
+from autopar.passes.partition_axis import PartitionAxis
+from autopar.passes.rules.oracle import equal
 from autopar.passes.runner import run_passes
 from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
+from autopar.planner.partitions import partition_by_bytes
 from tests.models import MODELS
 from tests.passes.golden import TwoLayers, changes, order, two_layers
 from tests.passes.parity import AXIS, World, assert_parity
+from tests.passes.partitions import AXIS as MODEL_AXIS
+from tests.passes.partitions import captured, partitioned, whole
 from tests.reference import to_dtype
 
 
@@ -163,3 +168,17 @@ def test_fused_operators_are_computed_again_inside_their_block() -> None:
     again = {str(node.target) for node in fused.calls() if "recomputed" in node.meta}
     assert "aten.gelu.default" in again
     assert not again & {"aten.mm.default", "aten.native_layer_norm.default"}
+
+
+def test_what_was_gathered_is_gathered_again() -> None:
+    """Also where it was copied into another layout, and this rank's part is kept alone."""
+    case, ranks = MODELS["gpt"], 2
+    batch = to_dtype(case.batch(5, 0), torch.float64)
+    graph, values = captured(case.make().double(), batch, ranks)
+    ways = partition_by_bytes(graph, ranks)
+    divided = run_passes(graph, [PartitionAxis(MODEL_AXIS, 0, ways)])
+    assert kept_bytes(checkpointed(divided, "regather")) < kept_bytes(divided)
+    want, again = whole(graph, values), CheckpointActivations("regather")
+    for role, made in partitioned(graph, ranks, ways, values, again).items():
+        assert made is not None
+        assert equal(made, want[role]), role

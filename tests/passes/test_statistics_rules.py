@@ -50,11 +50,11 @@ class Tiny(nn.Module):
         return self.head(self.hidden(x))
 
 
-def world(loss: Loss, **modules: nn.Module) -> World:
+def world(loss: Loss, rows: int = ROWS, **modules: nn.Module) -> World:
     gen = torch.Generator().manual_seed(3)
-    x = torch.randn(ROWS, 4, generator=gen, dtype=torch.float64)
-    y = torch.randint(3, (ROWS,), generator=gen)
-    y[[0, 3, 4]] = IGNORED
+    x = torch.randn(rows, 4, generator=gen, dtype=torch.float64)
+    y = torch.randint(3, (rows,), generator=gen)
+    y[[i for i in (0, 3, 4) if i < rows]] = IGNORED
     model = Tiny(loss, **modules).double()
     return World(model, ((x, y), {}), RANKS, lambda out: out[0] if isinstance(out, tuple) else out)
 
@@ -86,6 +86,14 @@ def entropy(**options: Any) -> Loss:
 def standardised(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
     z = m.hidden(x)
     return (((z - z.mean(0)) / (z.var(0) + 1e-3).sqrt()) ** 3).mean()
+
+
+def following(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
+    """As language models do it; of one row torch expands nothing, and copies no labels."""
+    place = torch.arange(3, dtype=x.dtype)[None].expand(len(x), -1)
+    z = m.hidden(x[:, None] * (1 + place[:, :, None]))
+    labels = F.pad(y[:, None].expand(-1, 3), (0, 1), value=IGNORED)[:, 1:].contiguous()
+    return F.cross_entropy(m.head(z).view(-1, 3), labels.view(-1), ignore_index=IGNORED)
 
 
 def dense_pixels(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
@@ -275,6 +283,15 @@ def test_norm_takes_the_global_batch(name: str) -> None:
     norm, loss = NORMS[name]
     it = world(loss, norm=norm)
     assert_parity(it, lowered(it), tolerance=1e-11)  # instance norm divides by small numbers
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_ranks_of_a_single_row(rows: int) -> None:
+    it = world(following, rows)
+    sizes = [len(it.capture(rank).graph.graph.nodes) for rank in range(RANKS)]
+    assert (sizes[0] > sizes[1]) == (rows == 3)
+    assert_parity(it, graphs := lowered(it))
+    assert not graphs[0].notes
 
 
 def test_local_batch_norm_averages_running_statistics() -> None:

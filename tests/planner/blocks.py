@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.api import capture_of_rank
+from autopar.captures import capture_of_rank
 from autopar.graph import TrainingGraph
 
 

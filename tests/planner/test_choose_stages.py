@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.roofline import STREAMED
 from autopar.errors import BatchError, OutOfMemoryError, StrategyError
 from tests.models import MODELS
 
@@ -54,6 +55,20 @@ def test_a_heavy_head_stands_for_several_layers():
     assert layers_of(plan) == {0: 6, 1: 3}
     plan = planned(Tower(), world_size=3, pp=3, micro_batches=4, schedule="1f1b")
     assert layers_of(plan) == {0: 4, 1: 4, 2: 1}
+
+
+def test_micro_batches_pay_for_adding_their_gradients():
+    """Of four, three read their gradients and the sums of those before, and write the sums."""
+    fixed = {"pp": 2, "schedule": "1f1b", "cuts": ("layers.6",)}
+    stages = []
+    for micro in (1, 4):
+        inputs = (torch.empty(micro * ROWS, WIDTH, device="meta"),)
+        plan = planned(Tower(), inputs, micro_batches=micro, **fixed)
+        stages.append(plan.prediction.stages[0])
+    moved = 3 * stages[0].parameter_bytes
+    more_s = stages[1].backward_s - stages[0].backward_s
+    assert more_s == pytest.approx(0.75 * moved / (STREAMED * 1e12), rel=0.05)
+    assert stages[1].forward_s == pytest.approx(stages[0].forward_s)
 
 
 def test_what_is_open_is_chosen_and_shown():

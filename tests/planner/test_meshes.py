@@ -9,7 +9,8 @@ import pytest
 from autopar.errors import BatchError, CaptureError, OutOfMemoryError
 from autopar.plan import Plan
 from autopar.planner.decide import Question
-from autopar.planner.meshes import fastest_mesh, meshes
+from autopar.planner.meshes import Sketch, fastest_mesh, meshes
+from autopar.planner.outline import Outline
 from autopar.prediction import Prediction
 from autopar.strategy import Strategy
 from tests.models import MODELS
@@ -67,14 +68,28 @@ def looking(answers: Answers, seen: list[Mesh]) -> Callable[[Question], Plan]:
     return look
 
 
+def expecting(seconds: Mapping[Mesh, float]) -> Sketch:
+    """Outlines that are right to the half; others take 10 s."""
+
+    def sketch(own: Question) -> Outline:
+        step_s = seconds.get(mesh(own.strategy), 10.0)
+        return Outline(own.strategy, step_s, step_s / 2, 0.0)
+
+    return sketch
+
+
+FAR = expecting({})
+
+
 def test_the_fastest_is_chosen_and_the_others_are_kept() -> None:
+    """In the order in which they are expected, as long as one may be faster."""
     answers: Answers = {
         (1, 1, None): predicted(2.0, 1.0),
-        (1, 2, None): predicted(1.5, 0.5),
-        (2, 1, None): predicted(1.2, 0.2),
-        (1, 4, None): BatchError("odd rows"),
-        (2, 2, None): predicted(1.4, 0.4),
+        (2, 1, 4): predicted(1.2, 0.2),
+        (1, 2, None): BatchError("odd rows"),
+        (2, 1, 8): predicted(1.3, 0.3),
     }
+    expected = {(2, 1, 4): 1.1, (1, 2, 1): 1.2, (2, 1, 8): 1.3, (2, 1, 2): 1.4, (2, 2, 2): 2.3}
     beats: list[float] = []
     look = looking(answers, seen := [])
 
@@ -82,27 +97,35 @@ def test_the_fastest_is_chosen_and_the_others_are_kept() -> None:
         beats.append(own.beat_s)
         return look(own)
 
-    plan = fastest_mesh(question(), noting, near=4)
+    plan = fastest_mesh(question(), noting, expecting(expected), near=4)
     assert seen == list(answers)
-    assert beats == [math.inf, 2.0, 1.5, 1.2, 1.2]
-    assert plan.name == "(2, 1, None)"
-    assert [other.name for other in plan.runners_up][:2] == ["(2, 2, None)", "(1, 2, None)"]
-    assert plan.runners_up[0].why == "200.00 ms slower"
-    assert plan.notes[-1] == "tp=4 is not possible: odd rows"
+    assert beats == [math.inf, 2.0, 1.2, 1.2]
+    assert plan.name == "(2, 1, 4)"
+    assert [other.name for other in plan.runners_up] == ["(2, 1, 8)", "(1, 1, None)"]
+    assert plan.runners_up[0].why == "100.00 ms slower: +100.00 ms to wait for messages"
+    assert plan.notes[-2] == "tp=2 is not possible: odd rows"
+    assert plan.notes[-1].startswith("not looked at: pp=2, 2 micro-batches, pp=2 x tp=2, 2 micro")
+    assert plan.notes[-1].endswith("expected to take 1400 ms or more, and certainly 700")
+
+
+def test_what_cannot_be_faster_is_not_looked_at() -> None:
+    """An outline promises half of 10 s at best."""
+    plan = fastest_mesh(question(), looking({(1, 1, None): predicted(2.0, 0.5)}, []), FAR, near=4)
+    assert plan.notes[-1].endswith("certainly 5000")
 
 
 def test_what_computes_all_the_time_cannot_be_beaten() -> None:
-    answers: Answers = {(1, 1, None): predicted(2.0, 0.5), (1, 2, None): predicted(1.5, 0.01)}
-    plan = fastest_mesh(question(), looking(answers, seen := []), near=4)
-    assert seen == list(answers)
-    assert "not looked at: pp=2, tp=4, pp=2 x tp=2; 1% of the step" in plan.notes[-1]
-    assert plan == fastest_mesh(question(), looking(answers, []), near=4)
+    answers: Answers = {(1, 1, None): predicted(2.0, 0.01)}
+    plan = fastest_mesh(question(), looking(answers, []), near=4, outline=FAR)
+    assert "not looked at: tp=2, pp=2, tp=4, pp=2 x tp=2; 0% of the step" in plan.notes[-1]
+    assert plan == fastest_mesh(question(), looking(answers, []), near=4, outline=FAR)
 
 
 def test_time_runs_out() -> None:
     answers: Answers = {(1, 1, None): predicted(2.0, 0.5)}
-    plan = fastest_mesh(question(), looking(answers, []), near=4, go_on=lambda: False)
-    assert "25% of the step is all that they could save" in plan.notes[-1]
+    expected = expecting({(2, 1, 4): 1.1})
+    plan = fastest_mesh(question(), looking(answers, []), expected, 4, go_on=lambda: False)
+    assert "expected to take 1100 ms or more, and certainly 550" in plan.notes[-1]
 
 
 def test_micro_batches_while_memory_presses() -> None:
@@ -112,7 +135,8 @@ def test_micro_batches_while_memory_presses() -> None:
         (1, 1, 2): predicted(2.0, 0.5, "full"),
         (1, 1, 4): predicted(1.5, 0.01),
     }
-    plan = fastest_mesh(question(memory=10**9), looking(answers, seen := []), near=4)
+    expected = expecting({(1, 1, 2): 1.0, (1, 1, 4): 1.1})
+    plan = fastest_mesh(question(memory=10**9), looking(answers, seen := []), expected, near=4)
     assert seen == list(answers)
     assert plan.name == "(1, 1, 4)"
 
@@ -121,11 +145,12 @@ def test_states_that_exceed_the_cap_are_not_looked_at() -> None:
     """Whole states of 4 x 112,040 bytes fit in 120 kB only over four ranks."""
     given = question(replace(AUTO, zero=0), memory=120_000)
     answers: Answers = {(1, 4, None): predicted(2.0, 0.0)}
-    assert fastest_mesh(given, looking(answers, []), near=4).name == "(1, 4, None)"
+    expected = expecting({(1, 4, 1): 1.0})
+    assert fastest_mesh(given, looking(answers, []), expected, near=4).name == "(1, 4, None)"
     with pytest.raises(OutOfMemoryError, match="tp=4: parameters, gradients and states alone"):
-        fastest_mesh(replace(given, memory=50_000), looking({}, []), near=4)
+        fastest_mesh(replace(given, memory=50_000), looking({}, []), expected, near=4)
 
 
 def test_what_cannot_be_captured_at_all_is_said() -> None:
     with pytest.raises(CaptureError):
-        fastest_mesh(question(), looking({(1, 1, None): CaptureError("if x > 0")}, []), near=4)
+        fastest_mesh(question(), looking({(1, 1, None): CaptureError("if x > 0")}, []), FAR, 4)

@@ -23,7 +23,7 @@ from autopar.passes.rules.conversions import steps
 from autopar.passes.rules.local import local_bytes
 from autopar.passes.rules.loops import Way
 from autopar.placement import Placement, Replicate, Shard
-from autopar.planner.program import Weight, solve
+from autopar.planner.program import Price, Weight, solve
 from autopar.planner.ways import Choices, choices
 from tests.passes.parity import World
 from tests.planner.blocks import GPTBlock, Stack, captured
@@ -66,11 +66,19 @@ class Linear(nn.Module):
         return (torch.relu(x @ self.weight) if self.act else x @ self.weight).sum()
 
 
-@pytest.mark.parametrize(("act", "rate"), [(False, 1e7), (False, 1e12), (True, 1e9)])
-def test_nothing_is_cheaper(act: bool, rate: float) -> None:
+def uncut(value: Value, before: Placement, after: Placement) -> float:
+    """The same, but nothing may be cut."""
+    return inf if isinstance(after, Shard) else price(value, before, after)
+
+
+@pytest.mark.parametrize(
+    ("act", "rate", "price"),
+    [(False, 1e7, price), (False, 1e12, price), (True, 1e9, price), (True, 1e8, uncut)],
+)
+def test_nothing_is_cheaper(act: bool, rate: float, price: Price) -> None:
     graph = World(Linear(act), ((torch.rand(6, 8),), {}), 1).graph(0)
     solution = solve(graph, RANKS, price, work(rate))
-    best = Every(graph, choices(graph, RANKS), work(rate)).cheapest()
+    best = Every(graph, choices(graph, RANKS), work(rate), price).cheapest()
     assert solution.seconds == pytest.approx(best, rel=1e-6)
     assert solution.gap <= 1e-3
 
@@ -100,6 +108,7 @@ class Every:
     graph: TrainingGraph
     found: Choices
     work: Callable[[fx.Node, Way], float]
+    price: Price
     ways: dict[fx.Node, Way] = field(default_factory=dict)
     best: float = inf
 
@@ -132,7 +141,7 @@ class Every:
             if steps(before, after) is None:
                 return inf, paid
             if before != after and (value, after) not in paid:
-                cost, paid = cost + price(value, before, after), paid | {(value, after)}
+                cost, paid = cost + self.price(value, before, after), paid | {(value, after)}
         return cost, paid
 
     def at_the_end(self):  # type: ignore[no-untyped-def]

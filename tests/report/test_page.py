@@ -18,7 +18,7 @@ from autopar.report.lanes import MOST_PIECES, WIDTH, lanes_of
 from autopar.report.memory import MEANS
 from autopar.report.mesh import held_bytes, portions_of, stored
 from autopar.report.page import page
-from tests.report.plans import STRATEGIES, planned
+from tests.report.plans import ROWS, STRATEGIES, planned
 
 PREDICTED = ("data", "sharded", "stages")
 
@@ -73,6 +73,8 @@ def test_figures_are_those_of_the_plan(name):
     near = [pytest.approx(value, rel=1e-6) for value in (p.step_s, p.exposed_s, p.compute_s)]
     assert all(value in shown["header"] for value in near)
     assert {plan.world_size, p.peak_bytes} <= set(shown["header"])
+    brings = ROWS / p.step_s, p.work.utilisation(p.step_s, plan.world_size)
+    assert all(pytest.approx(value, rel=1e-6) in shown["header"] for value in brings)
     assert set(filter(None, p.memory.values())) <= set(shown["memory"])
     for other in plan.runners_up:
         assert pytest.approx(other.step_s, rel=1e-6) in shown["others"]

@@ -1,0 +1,57 @@
+"""`capture_of_rank`: the graph of a rank that need not be running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar._torch import pytree
+from autopar.capture import Call, Capture, capture
+from autopar.graph import TrainingGraph
+from autopar.rows import mark_rows
+from autopar.runtime.batch import share_of
+from autopar.runtime.parameters import describe_parameters, device_of
+
+
+def capture_of_rank(
+    model: nn.Module,
+    example_inputs: Any,
+    rank: int,
+    ranks: int,
+    batch: str,
+    autocast: torch.dtype | None,
+    loss_fn: Callable[..., Any] | None,
+    micro_batches: int = 1,
+    known: dict[Any, Capture] | None = None,
+) -> TrainingGraph:
+    """The joint graph of a micro-batch of a rank that need not be running.
+
+    What is `known` of calls of this batch is not captured again, and what is captured becomes so.
+    """
+    known = {} if known is None else known
+    device = device_of(model)
+    leaves, structure = flattened(example_inputs)
+    share = share_of(leaves, structure, mode=batch, rank=rank, ranks=ranks)
+    share = share.micro_batches(micro_batches)[0]
+    parameters = describe_parameters(model)
+
+    def attempt(call: Call) -> Capture:
+        if call.key not in known:
+            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                known[call.key] = capture(model, call, parameters, device=device, loss_fn=loss_fn)
+        return known[call.key]
+
+    if share.slices == 1:
+        return attempt(share.call).graph
+    return mark_rows(attempt, share.call, share.rows, share.total, share.slices).graph
+
+
+def flattened(example_inputs: Any) -> tuple[list[Any], Any]:
+    """Example inputs as the flattened (args, kwargs) of a call."""
+    if isinstance(example_inputs, Mapping):
+        return pytree.tree_flatten(((), dict(example_inputs)))
+    args = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    return pytree.tree_flatten((tuple(args), {}))

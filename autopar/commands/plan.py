@@ -1,0 +1,122 @@
+"""`autopar plan`: a plan for ranks that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopar.api import plan as make_plan
+from autopar.commands.progress import progress_bar
+from autopar.commands.script import load
+from autopar.cost_model.cluster import Cluster
+from autopar.errors import StrategyError
+from autopar.pipeline import SCHEDULES
+from autopar.placement import placement_of
+from autopar.strategy import Strategy
+
+FIXED = ("tp", "cp", "ep", "pp", "micro_batches", "schedule", "compress")
+"""Options that are fields of a strategy by the same name."""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "plan",
+        help="plan for ranks that need not be there",
+        usage="autopar plan SCRIPT (--world-size N | --cluster NAME --nodes N) [OPTIONS] "
+        "[-- ARGUMENTS OF THE SCRIPT]",
+    )
+    add = parser.add_argument
+    add("script", help="Python file with make() -> (model, example inputs)")
+    add("--world-size", type=int, help="ranks; by default those of the cluster")
+    add("--nodes", type=int, help="nodes of a cluster that ships")
+    add("--strategy", default="auto")
+    add("--tp", type=int, help="ranks over which the model itself is partitioned")
+    add("--cp", type=int, help="ranks over which only activations are")
+    add("--ep", type=int, help="ranks over which it is, inside of tp")
+    add("--pp", type=int, help="ranks over which the forward is cut into stages")
+    add("--micro-batches", type=int, help="parts of a rank's rows, one after another")
+    add("--schedule", choices=SCHEDULES, help="the order in which they pass")
+    add("--search", metavar="AXES", help="of these the planner says how many ranks: pp,tp,cp,ep")
+    add("--zero", metavar="BLOCK=STAGE", action="append", help="of a block; others are searched")
+    add("--pin", metavar="PARAMETER=S(DIM)|R", action="append", help="where it lies along tp or ep")
+    add("--cuts", metavar="NAMES", help="what each stage but the first begins with: a,b,c")
+    add("--compress", help="gradients by this method, such as int8; lossy")
+    add("--lossy", action="store_true", help="by bf16 or int8 where that is faster")
+    add("--memory", help="cap per rank, such as 24GiB")
+    add("--time-limit", type=float, metavar="SECONDS", help="after which no mesh is looked at")
+    add("--cluster", help="JSON file of a cluster, or one that ships")
+    add("--precision", help="of the forward, under autocast: bf16 or fp16")
+    add("--backend", default="eager", help="what compiles the graphs; inductor is priced fused")
+    add("--explain", action="store_true", help="say why this plan")
+    add("--out", help="write the plan as JSON")
+    add("--html", help="write the report")
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """`autopar plan`."""
+    cluster = cluster_of(options.cluster, options.nodes)
+    ranks = options.world_size or (cluster.world_size if cluster else None)
+    if ranks is None:
+        raise StrategyError("for how many ranks? Give --world-size, or --cluster and --nodes")
+    model, inputs = load(options.script, options.rest)
+    with progress_bar() as progress:
+        plan = make_plan(
+            model,
+            ranks,
+            example_inputs=inputs,
+            strategy=strategy_of(options),
+            memory=options.memory,
+            cluster=cluster,
+            lossy=options.lossy,
+            precision=options.precision,
+            time_limit_s=options.time_limit,
+            backend=options.backend,
+            progress=progress,
+        )
+    print(plan)
+    if options.explain:
+        print(plan.explain())
+    if options.out:
+        plan.save(options.out)
+    if options.html:
+        plan.report(options.html)
+
+
+def strategy_of(options: argparse.Namespace) -> Strategy:
+    """What the options fix."""
+    found = Strategy.of(options.strategy)
+    given: dict[str, Any] = {name: getattr(options, name) for name in FIXED}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.search is not None:
+        given["search"] = tuple(options.search.split(",")) if options.search else ()
+    if options.zero:
+        given["zero"] = {block: int(stage) for block, stage in _pairs("--zero", options.zero)}
+    if options.pin:
+        pins = _pairs("--pin", options.pin)
+        given["placements"] = {name: placement_of(text) for name, text in pins}
+    if options.cuts:
+        given["cuts"] = tuple(options.cuts.split(","))
+    return replace(found, **given)
+
+
+def _pairs(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = [(name, value) for name, _, value in (text.rpartition("=") for text in texts)]
+    good = {"--zero": ["0", "1", "2", "3"], "--pin": ["R", *(f"S({dim})" for dim in range(8))]}
+    for text, (_, value) in zip(texts, pairs, strict=True):
+        if value not in good[option] or "=" not in text:
+            wanted = "blocks.0=3" if option == "--zero" else "head.weight=S(0)"
+            raise StrategyError(f"{option} {text!r}: give a name and a value, such as {wanted}")
+    return pairs
+
+
+def cluster_of(name: str | None, nodes: int | None) -> Cluster | None:
+    """The cluster that was asked for: a file, or one that ships, of so many nodes."""
+    if nodes is None:
+        return Cluster.load(name) if name else None
+    if name is None:
+        raise StrategyError(f"--nodes {nodes} of which cluster? Give --cluster, such as dgx-h100")
+    return Cluster.named(name, nodes)

@@ -1,0 +1,107 @@
+"""Where outlines of meshes come from: captures of a model with few of its blocks, modelled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from autopar.errors import BatchError
+from autopar.graph import ParameterInfo, TrainingGraph
+from autopar.partition import rows_of
+from autopar.planner.decide import Question
+from autopar.planner.machine import Machine, known_machine
+from autopar.planner.meshes import Sketch
+from autopar.planner.outline import (
+    Figures,
+    MicroBatch,
+    Outline,
+    between,
+    micro_batch_of,
+    outline_of,
+)
+from autopar.runtime.parameters import describe_parameters
+from autopar.thinning import KEPT, kinds_of, of_whole, thinned
+
+SMALLER = 8
+"""How many times less rows a small micro-batch has than the largest without stages."""
+
+Captured = Callable[[int], TrainingGraph]
+"""Captures one of so many slices of the batch."""
+
+
+def sketches(
+    question: Question, captured: Captured, model: nn.Module | None = None, *, sharing: int = 1
+) -> Sketch:
+    """What answers questions without an open mesh by outlines.
+
+    Nothing is timed: operators that were are priced so, the others as modelled. Along the same axes
+    two sizes of micro-batches are looked at, a large and a small one; what others take follows.
+
+    Args:
+        question: with an open mesh.
+        captured: captures what is asked for.
+        model: the model that is captured, if repeated blocks may be left out of it meanwhile.
+        sharing: ranks that share a host's cores.
+    """
+    kinds = [] if model is None else kinds_of(model, question.blocks)
+    cluster, strategy = question.cluster, question.strategy
+    assert cluster is not None
+
+    @functools.cache
+    def machine() -> Machine:
+        return known_machine(
+            question.device,
+            cluster,
+            question.optimizer,
+            sharing=sharing,
+            backend=question.backend,
+            dtype=question.dtype,
+        )
+
+    @functools.cache
+    def few(kept: tuple[int, ...], slices: int) -> tuple[TrainingGraph, dict[str, ParameterInfo]]:
+        if model is None or not kinds:
+            return captured(slices), dict(question.parameters)
+        with thinned(model, kinds, kept):
+            return captured(slices), dict(describe_parameters(model))
+
+    @functools.cache
+    def figures(axes: tuple[tuple[str, int], ...], slices: int) -> MicroBatch:
+        zero = strategy.zero if isinstance(strategy.zero, int) else None
+        within = replace(
+            replace(strategy, **dict(axes)),  # type: ignore[arg-type]
+            pp=None,
+            cuts=None,
+            schedule=None,
+            stages_per_rank=None,
+            zero=zero,
+            micro_batches=slices,
+            search=(),
+        )
+
+        def at(kept: Sequence[int]) -> Figures:
+            graph, parameters = few(tuple(kept), slices)
+            own = replace(question, parameters=parameters, strategy=within)
+            return micro_batch_of(own, graph, machine()).figures
+
+        return MicroBatch.of(of_whole(kinds, at))
+
+    @functools.cache
+    def rows() -> int:
+        return 2 * rows_of(few((KEPT,) * len(kinds), 2)[0])
+
+    def sketch(own: Question) -> Outline:
+        count = own.strategy.micro_batches or 1
+        slices = own.data_ranks * count
+        if slices > rows() or (count > 1 and rows() % slices):
+            raise BatchError(f"{rows()} rows cannot be cut into {slices} equal slices")
+        axes = tuple(own.strategy.axes.items())
+        large = own.data_ranks * own.strategy.pipeline_ranks
+        sizes = (min(large, rows()), min(SMALLER * large, rows()))
+        micro = between({size: figures(axes, size) for size in sizes}, slices)
+        return outline_of(own, micro, machine())
+
+    return sketch

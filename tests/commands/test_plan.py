@@ -1,0 +1,68 @@
+"""`autopar plan`: what its options mean, and what it shows while it searches."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import autopar
+from autopar.cli import main, parser
+from autopar.commands.plan import strategy_of
+from autopar.commands.progress import progress_bar
+from autopar.errors import StrategyError
+from autopar.placement import Replicate, Shard
+from autopar.planner.meshes import Looked
+from autopar.strategy import Strategy
+
+MAKE = """
+import torch
+from tests.planner.blocks import GPTBlock, Stack
+def make():
+    with torch.device("meta"):
+        return Stack(lambda: GPTBlock(256, 4), 2), (torch.empty(8, 64, 256),)
+"""
+
+
+def asked(*options: str) -> Strategy:
+    return strategy_of(parser().parse_args(["plan", "make.py", *options]))
+
+
+def test_options_are_a_strategy() -> None:
+    assert asked() == Strategy()
+    assert asked("--strategy", "zero3", "--search", "pp,tp") == Strategy(
+        zero=3, search=("pp", "tp")
+    )
+    pinned = asked("--tp", "2", "--pin", "*.up.weight=S(0)", "--pin", "head.weight=R")
+    assert pinned.placements == {"*.up.weight": Shard(0), "head.weight": Replicate()}
+    assert asked("--zero", "blocks.0=3", "--zero", "=1").zero == {"blocks.0": 3, "": 1}
+    assert asked("--pp", "3", "--cuts", "blocks.1,head").cuts == ("blocks.1", "head")
+    for wrong in (("--zero", "blocks.0=4"), ("--zero", "3"), ("--pin", "head.weight=left")):
+        with pytest.raises(StrategyError, match="give a name and a value"):
+            asked(*wrong)
+
+
+def test_a_search_ends_in_time_and_says_what_it_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, out = tmp_path / "make.py", tmp_path / "plan.json"
+    script.write_text(MAKE)
+    more = ["--cluster", "dgx-h100", "--world-size", "2", "--out", str(out), "--explain"]
+    assert main(["plan", str(script), *more, "--search", "tp", "--time-limit", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "not looked at: tp=2;" in text
+    assert "What would change the choice" in text
+    plan = autopar.Plan.load(out)
+    assert plan.tensor_ranks == 1
+
+
+def test_a_bar_on_a_terminal_where_it_takes_long() -> None:
+    def shown(after_s: float, terminal: bool) -> str:
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+        with progress_bar(console, after_s) as progress:
+            progress(Looked("tp=2", 1, 4, 0.012))
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    assert "planning tp=2, best 12.0 ms" in shown(0.0, terminal=True)
+    assert "tp=2" not in shown(60.0, terminal=True)
+    assert not shown(0.0, terminal=False)

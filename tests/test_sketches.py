@@ -1,0 +1,101 @@
+"""Outlines of meshes: from few blocks as from all, and near to what is then simulated."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.captures import capture_of_rank
+from autopar.cost_model.cluster import Cluster
+from autopar.errors import BatchError
+from autopar.planner.decide import Question
+from autopar.planner.outline import Outline
+from autopar.sketches import sketches
+from autopar.strategy import Strategy
+from autopar.thinning import kinds_of, thinned
+from examples.plan_llama import Llama, Size
+from tests.planner.questions import question_of
+
+ROWS, RANKS = 32, 16
+CLUSTER = Cluster.named("dgx-h100", 2)
+
+
+@functools.cache
+def llama() -> nn.Module:
+    with torch.device("meta"):
+        return Llama(Size(512, 1024, 8, 8, 8, 4096)).to(torch.bfloat16)
+
+
+def inputs() -> tuple[torch.Tensor, ...]:
+    return (torch.zeros(ROWS, 512, dtype=torch.long, device="meta"),) * 2
+
+
+def captured(slices: int) -> autopar.graph.TrainingGraph:
+    return capture_of_rank(llama(), inputs(), 0, slices, "global", None, None)
+
+
+def asked(strategy: Strategy) -> Question:
+    question = question_of(llama(), strategy, world_size=RANKS, cluster=CLUSTER)
+    return replace(question, comm_backend="nccl", device=torch.device("meta"))
+
+
+MESHES = [
+    Strategy(micro_batches=1),
+    Strategy(tp=2, micro_batches=1),
+    Strategy(tp=8, micro_batches=1),
+    Strategy(pp=2, micro_batches=4),
+    Strategy(pp=4, tp=2, micro_batches=8),
+]
+
+
+@pytest.fixture(scope="module")
+def outlines() -> list[list[Outline]]:
+    """Of a model with few of its blocks, and of all of it."""
+    ways = [sketches(asked(Strategy()), captured, model) for model in (llama(), None)]
+    return [[sketch(asked(strategy)) for strategy in MESHES] for sketch in ways]
+
+
+def test_a_few_blocks_tell_of_all(outlines: list[list[Outline]]) -> None:
+    """But for placements: other ones are as good, to the solver's tolerance, that convert apart."""
+    for few, whole in zip(*outlines, strict=True):
+        assert few.step_s == pytest.approx(whole.step_s, rel=1e-2)
+        assert few.least_s == pytest.approx(whole.least_s, rel=1e-2)
+        assert few.least_bytes == pytest.approx(whole.least_bytes, rel=1e-2)
+
+
+def test_they_are_near_to_what_is_simulated(outlines: list[list[Outline]]) -> None:
+    for strategy, outline in zip(MESHES, outlines[0], strict=True):
+        pipelined = strategy.pipeline_ranks > 1
+        fixed = replace(
+            strategy,
+            zero=0,
+            recompute="none",
+            gather_bytes=2**25,
+            reduce_bytes=2**25,
+            prefetch=1,
+            micro_batches=strategy.micro_batches if pipelined else None,
+            schedule="1f1b" if pipelined else None,
+        )
+        cost = autopar.plan(
+            llama(), RANKS, example_inputs=inputs(), strategy=fixed, cluster=CLUSTER
+        ).prediction
+        assert cost is not None
+        assert outline.least_s <= cost.step_s
+        assert outline.step_s == pytest.approx(cost.step_s, rel=0.35)
+
+
+def test_rows_that_cannot_be_cut() -> None:
+    sketch = sketches(asked(Strategy()), captured, llama())
+    with pytest.raises(BatchError, match="32 rows cannot be cut into 64 equal slices"):
+        sketch(asked(Strategy(pp=2, micro_batches=8)))
+
+
+def test_blocks_are_put_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), *(nn.Linear(4, 4) for _ in range(5)))
+    (kind,) = kinds_of(model, [str(place) for place in range(6)])
+    with thinned(model, [kind], [2]):
+        assert len(model) == 2
+    assert [name for name, _ in model.named_children()] == [*"012345"]
