@@ -53,6 +53,7 @@ from autopar.runtime.program import with_axes
 from autopar.sketches import sketches
 from autopar.staging import cut
 from autopar.strategy import Strategy
+from autopar.trials import contestants, fastest_of, wanted
 
 Batch = Literal["global", "local"]
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -80,6 +81,7 @@ def compile(
     fallback: bool = True,
     timeout_s: float = 300.0,
     time_limit_s: float | None = None,
+    trials: int | None = None,
 ) -> DistributedModule:
     """The model, training across all ranks, exactly as it would on one device.
 
@@ -111,6 +113,9 @@ def compile(
         timeout_s: seconds after which a collective fails, if the process group is made here.
         time_limit_s: seconds after which no further mesh is looked at; None for all that could be
             faster.
+        trials: of how many plans that are predicted to be nearly as fast as the best a few steps
+            are run, on copies of the model, to take the one that is; as many as fit into half of
+            the free memory. None for 6 where the mesh is searched, else none.
 
     Raises:
         StrategyError: options that contradict each other or what is running.
@@ -169,8 +174,12 @@ def compile(
     if plan is not None:
         together(lambda: plan.check(model, parameters.values(), ranks))
 
-    def make_plan(captured: Captured) -> Plan:
-        chosen = plan or _choose(question, captured, time_limit_s, recorder)
+    def make_plan(captured: Captured, call: Any) -> Plan:
+        chosen = plan
+        if chosen is None:
+            count = wanted(trials, question)
+            plans = _choose(question, captured, time_limit_s, recorder, count)
+            chosen = fastest_of(module, plans, call, optimizer)
         same_everywhere({"plan": chosen.digest()}, "Give every rank the same plan.")
         if recorder is not None:
             recorder.plan = chosen
@@ -193,7 +202,7 @@ def compile(
     if example_inputs is not None:
         module.plan_for(*flattened(example_inputs))
     elif plan is not None:
-        module.adopt(make_plan(lambda *_: None))  # type: ignore[arg-type]
+        module.adopt(make_plan(lambda *_: None, None))  # type: ignore[arg-type]
     return module
 
 
@@ -330,8 +339,15 @@ def _choose(
     captured: Captured,
     time_limit_s: float | None,
     recorder: Profiler | None = None,
-) -> Plan:
-    """Captures, measures and plans; one rank decides, all follow."""
+    trials: int = 0,
+) -> list[Plan]:
+    """Captures, measures and plans; one rank decides, all follow.
+
+    Returns:
+        The plan, and behind it those that are worth a trial, if any are wanted.
+    """
+    if trials > 1:
+        question = replace(question, rivals=[])
 
     @once
     def prepared(own: Question) -> tuple[Graphs, Machine | None]:
@@ -361,7 +377,7 @@ def _choose(
         )
 
     in_time = _until(time_limit_s)
-    return rescued(question, answer)
+    return contestants(question, rescued(question, answer), trials)
 
 
 def _until(limit_s: float | None) -> Callable[[], bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,6 +129,7 @@ class Evaluator:
         overhead: bytes that are allocated beside the graph's tensors.
         comm_backend: what collectives are lowered for.
         ways: of the graph before each axis that the model is partitioned along.
+        note: is told of every plan that was priced.
         begun: the last graph before its collectives were put into buckets, by what made it.
     """
 
@@ -141,6 +142,7 @@ class Evaluator:
     overhead: Overhead
     comm_backend: str
     ways: tuple[Ways, ...] = ()
+    note: Callable[[Plan], None] = field(default=lambda plan: None, compare=False, repr=False)
     begun: dict[Any, TrainingGraph] = field(
         init=False, compare=False, repr=False, default_factory=dict
     )
@@ -179,8 +181,14 @@ class Evaluator:
             memory_curve=tuple((round(at, 8), nbytes) for at, nbytes in result.memory_curve),
             picture=picture_of(graph, self.cluster, result),
         )
+        return self.evaluated(choice, plan, prediction)
+
+    def evaluated(self, choice: Choice, plan: Plan, prediction: Prediction) -> Evaluated:
+        """The candidate with what was predicted of it."""
         notes = (*plan.notes, *self.overhead.gaps())
-        return Evaluated(choice, replace(plan, prediction=prediction, notes=notes), prediction)
+        plan = replace(plan, prediction=prediction, notes=notes)
+        self.note(plan)
+        return Evaluated(choice, plan, prediction)
 
     def seconds(self, plan: Plan, clusters: Sequence[Cluster]) -> list[float]:
         """What a step of a plan takes on each of other clusters."""

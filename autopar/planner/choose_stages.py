@@ -153,15 +153,18 @@ class _Cutter:
         """An evaluator of each pipeline."""
         base, graph = self.evaluator.base, self.evaluator.graph
         places = places_of(self.strategy, self.model, graph)
-        segments = self._segments(places, micro_batches) if self.strategy.cuts is None else []
+        whole = self.strategy.stages == 1
+        free = self.strategy.cuts is None and not whole
+        segments = self._segments(places, micro_batches) if free else []
         ranks, link = self.strategy.pp or 1, Link(self.evaluator.cluster, base.mesh)
         for form in forms(self.strategy, micro_batches, len(places.names)):
             order = orders(form.schedule, ranks, micro_batches, form.stages_per_rank)
             count = ranks * form.stages_per_rank
             flights = [in_flight(order[stage % ranks], stage) for stage in range(count)]
+            cuts: Cuts | None = ()
             if self.strategy.cuts is not None:
-                cuts: Cuts | None = named_cuts(self.strategy, places)
-            else:
+                cuts = named_cuts(self.strategy, places)
+            elif not whole:
                 cuts = balance(segments, ranks, flights, link.seconds, self.cap)
                 cuts = cuts or balance(segments, ranks, flights, link.seconds)
             pipeline = _pipeline(self.strategy, form, graph, places, cuts or ())

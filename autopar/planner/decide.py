@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,6 +64,7 @@ class Question:
         live: whether the ranks of the plan are running.
         beat_s: seconds of a step that are known to be possible otherwise.
         backend: of torch.compile, by which the programs are compiled.
+        rivals: where all plans that were looked at are left; None if nobody wants them.
     """
 
     model: str
@@ -80,6 +81,7 @@ class Question:
     live: bool
     beat_s: float = math.inf
     backend: str = EAGER
+    rivals: list[Plan] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self.strategy.mesh(self.world_size)
@@ -212,14 +214,22 @@ def decide(question: Question, graphs: Graphs, machine: Machine | None) -> Plan:
         if strategy.pipelined:
             evaluator = unmeasured_pipeline(_modelled(question, evaluator), strategy, model)
         return evaluator.plan(fixed)
-    cap = cap_of(question, machine.cluster)
+    cap, seen = cap_of(question, machine.cluster), list[Plan]()
+    own = replace(question, rivals=seen)
     if strategy.pipelined:
-        evaluators = {m: evaluator_of(question, g, machine) for m, g in graphs.items()}
+        evaluators = {m: evaluator_of(own, g, machine) for m, g in graphs.items()}
         plan = fastest_pipeline(evaluators, strategy, model, cap, question.beat_s)
     else:
-        plan = fastest(question, graphs[1], machine, cap)
-    plan = replace(plan, prediction=_with_work(question, plan, graphs, machine.cluster))
-    return replace(plan, cluster=f"{machine.cluster.name} ({machine.cluster.provenance})")
+        plan = fastest(own, graphs[1], machine, cap)
+
+    def whole(plan: Plan) -> Plan:
+        plan = replace(plan, prediction=_with_work(question, plan, graphs, machine.cluster))
+        cluster = f"{machine.cluster.name} ({machine.cluster.provenance})"
+        return replace(plan, memory_cap=cap, cluster=cluster)
+
+    if question.rivals is not None:
+        question.rivals.extend(map(whole, seen))
+    return whole(plan)
 
 
 def cap_of(question: Question, cluster: Cluster | None) -> int | None:
@@ -345,4 +355,5 @@ def evaluator_of(
         update=machine.update if machine else None,  # type: ignore[arg-type]
         overhead=replace(machine.overhead if machine else Overhead(), batches=batches),
         comm_backend=question.comm_backend,
+        note=(lambda plan: None) if question.rivals is None else question.rivals.append,
     )

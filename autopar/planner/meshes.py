@@ -18,6 +18,7 @@ from autopar.plan_text import human_bytes
 from autopar.planner.choose_stages import step_s
 from autopar.planner.decide import Question, cap_of
 from autopar.planner.outline import Outline
+from autopar.planner.rivals import NEAR
 from autopar.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.strategy import Strategy
 
@@ -174,7 +175,8 @@ class _Search:
             strategy = replace(strategy, micro_batches=None)
         question, before = replace(self.question, strategy=strategy), self.best
         if before is not None:
-            question = replace(question, beat_s=step_s(before))
+            near = NEAR if question.rivals is not None else 1.0
+            question = replace(question, beat_s=near * step_s(before))
         try:
             self.plans.append(self.look(question))
         except OutOfMemoryError as failure:

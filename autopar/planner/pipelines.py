@@ -156,8 +156,7 @@ class PipelineEvaluator(Evaluator):
         prediction = self._prediction(plan, stages, together, flights, update, memories)
         picture = self._picture(plan, stages, together, memories)
         prediction = replace(prediction, picture=picture)
-        notes = (*plan.notes, *self.overhead.gaps())
-        return Evaluated(choice, replace(plan, prediction=prediction, notes=notes), prediction)
+        return self.evaluated(choice, plan, prediction)
 
     def orders(self, stages: Stages) -> Orders:
         """What each rank does: forwards first, where the loss must be known before a backward."""

@@ -45,7 +45,8 @@ from autopar.runtime.whole import Whole
 Captured = Callable[[int, int, int], Capture]
 """Captures what a rank does of a call, given how many ranks the model itself is partitioned over,
 how many its stages lie on, and into how many micro-batches the rows of a rank are cut."""
-MakePlan = Callable[[Captured], Plan]
+MakePlan = Callable[[Captured, Any], Plan]
+"""Plans a call, which is given too: its arguments and keyword arguments."""
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
 
 
@@ -257,6 +258,13 @@ class DistributedModule(nn.Module):
             made._runner.programs = self._runner.programs
         return made
 
+    def copied_under(self, plan: Plan) -> DistributedModule:
+        """A copy with its own parameters that follows a plan, while there is none here yet."""
+        made = copy.deepcopy(self)
+        made._options = made._setting.options = replace(made._options, recorder=None)
+        made.adopt(plan)
+        return made
+
     # From a call to a program.
 
     def adopt(self, plan: Plan) -> None:
@@ -318,7 +326,8 @@ class DistributedModule(nn.Module):
             return self._setting.capture(share, for_planning=True)
 
         try:
-            self.adopt(self._make_plan(captured))
+            call = pytree.tree_unflatten(leaves, structure)
+            self.adopt(self._make_plan(captured, call))
         except CaptureError as error:
             # ranks that bring the same rows count alike: means stay what they are
             self._options = replace(self._options, tensor_ranks=1, pipeline_ranks=1)

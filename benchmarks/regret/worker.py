@@ -129,6 +129,7 @@ class Comparison(Race):
         if (made := self.made.get(name)) is not None and made.plan.prediction is not None:
             result["plan"] = made.plan.name
             result["planned_s"] = made.seconds
+            result["notes"] = made.plan.notes
             result["predicted_s"] = made.plan.prediction.step_s
             result["predicted_bytes"] = made.plan.prediction.needed_bytes
         if name == REPLICATED:

@@ -1,0 +1,84 @@
+"""Plans predicted to be nearly as fast as the best: which are worth a trial, and which won.
+
+A prediction is wrong by some per cent, and that decides between plans that are nearly equal. Where
+the ranks are running, a few steps of each tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from autopar.plan import Plan
+from autopar.planner.choose_stages import step_s
+from autopar.prediction import RUNNERS_UP, RunnerUp
+
+TRIALS = 6
+"""Plans that are tried, unless somebody says how many."""
+
+NEAR = 1.3
+"""Times as slow as the best a plan may be predicted to be, and still be tried."""
+
+
+def worth_trying(best: Plan, others: Iterable[Plan], most: int, room: int | None) -> list[Plan]:
+    """The best plan, then the fastest of each other kind that fits and could be as fast.
+
+    Args:
+        best: as predicted.
+        others: that were looked at under the same cap.
+        most: plans to return.
+        room: bytes that all of them may take together; None for any number.
+    """
+    limit, cap = NEAR * step_s(best), best.memory_cap
+    found, kinds = [best], {_kind(best)}
+    for plan in sorted(others, key=step_s):
+        assert plan.prediction is not None
+        fits = cap is None or plan.prediction.needed_bytes <= cap
+        if fits and step_s(plan) <= limit and _kind(plan) not in kinds:
+            kinds.add(_kind(plan))
+            found.append(plan)
+    if room is not None:
+        while found and sum(_bytes(plan) for plan in found[:most]) > room:
+            found.pop()
+    return found[:most] or [best]
+
+
+def _bytes(plan: Plan) -> int:
+    assert plan.prediction is not None
+    return plan.prediction.needed_bytes
+
+
+def _kind(plan: Plan) -> tuple[object, ...]:
+    """What plans differ in that are more than two sizes of the same buckets."""
+    pipeline = plan.pipeline
+    form = pipeline and (pipeline.schedule, pipeline.micro_batches, pipeline.stages_per_rank)
+    zero, again = {stage for _, stage in plan.stages}, {level for _, level in plan.recompute}
+    sizes = tuple(sorted(size for _, size in plan.mesh if size > 1)), tuple(sorted(plan.cuts))
+    by_level = any(own.from_bytes for own in plan.levels)
+    return sizes, form, frozenset(zero), frozenset(again), by_level, plan.compressions
+
+
+def after_trial(plans: Sequence[Plan], seconds: Sequence[float], rounds: int) -> Plan:
+    """The plan whose steps took the least, with what became of the others.
+
+    Args:
+        plans: that ran, the first as it was chosen by prediction.
+        seconds: of a step of each.
+        rounds: steps that each was timed for.
+    """
+    least = min(seconds)
+    best = plans[seconds.index(least)]
+    told = [
+        f"{plan.name}: {taken * 1e3:.4g} ms (predicted {step_s(plan) * 1e3:.4g})"
+        for taken, plan in sorted(zip(seconds, plans, strict=True), key=lambda pair: pair[0])
+    ]
+    note = f"the fastest of {len(plans)} plans that ran for {rounds} steps each: {'; '.join(told)}"
+    runners_up = {other.name: other for other in plans[0].runners_up}
+    for plan, taken in zip(plans, seconds, strict=True):
+        if plan.prediction is not None:
+            why = f"{(taken - least) * 1e3:.2f} ms slower in a trial"
+            runners_up[plan.name] = RunnerUp.of(plan.name, plan.prediction, why)
+    runners_up.pop(best.name)
+    kept = sorted(runners_up.values(), key=lambda other: other.step_s)[:RUNNERS_UP]
+    notes = dict.fromkeys((*best.notes, *plans[0].notes, note))
+    return replace(best, runners_up=tuple(kept), notes=tuple(notes))
