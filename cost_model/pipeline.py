@@ -80,7 +80,7 @@ class PipelineSimulation:
 
 
 def simulate_pipeline(
-    orders: Orders, stages: Sequence[StageCost], transfer: Seconds
+    orders: Orders, stages: Sequence[StageCost], transfer: Seconds, issue_s: float = 0.0
 ) -> PipelineSimulation:
     """Predict one step.
 
@@ -88,12 +88,14 @@ def simulate_pipeline(
         orders: what each rank does, in order.
         stages: what each stage takes; stage s is on rank s % ranks.
         transfer: the seconds of a transfer between neighbouring ranks, by its bytes.
+        issue_s: for how long a transfer keeps the thread that computes, where it is issued and
+            where it comes.
 
     Raises:
         ValueError: the orders wait for each other.
     """
-    run = _Run(orders, stages, transfer).run()
-    free = _Run(orders, stages, lambda nbytes: 0.0).run()
+    run = _Run(orders, stages, transfer, issue_s).run()
+    free = _Run(orders, stages, lambda nbytes: 0.0, 0.0).run()
     step_s = max(run.now)
     return PipelineSimulation(
         step_s=step_s,
@@ -108,9 +110,11 @@ def simulate_pipeline(
 class _Run:
     """A step under way."""
 
-    def __init__(self, orders: Orders, stages: Sequence[StageCost], transfer: Seconds) -> None:
+    def __init__(
+        self, orders: Orders, stages: Sequence[StageCost], transfer: Seconds, issue_s: float
+    ) -> None:
         self.ranks = len(orders)
-        self.stages, self.transfer = stages, transfer
+        self.stages, self.transfer, self.issue_s = stages, transfer, issue_s
         self.queues = [deque(order) for order in orders]
         ends = [{action.stage: action for action in order} for order in orders]
         self.last = {action for found in ends for action in found.values()}
@@ -144,7 +148,10 @@ class _Run:
         return self.come.get(_arriving(action))
 
     def do(self, rank: int, action: Action, come: float) -> None:
-        start, stage = max(self.now[rank], come), self.stages[action.stage]
+        start, stage = (
+            max(self.now[rank] + self.issue_s * bool(come), come),
+            self.stages[action.stage],
+        )
         first = stage.first_s if action.kind == "F" and action.micro == 0 else 0.0
         last = stage.last_s if action in self.last else 0.0
         seconds = first + stage.seconds(action) + last
@@ -163,6 +170,7 @@ class _Run:
         seconds = self.transfer(nbytes) if other != rank else 0.0
         self.come[_arriving(to)] = end = start + seconds
         if seconds:
+            self.now[rank] += self.issue_s
             self.free[rank, other] = end
             self.transfer_s += seconds
             self.events.append(Event(str(to), f"rank {rank} to {other}", start, end, SEND))

@@ -106,6 +106,7 @@ class _Cut:
         self.makers: dict[int, int] = {}
         self.needs: list[dict[fx.Node, None]] = [{} for _ in range(count)]
         self.read_late: list[set[fx.Node]] = [set() for _ in range(count)]
+        self.in_parts: set[fx.Node] = set()  # gradients that no stage adds up
 
     def place(self, node: fx.Node) -> int:
         """The stage of a node, no earlier than that of what it reads."""
@@ -166,6 +167,8 @@ class _Cut:
             terms = [n for n in node.args if isinstance(n, fx.Node) and n in self.stage]
             alike = len(terms) == 2 and all(_same_type(n, node) for n in terms)
             if alike and any(self.stage[n] != here for n in terms):
+                if self.in_parts.issuperset(n for n in node.users if n.op != "output"):
+                    self.in_parts.add(node)
                 return [found for n in terms for found in self.contributions(n)]
         return [(here, node)]
 
@@ -203,7 +206,7 @@ class _Cut:
     def needed(self, stage: int) -> dict[fx.Node, None]:
         """All nodes that a stage computes, takes or receives."""
         found: dict[fx.Node, None] = {}
-        todo = [n for n, at in self.stage.items() if at == stage]
+        todo = [n for n, at in self.stage.items() if at == stage and n not in self.in_parts]
         todo += self.results[stage].values()
         while todo:
             node = todo.pop()

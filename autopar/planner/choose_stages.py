@@ -20,7 +20,8 @@ from autopar.pipeline import Pipeline
 from autopar.plan import Plan
 from autopar.plan_text import human_bytes
 from autopar.planner.candidates import Evaluated, Evaluator
-from autopar.planner.pipelines import Link, PipelineEvaluator, staged
+from autopar.planner.link import Link
+from autopar.planner.pipelines import PipelineEvaluator, staged
 from autopar.planner.search import choose_among, first_choice
 from autopar.planner.segments import Places, seconds_of, segments_of
 from autopar.planner.stages import Cuts, Segment, balance

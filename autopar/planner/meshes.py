@@ -154,6 +154,7 @@ class _Search:
         self.refusals: dict[str, AutoparError] = {}
         self.left_out: list[Outline] = []
         self.in_vain = 0
+        self.near = 1.0 if question.rivals is None else NEAR  # what may be tried is looked at
 
     @property
     def best(self) -> Plan | None:
@@ -175,8 +176,7 @@ class _Search:
             strategy = replace(strategy, micro_batches=None)
         question, before = replace(self.question, strategy=strategy), self.best
         if before is not None:
-            near = NEAR if question.rivals is not None else 1.0
-            question = replace(question, beat_s=near * step_s(before))
+            question = replace(question, beat_s=self.near * step_s(before))
         try:
             self.plans.append(self.look(question))
         except OutOfMemoryError as failure:
@@ -214,7 +214,8 @@ class _Search:
         """Whether a mesh could be faster than the best so far, and is likely to."""
         assert self.best is not None
         limit = step_s(self.best)
-        likely = outline.step_s < MARGIN * limit and self.in_vain < PATIENCE
+        margin = max(MARGIN, self.near)
+        likely = outline.step_s < margin * limit and self.in_vain < PATIENCE
         return likely and outline.least_s < limit
 
     def holds_states(self, strategy: Strategy) -> bool:

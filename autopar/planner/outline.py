@@ -20,8 +20,8 @@ from autopar.cost_model.shape import GroupShape
 from autopar.graph import TrainingGraph
 from autopar.planner.choose_stages import in_places, places_of
 from autopar.planner.decide import Question, cap_of, evaluator_of
+from autopar.planner.link import Link
 from autopar.planner.machine import Machine
-from autopar.planner.pipelines import Link
 from autopar.planner.segments import segments_of
 from autopar.strategy import Strategy
 

@@ -9,11 +9,10 @@ from functools import cached_property
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Transfer
-from autopar.cost_model.cost import ClusterError, Cost
+from autopar.cost_model.cost import Cost
 from autopar.cost_model.exposure import by_cause, worst
 from autopar.cost_model.pipeline import PipelineSimulation, StageCost, simulate_pipeline
 from autopar.cost_model.schedules import Orders, in_flight, orders, split_orders
-from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.simulate import Simulation, simulate
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.wire import sent_bytes
@@ -30,50 +29,11 @@ from autopar.pipeline import Pipeline
 from autopar.plan import Plan
 from autopar.planner.alike import Alike, renamed
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
+from autopar.planner.link import Link, around_s
 from autopar.planner.pipeline_pictures import picture_of_pipeline
 from autopar.planner.stage_memory import RankMemory, StageMemory, bytes_between, memory_of_rank
 from autopar.prediction import MOST_EXPOSED, Prediction, StagePrediction
 from autopar.staging import cut, passes_of_stage
-
-
-@dataclass(frozen=True)
-class Link:
-    """What neighbouring ranks of a pipeline send each other over.
-
-    Attributes:
-        cluster: times of messages.
-        mesh: the axes of the plan, those of the stages outermost.
-    """
-
-    cluster: Cluster
-    mesh: tuple[tuple[str, int], ...]
-
-    def seconds(self, nbytes: int) -> float:
-        """The time of one message."""
-        return self.cost(nbytes).seconds if nbytes else 0.0
-
-    def cost(self, nbytes: int) -> Cost:
-        """The same, and where it comes from: where no messages were timed, from broadcasts."""
-        try:
-            return self.cluster.seconds("send", nbytes, self._pair)
-        except ClusterError:
-            return self.cluster.seconds("broadcast", nbytes, self._pair)
-
-    def message(self, nbytes: int) -> Transfer:
-        """One message, as what it is priced as."""
-        try:
-            self.cluster.seconds("send", nbytes, self._pair)
-            kind = "send"
-        except ClusterError:
-            kind = "broadcast"
-        return Transfer(kind, "pp", nbytes, self._pair, "float32")
-
-    @cached_property
-    def _pair(self) -> GroupShape:
-        ranks, world = dict(self.mesh).get("pp", 1), self.cluster.world_size
-        stride, node = max(1, world // ranks), self.cluster.ranks_per_node
-        apart = any(r * stride // node != (r + 1) * stride // node for r in range(ranks - 1))
-        return GroupShape(2, 1 if apart else 2, max(1, world // 2))
 
 
 @dataclass(frozen=True)
@@ -149,7 +109,9 @@ class PipelineEvaluator(Evaluator):
         stages = [found[first] for first in alike.first]
         order = self.orders(self.cuts[plan.axis])
         link = Link(self.cluster, plan.mesh)
-        together = simulate_pipeline(order, [stage.cost for stage in stages], link.seconds)
+        together = simulate_pipeline(
+            order, [stage.cost for stage in stages], link.seconds, link.issue_s
+        )
         flights = [in_flight(order[s % len(order)], s) for s in range(len(stages))]
         update = [self._update(plan, alike, stages, rank) for rank in range(self.pipeline.ranks)]
         memories = self._memory(stages, order)
@@ -221,7 +183,7 @@ class PipelineEvaluator(Evaluator):
             found = {stage: other._lowered(*pair) for stage, pair in pairs.items()}
             stages = [found[first] for first in alike.first]
             costs, link = [stage.cost for stage in stages], Link(cluster, plan.mesh)
-            ends = simulate_pipeline(order, costs, link.seconds).ends_s
+            ends = simulate_pipeline(order, costs, link.seconds, link.issue_s).ends_s
             updates = [self._update(plan, alike, stages, r) for r in range(self.pipeline.ranks)]
             return max(end + cost.seconds for end, cost in zip(ends, updates, strict=True))
 
@@ -318,17 +280,19 @@ class PipelineEvaluator(Evaluator):
         own = [stages[stage] for stage in self.pipeline.stages_of(slow)]
         full = max(memories, key=lambda own: own.peak)
         within = micro * sum(stage.more.communication_s for stage in own)
+        link = Link(self.cluster, plan.mesh)
+        around = around_s(self.cuts[plan.axis], self.pipeline, link)
         return Prediction(
-            step_s=max(ends),
+            step_s=max(ends) + around,
             update_s=update[slow].seconds,
             compute_s=micro * sum(stage.more.compute_s + stage.adding_s for stage in own),
-            communication_s=within + together.transfer_s / len(ranks),
-            exposed_s=together.exposed_s + micro * sum(stage.more.exposed_s for stage in own),
+            communication_s=around + within + together.transfer_s / len(ranks),
+            exposed_s=around + together.exposed_s + micro * sum(s.more.exposed_s for s in own),
             peak_bytes=full.peak,
             memory=full.by_category,
             reserved_bytes=full.reserved,
             context_bytes=stages[0].last.memory.context,
-            provenance=self._provenance(stages, update, Link(self.cluster, plan.mesh)),
+            provenance=self._provenance(stages, update, link),
             waits=_summed(stage.more.waits for stage in own),
             causes=_summed(by_cause(stage.more.exposures) for stage in own),
             exposures=worst((e for s in own for e in s.more.exposures), MOST_EXPOSED),

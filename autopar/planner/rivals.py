@@ -55,7 +55,8 @@ def _kind(plan: Plan) -> tuple[object, ...]:
     zero, again = {stage for _, stage in plan.stages}, {level for _, level in plan.recompute}
     sizes = tuple(sorted(size for _, size in plan.mesh if size > 1)), tuple(sorted(plan.cuts))
     by_level = any(own.from_bytes for own in plan.levels)
-    return sizes, form, frozenset(zero), frozenset(again), by_level, plan.compressions
+    methods = frozenset(plan.compressions.reduce)
+    return sizes, form, frozenset(zero), frozenset(again), by_level, methods
 
 
 def after_trial(plans: Sequence[Plan], seconds: Sequence[float], rounds: int) -> Plan:

@@ -19,6 +19,7 @@ from autopar.graph import (
     Held,
     Parameter,
     Saved,
+    Sent,
     TrainingGraph,
     tensor_bytes,
     tensors,
@@ -26,7 +27,7 @@ from autopar.graph import (
 
 Bytes = NDArray[np.int64]
 _ROW = {name: row for row, name in enumerate(CATEGORIES)}
-_SAVED, _GRADIENTS = _ROW["saved"], _ROW["gradients"]
+_SAVED, _GRADIENTS, _FLYING = _ROW["saved"], _ROW["gradients"], _ROW["in flight"]
 _ALWAYS = [_ROW[name] for name in ("parameters", "optimizer", "buffers", "inputs")]
 _POINTS = 12  # of the memory of one action: of each short while, the most
 
@@ -75,6 +76,8 @@ class StageMemory:
         given: whether sums of earlier micro-batches are among what it is given.
         reserved: by which the allocator's bytes are more than those of tensors.
         between: bytes that are kept between the two parts of a backward.
+        sent: of what a micro-batch sends, by when nothing but that keeps it: from the forward on,
+            and from the backward on. torch's runtime lets go of both when a schedule ends.
     """
 
     always: Bytes
@@ -87,6 +90,7 @@ class StageMemory:
     given: bool
     reserved: float
     between: int = 0
+    sent: tuple[int, int] = (0, 0)
 
     @staticmethod
     def of(result: Simulation, graph: TrainingGraph, between: int = 0) -> StageMemory:
@@ -115,6 +119,7 @@ class StageMemory:
             any(isinstance(role, Accumulated) for role in graph.inputs),
             memory.reserved / max(1, memory.peak),
             between,
+            _sent(graph),
         )
 
     def needs(self, action: Action, summed: int) -> Half:
@@ -188,6 +193,7 @@ def memory_of_rank(
     flying, halved = Counter[int](), Counter[int]()  # before the backward, and within it
     summed: dict[int, int] = dict.fromkeys(stages, 0)
     final = {action.stage: action for action in order if action.kind != "F"}
+    sending = 0
     points: list[tuple[int, float]] = []
     tables: list[Bytes] = []
     for index, action in enumerate(order):
@@ -200,8 +206,11 @@ def memory_of_rank(
         base[_SAVED] += sum(n * stages[s][0].saved for s, n in flying.items())
         base[_SAVED] += sum(n * stages[s][0].between for s, n in halved.items())
         base[_GRADIENTS] += sum(nbytes for s, nbytes in summed.items() if s != stage)
+        base[_FLYING] += sending
         points += [(index, float(at)) for at in half.at]
         tables.append(base[:, None] + half.table)
+        forth, back = more.sent
+        sending += forth * (action.kind == "F") + back * (action.kind in ("B", "I"))
         flying[stage] += action.kind == "F"
         halved[stage] += action.kind == "I"
         if action.kind in ENDS:
@@ -212,6 +221,24 @@ def memory_of_rank(
     table = np.concatenate(tables, axis=1)
     over = max(last.reserved for _, last in stages.values())
     return RankMemory(tuple(points), table, round(int(table.sum(axis=0).max()) * over))
+
+
+def _sent(graph: TrainingGraph) -> tuple[int, int]:
+    """Bytes that a stage sends: those that its backward does not read, and the others."""
+    storages, behind = find_storages(graph.graph)
+    inputs = {place for node in graph.placeholders for place in behind[node]}
+    forth, back, read = set[int](), set[int](), set[int]()
+    for role, node in zip(graph.outputs, graph.results, strict=True):
+        if isinstance(role, Sent) and node is not None:
+            (forth if role.phase == "forward" else back).update(behind[node])
+    for node in graph.calls():
+        if node.meta["phase"] == "backward":
+            read.update(place for given in node.all_input_nodes for place in behind[given])
+
+    def nbytes(places: set[int]) -> int:
+        return sum(storages[place].nbytes for place in places - inputs)
+
+    return nbytes(forth - read), nbytes((forth & read) | back)
 
 
 def bytes_between(weights: TrainingGraph, whole: TrainingGraph) -> int:

@@ -18,7 +18,7 @@ def half(*columns):
     return Half(np.linspace(0.0, 1.0, len(columns)), np.stack(columns, axis=1))
 
 
-def stage(given=False, between=0):
+def stage(given=False, between=0, sent=(0, 0)):
     """1000 bytes of parameters; a backward that turns what is saved into two gradients."""
     before = SUMMED if given else 0
     return StageMemory(
@@ -35,6 +35,7 @@ def stage(given=False, between=0):
         given=given,
         reserved=1.5,
         between=between,
+        sent=sent,
     )
 
 
@@ -82,3 +83,12 @@ def test_what_lies_between_the_parts_of_a_backward_counts(rank, waiting):
     memory = memory_of_rank(order, {rank: (own, own)})
     flying = 2 - waiting  # a second micro-batch, if it is not within its backward too
     assert memory.by_category["saved"] == waiting * 3 * SAVED + flying * SAVED
+
+
+def test_what_is_sent_is_kept_until_the_schedule_ends():
+    """The runtime waits for all that it sent behind the last action."""
+    (order, _), own = orders("1f1b", 2, 4), stage(sent=(3, 4))
+    memory = memory_of_rank(order, {0: (own, own)})
+    flying = memory.table[CATEGORIES.index("in flight")]
+    assert flying[-2] == 4 * 3 + 3 * 4  # in the last backward
+    assert flying[-1] == 0

@@ -1,0 +1,94 @@
+"""What ranks of a pipeline send each other over, and what they send around a schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import Transfer
+from autopar.cost_model.cost import ClusterError, Cost
+from autopar.cost_model.shape import GroupShape
+from autopar.graph import Gradient, Parameter, Part, tensor_bytes, tensors
+from autopar.passes.split_stages import Stages
+from autopar.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Link:
+    """What neighbouring ranks of a pipeline send each other over.
+
+    Attributes:
+        cluster: times of messages.
+        mesh: the axes of the plan, those of the stages outermost.
+    """
+
+    cluster: Cluster
+    mesh: tuple[tuple[str, int], ...]
+
+    def seconds(self, nbytes: int) -> float:
+        """The time of one message."""
+        return self.cost(nbytes).seconds if nbytes else 0.0
+
+    def cost(self, nbytes: int) -> Cost:
+        """The same, and where it comes from: where no messages were timed, from broadcasts."""
+        try:
+            return self.cluster.seconds("send", nbytes, self._pair)
+        except ClusterError:
+            return self.cluster.seconds("broadcast", nbytes, self._pair)
+
+    def message(self, nbytes: int) -> Transfer:
+        """One message, as what it is priced as."""
+        try:
+            self.cluster.seconds("send", nbytes, self._pair)
+            kind = "send"
+        except ClusterError:
+            kind = "broadcast"
+        return Transfer(kind, "pp", nbytes, self._pair, "float32")
+
+    @property
+    def issue_s(self) -> float:
+        """For how long a message keeps the thread that computes."""
+        return self.cluster.slowdown.issue_s
+
+    @cached_property
+    def everyone(self) -> GroupShape:
+        """All ranks of the mesh."""
+        ranks = prod(size for _, size in self.mesh)
+        return GroupShape.of_axis({"all": ranks}, "all", self.cluster.ranks_per_node)
+
+    @cached_property
+    def _pair(self) -> GroupShape:
+        ranks, world = dict(self.mesh).get("pp", 1), self.cluster.world_size
+        stride, node = max(1, world // ranks), self.cluster.ranks_per_node
+        apart = any(r * stride // node != (r + 1) * stride // node for r in range(ranks - 1))
+        return GroupShape(2, 1 if apart else 2, max(1, world // 2))
+
+
+def around_s(stages: Stages, pipeline: Pipeline, link: Link) -> float:
+    """Seconds of what goes over the links before a schedule and after it.
+
+    Lent parameters come and their gradients go back; parts of totals are summed over all ranks.
+    """
+    if pipeline.ranks == 1:
+        return 0.0
+    sent = Counter[tuple[int, int, str]]()
+    for index, graph in enumerate(stages.stages):
+        user = pipeline.rank_of(index)
+        for role, node in zip(graph.inputs, graph.placeholders, strict=True):
+            if not isinstance(role, Parameter):
+                continue
+            owner = pipeline.rank_of(pipeline.owners[role.name])
+            if owner != user:
+                nbytes = tensor_bytes(tensors(node)[0])
+                sent[owner, user, "lent"] += nbytes
+                trained = graph.result(Gradient(role)) is not None
+                sent[user, owner, "given back"] += nbytes if trained else 0
+    lent = [link.seconds(n) for (_, _, what), n in sent.items() if what == "lent"]
+    back = [link.seconds(n) for (_, _, what), n in sent.items() if what != "lent"]
+    kinds = [isinstance(role, Part) for graph in stages.stages for role in graph.outputs]
+    sums = (stages.prologue is not None) + any(kinds)
+    each = link.cluster.seconds("all_reduce", 8, link.everyone, "float64").seconds
+    return max(lent, default=0.0) + max(back, default=0.0) + sums * each
