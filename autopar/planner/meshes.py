@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -153,7 +154,7 @@ class _Search:
         self.failures: list[OutOfMemoryError] = []
         self.refusals: dict[str, AutoparError] = {}
         self.left_out: list[Outline] = []
-        self.in_vain = 0
+        self.in_vain = Counter[str]()
         self.near = 1.0 if question.rivals is None else NEAR  # what may be tried is looked at
 
     @property
@@ -185,7 +186,8 @@ class _Search:
             if isinstance(refusal, CaptureError) and _parts(strategy) == 1:
                 raise  # torch's own data parallelism may serve
             self.refusals[_name(strategy)] = refusal
-        self.in_vain = 0 if self.best is not before else self.in_vain + 1
+        kind = self.kind(strategy)
+        self.in_vain[kind] = 0 if self.best is not before else self.in_vain[kind] + 1
 
     def in_order(self, strategies: Sequence[Strategy], outline: Sketch) -> list[Outline]:
         """Outlines of what else there is to look at, the most promising first."""
@@ -210,12 +212,17 @@ class _Search:
         recomputes = any(level != "none" for _, level in self.best.recompute)
         return self.best.memory_cap is not None and recomputes
 
+    def kind(self, strategy: Strategy) -> str:
+        """What patience is with: each mesh, where the best of several are tried, or all of them."""
+        own = self.question.rivals is not None
+        return _name(replace(strategy, micro_batches=None)) if own else ""
+
     def hopes_for(self, outline: Outline) -> bool:
         """Whether a mesh could be faster than the best so far, and is likely to."""
         assert self.best is not None
         limit = step_s(self.best)
-        margin = max(MARGIN, self.near)
-        likely = outline.step_s < margin * limit and self.in_vain < PATIENCE
+        patient = self.in_vain[self.kind(outline.strategy)] < PATIENCE
+        likely = outline.step_s < self.near * MARGIN * limit and patient
         return likely and outline.least_s < limit
 
     def holds_states(self, strategy: Strategy) -> bool:

@@ -15,8 +15,8 @@ from dataclasses import astuple, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.collectives import Transfer, collective_of
 from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.simulate import step_seconds
 from autopar.graph import TrainingGraph
 from autopar.planner.choose_stages import in_places, places_of
 from autopar.planner.decide import Question, cap_of, evaluator_of
@@ -41,7 +41,7 @@ class MicroBatch:
 
     Attributes:
         compute_s: seconds of all operators.
-        within_s: seconds of what is sent along those axes.
+        within_s: seconds in which it waits for what is sent along those axes.
         parameter_bytes: of the parameters there.
         saved_bytes: what the backward reads of the forward.
         crossing_bytes: what is sent on and back where least crosses a cut.
@@ -85,13 +85,10 @@ def micro_batch_of(question: Question, graph: TrainingGraph, machine: Machine) -
     places = places_of(question.strategy, question.model, graph)
     count = question.strategy.micro_batches or 1
     _, whole, lowered = in_places(evaluator, question.strategy, places, count)
-    operators, computed, within = machine.operators.of(lowered), 0.0, 0.0
-    for node in lowered.calls():
-        computed += operators.seconds(node).seconds
-        if collective_of(node) is not None:
-            sent = Transfer.of(node, lowered.axes, machine.cluster.ranks_per_node)
-            if sent.axis in question.strategy.axes:
-                within += machine.cluster.price(sent).seconds
+    operators = machine.operators.of(lowered)
+    computed = sum(operators.seconds(node).seconds for node in lowered.calls())
+    taken = step_seconds(lowered, machine.cluster, machine.operators)
+    within = max(0.0, taken - computed) if question.strategy.axes else 0.0
     segments = segments_of(whole, places, [0.0] * len(places.names), 1.0)
     crossing = (each.sent_bytes + each.returned_bytes for each in segments[1:])
     return MicroBatch(

@@ -6,6 +6,7 @@ the ranks are running, a few steps of each tell.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,9 @@ from autopar.prediction import RUNNERS_UP, RunnerUp
 
 TRIALS = 6
 """Plans that are tried, unless somebody says how many."""
+
+OF_A_MESH = 2
+"""Plans of one mesh that are tried: its others differ less from these than other meshes do."""
 
 NEAR = 1.3
 """Times as slow as the best a plan may be predicted to be, and still be tried."""
@@ -30,12 +34,14 @@ def worth_trying(best: Plan, others: Iterable[Plan], most: int, room: int | None
         room: bytes that all of them may take together; None for any number.
     """
     limit, cap = NEAR * step_s(best), best.memory_cap
-    found, kinds = [best], {_kind(best)}
+    found, kinds, meshes = [best], {_kind(best)}, Counter([_mesh(best)])
     for plan in sorted(others, key=step_s):
         assert plan.prediction is not None
         fits = cap is None or plan.prediction.needed_bytes <= cap
-        if fits and step_s(plan) <= limit and _kind(plan) not in kinds:
+        new = _kind(plan) not in kinds and meshes[_mesh(plan)] < OF_A_MESH
+        if fits and new and step_s(plan) <= limit:
             kinds.add(_kind(plan))
+            meshes[_mesh(plan)] += 1
             found.append(plan)
     if room is not None:
         while found and sum(_bytes(plan) for plan in found[:most]) > room:
@@ -48,15 +54,20 @@ def _bytes(plan: Plan) -> int:
     return plan.prediction.needed_bytes
 
 
+def _mesh(plan: Plan) -> tuple[object, ...]:
+    """How ranks lie along the axes of the model."""
+    axes = ((p.axis, size) for p in plan.partitions for n, size in plan.mesh if n == p.axis)
+    return plan.pipeline_ranks, plan.tensor_ranks, tuple(axes)
+
+
 def _kind(plan: Plan) -> tuple[object, ...]:
     """What plans differ in that are more than two sizes of the same buckets."""
     pipeline = plan.pipeline
     form = pipeline and (pipeline.schedule, pipeline.micro_batches, pipeline.stages_per_rank)
     zero, again = {stage for _, stage in plan.stages}, {level for _, level in plan.recompute}
-    sizes = tuple(sorted(size for _, size in plan.mesh if size > 1)), tuple(sorted(plan.cuts))
     by_level = any(own.from_bytes for own in plan.levels)
     methods = frozenset(plan.compressions.reduce)
-    return sizes, form, frozenset(zero), frozenset(again), by_level, methods
+    return _mesh(plan), form, frozenset(zero), frozenset(again), by_level, methods
 
 
 def after_trial(plans: Sequence[Plan], seconds: Sequence[float], rounds: int) -> Plan:

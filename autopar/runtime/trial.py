@@ -22,10 +22,10 @@ from autopar.runtime.agreement import from_everywhere
 if TYPE_CHECKING:
     from autopar.runtime.module import DistributedModule
 
-WARM, LEAST, MOST = 2, 5, 15
+WARM, LEAST, MOST = 2, 5, 21
 """Rounds that are not timed, and between how many that are."""
 
-BUDGET_S = 8.0
+BUDGET_S = 12.0
 """Seconds for timed rounds, if that is enough for the least number of them."""
 
 SHARE = 0.5

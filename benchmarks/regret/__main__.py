@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
         help="nodes x ranks, such as 2x2; 2x2@1gbit for that rate alone",
     )
     parser.add_argument("--rates", type=words, default=["100mbit", "1gbit", "10gbit"])
-    parser.add_argument("--caps", type=words, default=["none", "0.6"], help="shares of DDP's need")
+    parser.add_argument("--caps", type=words, default=["none", "0.7"], help="shares of DDP's need")
     parser.add_argument("--contenders", type=words, default=[], metavar="NAMES", help="only these")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each contender")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds of a race")
@@ -109,7 +109,6 @@ def run(
         caps=args.caps,
         limit_s=args.limit_s,
     )
-    shutil.rmtree(args.cache / "operators", ignore_errors=True)  # the machine drifts
     began = time.monotonic()
     with Network(layout.nodes, rate) as network:
         environment = {"AUTOPAR_CACHE": str(args.cache)}
@@ -157,6 +156,8 @@ def main() -> int:
     args = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 140)
     done = kept(args.json)
+    if not done:
+        shutil.rmtree(args.cache / "operators", ignore_errors=True)  # the machine drifts
     for model, layout, rate in races(args):
         if (model, str(layout), rate if layout.nodes > 1 else "") in map(key, done):
             continue
