@@ -4,6 +4,7 @@ import shutil
 import time
 import warnings
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -92,11 +93,12 @@ def through_inductor(rank: int, world_size: int) -> None:
         train(pair, "gpt", [5, 5])
         args, _ = batch_of("gpt", 2, 5)
         with ProfilerCounter() as counter:
-            for _ in range(3):
+            for _ in range(9):
                 with counter.step("step"):
                     pair.parallel(*args).backward()
                     pair.step()
-        peaks.append(max(counter.peaks()["step"]))
+        # middling: when gloo's thread lets go of a message is chance, in any one step
+        peaks.append(median(counter.peaks()["step"]))
     assert peaks[1] <= 1.02 * peaks[0]
 
 

@@ -1,0 +1,62 @@
+"""Which plans are worth a trial, and what a trial leaves of them."""
+
+from dataclasses import replace
+
+from autopar.plan import Plan
+from autopar.planner.rivals import after_trial, worth_trying
+from autopar.prediction import Prediction
+from autopar.strategy import Strategy
+from tests.models import MODELS
+from tests.planner.questions import question_of
+
+MODEL = MODELS["gpt"].make()
+
+
+def plan(name: str, step_s: float, nbytes: int = 10, zero: int = 0, **axes: int) -> Plan:
+    cost = Prediction(step_s, 0.0, step_s, 0.0, 0.0, nbytes)
+    base = question_of(MODEL, Strategy(**axes)).base()  # type: ignore[arg-type]
+    stages = tuple((block, zero) for block, _ in base.stages)
+    return replace(base, name=name, stages=stages, prediction=cost, memory_cap=50)
+
+
+def names(plans: list[Plan]) -> list[str]:
+    return [own.name for own in plans]
+
+
+BEST = plan("best", 1.0)
+
+
+def test_the_fastest_of_each_kind_that_could_be_as_fast() -> None:
+    others = [
+        plan("other buckets", 1.01),
+        plan("far", 1.4, zero=1),
+        plan("tall", 1.1, nbytes=51, zero=3),
+        plan("sharded", 1.2, zero=1),
+        plan("divided", 1.1, tp=2),
+    ]
+    assert names(worth_trying(BEST, others, 6, None)) == ["best", "divided", "sharded"]
+    assert names(worth_trying(BEST, others, 2, None)) == ["best", "divided"]
+
+
+def test_two_of_a_mesh() -> None:
+    others = [plan(f"zero{z}", 1.0 + z / 20, zero=z) for z in (1, 2, 3)]
+    assert names(worth_trying(BEST, others, 6, None)) == ["best", "zero1"]
+
+
+def test_as_many_as_there_is_room_for() -> None:
+    others = [plan("divided", 1.1, tp=2), plan("more so", 1.2, tp=4)]
+    assert names(worth_trying(BEST, others, 6, room=25)) == ["best", "divided"]
+    assert names(worth_trying(BEST, others, 6, room=5)) == ["best"]
+
+
+def test_the_fastest_is_taken_and_the_rest_are_kept() -> None:
+    other = plan("divided", 1.1, tp=2)
+    found = after_trial([BEST, other], [1.25, 1.0], rounds=7)
+    assert found.name == "divided"
+    assert found.runners_up[0].name == "best"
+    assert found.runners_up[0].why == "250.00 ms slower in a trial"
+    assert found.notes[-1] == (
+        "the fastest of 2 plans that ran for 7 steps each: divided: 1000 ms (predicted 1100); "
+        "best: 1250 ms (predicted 1000)"
+    )
+    assert found.prediction == other.prediction
