@@ -210,7 +210,10 @@ class OperatorTimes:
         """These times as the operators of a graph have them, which may be fused with others."""
         if self.present or self.backend == EAGER:
             return self
-        return replace(self, traffic=traffic(graph, self.backend))
+        made = replace(self, traffic=traffic(graph, self.backend))
+        for name in ("_known", "_kinds", "_costs", "_dispatch", "roofline"):
+            made.__dict__[name] = getattr(self, name)  # nothing of these is of a graph
+        return made
 
     def seconds(self, node: fx.Node) -> Cost:
         """The time of a node: measured if it was timed, otherwise modelled by the roofline.
@@ -226,6 +229,17 @@ class OperatorTimes:
         if cost is None:
             cost = self._modelled(node) if _is_timed(node) else self._dispatch
         return cost
+
+    def _modelled(self, node: fx.Node) -> Cost:
+        """What a model says of a node: once of all that are alike."""
+        key = signature(node)
+        if key not in self._known:
+            self._known[key] = self._by_model(node)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[str, Cost]:
+        return {}
 
     def _in_kernel(self, moved: Traffic) -> Cost:
         """What an operator adds to the kernel that it is part of."""
@@ -248,7 +262,7 @@ class OperatorTimes:
         mean = statistics.mean(seconds for _, seconds in alike)
         return Cost(mean, f"modelled by {kind_of(key)} elsewhere in rehearsed steps")
 
-    def _modelled(self, node: fx.Node) -> Cost:
+    def _by_model(self, node: fx.Node) -> Cost:
         """From the same operator at the nearest size, otherwise by the roofline."""
         flops, nbytes, line = flops_of(node), moved_bytes(node), self.roofline
         kind, size = kind_of(time_key(node)), flops or nbytes

@@ -7,7 +7,7 @@ and the stream of its axis is free; a wait blocks compute until it has ended (se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -101,15 +101,21 @@ def simulate(
     )
 
 
-def step_seconds(graph: TrainingGraph, cluster: Cluster, operators: OperatorTimes) -> float:
-    """The time of a step as `simulate` has it, and nothing else."""
-    run, first_backward = _Run(graph, cluster, operators.of(graph)), graph.backward_start
-    for node in graph.calls():
-        if node is first_backward:
-            run.begun_s = run.clock.now
-        run.step(node)
-    run.finish()
-    return run.clock.now
+def half_seconds(
+    graph: TrainingGraph, clusters: Iterable[Cluster], operators: OperatorTimes
+) -> list[tuple[float, float]]:
+    """Seconds of forward and backward as `simulate` has them, on each cluster."""
+    own, first_backward, found = operators.of(graph), graph.backward_start, []
+    for cluster in clusters:
+        run, forward_s = _Run(graph, cluster, own), 0.0
+        for node in graph.graph.nodes:
+            if node is first_backward:
+                forward_s = run.begun_s = run.clock.now
+            if node.op == "call_function":
+                run.step(node)
+        run.finish()
+        found.append((forward_s, run.clock.now - forward_s))
+    return found
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import FakeTensor, FakeTensorMode, pytree, results_in
+from autopar._torch import FakeTensor, FakeTensorMode, results_in
 from autopar.graph import InputRole, TrainingGraph, tensors
 
 Target = Callable[..., Any]
@@ -35,21 +35,27 @@ def result_of(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Torch's own cache of that takes a fraction of a millisecond, which of the operators that passes
     write for a large model makes most of their time.
     """
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
-    if mode is None:
+    modes: list[FakeTensorMode] = []
+    key = (target, _key(args, modes), _key(kwargs, modes))
+    if not modes:
         return target(*args, **kwargs)
-    known, key = results_in(mode), (target, structure, *map(_type, leaves))
+    known = results_in(modes[0])
     if key not in known:
         known[key] = target(*args, **kwargs)
     return known[key]
 
 
-def _type(leaf: Any) -> Any:
+def _key(value: Any, modes: list[FakeTensorMode]) -> Any:
     """All that a result depends on; numbers with their type, since 1 equals True and 1.0."""
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device
-    return type(leaf), leaf
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, FakeTensor):
+            modes.append(value.fake_mode)
+        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return type(value), *(_key(item, modes) for item in value)
+    if isinstance(value, dict):
+        return dict, *((name, _key(item, modes)) for name, item in value.items())
+    return type(value), value
 
 
 def add_input(

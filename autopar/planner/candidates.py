@@ -12,7 +12,7 @@ from autopar.cost_model.cost import Cost
 from autopar.cost_model.exposure import by_cause, worst
 from autopar.cost_model.liveness import Overhead
 from autopar.cost_model.operators import OperatorTimes
-from autopar.cost_model.simulate import Simulation, simulate, step_seconds
+from autopar.cost_model.simulate import Simulation, half_seconds, simulate
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.update import UpdateCost
 from autopar.cost_model.wire import node_bytes, sent_bytes
@@ -32,6 +32,10 @@ from autopar.prediction import MOST_EXPOSED, Prediction
 
 IN_FLIGHT = 2
 """Reduce-scatters under way: more would keep more whole gradients alive."""
+
+
+KEPT = 4
+"""Programs that an evaluator keeps."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class Evaluator:
         comm_backend: what collectives are lowered for.
         ways: of the graph before each axis that the model is partitioned along.
         note: is told of every plan that was priced.
+        done: the last plans and programs that were made, by choice.
         begun: the last graph before its collectives were put into buckets, by what made it.
     """
 
@@ -143,21 +148,32 @@ class Evaluator:
     comm_backend: str
     ways: tuple[Ways, ...] = ()
     note: Callable[[Plan], None] = field(default=lambda plan: None, compare=False, repr=False)
+    done: dict[Choice, tuple[Plan, TrainingGraph]] = field(
+        init=False, compare=False, repr=False, default_factory=dict
+    )
     begun: dict[Any, TrainingGraph] = field(
         init=False, compare=False, repr=False, default_factory=dict
     )
 
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice, buckets filled in the order of the graph."""
-        return self._plan(choice)[0]
+        return self._made(choice)[0]
 
     def lowered(self, choice: Choice) -> TrainingGraph:
         """The program of rank 0, whose chunks are the largest."""
-        return self._plan(choice)[1]
+        return self._made(choice)[1]
+
+    def _made(self, choice: Choice) -> tuple[Plan, TrainingGraph]:
+        """Both, of which a few are kept: they are large."""
+        if choice not in self.done:
+            while len(self.done) >= KEPT:
+                del self.done[next(iter(self.done))]
+            self.done[choice] = self._plan(choice)
+        return self.done[choice]
 
     def evaluate(self, choice: Choice) -> Evaluated:
         """Transforms the graph as the plan says, and simulates it."""
-        plan, graph = self._plan(choice)
+        plan, graph = self._made(choice)
         result = simulate(graph, self.cluster, self.operators, overhead=self.overhead)
         update = self.update_cost(graph)
         provenance = dict(result.provenance)
@@ -190,12 +206,12 @@ class Evaluator:
         self.note(plan)
         return Evaluated(choice, plan, prediction)
 
-    def seconds(self, plan: Plan, clusters: Sequence[Cluster]) -> list[float]:
-        """What a step of a plan takes on each of other clusters."""
-        graph = replace(self.graph, axes=plan.axes)
-        graph = run_passes(graph, plan.passes(0, self.comm_backend, ways=self.ways))
+    def seconds(self, choice: Choice, clusters: Sequence[Cluster]) -> list[float]:
+        """What a step of a choice takes on each of other clusters."""
+        graph = self.lowered(choice)
         update_s = self.update_cost(graph).seconds
-        return [step_seconds(graph, each, self.operators) + update_s for each in clusters]
+        halves = half_seconds(graph, clusters, self.operators)
+        return [forward_s + backward_s + update_s for forward_s, backward_s in halves]
 
     def update_cost(self, graph: TrainingGraph) -> Cost:
         """Time of the optimizer's step over this rank's parts of the trained parameters."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.shape import GroupShape
-from autopar.cost_model.simulate import step_seconds
+from autopar.cost_model.simulate import half_seconds
 from autopar.graph import TrainingGraph
 from autopar.planner.choose_stages import in_places, places_of
 from autopar.planner.decide import Question, cap_of, evaluator_of
@@ -87,8 +87,8 @@ def micro_batch_of(question: Question, graph: TrainingGraph, machine: Machine) -
     _, whole, lowered = in_places(evaluator, question.strategy, places, count)
     operators = machine.operators.of(lowered)
     computed = sum(operators.seconds(node).seconds for node in lowered.calls())
-    taken = step_seconds(lowered, machine.cluster, machine.operators)
-    within = max(0.0, taken - computed) if question.strategy.axes else 0.0
+    (halves,) = half_seconds(lowered, [machine.cluster], machine.operators)
+    within = max(0.0, sum(halves) - computed) if question.strategy.axes else 0.0
     segments = segments_of(whole, places, [0.0] * len(places.names), 1.0)
     crossing = (each.sent_bytes + each.returned_bytes for each in segments[1:])
     return MicroBatch(

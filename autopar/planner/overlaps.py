@@ -132,6 +132,9 @@ class _Walk:
         self.position, self.place = 0.0, 0
         self.early = sorted(half.of("early"), key=lambda unit: (unit.mark, unit.level))
         self.late = half.of("late")
+        self.followers = [unit for unit in self.early if unit.level]
+        self.sums = [unit for unit in self.late if unit.start is not None]
+        self.finishes = [unit for unit in self.late if unit.start is None and _takes_shards(unit)]
         self.to_send = sum(self.cost(u).seconds for u in half.units if u.start is not None)
 
     @property
@@ -193,8 +196,8 @@ class _Walk:
     def candidates(self, span_s: float) -> Iterator[Unit]:
         """What could be issued now, what is best first."""
         gather = next((u for u in self.early if u not in self.positions), None)
-        sums = [u for u in self.late if self.is_ready(u)]
-        follower = next((u for u in self.early if u.level and self.is_ready(u)), None)
+        sums = [u for u in self.sums if u.mark <= self.position and self.is_ready(u)]
+        follower = next((u for u in self.followers if self.is_ready(u)), None)
         if follower is not None:
             yield follower
         if gather is None or gather.level:
@@ -249,6 +252,9 @@ class _Walk:
         """Runs a unit: waits, what is computed, a start."""
         self.position += TICK
         self.positions[unit] = self.position
+        for waiting in (self.sums, self.finishes):
+            if unit in waiting:
+                waiting.remove(unit)
         for node in unit.nodes:
             if node.target is wait:
                 self.come(node.args[0])  # type: ignore[arg-type]
@@ -291,14 +297,8 @@ class _Walk:
 
     def take_what_came(self) -> None:
         """Waits for reduced shards that are there, so that the whole gradients are freed."""
-        for unit in self.late:
-            behind = unit.behind
-            shards = (
-                b.start is not None and b.start.target is start_reduce_scatter for b in behind
-            )
-            if unit.start is not None or unit in self.positions or not all(shards):
-                continue
-            if all(b in self.positions and self.has_come(b, MARGIN) for b in behind):
+        for unit in list(self.finishes):
+            if all(b in self.positions and self.has_come(b, MARGIN) for b in unit.behind):
                 self.issue(unit)
 
     def drain(self) -> None:
@@ -332,6 +332,12 @@ class _Walk:
             axis = flight.transfer.axis
             found[axis] = found.get(axis, 0.0) + flight.left_s
         return found
+
+
+def _takes_shards(unit: Unit) -> bool:
+    """Whether all that a unit waits for are reduced shards."""
+    starts = (before.start for before in unit.behind)
+    return all(s is not None and s.target is start_reduce_scatter for s in starts)
 
 
 def under_way(flights: Iterable[list[Flight]]) -> Iterator[Flight]:

@@ -13,7 +13,7 @@ from autopar.cost_model.cost import Cost
 from autopar.cost_model.exposure import by_cause, worst
 from autopar.cost_model.pipeline import PipelineSimulation, StageCost, simulate_pipeline
 from autopar.cost_model.schedules import Orders, in_flight, orders, split_orders
-from autopar.cost_model.simulate import Simulation, simulate
+from autopar.cost_model.simulate import Simulation, half_seconds, simulate
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.wire import sent_bytes
 from autopar.graph import Parameter, Sent, TrainingGraph, tensor_bytes, tensors
@@ -34,6 +34,9 @@ from autopar.planner.pipeline_pictures import picture_of_pipeline
 from autopar.planner.stage_memory import RankMemory, StageMemory, bytes_between, memory_of_rank
 from autopar.prediction import MOST_EXPOSED, Prediction, StagePrediction
 from autopar.staging import cut, passes_of_stage
+
+Staged = tuple[Plan, list[tuple[TrainingGraph, TrainingGraph]], Alike]
+"""A plan, each stage lowered (its last micro-batch, one before that), and those that are alike."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,8 @@ class Lowered:
     @property
     def cost(self) -> StageCost:
         """What it takes."""
-        backward = self.more.backward_s
-        return StageCost(
-            forward_s=self.more.forward_s,
-            backward_s=backward + self.adding_s,
-            input_s=backward * (1.0 - self.weights),
-            weight_s=backward * self.weights + self.adding_s,
-            last_s=max(0.0, self.last.backward_s - backward),
-            sent_bytes=_passed_on(self.graph, "forward"),
-            returned_bytes=_passed_on(self.graph, "backward"),
-        )
+        own = self.more.forward_s, self.more.backward_s, self.last.backward_s
+        return _cost(self.graph, *own, self.adding_s, self.weights)
 
 
 @dataclass(frozen=True)
@@ -86,6 +81,7 @@ class PipelineEvaluator(Evaluator):
 
     cuts: dict[str, Stages] = field(default_factory=dict, compare=False, repr=False)
     known: dict[Choice, Evaluated] = field(default_factory=dict, compare=False, repr=False)
+    lowerings: dict[Choice, Staged] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -113,7 +109,8 @@ class PipelineEvaluator(Evaluator):
             order, [stage.cost for stage in stages], link.seconds, link.issue_s
         )
         flights = [in_flight(order[s % len(order)], s) for s in range(len(stages))]
-        update = [self._update(plan, alike, stages, rank) for rank in range(self.pipeline.ranks)]
+        graphs = [stage.graph for stage in stages]
+        update = [self._update(plan, alike, graphs, rank) for rank in range(self.pipeline.ranks)]
         memories = self._memory(stages, order)
         prediction = self._prediction(plan, stages, together, flights, update, memories)
         picture = self._picture(plan, stages, together, memories)
@@ -127,9 +124,14 @@ class PipelineEvaluator(Evaluator):
             return orders(p.schedule, p.ranks, p.micro_batches, p.stages_per_rank)
         return tuple(map(tuple.__add__, *split_orders(p.ranks, p.micro_batches, p.stages_per_rank)))
 
-    def _staged(
-        self, choice: Choice
-    ) -> tuple[Plan, list[tuple[TrainingGraph, TrainingGraph]], Alike]:
+    def _staged(self, choice: Choice) -> Staged:
+        """What a choice lowers to, of which the last is kept."""
+        if choice not in self.lowerings:
+            self.lowerings.clear()
+            self.lowerings[choice] = self._lower(choice)
+        return self.lowerings[choice]
+
+    def _lower(self, choice: Choice) -> Staged:
         """The plan, each stage lowered (its last micro-batch, one before that), those alike once.
 
         Collectives that are scheduled one by one are known by name, so then all stages are lowered.
@@ -169,25 +171,31 @@ class PipelineEvaluator(Evaluator):
         sent = tuple(sorted(self._sent(pairs).items()))
         return replace(plan, notes=tuple(notes), sent_bytes=sent), pairs, alike
 
-    def seconds(self, plan: Plan, clusters: Sequence[Cluster]) -> list[float]:
-        """What a step of a plan takes on each of other clusters."""
-        cuts = self.cuts[plan.axis]
-        alike = Alike.none(len(cuts.stages)) if plan.overlaps else Alike.of(cuts.stages, plan)
-        pairs = {
-            first: self._pair(plan, cuts.stages[first]) for first in dict.fromkeys(alike.first)
+    def seconds(self, choice: Choice, clusters: Sequence[Cluster]) -> list[float]:
+        """What a step of a choice takes on each of other clusters."""
+        plan, pairs, alike = self._staged(choice)
+        firsts = dict.fromkeys(alike.first)
+        known = {first: (self._adding(pairs[first][1]), self._weights(pairs[first][0])[0])
+                 for first in firsts}  # fmt: skip
+        halves = {
+            first: [half_seconds(graph, clusters, self.operators) for graph in pairs[first]]
+            for first in firsts
         }
-        order = self.orders(cuts)
+        graphs = [pairs[first][0] for first in alike.first]
+        updates = [self._update(plan, alike, graphs, rank) for rank in range(self.pipeline.ranks)]
 
-        def on(cluster: Cluster) -> float:
-            other = replace(self, cluster=cluster, known={})
-            found = {stage: other._lowered(*pair) for stage, pair in pairs.items()}
-            stages = [found[first] for first in alike.first]
-            costs, link = [stage.cost for stage in stages], Link(cluster, plan.mesh)
-            ends = simulate_pipeline(order, costs, link.seconds, link.issue_s).ends_s
-            updates = [self._update(plan, alike, stages, r) for r in range(self.pipeline.ranks)]
-            return max(end + cost.seconds for end, cost in zip(ends, updates, strict=True))
+        def on(index: int, cluster: Cluster) -> float:
+            costs = {}
+            for first, (last, more) in halves.items():
+                times = *more[index], last[index][1]
+                costs[first] = _cost(pairs[first][0], *times, *known[first])
+            link, cuts = Link(cluster, plan.mesh), self.cuts[plan.axis]
+            stages = [costs[first] for first in alike.first]
+            found = simulate_pipeline(self.orders(cuts), stages, link.seconds, link.issue_s)
+            ends = (end + cost.seconds for end, cost in zip(found.ends_s, updates, strict=True))
+            return max(ends) + around_s(cuts, self.pipeline, link)
 
-        return [on(cluster) for cluster in clusters]
+        return [on(*place) for place in enumerate(clusters)]
 
     def _pair(self, plan: Plan, stage: TrainingGraph) -> tuple[TrainingGraph, TrainingGraph]:
         """A stage lowered: its last micro-batch, and one before that."""
@@ -227,13 +235,7 @@ class PipelineEvaluator(Evaluator):
 
         first = simulated(last)
         second = first if more is last else simulated(more)
-        found = Lowered(last, more, first, second, self._adding(more))
-        backward = split_forward_backward(last).backward
-        if self.pipeline.schedule != "zero_bubble" or backward is None:
-            return found
-        halves = split_inputs_weights(backward)
-        held = bytes_between(halves[1], last)
-        return replace(found, weights=self._weights(halves), between=held)
+        return Lowered(last, more, first, second, self._adding(more), *self._weights(last))
 
     def _adding(self, graph: TrainingGraph) -> float:
         """Seconds that a micro-batch takes to add its gradients to those before: all but one do."""
@@ -244,19 +246,24 @@ class PipelineEvaluator(Evaluator):
         seconds = sum(self.operators.seconds(node).seconds for node in added)
         return seconds * (micro - 1) / micro
 
-    def _weights(self, halves: Sequence[TrainingGraph]) -> float:
-        """The share of a stage's backward that other stages need not wait for."""
+    def _weights(self, last: TrainingGraph) -> tuple[float, int]:
+        """The share of a stage's backward that other stages need not wait for, and what waits."""
+        backward = split_forward_backward(last).backward
+        if self.pipeline.schedule != "zero_bubble" or backward is None:
+            return 0.0, 0
+        halves = split_inputs_weights(backward)
         seconds = [
             sum(self.operators.seconds(node).seconds for node in part.calls()) for part in halves
         ]
-        return seconds[1] / sum(seconds) if sum(seconds) else 0.0
+        share = seconds[1] / sum(seconds) if sum(seconds) else 0.0
+        return share, bytes_between(halves[1], last)
 
-    def _update(self, plan: Plan, alike: Alike, stages: Sequence[Lowered], rank: int) -> Cost:
+    def _update(self, plan: Plan, alike: Alike, stages: Sequence[TrainingGraph], rank: int) -> Cost:
         """The optimizer's step of a rank."""
         cuts = self.cuts[plan.axis].stages
         held, sizes, wrapped = self.pipeline.held(rank), dict[str, int](), plan.shards_parameters
         for stage in self.pipeline.stages_of(rank):
-            graph = stages[stage].graph
+            graph = stages[stage]
             names = renamed(cuts[alike.first[stage]], cuts[stage])
             for role, node in zip(graph.inputs, graph.placeholders, strict=True):
                 if isinstance(role, Parameter) and graph.parameters[role.name].requires_grad:
@@ -363,6 +370,26 @@ def staged(evaluator: Evaluator, pipeline: Pipeline) -> PipelineEvaluator:
     batches = overhead.batches * pipeline.micro_batches
     own["base"] = replace(evaluator.base, pipeline=pipeline)
     return PipelineEvaluator(**{**own, "overhead": replace(overhead, batches=batches)})
+
+
+def _cost(
+    graph: TrainingGraph,
+    forward_s: float,
+    backward_s: float,
+    last_s: float,
+    adding_s: float,
+    weights: float,
+) -> StageCost:
+    """What a stage takes whose halves take so long; the last of its backwards, `last_s`."""
+    return StageCost(
+        forward_s=forward_s,
+        backward_s=backward_s + adding_s,
+        input_s=backward_s * (1.0 - weights),
+        weight_s=backward_s * weights + adding_s,
+        last_s=max(0.0, last_s - backward_s),
+        sent_bytes=_passed_on(graph, "forward"),
+        returned_bytes=_passed_on(graph, "backward"),
+    )
 
 
 def _passed_on(graph: TrainingGraph, phase: str) -> int:

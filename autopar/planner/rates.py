@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields, replace
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.shape import GroupShape
-from autopar.plan import Plan
-from autopar.planner.candidates import Evaluator
+from autopar.planner.candidates import Choice, Evaluator
 
 RATES = (0.25, 0.5, 2.0, 4.0)
 """Times as many bytes in a second, over every link; what an empty message takes stays."""
@@ -37,7 +36,7 @@ class OtherLinks(Cluster):
         return replace(whole, seconds=empty + (whole.seconds - empty) / self.rate)
 
 
-def at_rates(evaluator: Evaluator, plan: Plan) -> tuple[tuple[float, float], ...]:
-    """What a step of a plan takes over links of each of `RATES`: pairs of a rate and seconds."""
+def at_rates(evaluator: Evaluator, choice: Choice) -> tuple[tuple[float, float], ...]:
+    """What a step of a choice takes over links of each of `RATES`: pairs of a rate and seconds."""
     clusters = [OtherLinks.than(evaluator.cluster, rate) for rate in RATES]
-    return tuple(zip(RATES, evaluator.seconds(plan, clusters), strict=True))
+    return tuple(zip(RATES, evaluator.seconds(choice, clusters), strict=True))

@@ -52,7 +52,7 @@ def choose(
     search = _Search(evaluator, strategy, blocks, cap, progress, beat_s)
     best = search.run()
     plan = replace(best.plan, runners_up=search.runners_up(best), memory_cap=cap)
-    return search.with_rates(plan)
+    return search.with_rates(plan, best.choice)
 
 
 def choose_among(
@@ -138,6 +138,8 @@ class _Search:
         stages = ((0, 1, 2, 3) if several else (0, 1, 3)) if free else (0,)
         starts = [first_choice(self.strategy, self.blocks, stage) for stage in stages]
         starts = list(dict.fromkeys(starts))
+        if not several and self.cap_is_met_below(starts[-1], starts[:-1]):
+            starts.pop()  # the same sums and gathers, and more of these: for memory alone
         best = self.best(self.look(choice) for choice in starts)
         if min(_least_s(self.look(choice)) for choice in starts) >= self.beat_s:
             if best is None:
@@ -152,6 +154,12 @@ class _Search:
             best = found
         alone = one and not self.evaluator.base.partitions
         return best if alone else self.tune(best)
+
+    def cap_is_met_below(self, last: Choice, starts: Sequence[Choice]) -> bool:
+        """Whether the highest stage is open, and a lower one that shards states fits."""
+        sharded = [c for c in starts if {stage for _, stage in c.stages} == {1}]
+        highest = {stage for _, stage in last.stages} == {3}
+        return highest and any(self.fits(self.look(choice)) for choice in sharded)
 
     def look(self, choice: Choice) -> Evaluated:
         """Evaluates a choice once."""
@@ -287,7 +295,7 @@ class _Search:
             return f"as fast, needs {human_bytes(more)} more"
         return slower(item.prediction, best.prediction)
 
-    def with_rates(self, plan: Plan) -> Plan:
+    def with_rates(self, plan: Plan, choice: Choice) -> Plan:
         """The plan with what it, and the fastest that divides otherwise, take over other links."""
         cost = plan.prediction
         assert cost is not None
@@ -297,12 +305,12 @@ class _Search:
         others = [item for item in items if item.plan.stages != plan.stages]
         if not others and math.isinf(self.beat_s):
             return plan  # there is nothing that could win
-        priced = replace(cost, at_rates=at_rates(self.evaluator, plan))
+        priced = replace(cost, at_rates=at_rates(self.evaluator, choice))
         plan = replace(plan, prediction=priced)
         if not others:
             return plan
         rival = min(others, key=_step_s)
-        rates, name = at_rates(self.evaluator, rival.plan), str(rival.choice)
+        rates, name = at_rates(self.evaluator, rival.choice), str(rival.choice)
         runners_up = (
             replace(other, at_rates=rates) if other.name == name else other
             for other in plan.runners_up

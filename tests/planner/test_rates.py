@@ -9,7 +9,7 @@ from autopar.captures import capture_of_rank
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.shape import GroupShape
 from autopar.plan import Plan
-from autopar.planner.candidates import Evaluator
+from autopar.planner.candidates import Evaluated, Evaluator
 from autopar.planner.choose_stages import unmeasured_pipeline
 from autopar.planner.decide import evaluator_of, measured
 from autopar.planner.rates import RATES, OtherLinks, at_rates
@@ -31,7 +31,7 @@ def test_faster_links_carry_bytes_faster_and_start_as_late() -> None:
     assert found == pytest.approx(empty + (much - empty) / 2)
 
 
-def evaluator(strategy: Strategy) -> tuple[Evaluator, Plan]:
+def evaluator(strategy: Strategy) -> tuple[Evaluator, Evaluated]:
     """Of two blocks on eight GPUs that are not here."""
     with torch.device("meta"):
         model, inputs = Stack(lambda: GPTBlock(256, 4), 2), torch.empty(16, 64, 256)
@@ -42,7 +42,7 @@ def evaluator(strategy: Strategy) -> tuple[Evaluator, Plan]:
     found = evaluator_of(question, graph, measured(question, {parts: graph}))
     if strategy.pipelined:
         found = unmeasured_pipeline(found, strategy, question.model)
-    return found, found.evaluate(first_choice(strategy, question.blocks, 3)).plan
+    return found, found.evaluate(first_choice(strategy, question.blocks, 3))
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def evaluator(strategy: Strategy) -> tuple[Evaluator, Plan]:
     ids=["whole", "staged"],
 )
 def test_a_step_over_the_links_that_there_are_is_the_prediction(strategy: Strategy) -> None:
-    priced, plan = evaluator(strategy)
-    assert plan.prediction is not None
-    assert priced.seconds(plan, [priced.cluster]) == [pytest.approx(plan.prediction.step_s)]
-    rates = dict(at_rates(priced, plan))
+    priced, own = evaluator(strategy)
+    step_s = own.prediction.step_s
+    assert priced.seconds(own.choice, [priced.cluster]) == [pytest.approx(step_s)]
+    rates = dict(at_rates(priced, own.choice))
     assert tuple(rates) == RATES
-    assert rates[0.25] > rates[0.5] > plan.prediction.step_s > rates[2.0] > rates[4.0]
+    assert rates[0.25] > rates[0.5] > step_s > rates[2.0] > rates[4.0]
 
 
 def of(step_s: float, needed: int, rates: tuple[float, ...] = ()) -> Prediction:
