@@ -34,7 +34,7 @@ IN_FLIGHT = 2
 """Reduce-scatters under way: more would keep more whole gradients alive."""
 
 
-KEPT = 4
+KEPT = 6
 """Programs that an evaluator keeps."""
 
 

@@ -138,8 +138,6 @@ class _Search:
         stages = ((0, 1, 2, 3) if several else (0, 1, 3)) if free else (0,)
         starts = [first_choice(self.strategy, self.blocks, stage) for stage in stages]
         starts = list(dict.fromkeys(starts))
-        if not several and self.cap_is_met_below(starts[-1], starts[:-1]):
-            starts.pop()  # the same sums and gathers, and more of these: for memory alone
         best = self.best(self.look(choice) for choice in starts)
         if min(_least_s(self.look(choice)) for choice in starts) >= self.beat_s:
             if best is None:
@@ -154,12 +152,6 @@ class _Search:
             best = found
         alone = one and not self.evaluator.base.partitions
         return best if alone else self.tune(best)
-
-    def cap_is_met_below(self, last: Choice, starts: Sequence[Choice]) -> bool:
-        """Whether the highest stage is open, and a lower one that shards states fits."""
-        sharded = [c for c in starts if {stage for _, stage in c.stages} == {1}]
-        highest = {stage for _, stage in last.stages} == {3}
-        return highest and any(self.fits(self.look(choice)) for choice in sharded)
 
     def look(self, choice: Choice) -> Evaluated:
         """Evaluates a choice once."""

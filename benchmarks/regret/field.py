@@ -150,6 +150,7 @@ def build_plan(
     cluster: Cluster,
     strategy: autopar.Strategy | str,
     memory: Callable[[], int | None],
+    time_limit_s: float | None = None,
 ) -> Planned:
     """Return autopar, planned for what runs here."""
     start = time.perf_counter()
@@ -160,6 +161,7 @@ def build_plan(
         memory=memory(),
         cluster=cluster,
         fallback=False,
+        time_limit_s=time_limit_s,
     )
     taken = time.perf_counter() - start
     assert model.plan is not None

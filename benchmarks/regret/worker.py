@@ -39,7 +39,10 @@ from benchmarks.worker import Entry, Race
 CLUSTER_S = 12.0
 """Seconds to measure a cluster, once for all models."""
 
-LEAST_ROUNDS = 3
+LEAST_ROUNDS = 5
+
+SEARCH_S = 45.0
+"""Seconds after which the planner looks at no further mesh."""
 
 CHOOSING = autopar.Strategy(search=("pp", "tp"))
 """What the planner is told when it chooses: nothing but which axes it may use."""
@@ -62,7 +65,7 @@ class RegretJob(Job):
         module: that has the model, in its CASES.
         layout: where the ranks are, such as "2x2".
         caps: what plans are chosen under.
-        limit_s: seconds after which no round begins beyond the third.
+        limit_s: seconds after which no round begins beyond the fifth.
     """
 
     module: str = ""
@@ -152,8 +155,9 @@ def contenders(job: RegretJob, cluster: Cluster, case: Case, cap: Cap) -> list[C
         Contender(name, partial(uncapped, strategy=strategy))
         for name, strategy in enumeration(case, layout).items()
     ]
+    choosing = partial(build, strategy=CHOOSING, time_limit_s=SEARCH_S)
     chosen = [
-        Contender(chosen_name(share), partial(build, strategy=CHOOSING, memory=partial(cap, share)))
+        Contender(chosen_name(share), partial(choosing, memory=partial(cap, share)))
         for share in job.caps
     ]
     return [*peers(case, layout), *plans, *chosen]
