@@ -26,7 +26,7 @@ from autopar.runtime.parameters import describe_parameters
 from autopar.thinning import KEPT, kinds_of, of_whole, thinned
 
 SMALLER = 8
-"""How many times less rows a small micro-batch has than the largest without stages."""
+"""How many times less rows a small micro-batch has than a large one, the most without stages."""
 
 Captured = Callable[[int], TrainingGraph]
 """Captures one of so many slices of the batch."""
@@ -99,8 +99,8 @@ def sketches(
         if slices > rows() or (count > 1 and rows() % slices):
             raise BatchError(f"{rows()} rows cannot be cut into {slices} equal slices")
         axes = tuple(own.strategy.axes.items())
-        large = own.data_ranks * own.strategy.pipeline_ranks
-        sizes = (min(large, rows()), min(SMALLER * large, rows()))
+        small = min(SMALLER * own.data_ranks * own.strategy.pipeline_ranks, rows())
+        sizes = (max(1, small // SMALLER), small)
         micro = between({size: figures(axes, size) for size in sizes}, slices)
         return outline_of(own, micro, machine())
 

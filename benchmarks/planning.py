@@ -92,13 +92,17 @@ class Case:
         make: the model in bfloat16 and a global batch, on the meta device.
         cluster: a shipped one.
         gpus: how many of it.
-        strategy: its mesh.
+        strategy: its mesh, or what it may be.
+        memory: of each.
+        limit_s: seconds after which no further mesh is looked at.
     """
 
     make: Callable[[], tuple[nn.Module, Any]]
     cluster: str
     gpus: int
     strategy: Strategy
+    memory: str = "1000GB"
+    limit_s: float | None = None
 
 
 def gpt2() -> tuple[nn.Module, Any]:
@@ -123,7 +127,7 @@ def mixture() -> tuple[nn.Module, Any]:
 
 BUCKETS = {"gather_bytes": 2**26, "reduce_bytes": 2**26}
 CASES: Mapping[str, Case] = {
-    "gpt2-1.5b": Case(gpt2, "dgx-a100", 16, Strategy()),
+    "gpt2-1.5b": Case(gpt2, "dgx-a100", 16, Strategy(), "80GB"),
     "llama-70b-1024": Case(
         llama_70b,
         "dgx-h100",
@@ -131,6 +135,9 @@ CASES: Mapping[str, Case] = {
         Strategy(
             1, "selective", tp=8, pp=4, micro_batches=32, schedule="1f1b", prefetch=1, **BUCKETS
         ),
+    ),
+    "llama-70b-1024-searched": Case(
+        llama_70b, "dgx-h100", 1024, Strategy(search=("pp", "tp")), "80GB", 60.0
     ),
     "moe-8x7b-256": Case(
         mixture, "dgx-h100", 256, Strategy(1, "selective", ep=8, prefetch=1, **BUCKETS)
@@ -151,8 +158,9 @@ def whole_plan(name: str) -> Row:
         example_inputs=inputs,
         strategy=case.strategy,
         cluster=Cluster.named(case.cluster, nodes),
-        memory="80GB" if name == "gpt2-1.5b" else "1000GB",
+        memory=case.memory,
         backend="inductor",
+        time_limit_s=case.limit_s,
     )
     taken, computed = time.perf_counter() - start, time.process_time() - begun
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

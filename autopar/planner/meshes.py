@@ -113,10 +113,10 @@ def fastest_mesh(
 ) -> Plan:
     """The fastest plan that fits, of all meshes that a strategy leaves open.
 
-    Data parallelism is looked at first. The search ends there where the plan computes all but a
-    negligible part of its step: every mesh divides the same work. Otherwise the others are looked
-    at in the order of their outlines. A mesh is left out where its states alone exceed the cap,
-    where it can be no faster than the best so far, or is not expected to be by a margin.
+    Of few ranks data parallelism is looked at first. The search ends there where the plan computes
+    all but a negligible part of its step: every mesh divides the same work. Otherwise all are
+    looked at in the order of their outlines. A mesh is left out where its states alone exceed the
+    cap, where it can be no faster than the best so far, or is not expected to be by a margin.
     Live ranks call this at once; they all see the same plans, outlines and errors.
 
     Args:
@@ -134,10 +134,12 @@ def fastest_mesh(
         return look(question)
     search = _Search(question, look, progress)
     first, *others = meshes(question.strategy, question.world_size, near, len(question.blocks))
-    search.look_at(first, 0, len(others) + 1)
-    if search.best is not None and search.is_bound_by_computing():
-        return search.end(f"not looked at: {_few(map(_name, others))}; {search.gain()}")
-    found = search.in_order((first, *others), outline)
+    small = question.world_size <= SMALL_WORLD
+    if small:
+        search.look_at(first, 0, len(others) + 1)
+        if search.best is not None and search.is_bound_by_computing():
+            return search.end(f"not looked at: {_few(map(_name, others))}; {search.gain()}")
+    found = search.in_order((first, *others), outline, again=small)
     for done, each in enumerate(found, 1):
         if search.best is not None and (not search.hopes_for(each) or not go_on()):
             search.left_out.append(each)
@@ -174,7 +176,7 @@ class _Search:
         if not self.holds_states(strategy):
             return
         if strategy.pipeline_ranks == 1 and strategy.micro_batches == 1:
-            strategy = replace(strategy, micro_batches=None)
+            strategy = replace(strategy, micro_batches=self.question.strategy.micro_batches)
         question, before = replace(self.question, strategy=strategy), self.best
         if before is not None:
             question = replace(question, beat_s=self.near * step_s(before))
@@ -189,15 +191,23 @@ class _Search:
         kind = self.kind(strategy)
         self.in_vain[kind] = 0 if self.best is not before else self.in_vain[kind] + 1
 
-    def in_order(self, strategies: Sequence[Strategy], outline: Sketch) -> list[Outline]:
-        """Outlines of what else there is to look at, the most promising first."""
+    def in_order(
+        self, strategies: Sequence[Strategy], outline: Sketch, again: bool
+    ) -> list[Outline]:
+        """Outlines of what else there is to look at, the most promising first.
+
+        Args:
+            strategies: of all meshes, the first of which may have been looked at.
+            outline: what can be expected of one.
+            again: whether it has.
+        """
         found = []
         roomy = filter(self.holds_states, strategies)
         for strategy in (each for mesh in roomy for each in counted(mesh)):
-            if _parts(strategy) == strategy.micro_batches == 1:
+            if again and _parts(strategy) == strategy.micro_batches == 1:
                 continue
             waits = strategy.pipeline_ranks == 1 and (strategy.micro_batches or 1) > 1
-            if waits and not self.presses():
+            if again and waits and not self.presses():
                 continue
             try:
                 found.append(outline(replace(self.question, strategy=strategy)))
@@ -263,8 +273,17 @@ class _Search:
                 raise min(self.failures, key=lambda failure: failure.shortfall)
             raise next(iter(self.refusals.values()))
         best = self.best
-        notes = [f"{mesh} is not possible: {why}" for mesh, why in self.refusals.items()]
-        return replace(best, runners_up=self.runners_up(best), notes=(*best.notes, *notes, *left))
+        notes = (*best.notes, *self.refused(), *left)
+        return replace(best, runners_up=self.runners_up(best), notes=notes)
+
+    def refused(self) -> Iterator[str]:
+        """What is not possible, and why; where it is the rows, once for all."""
+        rows = [mesh for mesh, why in self.refusals.items() if isinstance(why, BatchError)]
+        for mesh, why in self.refusals.items():
+            if len(rows) == 1 or mesh not in rows:
+                yield f"{mesh} is not possible: {why}"
+        if len(rows) > 1:
+            yield f"not possible with so many rows: {_few(rows)}"
 
     def runners_up(self, best: Plan) -> tuple[RunnerUp, ...]:
         """The fastest of every other mesh, and what lost under the same one."""

@@ -137,7 +137,8 @@ class _Search:
         several = self.strategy.pipelined  # of one micro-batch gradients are summed at once
         stages = ((0, 1, 2, 3) if several else (0, 1, 3)) if free else (0,)
         starts = [first_choice(self.strategy, self.blocks, stage) for stage in stages]
-        starts = list(dict.fromkeys(starts))
+        *lower, last = dict.fromkeys(starts)
+        starts = [*filter(self.may_fit, lower), last]
         best = self.best(self.look(choice) for choice in starts)
         if min(_least_s(self.look(choice)) for choice in starts) >= self.beat_s:
             if best is None:
@@ -152,6 +153,20 @@ class _Search:
             best = found
         alone = one and not self.evaluator.base.partitions
         return best if alone else self.tune(best)
+
+    def may_fit(self, choice: Choice) -> bool:
+        """Whether a rank's part of parameters and optimizer states is under the cap.
+
+        If all that axes and stages can divide were divided evenly: none can hold less everywhere.
+        """
+        base, ranks = self.evaluator.base, self.evaluator.base.data_ranks
+        sizes, blocks = dict(base.parameter_bytes), dict(choice.stages)
+        least = 0.0
+        for name, info in self.evaluator.parameters.items():
+            stage, states = blocks[info.block], base.optimizer_state_ratio * info.requires_grad
+            copies = 1.0 / (ranks if stage == 3 else 1) + states / (ranks if stage else 1)
+            least += sizes[name] * copies
+        return self.cap is None or least <= self.cap * base.tensor_ranks * base.pipeline_ranks
 
     def look(self, choice: Choice) -> Evaluated:
         """Evaluates a choice once."""
@@ -179,6 +194,8 @@ class _Search:
         """The least recomputation, block by block, with which a choice fits."""
         if self.strategy.recompute is not None or self.fits(self.look(choice)):
             return self.look(choice)
+        if not self.may_fit(choice):
+            return None
         for level in LEVELS[1:]:
             raised = partial(self.recomputing, choice, level)
             if self.fits(self.look(raised(len(self.order)))):
@@ -209,15 +226,28 @@ class _Search:
         return [*(b for b in self.blocks if b), ""]
 
     def least(self, raised: Callable[[int], Choice]) -> Evaluated:
-        """The smallest count that fits, by bisection; the largest is known to fit."""
-        low, high = 0, len(self.order)
-        while low < high:
-            middle = (low + high) // 2
-            if self.fits(self.look(raised(middle))):
-                high = middle
+        """The smallest count that fits; the largest is known to, and none is known not to.
+
+        Bytes fall nearly in proportion to the count, so it is looked for where a line between the
+        nearest counts on both sides meets the cap, and behind that in the middle.
+        """
+        assert self.cap is not None
+        low, high, straight = 0, len(self.order), True
+        while high - low > 1:
+            over, under = (self.needed(raised(count)) - self.cap for count in (low, high))
+            guess = low + math.ceil((high - low) * over / max(1, over - under))
+            count = min(max(guess, low + 1), high - 1) if straight else (low + high) // 2
+            before = high - low
+            if self.needed(raised(count)) <= self.cap:
+                high = count
             else:
-                low = middle + 1
+                low = count
+            straight = not straight if high - low > before // 2 else straight
         return self.look(raised(high))
+
+    def needed(self, choice: Choice) -> int:
+        """The bytes that a choice needs."""
+        return self.look(choice).prediction.needed_bytes
 
     def tune(self, best: Evaluated) -> Evaluated:
         """Tries other sizes of buckets on the winner, and collectives scheduled one by one."""
