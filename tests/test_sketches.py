@@ -29,12 +29,12 @@ def llama() -> nn.Module:
         return Llama(Size(512, 1024, 8, 8, 8, 4096)).to(torch.bfloat16)
 
 
-def inputs() -> tuple[torch.Tensor, ...]:
-    return (torch.zeros(ROWS, 512, dtype=torch.long, device="meta"),) * 2
+def inputs(rows: int = ROWS) -> tuple[torch.Tensor, ...]:
+    return (torch.zeros(rows, 512, dtype=torch.long, device="meta"),) * 2
 
 
-def captured(slices: int) -> autopar.graph.TrainingGraph:
-    return capture_of_rank(llama(), inputs(), 0, slices, "global", None, None)
+def captured(slices: int, rows: int = ROWS) -> autopar.graph.TrainingGraph:
+    return capture_of_rank(llama(), inputs(rows), 0, slices, "global", None, None)
 
 
 def asked(strategy: Strategy) -> Question:
@@ -99,3 +99,10 @@ def test_blocks_are_put_back() -> None:
     with thinned(model, [kind], [2]):
         assert len(model) == 2
     assert [name for name, _ in model.named_children()] == [*"012345"]
+
+
+def test_micro_batches_of_several_rows_where_there_is_a_row_for_each_rank() -> None:
+    """Four stages compute as much of one micro-batch of four rows as of four of one."""
+    sketch = sketches(asked(Strategy()), functools.partial(captured, rows=RANKS), llama())
+    one, four = (sketch(asked(Strategy(pp=4, micro_batches=count))) for count in (1, 4))
+    assert one.least_s == pytest.approx(four.least_s, rel=0.3)

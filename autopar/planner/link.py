@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.cost import ClusterError, Cost
+from autopar.cost_model.pipeline import PipelineSimulation
 from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.streams import Event
 from autopar.graph import Gradient, Parameter, Part, tensor_bytes, tensors
 from autopar.passes.split_stages import Stages
 from autopar.pipeline import Pipeline
@@ -67,14 +69,43 @@ class Link:
         return GroupShape(2, 1 if apart else 2, max(1, world // 2))
 
 
-def around_s(stages: Stages, pipeline: Pipeline, link: Link) -> float:
-    """Seconds of what goes over the links before a schedule and after it.
+def framed(
+    run: PipelineSimulation, stages: Stages, pipeline: Pipeline, link: Link
+) -> PipelineSimulation:
+    """A schedule with what goes over the links before it and after it, for which all ranks wait.
 
     Lent parameters come and their gradients go back; parts of totals are summed over all ranks.
     """
     if pipeline.ranks == 1:
-        return 0.0
-    sent = Counter[tuple[int, int, str]]()
+        return run
+    each = link.cluster.seconds("all_reduce", 8, link.everyone, "float64").seconds
+    lent_s, back_s = _lending(stages, pipeline, link)
+    kinds = [isinstance(role, Part) for graph in stages.stages for role in graph.outputs]
+    before_s = lent_s + each * (stages.prologue is not None)
+    after_s = back_s + each * any(kinds)
+    end_s = before_s + run.step_s + after_s
+    names = [f"rank {rank}" for rank in range(pipeline.ranks)]
+    opening = [Event("opening", name, 0.0, before_s, "wait") for name in names if before_s]
+    closing = [
+        Event("closing", name, before_s + own, end_s, "wait")
+        for name, own in zip(names, run.ends_s, strict=True)
+        if own < run.step_s + after_s
+    ]
+    later = (replace(e, start_s=e.start_s + before_s, end_s=e.end_s + before_s)
+             for e in run.timeline)  # fmt: skip
+    return replace(
+        run,
+        step_s=end_s,
+        ends_s=(end_s,) * pipeline.ranks,
+        transfer_s=run.transfer_s + pipeline.ranks * (before_s + after_s),
+        exposed_s=run.exposed_s + before_s + after_s,
+        timeline=(*opening, *later, *closing),
+    )
+
+
+def _lending(stages: Stages, pipeline: Pipeline, link: Link) -> tuple[float, float]:
+    """Seconds to lend parameters, and to give their gradients back: links are used at once."""
+    lent, back = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for index, graph in enumerate(stages.stages):
         user = pipeline.rank_of(index)
         for role, node in zip(graph.inputs, graph.placeholders, strict=True):
@@ -83,12 +114,7 @@ def around_s(stages: Stages, pipeline: Pipeline, link: Link) -> float:
             owner = pipeline.rank_of(pipeline.owners[role.name])
             if owner != user:
                 nbytes = tensor_bytes(tensors(node)[0])
-                sent[owner, user, "lent"] += nbytes
-                trained = graph.result(Gradient(role)) is not None
-                sent[user, owner, "given back"] += nbytes if trained else 0
-    lent = [link.seconds(n) for (_, _, what), n in sent.items() if what == "lent"]
-    back = [link.seconds(n) for (_, _, what), n in sent.items() if what != "lent"]
-    kinds = [isinstance(role, Part) for graph in stages.stages for role in graph.outputs]
-    sums = (stages.prologue is not None) + any(kinds)
-    each = link.cluster.seconds("all_reduce", 8, link.everyone, "float64").seconds
-    return max(lent, default=0.0) + max(back, default=0.0) + sums * each
+                lent[owner, user] += nbytes
+                back[user, owner] += nbytes * (graph.result(Gradient(role)) is not None)
+    times = [[link.seconds(n) for n in table.values()] for table in (lent, back)]
+    return max(times[0], default=0.0), max(times[1], default=0.0)

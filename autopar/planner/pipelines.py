@@ -29,7 +29,7 @@ from autopar.pipeline import Pipeline
 from autopar.plan import Plan
 from autopar.planner.alike import Alike, renamed
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
-from autopar.planner.link import Link, around_s
+from autopar.planner.link import Link, framed
 from autopar.planner.pipeline_pictures import picture_of_pipeline
 from autopar.planner.stage_memory import RankMemory, StageMemory, bytes_between, memory_of_rank
 from autopar.prediction import MOST_EXPOSED, Prediction, StagePrediction
@@ -103,11 +103,8 @@ class PipelineEvaluator(Evaluator):
         plan, pairs, alike = self._staged(choice)
         found = {first: self._lowered(*pairs[first]) for first in dict.fromkeys(alike.first)}
         stages = [found[first] for first in alike.first]
-        order = self.orders(self.cuts[plan.axis])
-        link = Link(self.cluster, plan.mesh)
-        together = simulate_pipeline(
-            order, [stage.cost for stage in stages], link.seconds, link.issue_s
-        )
+        order, link = self.orders(self.cuts[plan.axis]), Link(self.cluster, plan.mesh)
+        together = self._together([stage.cost for stage in stages], self.cuts[plan.axis], link)
         flights = [in_flight(order[s % len(order)], s) for s in range(len(stages))]
         graphs = [stage.graph for stage in stages]
         update = [self._update(plan, alike, graphs, rank) for rank in range(self.pipeline.ranks)]
@@ -116,6 +113,13 @@ class PipelineEvaluator(Evaluator):
         picture = self._picture(plan, stages, together, memories)
         prediction = replace(prediction, picture=picture)
         return self.evaluated(choice, plan, prediction)
+
+    def _together(
+        self, costs: Sequence[StageCost], stages: Stages, link: Link
+    ) -> PipelineSimulation:
+        """A whole step of all ranks, but for the optimizer's."""
+        run = simulate_pipeline(self.orders(stages), costs, link.seconds, link.issue_s)
+        return framed(run, stages, self.pipeline, link)
 
     def orders(self, stages: Stages) -> Orders:
         """What each rank does: forwards first, where the loss must be known before a backward."""
@@ -190,10 +194,8 @@ class PipelineEvaluator(Evaluator):
                 times = *more[index], last[index][1]
                 costs[first] = _cost(pairs[first][0], *times, *known[first])
             link, cuts = Link(cluster, plan.mesh), self.cuts[plan.axis]
-            stages = [costs[first] for first in alike.first]
-            found = simulate_pipeline(self.orders(cuts), stages, link.seconds, link.issue_s)
-            ends = (end + cost.seconds for end, cost in zip(found.ends_s, updates, strict=True))
-            return max(ends) + around_s(cuts, self.pipeline, link)
+            found = self._together([costs[first] for first in alike.first], cuts, link)
+            return max(end + cost.seconds for end, cost in zip(found.ends_s, updates, strict=True))
 
         return [on(*place) for place in enumerate(clusters)]
 
@@ -288,13 +290,12 @@ class PipelineEvaluator(Evaluator):
         full = max(memories, key=lambda own: own.peak)
         within = micro * sum(stage.more.communication_s for stage in own)
         link = Link(self.cluster, plan.mesh)
-        around = around_s(self.cuts[plan.axis], self.pipeline, link)
         return Prediction(
-            step_s=max(ends) + around,
+            step_s=max(ends),
             update_s=update[slow].seconds,
             compute_s=micro * sum(stage.more.compute_s + stage.adding_s for stage in own),
-            communication_s=around + within + together.transfer_s / len(ranks),
-            exposed_s=around + together.exposed_s + micro * sum(s.more.exposed_s for s in own),
+            communication_s=within + together.transfer_s / len(ranks),
+            exposed_s=together.exposed_s + micro * sum(s.more.exposed_s for s in own),
             peak_bytes=full.peak,
             memory=full.by_category,
             reserved_bytes=full.reserved,
@@ -345,7 +346,8 @@ class PipelineEvaluator(Evaluator):
         micro, link = self.pipeline.micro_batches, Link(self.cluster, plan.mesh)
         peaks = [memory.peak for memory in memories]
         full, slow = peaks.index(max(peaks)), together.busy_s.index(max(together.busy_s))
-        actions = [event for event in together.timeline if event.stream == f"rank {full}"]
+        own_rank = (e for e in together.timeline if e.stream == f"rank {full}")
+        actions = [event for event in own_rank if event.kind == COMPUTE]
         own, lowered, messages = self.pipeline.stages_of(slow), [], Counter[Transfer]()
         for stage in (stages[s] for s in own):
             lowered += [(stage.graph, 1), (stage.earlier, micro - 1)]

@@ -23,7 +23,7 @@ TOOLS = ("ip", "tc", "unshare", "setpriv", "sh")
 _PREFIX = "autopar"
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _QUEUE = "4mb"
-_BURST_BYTES = 128 * 1024
+_BURST_BYTES = 32 * 1024  # of a slow link little passes for free after it was idle
 _SETTINGS = """
 cd /proc/sys/net/ipv4
 echo cubic > tcp_congestion_control || echo reno > tcp_congestion_control

@@ -111,6 +111,23 @@ class Comparison(Race):
                 self.same[name] = first
                 entry.step = None
 
+    @property
+    def steps(self) -> int:
+        """Steps that every contender trains; before each timed one stands one that is not."""
+        return super().steps + self.job.rounds
+
+    def time(self, entry: Entry, number: int) -> None:
+        """Time a step that comes behind another of the same contender, as in training.
+
+        Behind one of somebody else it would find nothing of its own in the processor's caches.
+        """
+        first = self.counted + self.warm + 2 * number
+        entry.run(self.batches[first])
+        dist.barrier(self.control)
+        start = time.perf_counter()
+        entry.run(self.batches[first + 1])
+        entry.seconds.append(time.perf_counter() - start)
+
     def running(self) -> list[Entry]:
         """Return those that are still in the race, each plan once."""
         return [entry for entry in super().running() if entry.contender.name not in self.same]
