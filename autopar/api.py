@@ -264,7 +264,7 @@ def plan(
             return graphs, measured(own, graphs)
 
         def look(own: Question) -> Plan:
-            return decide(own, *prepared(own))
+            return decide(replace(own, in_time=in_time), *prepared(own))
 
         def slice_of(slices: int) -> TrainingGraph:
             return capture_of_rank(model, given, 0, slices, batch, autocast, loss_fn)
@@ -359,7 +359,7 @@ def _choose(
 
     def look(own: Question) -> Plan:
         ready = prepared(own)
-        return decided_by_first(lambda: decide(own, *ready))
+        return decided_by_first(lambda: decide(replace(own, in_time=in_time), *ready))
 
     def answer(own: Question) -> Plan:
         if not own.strategy.search:

@@ -134,6 +134,7 @@ class Evaluator:
         comm_backend: what collectives are lowered for.
         ways: of the graph before each axis that the model is partitioned along.
         note: is told of every plan that was priced.
+        in_time: whether there is time for another that need not be.
         done: the last plans and programs that were made, by choice.
         begun: the last graph before its collectives were put into buckets, by what made it.
     """
@@ -148,6 +149,7 @@ class Evaluator:
     comm_backend: str
     ways: tuple[Ways, ...] = ()
     note: Callable[[Plan], None] = field(default=lambda plan: None, compare=False, repr=False)
+    in_time: Callable[[], bool] = field(default=lambda: True, compare=False, repr=False)
     done: dict[Choice, tuple[Plan, TrainingGraph]] = field(
         init=False, compare=False, repr=False, default_factory=dict
     )

@@ -64,6 +64,7 @@ class Question:
         live: whether the ranks of the plan are running.
         beat_s: seconds of a step that are known to be possible otherwise.
         backend: of torch.compile, by which the programs are compiled.
+        in_time: whether there is time to improve on a plan that fits.
         rivals: where all plans that were looked at are left; None if nobody wants them.
     """
 
@@ -81,6 +82,7 @@ class Question:
     live: bool
     beat_s: float = math.inf
     backend: str = EAGER
+    in_time: Callable[[], bool] = field(default=lambda: True, compare=False, repr=False)
     rivals: list[Plan] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -355,5 +357,6 @@ def evaluator_of(
         update=machine.update if machine else None,  # type: ignore[arg-type]
         overhead=replace(machine.overhead if machine else Overhead(), batches=batches),
         comm_backend=question.comm_backend,
+        in_time=question.in_time,
         note=(lambda plan: None) if question.rivals is None else question.rivals.append,
     )

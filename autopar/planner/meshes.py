@@ -124,7 +124,7 @@ def fastest_mesh(
         look: answers a question without an open mesh.
         outline: what can be expected of such a question; None where it is not possible.
         near: ranks of a node.
-        go_on: asked before every further mesh.
+        go_on: asked before every further mesh, and before improving on a plan that fits.
         progress: told of every mesh before it is looked at.
 
     Raises:

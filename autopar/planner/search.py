@@ -145,14 +145,28 @@ class _Search:
                 raise self.nothing_fits()
             return best
         if best is None or self.infeasible_and_faster(starts, best):
-            options = [self.fit(choice) for choice in starts]
-            options += [self.mix(low, high) for low, high in pairwise(starts)]
-            found = self.best([*options, *([best] if best else [])])
+            found = self.best([*self.fitted(starts, best), *([best] if best else [])])
             if found is None:
                 raise self.nothing_fits()
             best = found
         alone = one and not self.evaluator.base.partitions
-        return best if alone else self.tune(best)
+        return best if alone or not self.evaluator.in_time() else self.tune(best)
+
+    def fitted(
+        self, starts: Sequence[Choice], best: Evaluated | None
+    ) -> Iterator[Evaluated | None]:
+        """Starts raised until they fit; when time is up, none but those without which nothing does.
+
+        The last start holds the least.
+        """
+        found = best is not None
+        raising = [partial(self.fit, choice) for choice in reversed(starts)]
+        raising += [partial(self.mix, low, high) for low, high in pairwise(starts)]
+        for raised in raising:
+            if not found or self.evaluator.in_time():
+                option = raised()
+                found = found or option is not None
+                yield option
 
     def may_fit(self, choice: Choice) -> bool:
         """Whether a rank's part of parameters and optimizer states is under the cap.
@@ -233,7 +247,7 @@ class _Search:
         """
         assert self.cap is not None
         low, high, straight = 0, len(self.order), True
-        while high - low > 1:
+        while high - low > 1 and self.evaluator.in_time():
             over, under = (self.needed(raised(count)) - self.cap for count in (low, high))
             guess = low + math.ceil((high - low) * over / max(1, over - under))
             count = min(max(guess, low + 1), high - 1) if straight else (low + high) // 2
