@@ -217,7 +217,7 @@ def decide(question: Question, graphs: Graphs, machine: Machine | None) -> Plan:
             evaluator = unmeasured_pipeline(_modelled(question, evaluator), strategy, model)
         return evaluator.plan(fixed)
     cap, seen = cap_of(question, machine.cluster), list[Plan]()
-    own = replace(question, rivals=seen)
+    own = replace(question, rivals=seen) if question.rivals is not None else question
     if strategy.pipelined:
         evaluators = {m: evaluator_of(own, g, machine) for m, g in graphs.items()}
         plan = fastest_pipeline(evaluators, strategy, model, cap, question.beat_s)

@@ -196,7 +196,7 @@ class _Walk:
     def candidates(self, span_s: float) -> Iterator[Unit]:
         """What could be issued now, what is best first."""
         gather = next((u for u in self.early if u not in self.positions), None)
-        sums = [u for u in self.sums if u.mark <= self.position and self.is_ready(u)]
+        sums = [u for u in self.sums if self.is_ready(u)]
         follower = next((u for u in self.followers if self.is_ready(u)), None)
         if follower is not None:
             yield follower
