@@ -15,6 +15,11 @@ from autopar.pipeline import SCHEDULES
 from autopar.placement import Replicate, Shard
 
 ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+SEARCHED = {"auto": ("tp",), "fastest": ("pp", "tp")}
+"""Axes that are searched, by name. Under pipelines a rank has only its own stages: torch's
+`clip_grad_norm_` would take the norm of these alone, so a script has to ask for them. One axis of
+tp may do what cp and ep do."""
+
 MESH = ("cp", "tp", "ep")
 """The axes that a model may be partitioned along, outermost first; behind that of the data, which
 is behind that of the stages."""
@@ -241,9 +246,9 @@ class Strategy:
         """The strategy behind a name that users know."""
         if isinstance(strategy, Strategy):
             return strategy
-        if strategy == "auto":
-            return Strategy()
+        if strategy in SEARCHED:
+            return Strategy(search=SEARCHED[strategy])
         if strategy not in ZERO_OF_NAME:
-            names = ", ".join(["auto", *ZERO_OF_NAME])
+            names = ", ".join([*SEARCHED, *ZERO_OF_NAME])
             raise StrategyError(f"strategy={strategy!r} is not one of {names}, or a Strategy")
         return Strategy(zero=ZERO_OF_NAME[strategy])

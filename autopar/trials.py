@@ -19,7 +19,8 @@ def wanted(trials: int | None, question: Question) -> int:
     """How many plans are tried, if somebody says so or the mesh is searched; 0 for none."""
     if not is_live():
         return 0
-    return TRIALS * bool(question.strategy.search) if trials is None else trials
+    several = question.world_size > 1 and bool(question.strategy.search)
+    return TRIALS * several if trials is None else trials
 
 
 def contestants(question: Question, plan: Plan, trials: int) -> list[Plan]:

@@ -21,13 +21,21 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 import autopar
 
 CHECKPOINT_EVERY = 100  # steps
+
+# Of an optimizer under any plan: each rank of a pipeline has parameters of its own.
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Block(nn.Module):
@@ -119,13 +127,18 @@ def sample(model: autopar.DistributedModule, count: int, seq: int, seed: int) ->
     return bytes(text).decode(errors="replace")
 
 
+def is_first() -> bool:
+    """Whether this process is the one that prints."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def save(folder: Path, model: autopar.DistributedModule, optimizer: Optimizer, step: int) -> None:
     """Write folder/step-N, then drop the older ones."""
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=FLAT)
     state = {"model": weights, "optimizer": moments, "step": step}
     dcp.save(state, checkpoint_id=folder / f"step-{step}")
     for old in folder.glob("step-*"):
-        if old.name != f"step-{step}" and model.data_parallel_rank == 0:
+        if old.name != f"step-{step}" and is_first():
             shutil.rmtree(old)
 
 
@@ -134,10 +147,12 @@ def resume(folder: Path, model: autopar.DistributedModule, optimizer: Optimizer)
     steps = [int(path.parent.name.split("-")[1]) for path in folder.glob("step-*/.metadata")]
     if not steps:
         return 0
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=FLAT)
     state = {"model": weights, "optimizer": moments, "step": 0}
     dcp.load(state, checkpoint_id=folder / f"step-{max(steps)}")
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLAT
+    )
     return state["step"]
 
 
@@ -145,7 +160,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Train a byte-level GPT with autopar.")
     parser.add_argument("--steps", type=int, default=500, help="in all, resumed ones included")
-    parser.add_argument("--strategy", default="auto", help="auto, ddp, zero1, zero2 or zero3")
+    parser.add_argument("--strategy", default="auto", help="or ddp, zero1, zero2, zero3, fastest")
     parser.add_argument("--memory", type=int, help="limit for each process, in MiB")
     parser.add_argument("--batch", type=int, default=32, help="rows of all processes together")
     parser.add_argument("--seq", type=int, default=128, help="bytes in a row")
@@ -169,8 +184,8 @@ def main() -> None:
     )
     optimizer = AdamW(model.parameters(), lr=2e-3)
 
-    console = Console(quiet=model.data_parallel_rank > 0, highlight=False)
-    if model.data_parallel_rank == 0:
+    console = Console(quiet=not is_first(), highlight=False)
+    if is_first():
         print(model.plan)
         args.out.mkdir(parents=True, exist_ok=True)
         model.plan.save(args.out / "plan.json")

@@ -9,6 +9,7 @@ from torch import nn
 import autopar
 from autopar.captures import capture_of_rank
 from autopar.cost_model.cluster import Cluster
+from autopar.planner.choose_stages import step_s
 from autopar.planner.decide import decide, measured
 from tests.models import MODELS
 from tests.planner.blocks import GPTBlock, Stack
@@ -22,9 +23,12 @@ def graph_model() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 @cache
-def planned(strategy: str, memory: int | None = None) -> autopar.Plan:
+def planned(strategy: str = "", memory: int | None = None) -> autopar.Plan:
+    """The plan of a strategy by name; without one of data parallelism, all else open."""
     model, inputs = graph_model()
-    return autopar.plan(model, 4, example_inputs=inputs, strategy=strategy, memory=memory)
+    return autopar.plan(
+        model, 4, example_inputs=inputs, strategy=strategy or autopar.Strategy(), memory=memory
+    )
 
 
 def peak(plan: autopar.Plan) -> int:
@@ -41,7 +45,7 @@ def test_the_same_question_gives_the_same_bytes() -> None:
 
 
 def test_modelled_figures_say_so() -> None:
-    plan = planned("auto")
+    plan = planned()
     assert plan.prediction is not None
     assert plan.prediction.provenance["modelled"] > 0
     assert "modelled" in plan.cluster
@@ -49,9 +53,9 @@ def test_modelled_figures_say_so() -> None:
 
 @pytest.mark.parametrize("share", [0.95, 0.8])
 def test_a_cap_is_kept_by_mixing_stages_or_recomputing(share: float) -> None:
-    free = planned("auto")
+    free = planned()
     cap = int(peak(free) * share)
-    plan = planned("auto", cap)
+    plan = planned(memory=cap)
     assert peak(plan) <= cap
     assert plan.memory_cap == cap
     assert plan.stages != free.stages or plan.recompute != free.recompute
@@ -60,7 +64,7 @@ def test_a_cap_is_kept_by_mixing_stages_or_recomputing(share: float) -> None:
 
 def test_what_lacks_is_what_helps() -> None:
     with pytest.raises(autopar.OutOfMemoryError) as error:
-        planned("auto", 1000)
+        planned(memory=1000)
     assert f"({error.value.shortfall} bytes)" in str(error.value)
     assert error.value.changes[-1].needed_bytes <= 1000 + error.value.shortfall
 
@@ -71,6 +75,10 @@ def test_higher_stages_need_less_and_the_choice_is_the_fastest() -> None:
     best = planned("auto")
     assert best.prediction is not None
     assert all(best.prediction.step_s <= other.step_s for other in best.runners_up)
+    model, inputs = graph_model()
+    for mesh in ({}, {"tp": 2}, {"tp": 4}):
+        other = autopar.plan(model, 4, example_inputs=inputs, strategy=autopar.Strategy(**mesh))
+        assert step_s(best) <= step_s(other)
 
 
 def test_what_cannot_be_faster_is_not_searched_further() -> None:

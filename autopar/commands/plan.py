@@ -14,7 +14,7 @@ from autopar.cost_model.cluster import Cluster
 from autopar.errors import StrategyError
 from autopar.pipeline import SCHEDULES
 from autopar.placement import placement_of
-from autopar.strategy import Strategy
+from autopar.strategy import MESH, Strategy
 
 FIXED = ("tp", "cp", "ep", "pp", "micro_batches", "schedule", "compress")
 """Options that are fields of a strategy by the same name."""
@@ -32,7 +32,11 @@ def add_to(commands: Any) -> None:
     add("script", help="Python file with make() -> (model, example inputs)")
     add("--world-size", type=int, help="ranks; by default those of the cluster")
     add("--nodes", type=int, help="nodes of a cluster that ships")
-    add("--strategy", default="auto")
+    add(
+        "--strategy",
+        default="fastest",
+        help="fastest, auto (no pipelines), ddp, zero1, zero2, zero3",
+    )
     add("--tp", type=int, help="ranks over which the model itself is partitioned")
     add("--cp", type=int, help="ranks over which only activations are")
     add("--ep", type=int, help="ranks over which it is, inside of tp")
@@ -46,7 +50,13 @@ def add_to(commands: Any) -> None:
     add("--compress", help="gradients by this method, such as int8; lossy")
     add("--lossy", action="store_true", help="by bf16 or int8 where that is faster")
     add("--memory", help="cap per rank, such as 24GiB")
-    add("--time-limit", type=float, metavar="SECONDS", help="after which no mesh is looked at")
+    add(
+        "--time-limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="after which no further mesh is looked at",
+    )
     add("--cluster", help="JSON file of a cluster, or one that ships")
     add("--precision", help="of the forward, under autocast: bf16 or fp16")
     add("--backend", default="eager", help="what compiles the graphs; inductor is priced fused")
@@ -93,6 +103,8 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
     given = {name: value for name, value in given.items() if value is not None}
     if options.search is not None:
         given["search"] = tuple(options.search.split(",")) if options.search else ()
+    elif any(axis in given for axis in ("pp", *MESH)):
+        given["search"] = ()  # the mesh is what was given
     if options.zero:
         given["zero"] = {block: int(stage) for block, stage in _pairs("--zero", options.zero)}
     if options.pin:

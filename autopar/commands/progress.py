@@ -1,4 +1,4 @@
-"""A bar on the terminal while a search takes long."""
+"""How far a search is: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from autopar.planner.meshes import Looked, Progressed
 AFTER_S = 2.0
 """Seconds before there is a bar."""
 
+EVERY_S = 10.0
+"""Seconds between lines where there is no terminal."""
+
 
 @contextmanager
-def progress_bar(console: Console | None = None, after_s: float = AFTER_S) -> Iterator[Progressed]:
-    """What to tell of each mesh; it is shown where somebody would see it.
+def progress_bar(
+    console: Console | None = None, after_s: float = AFTER_S, every_s: float = EVERY_S
+) -> Iterator[Progressed]:
+    """What to tell of each mesh; it is shown in place, or as a line now and then.
 
     Args:
         console: where to; stderr by default.
-        after_s: seconds before it shows.
+        after_s: seconds before it shows on a terminal.
+        every_s: seconds between lines elsewhere.
     """
     console = console or Console(stderr=True)
     if not console.is_terminal:
-        yield lambda looked: None
+        yield _lines(console, every_s)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
     task, begin = bar.add_task("planning", total=None), time.monotonic()
 
     def show(looked: Looked) -> None:
-        best = f", best {looked.best_s * 1e3:.1f} ms" if looked.best_s else ""
-        bar.update(
-            task,
-            total=looked.total,
-            completed=looked.done,
-            description=f"planning {looked.mesh}{best}",
-        )
+        bar.update(task, total=looked.total, completed=looked.done, description=str(looked))
         if time.monotonic() - begin >= after_s:
             bar.start()
 
@@ -46,3 +46,18 @@ def progress_bar(console: Console | None = None, after_s: float = AFTER_S) -> It
         yield show
     finally:
         bar.stop()
+
+
+def _lines(console: Console, every_s: float) -> Progressed:
+    """Writes a line for what is looked at when the last one was some seconds ago."""
+    begin = time.monotonic()
+    last_s = 0.0
+
+    def tell(looked: Looked) -> None:
+        nonlocal last_s
+        now_s = time.monotonic() - begin
+        if now_s - last_s >= every_s:
+            last_s = now_s
+            console.print(f"{now_s:.0f} s: {looked} ({looked.done + 1} of {looked.total})")
+
+    return tell

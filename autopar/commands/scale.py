@@ -18,7 +18,7 @@ from autopar.error_bars import STEPS
 from autopar.errors import AutoparError, OutOfMemoryError, StrategyError
 from autopar.plan import Plan
 from autopar.plan_text import human_bytes
-from autopar.strategy import ZERO_OF_NAME, Strategy
+from autopar.strategy import SEARCHED, ZERO_OF_NAME, Strategy
 
 DEFAULT = ("ddp", "zero1", "zero3", "tp8+zero1")
 _FIELDS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "m": "micro_batches"}
@@ -54,9 +54,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--strategies",
         default=",".join(DEFAULT),
-        help="such as ddp,zero3,tp8+zero1,pp4+tp8+m16+zero1,auto: ZeRO stages, axes, micro-batches",
+        help="such as ddp,zero3,tp8+zero1,pp4+tp8+m16+zero1,fastest: ZeRO, axes, micro-batches",
     )
     parser.add_argument("--backend", default="inductor", help="as of autopar plan")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="as of it, for each cell")
     parser.set_defaults(command=run)
 
 
@@ -74,6 +75,7 @@ def run(options: argparse.Namespace) -> None:
             strategy=strategy,
             cluster=cluster_for(options.cluster, gpus),
             backend=options.backend,
+            time_limit_s=options.time_limit,
         )
 
     rows = {name: list(cells(s, sizes, planned)) for name, s in strategies.items()}
@@ -143,16 +145,16 @@ def strategy_of(text: str) -> Strategy:
     Raises:
         StrategyError: a part is none of these.
     """
+    if text in SEARCHED:
+        return Strategy.of(text)
     found = Strategy()
     for part in text.split("+"):
-        if part == "auto":
-            continue
         if part in ZERO_OF_NAME:
             found = replace(found, zero=ZERO_OF_NAME[part])
             continue
         match = re.fullmatch(r"(tp|cp|ep|pp|m)(\d+)", part)
         if match is None:
-            known = ", ".join(["auto", *ZERO_OF_NAME])
+            known = ", ".join([*SEARCHED, *ZERO_OF_NAME])
             raise StrategyError(
                 f"--strategies: {part!r} of {text!r} is none of {known}, nor tp8, pp4 or m16 (that "
                 "many micro-batches)"

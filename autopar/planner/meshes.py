@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from autopar.planner.outline import Outline
 from autopar.planner.rivals import NEAR
 from autopar.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.strategy import Strategy
+
+log = logging.getLogger(__name__)
 
 Sketch = Callable[[Question], Outline]
 """What can be expected of a strategy that leaves no mesh open."""
@@ -63,6 +66,10 @@ class Looked:
     done: int
     total: int
     best_s: float
+
+    def __str__(self) -> str:
+        best = f", best {self.best_s * 1e3:.1f} ms" if self.best_s else ""
+        return f"planning {self.mesh}{best}"
 
 
 Progressed = Callable[[Looked], None]
@@ -172,7 +179,9 @@ class _Search:
     def look_at(self, strategy: Strategy, done: int, total: int) -> None:
         """Looks at a mesh, and with how many micro-batches; without stages one is as it is."""
         best_s = step_s(self.best) if self.best is not None else 0.0
-        self.progress(Looked(_name(strategy), done, total, best_s))
+        looked = Looked(_name(strategy), done, total, best_s)
+        log.info("%s, %d of %d", looked, done + 1, total)
+        self.progress(looked)
         if not self.holds_states(strategy):
             return
         if strategy.pipeline_ranks == 1 and strategy.micro_batches == 1:

@@ -29,7 +29,9 @@ def asked(*options: str) -> Strategy:
 
 
 def test_options_are_a_strategy() -> None:
-    assert asked() == Strategy()
+    assert asked().search == ("pp", "tp")
+    assert asked("--strategy", "zero3") == Strategy(zero=3)
+    assert asked("--tp", "2") == Strategy(tp=2)
     assert asked("--strategy", "zero3", "--search", "pp,tp") == Strategy(
         zero=3, search=("pp", "tp")
     )
@@ -56,13 +58,14 @@ def test_a_search_ends_in_time_and_says_what_it_left_out(
     assert plan.tensor_ranks == 1
 
 
-def test_a_bar_on_a_terminal_where_it_takes_long() -> None:
-    def shown(after_s: float, terminal: bool) -> str:
+def test_a_bar_on_a_terminal_where_it_takes_long_and_lines_elsewhere() -> None:
+    def shown(seconds: float, terminal: bool) -> str:
         console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
-        with progress_bar(console, after_s) as progress:
+        with progress_bar(console, after_s=seconds, every_s=seconds) as progress:
             progress(Looked("tp=2", 1, 4, 0.012))
         return console.file.getvalue()  # type: ignore[attr-defined]
 
     assert "planning tp=2, best 12.0 ms" in shown(0.0, terminal=True)
     assert "tp=2" not in shown(60.0, terminal=True)
-    assert not shown(0.0, terminal=False)
+    assert shown(0.0, terminal=False) == "0 s: planning tp=2, best 12.0 ms (2 of 4)\n"
+    assert not shown(60.0, terminal=False)
