@@ -80,7 +80,7 @@ def compile(
     backend: str = "eager",
     fallback: bool = True,
     timeout_s: float = 300.0,
-    time_limit_s: float | None = None,
+    time_limit_s: float | None = 60.0,
     trials: int | None = None,
 ) -> DistributedModule:
     """The model, training across all ranks, exactly as it would on one device.
@@ -97,8 +97,9 @@ def compile(
         loss_fn: if given, a call `model(*inputs, target)` returns `loss_fn(model(*inputs),
             target)`.
         optimizer: class or factory of the optimizer that will be used, for its memory.
-        strategy: "auto", "ddp", "zero1", "zero2", "zero3" (or "fsdp"), all data parallel; or a
-            Strategy, such as Strategy(search=("pp", "tp")) for the fastest mesh.
+        strategy: "auto" for the fastest under which torch's own functions for gradients stay
+            right; "fastest" for that of pipelines too (then clip by `model.clip_grad_norm_`);
+            "ddp", "zero1", "zero2", "zero3" (or "fsdp"), all data parallel; or a Strategy.
         memory: cap per rank, in bytes or as "24GiB"; None for what the device has.
         cluster: measured elsewhere; None measures the ranks that are running, once.
         plan: a plan made before, which is then followed.
@@ -303,9 +304,10 @@ def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int
     if plan.pipeline is None:
         return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend, ways=own)))
     stages = cut(graph, plan, rank, own, plan.pipeline.micro_batches).stages
-    passes = plan.stage_passes(rank, backend)
+    passes, zero = plan.stage_passes(rank, backend), dict(plan.stages)
+    once = "; what ZeRO 1 and 2 gather, the first for all" if {1, 2} & {*zero.values()} else ""
     return "\n\n".join(
-        f"# stage {stage} of {plan.pipeline.stages}, for each micro-batch\n"
+        f"# stage {stage} of {plan.pipeline.stages}, for each micro-batch{once}\n"
         f"{run_passes(stages[stage], passes)}"
         for stage in plan.pipeline.stages_of(place.get("pp", 0))
     )

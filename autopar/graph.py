@@ -101,6 +101,13 @@ class State:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """Output of the first forward of a step, input of those behind: parameter `name`, gathered."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Received:
     """Input of a stage: a value of another stage, by its number; it comes in a phase."""
 
@@ -188,10 +195,11 @@ InputRole = (
     | Accumulated
     | State
     | Saved
+    | Whole
     | Received
     | Total
 )
-OutputRole = Output | Gradient | Update | Verdict | Held | Saved | Sent | Part
+OutputRole = Output | Gradient | Update | Verdict | Held | Saved | Whole | Sent | Part
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.graph import Gradient, Parameter, TrainingGraph
 from autopar.partition import Ways
 from autopar.passes.accumulate_micro_batches import BATCH
 from autopar.passes.base import Pass
+from autopar.passes.keep_gathered import gathered_once, giving, taking
 from autopar.passes.runner import run_passes
 from autopar.passes.split_stages import Stages, split_stages
 from autopar.plan import Plan
@@ -74,3 +75,46 @@ def passes_of_stage(
     last = plan.stage_passes(rank, backend, hold=hold, held=() if hold else own, compiled=compiled)
     more = plan.stage_passes(rank, backend, hold=hold, accumulate=True, compiled=compiled)
     return last, more if several else last
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A stage lowered, as the micro-batches of a step run it.
+
+    Attributes:
+        first: of which the first runs the forward: what is gathered once a step, it gathers.
+        more: of all but the last, and the forward of those behind the first.
+        last: of the last: it also reduces the gradients that were kept until then.
+    """
+
+    first: TrainingGraph
+    more: TrainingGraph
+    last: TrainingGraph
+
+    def counted(self, micro_batches: int) -> Iterator[tuple[TrainingGraph, int]]:
+        """What so many micro-batches run, and how often: one alone is the last."""
+        yield self.last, 1
+        if micro_batches > 1:
+            yield self.more, micro_batches - 2
+            yield self.first, 1
+
+
+def turns_of_stage(
+    graph: TrainingGraph, passes: tuple[Sequence[Pass], Sequence[Pass]], plan: Plan, count: int
+) -> Turns:
+    """A stage as its micro-batches run it.
+
+    Args:
+        graph: of the stage.
+        passes: those of `passes_of_stage`.
+        plan: with a pipeline.
+        count: how many micro-batches there are.
+    """
+    at_last, before = passes
+    last = run_passes(graph, at_last)
+    more = last if before == at_last else run_passes(graph, before)
+    zero = dict(plan.stages)
+    if count == 1 or not gathered_once(more, zero):
+        return Turns(more, more, last)
+    later = taking(more, zero)
+    return Turns(giving(more, zero), later, later if last is more else taking(last, zero))

@@ -48,6 +48,7 @@ from autopar.graph import (
     TrainingGraph,
     Update,
     Verdict,
+    Whole,
     tensor_bytes,
 )
 
@@ -289,7 +290,7 @@ _c10d = torch.ops._c10d_functional
 _COPYING = frozenset(
     {_c10d.all_reduce.default, _c10d.all_reduce_coalesced.default, _c10d.broadcast.default}
 )
-_STANDING = (Parameter, Buffer, State, Input, RowWeight, Evidence)
+_STANDING = (Parameter, Buffer, State, Input, RowWeight, Evidence, Whole)
 _TAKEN = (Update, Sent, Part)  # copied, sent or added up at once
 
 _INPUTS = {
@@ -299,6 +300,7 @@ _INPUTS = {
     Input: "inputs",
     Accumulated: "gradients",
     Saved: "saved",
+    Whole: "gathered",
 }
 
 

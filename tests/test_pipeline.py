@@ -72,7 +72,17 @@ def train(
             ],
         ),
         ("gpt", 3, [{"pp": 3, "schedule": "zero_bubble"}]),
-        ("gpt", 4, [{"pp": 4}, {"pp": 2, "zero": 3}, {"pp": 2, "zero": 1}, {"pp": 2, "tp": 2}]),
+        (
+            "gpt",
+            4,
+            [
+                {"pp": 4},
+                {"pp": 2, "zero": 3},
+                {"pp": 2, "zero": 1},
+                {"pp": 2, "zero": 2, "schedule": "interleaved"},
+                {"pp": 2, "tp": 2},
+            ],
+        ),
         ("encdec", 2, [{"pp": 2, "schedule": "interleaved"}]),
         ("conv", 2, [{"pp": 2, "micro_batches": 1}]),
         ("odd", 2, [{"pp": 2, "micro_batches": 2}]),

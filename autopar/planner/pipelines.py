@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Transfer
@@ -16,7 +15,7 @@ from autopar.cost_model.schedules import Orders, in_flight, orders, split_orders
 from autopar.cost_model.simulate import Simulation, half_seconds, simulate
 from autopar.cost_model.streams import COMPUTE, Event
 from autopar.cost_model.wire import sent_bytes
-from autopar.graph import Parameter, Sent, TrainingGraph, tensor_bytes, tensors
+from autopar.graph import Parameter, TrainingGraph, tensor_bytes, tensors
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets, propose_buckets
 from autopar.passes.runner import run_passes
@@ -30,49 +29,14 @@ from autopar.plan import Plan
 from autopar.planner.alike import Alike, renamed
 from autopar.planner.candidates import Choice, Evaluated, Evaluator
 from autopar.planner.link import Link, framed
+from autopar.planner.lowered import Lowered, Taken, passed_on
 from autopar.planner.pipeline_pictures import picture_of_pipeline
-from autopar.planner.stage_memory import RankMemory, StageMemory, bytes_between, memory_of_rank
+from autopar.planner.stage_memory import RankMemory, bytes_between, memory_of_rank
 from autopar.prediction import MOST_EXPOSED, Prediction, StagePrediction
-from autopar.staging import cut, passes_of_stage
+from autopar.staging import Turns, cut, passes_of_stage, turns_of_stage
 
-Staged = tuple[Plan, list[tuple[TrainingGraph, TrainingGraph]], Alike]
-"""A plan, each stage lowered (its last micro-batch, one before that), and those that are alike."""
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A stage as it runs, and what is predicted of it.
-
-    Attributes:
-        graph: the last micro-batch of a step.
-        earlier: a micro-batch before that.
-        last: the last, simulated.
-        more: the other, simulated.
-        adding_s: seconds of a backward, on average, in which gradients are added to earlier ones.
-        weights: the share of the backward that only gradients of parameters need.
-        between: bytes that wait for this part when the rest has run.
-    """
-
-    graph: TrainingGraph
-    earlier: TrainingGraph
-    last: Simulation
-    more: Simulation
-    adding_s: float = 0.0
-    weights: float = 0.0
-    between: int = 0
-
-    @cached_property
-    def memory(self) -> tuple[StageMemory, StageMemory]:
-        """Of a micro-batch before the last, and of the last."""
-        ending = StageMemory.of(self.last, self.graph, self.between)
-        same = self.more is self.last
-        return ending if same else StageMemory.of(self.more, self.earlier, self.between), ending
-
-    @property
-    def cost(self) -> StageCost:
-        """What it takes."""
-        own = self.more.forward_s, self.more.backward_s, self.last.backward_s
-        return _cost(self.graph, *own, self.adding_s, self.weights)
+Staged = tuple[Plan, list[Turns], Alike]
+"""A plan, each stage lowered, and those that are alike."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +64,13 @@ class PipelineEvaluator(Evaluator):
         return self.known[choice]
 
     def _evaluated(self, choice: Choice) -> Evaluated:
-        plan, pairs, alike = self._staged(choice)
-        found = {first: self._lowered(*pairs[first]) for first in dict.fromkeys(alike.first)}
+        plan, turns, alike = self._staged(choice)
+        found = {first: self._lowered(turns[first]) for first in dict.fromkeys(alike.first)}
         stages = [found[first] for first in alike.first]
         order, link = self.orders(self.cuts[plan.axis]), Link(self.cluster, plan.mesh)
         together = self._together([stage.cost for stage in stages], self.cuts[plan.axis], link)
         flights = [in_flight(order[s % len(order)], s) for s in range(len(stages))]
-        graphs = [stage.graph for stage in stages]
+        graphs = [stage.turns.last for stage in stages]
         update = [self._update(plan, alike, graphs, rank) for rank in range(self.pipeline.ranks)]
         memories = self._memory(stages, order)
         prediction = self._prediction(plan, stages, together, flights, update, memories)
@@ -136,7 +100,7 @@ class PipelineEvaluator(Evaluator):
         return self.lowerings[choice]
 
     def _lower(self, choice: Choice) -> Staged:
-        """The plan, each stage lowered (its last micro-batch, one before that), those alike once.
+        """The plan, each stage lowered, those alike once.
 
         Collectives that are scheduled one by one are known by name, so then all stages are lowered.
         """
@@ -164,47 +128,44 @@ class PipelineEvaluator(Evaluator):
         plan = replace(plan, name=name, buckets=found, compressions=compressions)
         if choice.scheduled:
             plan = replace(plan, overlaps=tuple(self._overlaps(choice, plan, stages)))
-        pairs: list[tuple[TrainingGraph, TrainingGraph]] = []
+        turns: list[Turns] = []
         notes = dict.fromkeys(plan.notes)
         for stage, graph in enumerate(stages):
             if (first := alike.first[stage]) != stage:
-                pairs.append(pairs[first])
+                turns.append(turns[first])
                 continue
-            pairs.append(self._pair(plan, graph))
-            notes |= dict.fromkeys(pairs[-1][0].notes)
-        sent = tuple(sorted(self._sent(pairs).items()))
-        return replace(plan, notes=tuple(notes), sent_bytes=sent), pairs, alike
+            both = passes_of_stage(graph, plan, 0, self.comm_backend, micro_batches=micro)
+            turns.append(turns_of_stage(graph, both, plan, micro))
+            notes |= dict.fromkeys(turns[-1].last.notes)
+        sent = tuple(sorted(self._sent(turns).items()))
+        return replace(plan, notes=tuple(notes), sent_bytes=sent), turns, alike
 
     def seconds(self, choice: Choice, clusters: Sequence[Cluster]) -> list[float]:
         """What a step of a choice takes on each of other clusters."""
-        plan, pairs, alike = self._staged(choice)
+        plan, turns, alike = self._staged(choice)
         firsts = dict.fromkeys(alike.first)
-        known = {first: (self._adding(pairs[first][1]), self._weights(pairs[first][0])[0])
-                 for first in firsts}  # fmt: skip
+        adding = {first: self._adding(turns[first].more) for first in firsts}
+        weights = {first: self._weights(turns[first].last)[0] for first in firsts}
         halves = {
-            first: [half_seconds(graph, clusters, self.operators) for graph in pairs[first]]
+            first: [
+                half_seconds(graph, clusters, self.operators)
+                for graph in (turns[first].first, turns[first].more, turns[first].last)
+            ]
             for first in firsts
         }
-        graphs = [pairs[first][0] for first in alike.first]
+        graphs = [turns[first].last for first in alike.first]
         updates = [self._update(plan, alike, graphs, rank) for rank in range(self.pipeline.ranks)]
 
         def on(index: int, cluster: Cluster) -> float:
             costs = {}
-            for first, (last, more) in halves.items():
-                times = *more[index], last[index][1]
-                costs[first] = _cost(pairs[first][0], *times, *known[first])
+            for first, (opening, more, last) in halves.items():
+                taken = Taken(opening[index][0], *more[index], last[index][1])
+                costs[first] = taken.cost(turns[first].last, adding[first], weights[first])
             link, cuts = Link(cluster, plan.mesh), self.cuts[plan.axis]
             found = self._together([costs[first] for first in alike.first], cuts, link)
             return max(end + cost.seconds for end, cost in zip(found.ends_s, updates, strict=True))
 
         return [on(*place) for place in enumerate(clusters)]
-
-    def _pair(self, plan: Plan, stage: TrainingGraph) -> tuple[TrainingGraph, TrainingGraph]:
-        """A stage lowered: its last micro-batch, and one before that."""
-        micro = self.pipeline.micro_batches
-        last, more = passes_of_stage(stage, plan, 0, self.comm_backend, micro_batches=micro)
-        lowered = run_passes(stage, last)
-        return lowered, lowered if more == last else run_passes(stage, more)
 
     def _overlaps(
         self, choice: Choice, plan: Plan, stages: Sequence[TrainingGraph]
@@ -215,29 +176,30 @@ class PipelineEvaluator(Evaluator):
             last, _ = passes_of_stage(graph, plan, 0, self.comm_backend, micro_batches=micro)
             yield from self.overlaps(choice, graph, last)
 
-    def _sent(self, pairs: Sequence[tuple[TrainingGraph, TrainingGraph]]) -> dict[str, int]:
+    def _sent(self, turns: Sequence[Turns]) -> dict[str, int]:
         """What the rank that sends most does over each axis, in bytes a step."""
         ranks: list[dict[str, int]] = []
         for rank in range(self.pipeline.ranks):
             total: Counter[str] = Counter()
             for stage in self.pipeline.stages_of(rank):
-                last, more = pairs[stage]
-                total.update(sent_bytes(last, self.comm_backend))
-                for axis, nbytes in sent_bytes(more, self.comm_backend).items():
-                    total[axis] += nbytes * (self.pipeline.micro_batches - 1)
+                for graph, times in turns[stage].counted(self.pipeline.micro_batches):
+                    for axis, nbytes in sent_bytes(graph, self.comm_backend).items():
+                        total[axis] += nbytes * times
                 total["pp"] += self.pipeline.micro_batches * sum(
-                    _passed_on(last, phase) for phase in ("forward", "backward")
+                    passed_on(turns[stage].last, phase) for phase in ("forward", "backward")
                 )
             ranks.append({axis: nbytes for axis, nbytes in total.items() if nbytes})
         return max(ranks, key=lambda own: sum(own.values()))
 
-    def _lowered(self, last: TrainingGraph, more: TrainingGraph) -> Lowered:
+    def _lowered(self, turns: Turns) -> Lowered:
         def simulated(graph: TrainingGraph) -> Simulation:
             return simulate(graph, self.cluster, self.operators, overhead=self.overhead)
 
-        first = simulated(last)
-        second = first if more is last else simulated(more)
-        return Lowered(last, more, first, second, self._adding(more), *self._weights(last))
+        last = simulated(turns.last)
+        more = last if turns.more is turns.last else simulated(turns.more)
+        first = more if turns.first is turns.more else simulated(turns.first)
+        own = self._adding(turns.more), *self._weights(turns.last)
+        return Lowered(turns, first, more, last, *own)
 
     def _adding(self, graph: TrainingGraph) -> float:
         """Seconds that a micro-batch takes to add its gradients to those before: all but one do."""
@@ -283,27 +245,28 @@ class PipelineEvaluator(Evaluator):
         update: Sequence[Cost],
         memories: Sequence[RankMemory],
     ) -> Prediction:
-        micro, ranks = self.pipeline.micro_batches, range(self.pipeline.ranks)
+        ranks, count = range(self.pipeline.ranks), self.pipeline.micro_batches
         ends = [end + cost.seconds for end, cost in zip(together.ends_s, update, strict=True)]
         slow = max(ranks, key=lambda rank: together.busy_s[rank] + update[rank].seconds)
         own = [stages[stage] for stage in self.pipeline.stages_of(slow)]
         full = max(memories, key=lambda own: own.peak)
-        within = micro * sum(stage.more.communication_s for stage in own)
+        runs = [run for stage in own for run in stage.runs(count)]
+        within = sum(times * run.communication_s for run, times in runs)
         link = Link(self.cluster, plan.mesh)
         return Prediction(
             step_s=max(ends),
             update_s=update[slow].seconds,
-            compute_s=micro * sum(stage.more.compute_s + stage.adding_s for stage in own),
+            compute_s=count * sum(stage.more.compute_s + stage.adding_s for stage in own),
             communication_s=within + together.transfer_s / len(ranks),
-            exposed_s=together.exposed_s + micro * sum(s.more.exposed_s for s in own),
+            exposed_s=together.exposed_s + sum(times * run.exposed_s for run, times in runs),
             peak_bytes=full.peak,
             memory=full.by_category,
             reserved_bytes=full.reserved,
             context_bytes=stages[0].last.memory.context,
             provenance=self._provenance(stages, update, link),
-            waits=_summed(stage.more.waits for stage in own),
-            causes=_summed(by_cause(stage.more.exposures) for stage in own),
-            exposures=worst((e for s in own for e in s.more.exposures), MOST_EXPOSED),
+            waits=_summed((run.waits, times) for run, times in runs),
+            causes=_summed((by_cause(run.exposures), times) for run, times in runs),
+            exposures=worst((e for stage in own for e in stage.first.exposures), MOST_EXPOSED),
             events=_events(together, update),
             stages=tuple(
                 StagePrediction(
@@ -348,9 +311,10 @@ class PipelineEvaluator(Evaluator):
         full, slow = peaks.index(max(peaks)), together.busy_s.index(max(together.busy_s))
         own_rank = (e for e in together.timeline if e.stream == f"rank {full}")
         actions = [event for event in own_rank if event.kind == COMPUTE]
-        own, lowered, messages = self.pipeline.stages_of(slow), [], Counter[Transfer]()
+        own, messages = self.pipeline.stages_of(slow), Counter[Transfer]()
+        lowered: list[tuple[TrainingGraph, int]] = []
         for stage in (stages[s] for s in own):
-            lowered += [(stage.graph, 1), (stage.earlier, micro - 1)]
+            lowered += stage.turns.counted(micro)
             for nbytes in filter(None, (stage.cost.sent_bytes, stage.cost.returned_bytes)):
                 messages[link.message(nbytes)] += micro  # one stage alone has no link
         return picture_of_pipeline(self.cluster, memories[full], actions, lowered, messages)
@@ -374,35 +338,6 @@ def staged(evaluator: Evaluator, pipeline: Pipeline) -> PipelineEvaluator:
     return PipelineEvaluator(**{**own, "overhead": replace(overhead, batches=batches)})
 
 
-def _cost(
-    graph: TrainingGraph,
-    forward_s: float,
-    backward_s: float,
-    last_s: float,
-    adding_s: float,
-    weights: float,
-) -> StageCost:
-    """What a stage takes whose halves take so long; the last of its backwards, `last_s`."""
-    return StageCost(
-        forward_s=forward_s,
-        backward_s=backward_s + adding_s,
-        input_s=backward_s * (1.0 - weights),
-        weight_s=backward_s * weights + adding_s,
-        last_s=max(0.0, last_s - backward_s),
-        sent_bytes=_passed_on(graph, "forward"),
-        returned_bytes=_passed_on(graph, "backward"),
-    )
-
-
-def _passed_on(graph: TrainingGraph, phase: str) -> int:
-    """Bytes that a stage sends to a neighbour, of one micro-batch."""
-    return sum(
-        tensor_bytes(tensors(node)[0])
-        for role, node in zip(graph.outputs, graph.results, strict=True)
-        if isinstance(role, Sent) and role.phase == phase and node is not None
-    )
-
-
 def _joined(one: Buckets, other: Buckets) -> Buckets:
     """The buckets of two stages; a parameter of both travels with those of the first."""
 
@@ -420,11 +355,12 @@ def _joined(one: Buckets, other: Buckets) -> Buckets:
     )
 
 
-def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _summed(tables: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    """Seconds of tables of them, each so many times."""
     total: dict[str, float] = {}
-    for table in tables:
+    for table, times in tables:
         for key, seconds in table.items():
-            total[key] = total.get(key, 0.0) + seconds
+            total[key] = total.get(key, 0.0) + times * seconds
     return total
 
 

@@ -28,7 +28,7 @@ from autopar.graph import (
 Bytes = NDArray[np.int64]
 _ROW = {name: row for row, name in enumerate(CATEGORIES)}
 _SAVED, _GRADIENTS, _FLYING = _ROW["saved"], _ROW["gradients"], _ROW["in flight"]
-_ALWAYS = [_ROW[name] for name in ("parameters", "optimizer", "buffers", "inputs")]
+_ALWAYS = [_ROW[n] for n in ("parameters", "optimizer", "buffers", "inputs", "gathered")]
 _POINTS = 12  # of the memory of one action: of each short while, the most
 
 

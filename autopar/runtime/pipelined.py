@@ -19,6 +19,7 @@ from autopar.graph import (
     RowWeight,
     Total,
     Update,
+    Whole,
     tensors,
 )
 from autopar.runtime.batch import Share
@@ -91,6 +92,8 @@ class Call:
                 return torch.tensor(weight, dtype=torch.float64, device=self.pipe.device)
             case Total(index):
                 return self.step.totals[index]
+            case Whole(name):
+                return self.step.whole[name]
         raise AssertionError(f"a stage asks for {role}")
 
     @cached_property
@@ -114,6 +117,7 @@ class Call:
                 pipe.whole.run(self.step)
             else:
                 pipe.halves[0].run(self.step)
+            self.step.whole.clear()  # backwards have saved what they read of them
             return self._close()
 
     def _open(self) -> None:

@@ -23,6 +23,7 @@ from autopar.graph import (
     State,
     Tangent,
     Total,
+    Whole,
 )
 from autopar.runtime.program import Half
 from autopar.runtime.staged import Backward, StageProgram
@@ -40,6 +41,7 @@ class Step:
         tangents: gradients by outputs, for each micro-batch.
         micro_batches: how many there are.
         totals: sums over the batch, as they become known.
+        whole: parameters that the first forward of a stage has gathered for all.
         held: local gradients that are kept, by parameter.
         states: what compression keeps from step to step.
         saved: what forwards have saved for their backwards, by stage and micro-batch.
@@ -60,6 +62,7 @@ class Step:
     keep: bool = False
     tangents: list[dict[int, torch.Tensor]] = field(default_factory=list)
     totals: dict[int, torch.Tensor] = field(default_factory=dict)
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -90,7 +93,7 @@ class Stage:
 
         It empties `came`.
         """
-        step, half = self._step, self.program.forward
+        step, half = self._step, self.program.forward if micro else self.program.opening
         arguments = [
             came.pop(role) if isinstance(role, Received) else step.arguments(role, micro)
             for role in half.inputs
@@ -107,6 +110,8 @@ class Stage:
                     step.outputs.setdefault(index, []).append(value)
                 case Part(index):
                     self._add_part(index, value)
+                case Whole(name):
+                    step.whole[name] = value
         if step.differentiates:
             step.saved[self.index, micro] = kept
         return sent

@@ -10,16 +10,15 @@ from autopar.capture import Capture
 from autopar.graph import Gradient, Parameter, Saved, TrainingGraph
 from autopar.partition import Ways
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.base import Pass
 from autopar.passes.build import is_random
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.runner import run_passes
-from autopar.passes.split_forward_backward import Split, split_forward_backward
+from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.split_inputs_weights import split_inputs_weights
 from autopar.passes.split_stages import Stages
 from autopar.plan import Plan
 from autopar.runtime.program import Half, generate
-from autopar.staging import cut, passes_of_stage
+from autopar.staging import cut, passes_of_stage, turns_of_stage
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,14 @@ class StageProgram:
     """What one stage runs for each micro-batch.
 
     Attributes:
-        forward: its forward half.
+        opening: its forward half on the first, where that gathers for the others too.
+        forward: the same on all others, or on all.
         first: its backward on the first of several micro-batches; None if it has none.
         more: on those in between, which adds to the gradients of the ones before.
         last: on the last, which also reduces what was kept until then.
     """
 
+    opening: Half
     forward: Half
     first: Backward | None
     more: Backward | None
@@ -126,9 +127,6 @@ def build_staged(
     stages = cut(capture.graph, plan, rank, ways, micro_batches)
     compiled, in_two = compile_backend != "eager", plan.pipeline.schedule == "zero_bubble"
 
-    def lowered(graph: TrainingGraph, passes: Sequence[Pass]) -> Split:
-        return split_forward_backward(run_passes(graph, passes))
-
     def backward(graph: TrainingGraph | None, adds: bool) -> Backward | None:
         if graph is None:
             return None
@@ -140,7 +138,7 @@ def build_staged(
         return Half(graph, generate(graph, groups, compile_backend))
 
     def program(graph: TrainingGraph) -> StageProgram:
-        at_last, before = passes_of_stage(
+        passes = passes_of_stage(
             graph,
             plan,
             rank,
@@ -150,15 +148,18 @@ def build_staged(
             held=held,
             compiled=compiled,
         )
-        final = lowered(graph, at_last)
+        turns = turns_of_stage(graph, passes, plan, micro_batches)
+        final = split_forward_backward(turns.last)
         forward = half(final.forward)
         if micro_batches == 1:
-            return StageProgram(forward, None, None, backward(final.backward, adds=False))
-        alike = before == at_last
-        other = final if alike else lowered(graph, before)
-        more = backward(other.backward, adds=True)
+            return StageProgram(forward, forward, None, None, backward(final.backward, adds=False))
+        alike = turns.more is turns.last
+        once = turns.first is not turns.more
+        opening = half(split_forward_backward(turns.first).forward) if once else forward
+        other = final if alike else split_forward_backward(turns.more)
+        first, more = (backward(other.backward, adds=adds) for adds in (False, True))
         last = more if alike else backward(final.backward, adds=True)
-        return StageProgram(forward, backward(other.backward, adds=False), more, last)
+        return StageProgram(opening, forward, first, more, last)
 
     def end(graph: TrainingGraph) -> Half:
         place = plan.place(rank)

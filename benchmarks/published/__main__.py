@@ -77,7 +77,7 @@ def predict(run: Run) -> Row:
     seconds = time.perf_counter() - start
     p = plan.prediction
     assert p is not None
-    step_s = p.step_s - p.update_s * (1.0 - 1.0 / run.divided_update) - hidden(plan, run)
+    step_s = p.step_s - hidden(plan, run)
     found = activations(plan) if run.unit != "TFLOP/s" else run.flops / step_s / run.gpus / 1e12
     parts = {
         "compute_s": p.compute_s,

@@ -30,9 +30,6 @@ class Run:
         published: TFLOP/s of a GPU by the source's count, or GiB of activations on the first stage.
         unit: of `published`.
         assumed: what the source does not say.
-        divided_update: over how many ranks the optimizer's step is divided, the rest being done as
-            without: Megatron's distributed optimizer sends in two halves what an all-reduce does,
-            once a step, where ZeRO 1 of autopar gathers parameters for every micro-batch.
         behind_products: whether what tp sends travels behind the products that it is for.
     """
 
@@ -46,7 +43,6 @@ class Run:
     published: float
     unit: str
     assumed: str = ""
-    divided_update: int = 1
     behind_products: bool = False
 
 
@@ -105,6 +101,8 @@ def h100(row: Mapping[str, str]) -> Iterator[Run]:
     bucket = 2 * max(40_000_000, 1_000_000 * dp)  # elements, by Megatron-Core's default
     strategy = replace(
         pipelined(form, tp, pp, own // each, rows // (dp * H100_ROWS), "none", sequence=True),
+        zero=1,  # Megatron's distributed optimizer
+        gather_bytes=bucket,
         reduce_bytes=bucket,
     )
     yield Run(
@@ -112,7 +110,7 @@ def h100(row: Mapping[str, str]) -> Iterator[Run]:
         float(row["tflops_per_gpu"]), "TFLOP/s",
         f"micro-batches of {H100_ROWS}, {own // each} stages a rank, nothing recomputed, flash "
         "attention, no dropout, gradients reduced in bfloat16",
-        divided_update=dp, behind_products=True,
+        behind_products=True,
     )  # fmt: skip
 
 

@@ -1,0 +1,58 @@
+"""What the first micro-batch gathers is what the others compute with, and they gather nothing."""
+
+from autopar.graph import Gradient, Parameter, TrainingGraph, Whole
+from autopar.passes.bucket_collectives import BucketCollectives, Buckets
+from autopar.passes.keep_gathered import giving, taking
+from autopar.passes.lower_collectives import LowerCollectives
+from autopar.passes.runner import run_passes
+from autopar.passes.shard_parameters import ShardParameters
+from autopar.passes.split_forward_backward import split_forward_backward
+from autopar.passes.synchronize_gradients import SynchronizeGradients
+from autopar.passes.synchronize_statistics import SynchronizeStatistics
+from tests.passes.golden import order, two_layers
+from tests.passes.parity import AXIS
+from tests.passes.simulated import run_ranks
+
+NAMES = ("blocks.0.weight", "blocks.1.weight")
+
+
+def lowered(rank: int, zero: dict[str, int]) -> TrainingGraph:
+    passes = [
+        SynchronizeStatistics(AXIS),
+        ShardParameters(AXIS, rank, tuple(zero.items())),
+        SynchronizeGradients(AXIS, rank),
+        BucketCollectives(Buckets(gather=(NAMES,))),
+        LowerCollectives("gloo", rank, AXIS),
+    ]
+    return run_passes(two_layers().graph(rank), passes)  # type: ignore[arg-type]
+
+
+def test_the_others_compute_the_same_without_gathering() -> None:
+    it, zero = two_layers(), {"": 0, "blocks.0": 1, "blocks.1": 2}
+    graphs = [lowered(rank, zero) for rank in range(2)]
+    firsts, laters = ([turn(g, zero) for g in graphs] for turn in (giving, taking))
+    given = run_ranks(firsts, [it.values(graph, rank) for rank, graph in enumerate(firsts)])
+    for role in map(Whole, NAMES):
+        assert given[0][role].equal(it.state[role.name])  # type: ignore[union-attr]
+    came = [it.values(g, r) | {Whole(n): given[r][Whole(n)] for n in NAMES}
+            for r, g in enumerate(laters)]  # fmt: skip
+    found = run_ranks(laters, came)  # type: ignore[arg-type]
+    for results, want in zip(found, given, strict=True):
+        for name in NAMES:
+            role = Gradient(Parameter(name))
+            assert results[role].equal(want[role])  # type: ignore[union-attr,arg-type]
+    halves = split_forward_backward(laters[0])
+    assert not any("all_to_all" in str(node.target) for node in halves.forward.calls())
+    before = split_forward_backward(firsts[0]).backward
+    assert before is not None
+    assert halves.backward is not None
+    assert halves.backward.inputs == before.inputs
+    assert order(halves.backward) == order(before)
+
+
+def test_stage_3_stays_as_it_is() -> None:
+    zero = {"": 0, "blocks.0": 3, "blocks.1": 1}
+    graph = lowered(0, zero)
+    given = [role for role in taking(graph, zero).inputs if isinstance(role, Whole)]
+    assert given == [Whole("blocks.1.weight")]
+    assert Whole("blocks.0.weight") not in giving(graph, zero).outputs
