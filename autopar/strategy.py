@@ -15,7 +15,7 @@ from autopar.pipeline import SCHEDULES
 from autopar.placement import Replicate, Shard
 
 ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
-SEARCHED = {"auto": ("tp",), "fastest": ("pp", "tp")}
+SEARCHED = {"auto": ("tp", "dp_shard"), "fastest": ("pp", "tp", "dp_shard")}
 """Axes that are searched, by name. Under pipelines a rank has only its own stages: torch's
 `clip_grad_norm_` would take the norm of these alone, so a script has to ask for them. One axis of
 tp may do what cp and ep do."""
@@ -65,8 +65,9 @@ class Strategy:
             tp, cp or ep, and between stages: "bf16" or "fp16".
         lossy: methods that the planner may choose to compress gradients by, where `compress` leaves
             it open: `compile(lossy=...)` says the same.
-        search: of "pp", "tp", "cp" and "ep" those that the planner may use, and how far, where they
-            are None. One axis of tp may do what cp and ep do.
+        search: of "pp", "tp", "cp", "ep" and "dp_shard" those that the planner may use, and how
+            far, where they are None. One axis of tp may do what cp and ep do; dp_shard is what is
+            left of a node.
         placements: where parameters must lie, by pattern of their names: along tp, or ep if there
             is no tp; or a mapping of these axes to where they must lie along each.
         as_placed: whether parameters named there are used as they lie, never gathered.
@@ -115,9 +116,9 @@ class Strategy:
         for axis in ("pp", "dp_shard", *MESH):
             if (ranks := getattr(self, axis)) is not None and ranks < 1:
                 raise StrategyError(f"{axis}={ranks!r}: give a number of ranks")
-        if strange := set(self.search) - {"pp", *ORDER}:
+        if strange := set(self.search) - {"pp", *ORDER, "dp_shard"}:
             raise StrategyError(
-                f"search={self.search!r}: {sorted(strange)} is none of pp, tp, cp, ep"
+                f"search={self.search!r}: {sorted(strange)} is none of pp, tp, cp, ep, dp_shard"
             )
         if self.hierarchical not in (None, False, True) and self.hierarchical < 2:
             raise StrategyError(

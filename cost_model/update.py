@@ -55,7 +55,7 @@ class UpdateCost:
             state_ratio: bytes of states for each byte of a parameter, 2 for AdamW.
         """
         sizes, moved = tuple(4 * numel for numel in SIZES), 3.0 + 2.0 * state_ratio
-        curve = Curve(sizes, tuple(line.seconds(0.0, moved * size) for size in sizes))
+        curve = Curve.smooth(sizes, [line.seconds(0.0, moved * size) for size in sizes])
         return cls(curve, 0.0, 0.0, f"modelled by {line.source}")
 
     def seconds(self, sizes: Iterable[int], *, dtensors: bool) -> Cost:

@@ -43,7 +43,11 @@ def add_to(commands: Any) -> None:
     add("--pp", type=int, help="ranks over which the forward is cut into stages")
     add("--micro-batches", type=int, help="parts of a rank's rows, one after another")
     add("--schedule", choices=SCHEDULES, help="the order in which they pass")
-    add("--search", metavar="AXES", help="of these the planner says how many ranks: pp,tp,cp,ep")
+    add(
+        "--search",
+        metavar="AXES",
+        help="of these the planner says how many ranks: pp,tp,cp,ep,dp_shard",
+    )
     add("--zero", metavar="BLOCK=STAGE", action="append", help="of a block; others are searched")
     add("--pin", metavar="PARAMETER=S(DIM)|R", action="append", help="where it lies along tp or ep")
     add("--cuts", metavar="NAMES", help="what each stage but the first begins with: a,b,c")

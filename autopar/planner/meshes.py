@@ -87,12 +87,16 @@ def meshes(strategy: Strategy, world_size: int, near: int, blocks: int) -> Itera
     widest = world_size if world_size <= SMALL_WORLD else near
     most = {"pp": blocks, **dict.fromkeys(("tp", "cp", "ep"), widest)}
     found = [replace(strategy, search=())]
-    for axis in strategy.search:
-        if getattr(strategy, axis) is None:
-            sizes = [n for n in range(1, most[axis] + 1) if world_size % n == 0]
-            found = [replace(one, **{axis: n}) for one in found for n in sizes]  # type: ignore[arg-type]
+    for axis in (a for a in strategy.search if a in most and getattr(strategy, a) is None):
+        sizes = [n for n in range(1, most[axis] + 1) if world_size % n == 0]
+        found = [replace(one, **{axis: n}) for one in found for n in sizes]  # type: ignore[arg-type]
     fitting = [one for one in found if world_size % _parts(one) == 0]
-    yield from sorted(fitting, key=lambda one: (_parts(one), one.pipeline_ranks))
+    for one in sorted(fitting, key=lambda one: (_parts(one), one.pipeline_ranks)):
+        yield one
+        neighbours, ranks = near // one.tensor_ranks, world_size // _parts(one)
+        shards = "dp_shard" in strategy.search and one.dp_shard is None and one.zero != 0
+        if shards and 1 < neighbours < ranks and ranks % neighbours == 0:
+            yield replace(one, dp_shard=neighbours)
 
 
 def _parts(strategy: Strategy) -> int:
@@ -250,7 +254,8 @@ class _Search:
             return True
         base = self.question.base()
         total = sum(size for _, size in base.parameter_bytes)
-        parts = self.question.world_size if strategy.zero in (None, 3) else _parts(strategy)
+        ranks = strategy.dp_shard or self.question.world_size // _parts(strategy)
+        parts = _parts(strategy) * (ranks if strategy.zero in (None, 3) else 1)
         short = int(total * (2.0 + base.optimizer_state_ratio) / parts) - self.cap
         if short > 0:
             text = f"parameters, gradients and states alone need {human_bytes(short)} more"
@@ -321,7 +326,7 @@ def _few(names: Iterable[str]) -> str:
 
 
 def _name(strategy: Strategy) -> str:
-    axes = {"pp": strategy.pipeline_ranks, **strategy.axes}
+    axes = {"pp": strategy.pipeline_ranks, **strategy.axes, "dp_shard": strategy.dp_shard or 1}
     mesh = " x ".join(f"{axis}={n}" for axis, n in axes.items() if n > 1) or "data parallel"
     count = strategy.micro_batches or 1
     return f"{mesh}, {count} micro-batches" if count > 1 else mesh

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.simulate import half_seconds
 from autopar.graph import TrainingGraph
+from autopar.levels import BETWEEN, WITHIN, Levels, level
 from autopar.planner.choose_stages import in_places, places_of
 from autopar.planner.decide import Question, cap_of, evaluator_of
 from autopar.planner.link import Link
@@ -30,6 +32,9 @@ Figures = NDArray[np.float64]
 
 AGAIN = 1.0 / 3.0
 """Of what a micro-batch computes, the forward: so much more is it with all recomputed."""
+
+DATA = "dp_replicate"
+"""The axis of the data, before it is known whether anything lies in shards over it."""
 
 EXPOSED = 0.1
 """Of a sum that the backward could hide, what it does not: the last bucket, and what is issued."""
@@ -151,7 +156,8 @@ class _Arithmetic:
     def ways(self) -> Iterator[tuple[int, bool]]:
         """ZeRO stages, and whether everything is computed again."""
         fixed = self.question.strategy
-        stages = (fixed.zero,) if isinstance(fixed.zero, int) else (0, 1, 3)
+        free = (1, 3) if self.levels else (0, 1, 3)
+        stages = (fixed.zero,) if isinstance(fixed.zero, int) else free
         levels = (False, True) if fixed.recompute is None else (fixed.recompute != "none",)
         return ((zero, again) for zero in stages for again in levels)
 
@@ -159,8 +165,8 @@ class _Arithmetic:
     def least_s(self) -> float:
         """Computing alone, on ranks that never wait; or the sums of gradients alone."""
         computed = self.count * self.micro.compute_s / self.stages
-        sums = self.data_s("reduce_scatter") + self.data_s("all_gather")
-        return max(computed, min(self.data_s("all_reduce"), sums))
+        sums = self.scatter_s + self.data_s("all_gather")
+        return max(computed, sums if self.levels else min(self.data_s("all_reduce"), sums))
 
     def step_s(self, zero: int, again: bool) -> float:
         """An estimate of a step."""
@@ -181,26 +187,50 @@ class _Arithmetic:
         backward = each * (1 - AGAIN)
         if zero == 0:
             return _beyond(self.data_s("all_reduce"), backward)
-        gather, scatter = self.data_s("all_gather"), self.data_s("reduce_scatter")
+        gather, scatter = self.data_s("all_gather"), self.scatter_s
         if zero < 3:
             return _beyond(scatter, backward) + _beyond(gather, each - backward)
         return self.count * _beyond(2 * gather + scatter, each)
 
-    def data_s(self, collective: str) -> float:
-        """Of one collective of all gradients of a stage, over the ranks of the data."""
-        cluster, mesh = self.machine.cluster, dict(self.question.mesh)
-        shape = GroupShape.of_axis(mesh, "dp_replicate", cluster.ranks_per_node)
+    @cached_property
+    def levels(self) -> dict[str, int]:
+        """Of the axis of the data, where shards are kept over neighbours only."""
+        neighbours = self.question.strategy.dp_shard or 1
+        return Levels(DATA, neighbours).sizes(self.question.data_ranks)
+
+    @property
+    def scatter_s(self) -> float:
+        """Of sums of which a rank keeps its shard: over neighbours first, if these share them."""
+        own = self.data_s("reduce_scatter")
+        return own + self.data_s("all_reduce", BETWEEN) if self.levels else own
+
+    def data_s(self, collective: str, part: str = WITHIN) -> float:
+        """Of one collective of all gradients of a stage, over the ranks of the data.
+
+        Where shards are kept over neighbours, over these, or of one rank's shards over the others.
+        """
+        cluster, nbytes = self.machine.cluster, self.own_bytes
+        axis = level(DATA, part) if self.levels else DATA
+        if part == BETWEEN:
+            nbytes /= self.levels[level(DATA, WITHIN)]
+        mesh = {**dict(self.question.mesh), **self.levels}
+        shape = GroupShape.of_axis(mesh, axis, cluster.ranks_per_node)
         dtype = str(self.question.dtype).removeprefix("torch.")
-        return cluster.seconds(collective, self.own_bytes, shape, dtype).seconds
+        return cluster.seconds(collective, nbytes, shape, dtype).seconds
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks what ZeRO divides lies."""
+        return self.question.strategy.dp_shard or self.question.data_ranks
 
     def update_s(self, zero: int) -> float:
         """Of the optimizer's step."""
-        ranks = self.question.data_ranks if zero else 1
+        ranks = self.shards if zero else 1
         return self.machine.update.seconds([round(self.own_bytes / ranks)], dtensors=False).seconds
 
     def nbytes(self, zero: int, again: bool) -> float:
         """Of parameters, gradients, states, and what micro-batches under way save."""
-        ranks, state = self.question.data_ranks, self.question.state_ratio
+        ranks, state = self.shards, self.question.state_ratio
         parts = {0: 2.0 + state, 1: 2.0 + state / ranks, 2: 1.0 + (1.0 + state) / ranks}
         copies = parts.get(zero, (2.0 + state) / ranks)
         saved = self.micro.saved_bytes / self.stages * min(self.stages, self.count)

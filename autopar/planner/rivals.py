@@ -67,7 +67,8 @@ def _kind(plan: Plan) -> tuple[object, ...]:
     zero, again = {stage for _, stage in plan.stages}, {level for _, level in plan.recompute}
     by_level = any(own.from_bytes for own in plan.levels)
     methods = frozenset(plan.compressions.reduce)
-    return _mesh(plan), form, frozenset(zero), frozenset(again), by_level, methods
+    zero_over = plan.hybrid, frozenset(zero)
+    return _mesh(plan), form, zero_over, frozenset(again), by_level, methods
 
 
 def after_trial(plans: Sequence[Plan], seconds: Sequence[float], rounds: int) -> Plan:

@@ -29,7 +29,7 @@ def asked(*options: str) -> Strategy:
 
 
 def test_options_are_a_strategy() -> None:
-    assert asked().search == ("pp", "tp")
+    assert asked() == Strategy.of("fastest")
     assert asked("--strategy", "zero3") == Strategy(zero=3)
     assert asked("--tp", "2") == Strategy(tp=2)
     assert asked("--strategy", "zero3", "--search", "pp,tp") == Strategy(

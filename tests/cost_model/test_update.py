@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from autopar.cost_model.curves import Curve
+from autopar.cost_model.roofline import Rates, Roofline
 from autopar.cost_model.update import SIZES, UpdateCost, measure_update
 
 
@@ -12,6 +15,12 @@ def test_each_parameter_costs_by_its_size():
     assert plain.kind == "measured"
     wrapped = cost.seconds([100, 1000], dtensors=True)
     assert wrapped.seconds == pytest.approx(plain.seconds + 2e-4)
+
+
+def test_what_is_modelled_by_rates_that_jump_never_falls():
+    jump = Rates((1e3, 2e3), (1e6, 1e8))
+    cost = UpdateCost.modelled(replace(Roofline.default("cpu", 1), streams=jump))
+    assert list(cost.curve.seconds) == sorted(cost.curve.seconds)
 
 
 def test_measures_any_optimizer():

@@ -35,6 +35,15 @@ def test_every_mesh_the_fewest_parts_first() -> None:
     assert list(meshes(Strategy(), 4, 4, 3)) == [Strategy()]
 
 
+def test_shards_over_the_neighbours_that_are_left_of_a_node() -> None:
+    strategy = Strategy(search=("tp", "dp_shard"))
+    found = [(own.tensor_ranks, own.dp_shard) for own in meshes(strategy, 16, near=4, blocks=2)]
+    assert found == [(1, None), (1, 4), (2, None), (2, 2), (4, None)]
+    alone = [own.dp_shard for own in meshes(strategy, 4, near=4, blocks=2)]
+    assert alone == [None] * 3  # one node
+    assert not any(own.dp_shard for own in meshes(replace(strategy, zero=0), 16, 4, 2))
+
+
 def question(strategy: Strategy = AUTO, memory: int | None = None) -> Question:
     return question_of(GPT.make(), strategy, memory=memory)
 
