@@ -1,4 +1,4 @@
-"""`measure_slowdown`: compute alone, collectives alone, and both at once, on the live ranks."""
+"""`measure_slowdown`: compute alone, messages alone, and both at once, on the live ranks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ _LONGEST_S = 0.2  # of one collective: larger sizes are left out
 _SIDE = 160  # of the matrices that are multiplied meanwhile
 _STREAMED = 1 << 18  # elements that are read, and written to fresh memory, meanwhile
 _CALLS = 20
+_MESSAGES, _MESSAGE = 24, 64 * 2**10  # how many are timed, and their bytes
+_BUSY_S, _PAUSE_S = 0.01, 0.002  # of compute around a message, before it is sent
 
 
 def measure_slowdown(bench: Bench, provenance: str) -> Slowdown:
@@ -36,7 +38,7 @@ def measure_slowdown(bench: Bench, provenance: str) -> Slowdown:
         rows.append((size, *row))
     issue_s, wait_s = _means(bench.gather(_call_costs(bench)))
     sizes, compute, communication = zip(*rows, strict=True)
-    return Slowdown(sizes, compute, communication, issue_s, wait_s, provenance)
+    return Slowdown(sizes, compute, communication, issue_s, wait_s, provenance, _lateness(bench))
 
 
 def _factors(bench: Bench, nbytes: int) -> tuple[float, float] | None:
@@ -110,6 +112,58 @@ def _call_costs(bench: Bench) -> tuple[float, float]:
         torch.ops._c10d_functional.wait_tensor(pending)
         waited.append(time.perf_counter() - start)
     return statistics.mean(issued), statistics.mean(waited)  # they add up in a step
+
+
+def _lateness(bench: Bench) -> float:
+    """Seconds by which a message comes later if all compute but the rank that waits for it."""
+    if bench.world_size == 1:
+        return 0.0
+    message, chunk, times = torch.zeros(_MESSAGE // 4), _chunk(), []
+
+    def compute() -> None:
+        end = time.perf_counter() + _PAUSE_S + _BUSY_S
+        while time.perf_counter() < end:
+            chunk()
+
+    ahead_s, alone_s = _clocks(bench, message)
+    for _ in range(_MESSAGES):
+        bench.line_up()
+        if bench.rank == 1:
+            dist.recv(message, group=bench.group, group_src=0)
+            times.append(time.perf_counter())
+        elif bench.rank == 0:
+            time.sleep(_PAUSE_S)  # until the other waits
+            times.append(time.perf_counter())
+            pending = dist.isend(message, group=bench.group, group_dst=1)
+            compute()
+            if pending is not None:
+                pending.wait()
+        else:
+            compute()
+    sent, came, *_ = bench.gather(times)
+    spans = [late - early for early, late in zip(sent, came, strict=True)]
+    return max(0.0, statistics.mean(spans) - ahead_s - alone_s)
+
+
+def _clocks(bench: Bench, message: torch.Tensor) -> tuple[float, float]:
+    """By how much the clock of rank 1 is ahead of that of rank 0; seconds of a message alone."""
+    stamp, found = torch.zeros(1, dtype=torch.float64), []
+    for _ in range(_MESSAGES):
+        bench.line_up()
+        if bench.rank == 0:
+            start = time.perf_counter()
+            dist.send(message, group=bench.group, group_dst=1)
+            dist.recv(stamp, group=bench.group, group_src=1)
+            end = time.perf_counter()
+            found.append((end - start, stamp.item() - (start + end) / 2))
+        elif bench.rank == 1:
+            dist.recv(message, group=bench.group, group_src=0)
+            stamp.fill_(time.perf_counter())
+            dist.send(stamp, group=bench.group, group_dst=0)
+    taken, *_ = bench.gather(found)
+    middle = sorted(taken)[: max(1, len(taken) // 2)] if taken else [(0.0, 0.0)]
+    round_s, ahead_s = middle[-1][0], middle[0][1]
+    return ahead_s, round_s / 2
 
 
 def _means(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:

@@ -80,7 +80,11 @@ class PipelineSimulation:
 
 
 def simulate_pipeline(
-    orders: Orders, stages: Sequence[StageCost], transfer: Seconds, issue_s: float = 0.0
+    orders: Orders,
+    stages: Sequence[StageCost],
+    transfer: Seconds,
+    issue_s: float = 0.0,
+    late_s: float = 0.0,
 ) -> PipelineSimulation:
     """Predict one step.
 
@@ -90,12 +94,13 @@ def simulate_pipeline(
         transfer: the seconds of a transfer between neighbouring ranks, by its bytes.
         issue_s: for how long a transfer keeps the thread that computes, where it is issued and
             where it comes.
+        late_s: how much later than over a quiet link it comes.
 
     Raises:
         ValueError: the orders wait for each other.
     """
-    run = _Run(orders, stages, transfer, issue_s).run()
-    free = _Run(orders, stages, lambda nbytes: 0.0, 0.0).run()
+    run = _Run(orders, stages, transfer, issue_s, late_s).run()
+    free = _Run(orders, stages, lambda nbytes: 0.0, 0.0, 0.0).run()
     step_s = max(run.now)
     return PipelineSimulation(
         step_s=step_s,
@@ -111,10 +116,16 @@ class _Run:
     """A step under way."""
 
     def __init__(
-        self, orders: Orders, stages: Sequence[StageCost], transfer: Seconds, issue_s: float
+        self,
+        orders: Orders,
+        stages: Sequence[StageCost],
+        transfer: Seconds,
+        issue_s: float,
+        late_s: float,
     ) -> None:
         self.ranks = len(orders)
-        self.stages, self.transfer, self.issue_s = stages, transfer, issue_s
+        self.stages, self.transfer = stages, transfer
+        self.issue_s, self.late_s = issue_s, late_s
         self.queues = [deque(order) for order in orders]
         ends = [{action.stage: action for action in order} for order in orders]
         self.last = {action for found in ends for action in found.values()}
@@ -168,7 +179,8 @@ class _Run:
         other = to.stage % self.ranks
         start = max(self.now[rank], self.free.get((rank, other), 0.0))
         seconds = self.transfer(nbytes) if other != rank else 0.0
-        self.come[_arriving(to)] = end = start + seconds
+        end = start + seconds
+        self.come[_arriving(to)] = end + self.late_s if seconds else end
         if seconds:
             self.now[rank] += self.issue_s
             self.free[rank, other] = end

@@ -22,6 +22,8 @@ class Slowdown:
         issue_s: seconds that issuing a collective keeps the computing thread.
         wait_s: seconds that waiting for one that has ended keeps it.
         provenance: where this comes from.
+        late_s: by how many seconds a message between two ranks comes later than when nobody
+            computes, however large: where ranks share cores, who waits for it has to get one.
     """
 
     bytes: tuple[int, ...]
@@ -30,6 +32,7 @@ class Slowdown:
     issue_s: float
     wait_s: float
     provenance: str
+    late_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_provenance(self.provenance)
@@ -38,7 +41,9 @@ class Slowdown:
             raise ClusterError("a slowdown has two factors for each size, and one size at least")
         if not all(math.isfinite(f) and f >= 1 for f in factors):
             raise ClusterError(f"factors of slowdown are numbers from 1, not {factors}")
-        if min(self.issue_s, self.wait_s) < 0 or list(self.bytes) != sorted(set(self.bytes)):
+        if min(self.issue_s, self.wait_s, self.late_s) < 0 or list(self.bytes) != sorted(
+            set(self.bytes)
+        ):
             raise ClusterError("a slowdown has ascending sizes, and times that are not negative")
 
     @classmethod

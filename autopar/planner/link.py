@@ -55,6 +55,11 @@ class Link:
         """For how long a message keeps the thread that computes."""
         return self.cluster.slowdown.issue_s
 
+    @property
+    def late_s(self) -> float:
+        """By how much later it comes while ranks compute."""
+        return self.cluster.slowdown.late_s
+
     @cached_property
     def everyone(self) -> GroupShape:
         """All ranks of the mesh."""

@@ -82,7 +82,8 @@ class PipelineEvaluator(Evaluator):
         self, costs: Sequence[StageCost], stages: Stages, link: Link
     ) -> PipelineSimulation:
         """A whole step of all ranks, but for the optimizer's."""
-        run = simulate_pipeline(self.orders(stages), costs, link.seconds, link.issue_s)
+        order, late_s = self.orders(stages), link.late_s
+        run = simulate_pipeline(order, costs, link.seconds, link.issue_s, late_s)
         return framed(run, stages, self.pipeline, link)
 
     def orders(self, stages: Stages) -> Orders:

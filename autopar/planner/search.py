@@ -135,8 +135,10 @@ class _Search:
         one = self.evaluator.base.data_ranks == 1
         free = self.strategy.zero is None and not one
         several = self.strategy.pipelined  # of one micro-batch gradients are summed at once
-        stages = ((0, 1, 2, 3) if several else (0, 1, 3)) if free else (0,)
-        stages = stages[1:] if free and self.evaluator.base.hybrid else stages  # 0 has no shards
+        stages = [0, 1, 2, 3] if several else [0, 1, 3]
+        if free and self.evaluator.base.hybrid:
+            stages.remove(0)  # that has no shards
+        stages = stages if free else [0]
         starts = [first_choice(self.strategy, self.blocks, stage) for stage in stages]
         *lower, last = dict.fromkeys(starts)
         starts = [*filter(self.may_fit, lower), last]

@@ -18,6 +18,7 @@ from autopar.graph import (
     Gradient,
     Held,
     Parameter,
+    Received,
     Saved,
     Sent,
     TrainingGraph,
@@ -78,6 +79,7 @@ class StageMemory:
         between: bytes that are kept between the two parts of a backward.
         sent: of what a micro-batch sends, by when nothing but that keeps it: from the forward on,
             and from the backward on. torch's runtime lets go of both when a schedule ends.
+        received: of what a forward is sent, and a backward: there is room for it one action ahead.
     """
 
     always: Bytes
@@ -91,6 +93,7 @@ class StageMemory:
     reserved: float
     between: int = 0
     sent: tuple[int, int] = (0, 0)
+    received: tuple[int, int] = (0, 0)
 
     @staticmethod
     def of(result: Simulation, graph: TrainingGraph, between: int = 0) -> StageMemory:
@@ -120,6 +123,7 @@ class StageMemory:
             memory.reserved / max(1, memory.peak),
             between,
             _sent(graph),
+            _received(graph),
         )
 
     def needs(self, action: Action, summed: int) -> Half:
@@ -206,7 +210,8 @@ def memory_of_rank(
         base[_SAVED] += sum(n * stages[s][0].saved for s, n in flying.items())
         base[_SAVED] += sum(n * stages[s][0].between for s, n in halved.items())
         base[_GRADIENTS] += sum(nbytes for s, nbytes in summed.items() if s != stage)
-        base[_FLYING] += sending
+        ahead = order[index + 1 : index + 2]
+        base[_FLYING] += sending + sum(_coming(following, stages) for following in ahead)
         points += [(index, float(at)) for at in half.at]
         tables.append(base[:, None] + half.table)
         forth, back = more.sent
@@ -221,6 +226,21 @@ def memory_of_rank(
     table = np.concatenate(tables, axis=1)
     over = max(last.reserved for _, last in stages.values())
     return RankMemory(tuple(points), table, round(int(table.sum(axis=0).max()) * over))
+
+
+def _coming(action: Action, stages: Mapping[int, tuple[StageMemory, StageMemory]]) -> int:
+    """Bytes that an action is sent."""
+    forth, back = stages[action.stage][0].received
+    return {"F": forth, "W": 0}.get(action.kind, back)
+
+
+def _received(graph: TrainingGraph) -> tuple[int, int]:
+    """Bytes that a forward of a stage is sent, and a backward."""
+    sizes = {"forward": 0, "backward": 0}
+    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if isinstance(role, Received):
+            sizes[role.phase] += tensor_bytes(tensors(node)[0])
+    return sizes["forward"], sizes["backward"]
 
 
 def _sent(graph: TrainingGraph) -> tuple[int, int]:

@@ -88,9 +88,32 @@ class Schedule:
             rank: [PipelineAction(a.stage, PipelineWork(a.kind), a.micro) for a in order]
             for rank, order in enumerate(self.orders)
         }
-        runtime.pipeline_order_with_comms = add_transfers(actions, lambda s: s % ranks, count)
+        written = add_transfers(actions, lambda s: s % ranks, count)
+        if self.device.type == "cpu":
+            written = {rank: received_early(own) for rank, own in written.items()}
+        runtime.pipeline_order_with_comms = written
         runtime._stages_forward_initialized = True  # shapes are known: nothing is inferred
         return runtime
+
+
+def received_early(actions: Iterable[PipelineAction]) -> list[PipelineAction]:
+    """Each receive before the work that it follows, so that what comes travels meanwhile.
+
+    gloo sends nothing before it is asked for; a GPU's queue asks early of itself. What one rank
+    sends another is received in the same order as before.
+    """
+    found: list[PipelineAction] = []
+    for action in actions:
+        place = len(found)
+        if action.computation_type in _RECEIVES:
+            works = (i for i in reversed(range(place)) if found[i].computation_type not in _TRAVELS)
+            place = next(works, place)
+        found.insert(place, action)
+    return found
+
+
+_RECEIVES = (PipelineWork.RECV_F, PipelineWork.RECV_B)
+_TRAVELS = (*_RECEIVES, PipelineWork.SEND_F, PipelineWork.SEND_B)
 
 
 class _Staged(PipelineStageBase):

@@ -56,6 +56,15 @@ def test_transfers_overlap_with_compute_but_not_with_each_other():
     assert all(a.end_s <= b.start_s for a, b in pairwise(on_its_way))
 
 
+def test_messages_that_come_late_do_not_keep_the_link():
+    """GPipe over two ranks: the first of each way shows, the others come during work."""
+    stages = [StageCost(1.0, 1.0, sent_bytes=1), StageCost(1.0, 1.0, returned_bytes=1)]
+    made = orders("gpipe", 2, 4)
+    found = simulate_pipeline(made, stages, lambda nbytes: 0.9, late_s=0.3)
+    assert found.step_s == pytest.approx(2 * 5.0 + 2 * (0.9 + 0.3))
+    assert found.transfer_s == pytest.approx(8 * 0.9)
+
+
 def test_what_happens_once_a_step():
     stages = [StageCost(1.0, 1.0, first_s=3.0, last_s=5.0)]
     assert simulate_pipeline(orders("1f1b", 1, 4), stages, lambda n: 0.0).step_s == 8 + 3 + 5

@@ -8,6 +8,7 @@ from autopar.cost_model.schedules import orders
 from autopar.planner.stage_memory import Half, StageMemory, memory_of_rank
 
 SAVED, SUMMED, LARGEST = 100, 60, 40
+IN_FLIGHT = CATEGORIES.index("in flight")
 
 
 def column(**nbytes):
@@ -18,7 +19,7 @@ def half(*columns):
     return Half(np.linspace(0.0, 1.0, len(columns)), np.stack(columns, axis=1))
 
 
-def stage(given=False, between=0, sent=(0, 0)):
+def stage(given=False, between=0, sent=(0, 0), received=(0, 0)):
     """1000 bytes of parameters; a backward that turns what is saved into two gradients."""
     before = SUMMED if given else 0
     return StageMemory(
@@ -36,6 +37,7 @@ def stage(given=False, between=0, sent=(0, 0)):
         reserved=1.5,
         between=between,
         sent=sent,
+        received=received,
     )
 
 
@@ -89,6 +91,16 @@ def test_what_is_sent_is_kept_until_the_schedule_ends():
     """The runtime waits for all that it sent behind the last action."""
     (order, _), own = orders("1f1b", 2, 4), stage(sent=(3, 4))
     memory = memory_of_rank(order, {0: (own, own)})
-    flying = memory.table[CATEGORIES.index("in flight")]
+    flying = memory.table[IN_FLIGHT]
     assert flying[-2] == 4 * 3 + 3 * 4  # in the last backward
     assert flying[-1] == 0
+
+
+def test_there_is_room_for_what_comes_next():
+    """Stage 1 is sent 3 bytes by the one below for each forward, and nothing for backwards."""
+    (_, order), own = orders("gpipe", 2, 2), stage(received=(3, 0))
+    memory = memory_of_rank(order, {1: (own, own)})
+    flying = dict(
+        zip((action for action, _ in memory.points), memory.table[IN_FLIGHT], strict=True)
+    )
+    assert [flying[index] for index in range(4)] == [3, 0, 0, 0]
