@@ -92,6 +92,13 @@ class OperatorTimes:
     backend: str = EAGER
     traffic: Mapping[fx.Node, Traffic] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def crowding(self) -> float:
+        """For each core of this host, the threads that ranks compute with, where these are more."""
+        here = self.present and self.setting.device == "cpu"
+        wanted = self.setting.sharing * self.setting.threads
+        return max(1.0, wanted / Host.here().cores) if here else 1.0
+
     @classmethod
     def load(cls, device: str | torch.device, *, sharing: int = 1) -> OperatorTimes:
         """What was timed before on this machine and kept on disk.

@@ -82,8 +82,10 @@ class PipelineEvaluator(Evaluator):
         self, costs: Sequence[StageCost], stages: Stages, link: Link
     ) -> PipelineSimulation:
         """A whole step of all ranks, but for the optimizer's."""
-        order, late_s = self.orders(stages), link.late_s
-        run = simulate_pipeline(order, costs, link.seconds, link.issue_s, late_s)
+        orders, times = self.orders(stages), (link.issue_s, link.late_s)
+        together = self.operators.setting.sharing >= self.base.world_size
+        crowding = self.operators.crowding if together else 1.0  # else those beside do the same
+        run = simulate_pipeline(orders, costs, link.seconds, *times, crowding)
         return framed(run, stages, self.pipeline, link)
 
     def orders(self, stages: Stages) -> Orders:

@@ -65,6 +65,20 @@ def test_messages_that_come_late_do_not_keep_the_link():
     assert found.transfer_s == pytest.approx(8 * 0.9)
 
 
+def test_who_waits_leaves_cores_to_the_others():
+    """Two ranks on one core: of one micro-batch nothing runs at once, so all is twice as fast.
+
+    Of three, stage 1 has the core alone for 1.5 s: the last forward, and the first backward;
+    stage 0 for 0.5 s at the beginning and 1 s at the end; the rest is as timed.
+    """
+    for micros, expected in ((1, 3.0), (3, 0.5 + 2.0 + 1.5 + 4.0 + 1.0)):
+        found = simulate_pipeline(
+            orders("gpipe", 2, micros), [EVEN] * 2, lambda nbytes: 0.0, crowding=2.0
+        )
+        assert found.step_s == pytest.approx(expected)
+        assert found.exposed_s == 0.0
+
+
 def test_what_happens_once_a_step():
     stages = [StageCost(1.0, 1.0, first_s=3.0, last_s=5.0)]
     assert simulate_pipeline(orders("1f1b", 1, 4), stages, lambda n: 0.0).step_s == 8 + 3 + 5
