@@ -177,7 +177,7 @@ class Evaluator:
         """Transforms the graph as the plan says, and simulates it."""
         plan, graph = self._made(choice)
         result = simulate(graph, self.cluster, self.operators, overhead=self.overhead)
-        update = self.update_cost(graph)
+        update = self.update_cost(plan, graph)
         provenance = dict(result.provenance)
         provenance[update.kind] = provenance.get(update.kind, 0) + 1
         prediction = Prediction(
@@ -210,19 +210,19 @@ class Evaluator:
 
     def seconds(self, choice: Choice, clusters: Sequence[Cluster]) -> list[float]:
         """What a step of a choice takes on each of other clusters."""
-        graph = self.lowered(choice)
-        update_s = self.update_cost(graph).seconds
+        plan, graph = self._made(choice)
+        update_s = self.update_cost(plan, graph).seconds
         halves = half_seconds(graph, clusters, self.operators)
         return [forward_s + backward_s + update_s for forward_s, backward_s in halves]
 
-    def update_cost(self, graph: TrainingGraph) -> Cost:
+    def update_cost(self, plan: Plan, graph: TrainingGraph) -> Cost:
         """Time of the optimizer's step over this rank's parts of the trained parameters."""
         trained = [
             tensor_bytes(tensors(node)[0])
             for role, node in zip(graph.inputs, graph.placeholders, strict=True)
             if isinstance(role, Parameter) and graph.parameters[role.name].requires_grad
         ]
-        return self.update.seconds(trained, dtensors=bool(graph.layouts or graph.partitioned))
+        return self.update.seconds(trained, dtensors=plan.shards_parameters)
 
     def draft(self, choice: Choice) -> Plan:
         """The plan of a choice, but for its buckets."""
