@@ -23,6 +23,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 AFTER_ERROR = 20  # seconds that ranks have to agree on an error before they count as hung
 
+DYING = 40
+"""Lines of what a rank that a signal ended had to say: its stack is among them."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -135,6 +138,7 @@ def _start(job: Job, rank: int, folder: Path, port: int) -> subprocess.Popen[byt
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(job.threads),
         "DS_ACCELERATOR": "cpu",
+        "PYTHONFAULTHANDLER": "1",
     }
     with (folder / f"log.{rank}").open("wb") as log:
         return subprocess.Popen(
@@ -166,7 +170,8 @@ def _watch(
         error = next((path.read_text() for path in sorted(folder.glob("error.*"))), None)
         for rank, code in enumerate(codes):
             if code and code < 0:
-                return f"rank {rank} died of {signal.Signals(-code).name}"
+                said = _tail(folder / f"log.{rank}", DYING)
+                return f"rank {rank} died of {signal.Signals(-code).name}: {said}"
             if code:
                 return error or f"rank {rank} ended: {_tail(folder / f'log.{rank}')}"
         now = time.monotonic()
@@ -182,6 +187,6 @@ def _watch(
         time.sleep(0.2)
 
 
-def _tail(path: Path) -> str:
-    """Return the last line, which is that of the exception."""
-    return next(iter(path.read_text(errors="replace").strip().splitlines()[-1:]), "no output")
+def _tail(path: Path, count: int = 1) -> str:
+    """Return the last lines; the very last is that of an exception."""
+    return "\n".join(path.read_text(errors="replace").strip().splitlines()[-count:]) or "no output"

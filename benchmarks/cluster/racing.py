@@ -47,6 +47,7 @@ def _start(
     port: int,
 ) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", worker, str(folder)]
-    environment = {"OMP_NUM_THREADS": str(job.threads), "MASTER_PORT": str(port), **given}
+    own = {"OMP_NUM_THREADS": str(job.threads), "MASTER_PORT": str(port), "PYTHONFAULTHANDLER": "1"}
+    environment = {**own, **given}
     log = folder / f"log.{rank}"
     return start(network, command, rank, ranks_per_node, environment=environment, log=log)
