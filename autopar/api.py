@@ -161,8 +161,8 @@ def compile(
         live=True,
     )
     alike = {
+        "batch mode": batch,  # on which the strategy depends
         "strategy": question.strategy,
-        "batch mode": batch,
         "precision": question.precision,
         "backend": backend,
         "memory cap": question.memory,

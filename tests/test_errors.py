@@ -151,7 +151,7 @@ def test_a_plan_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "zero4"}, "zero4.*auto, ddp, zero1"),
+        ({"strategy": "zero4"}, "zero4.*auto, fastest, ddp, zero1"),
         ({"batch": "mine"}, "'global' or 'local'"),
         ({"precision": "int8"}, "choose bf16, fp16"),
         ({"memory": "lots"}, "24GiB"),
