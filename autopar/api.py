@@ -25,6 +25,7 @@ from autopar.cost_model.measure import measure
 from autopar.errors import CaptureError, StrategyError
 from autopar.graph import TrainingGraph
 from autopar.partition import Partition, Ways, in_turn, rows_of, scaled
+from autopar.passes.keep_gathered import ONCE
 from autopar.passes.runner import run_passes
 from autopar.plan import Plan, fingerprint
 from autopar.planner.choose_stages import captured_at
@@ -305,7 +306,7 @@ def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int
         return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend, ways=own)))
     stages = cut(graph, plan, rank, own, plan.pipeline.micro_batches).stages
     passes, zero = plan.stage_passes(rank, backend), dict(plan.stages)
-    once = "; what ZeRO 1 and 2 gather, the first for all" if {1, 2} & {*zero.values()} else ""
+    once = "; what ZeRO 1 and 2 gather, the first for all" if {*ONCE} & {*zero.values()} else ""
     return "\n\n".join(
         f"# stage {stage} of {plan.pipeline.stages}, for each micro-batch{once}\n"
         f"{run_passes(stages[stage], passes)}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from autopar.graph import Gradient, Parameter, TrainingGraph
 from autopar.partition import Ways
@@ -13,6 +14,8 @@ from autopar.passes.keep_gathered import gathered_once, giving, taking
 from autopar.passes.runner import run_passes
 from autopar.passes.split_stages import Stages, split_stages
 from autopar.plan import Plan
+
+T = TypeVar("T")
 
 
 def placed(
@@ -90,6 +93,12 @@ class Turns:
     first: TrainingGraph
     more: TrainingGraph
     last: TrainingGraph
+
+    def of_each(self, run: Callable[[TrainingGraph], T]) -> tuple[T, T, T]:
+        """What a function gives for the first, more and last, once where they are the same."""
+        last = run(self.last)
+        more = last if self.more is self.last else run(self.more)
+        return (more if self.first is self.more else run(self.first)), more, last
 
     def counted(self, micro_batches: int) -> Iterator[tuple[TrainingGraph, int]]:
         """What so many micro-batches run, and how often: one alone is the last."""

@@ -119,6 +119,11 @@ class Question:
         return self.base().data_ranks
 
     @property
+    def shard_ranks(self) -> int:
+        """Over how many of these lies what ZeRO divides."""
+        return self.strategy.dp_shard or self.data_ranks
+
+    @property
     def mesh(self) -> tuple[tuple[str, int], ...]:
         """The axis of the data, and behind it those of the model."""
         return self.strategy.mesh(self.world_size)
@@ -303,8 +308,7 @@ def ways_of(
         return partition_by_bytes(graph, mesh[axis], pins)
     whole = question.parameters
     sharded = any(p.shape != whole[name].shape for name, p in graph.parameters.items())
-    among = question.strategy.dp_shard or question.data_ranks
-    divided = among if question.strategy.zero != 0 else 1
+    divided = question.shard_ranks if question.strategy.zero != 0 else 1
     solution = partition(
         graph,
         mesh[axis],

@@ -218,19 +218,14 @@ class _Arithmetic:
         dtype = str(self.question.dtype).removeprefix("torch.")
         return cluster.seconds(collective, nbytes, shape, dtype).seconds
 
-    @property
-    def shards(self) -> int:
-        """Over how many ranks what ZeRO divides lies."""
-        return self.question.strategy.dp_shard or self.question.data_ranks
-
     def update_s(self, zero: int) -> float:
         """Of the optimizer's step."""
-        ranks = self.shards if zero else 1
+        ranks = self.question.shard_ranks if zero else 1
         return self.machine.update.seconds([round(self.own_bytes / ranks)], dtensors=False).seconds
 
     def nbytes(self, zero: int, again: bool) -> float:
         """Of parameters, gradients, states, and what micro-batches under way save."""
-        ranks, state = self.shards, self.question.state_ratio
+        ranks, state = self.question.shard_ranks, self.question.state_ratio
         parts = {0: 2.0 + state, 1: 2.0 + state / ranks, 2: 1.0 + (1.0 + state) / ranks}
         copies = parts.get(zero, (2.0 + state) / ranks)
         saved = self.micro.saved_bytes / self.stages * min(self.stages, self.count)

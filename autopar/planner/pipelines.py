@@ -150,10 +150,7 @@ class PipelineEvaluator(Evaluator):
         adding = {first: self._adding(turns[first].more) for first in firsts}
         weights = {first: self._weights(turns[first].last)[0] for first in firsts}
         halves = {
-            first: [
-                half_seconds(graph, clusters, self.operators)
-                for graph in (turns[first].first, turns[first].more, turns[first].last)
-            ]
+            first: turns[first].of_each(lambda g: half_seconds(g, clusters, self.operators))
             for first in firsts
         }
         graphs = [turns[first].last for first in alike.first]
@@ -198,11 +195,8 @@ class PipelineEvaluator(Evaluator):
         def simulated(graph: TrainingGraph) -> Simulation:
             return simulate(graph, self.cluster, self.operators, overhead=self.overhead)
 
-        last = simulated(turns.last)
-        more = last if turns.more is turns.last else simulated(turns.more)
-        first = more if turns.first is turns.more else simulated(turns.first)
         own = self._adding(turns.more), *self._weights(turns.last)
-        return Lowered(turns, first, more, last, *own)
+        return Lowered(turns, *turns.of_each(simulated), *own)
 
     def _adding(self, graph: TrainingGraph) -> float:
         """Seconds that a micro-batch takes to add its gradients to those before: all but one do."""

@@ -136,7 +136,7 @@ class _Search:
         free = self.strategy.zero is None and not one
         several = self.strategy.pipelined  # of one micro-batch gradients are summed at once
         stages = [0, 1, 2, 3] if several else [0, 1, 3]
-        if free and self.evaluator.base.hybrid:
+        if self.evaluator.base.hybrid:
             stages.remove(0)  # that has no shards
         stages = stages if free else [0]
         starts = [first_choice(self.strategy, self.blocks, stage) for stage in stages]
