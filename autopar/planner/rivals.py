@@ -6,7 +6,6 @@ the ranks are running, a few steps of each tell.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -17,15 +16,22 @@ from autopar.prediction import RUNNERS_UP, RunnerUp
 TRIALS = 6
 """Plans that are tried, unless somebody says how many."""
 
-OF_A_MESH = 2
-"""Plans of one mesh that are tried: its others differ less from these than other meshes do."""
-
 NEAR = 1.3
-"""Times as slow as the best a plan may be predicted to be, and still be tried."""
+"""Times as slow as the best a plan may be predicted to be, and still be looked for."""
+
+FAR = 1.6
+"""Times as slow as the best a plan may be predicted to be, and still be tried where others are few.
+
+Where ranks outnumber cores, predictions of one cluster's pipelines were up to 1.55 times too fast
+(`benchmarks/results/regret-2026-11-22.json`).
+"""
 
 
 def worth_trying(best: Plan, others: Iterable[Plan], most: int, room: int | None) -> list[Plan]:
-    """The best plan, then the fastest of each other kind that fits and could be as fast.
+    """The best plan, then others that fit and could be as fast, those least like it first.
+
+    First comes the fastest of each mesh, then of each number of micro-batches on it, then of each
+    other kind: what plans have in common they are predicted equally wrongly.
 
     Args:
         best: as predicted.
@@ -33,20 +39,19 @@ def worth_trying(best: Plan, others: Iterable[Plan], most: int, room: int | None
         most: plans to return.
         room: bytes that all of them may take together; None for any number.
     """
-    limit, cap = NEAR * step_s(best), best.memory_cap
-    found, kinds, meshes = [best], {_kind(best)}, Counter([_mesh(best)])
-    for plan in sorted(others, key=step_s):
-        assert plan.prediction is not None
-        fits = cap is None or plan.prediction.needed_bytes <= cap
-        new = _kind(plan) not in kinds and meshes[_mesh(plan)] < OF_A_MESH
-        if fits and new and step_s(plan) <= limit:
-            kinds.add(_kind(plan))
-            meshes[_mesh(plan)] += 1
-            found.append(plan)
+    cap, found = best.memory_cap, [best]
+    fitting = [plan for plan in others if cap is None or _bytes(plan) <= cap]
+    for times, likeness in ((NEAR, _mesh), (NEAR, _form), (FAR, _kind)):
+        seen = {likeness(plan) for plan in found}
+        for plan in sorted(fitting, key=step_s):
+            if step_s(plan) <= times * step_s(best) and likeness(plan) not in seen:
+                seen.add(likeness(plan))
+                found.append(plan)
+    found = found[:most]
     if room is not None:
-        while found and sum(_bytes(plan) for plan in found[:most]) > room:
+        while len(found) > 1 and sum(map(_bytes, found)) > room:
             found.pop()
-    return found[:most] or [best]
+    return found
 
 
 def _bytes(plan: Plan) -> int:
@@ -60,15 +65,20 @@ def _mesh(plan: Plan) -> tuple[object, ...]:
     return plan.pipeline_ranks, plan.tensor_ranks, tuple(axes)
 
 
+def _form(plan: Plan) -> tuple[object, ...]:
+    """The mesh, and into how many parts the rows are cut on it."""
+    parts = plan.pipeline.micro_batches if plan.pipeline else 1
+    return _mesh(plan), parts
+
+
 def _kind(plan: Plan) -> tuple[object, ...]:
     """What plans differ in that are more than two sizes of the same buckets."""
-    pipeline = plan.pipeline
-    form = pipeline and (pipeline.schedule, pipeline.micro_batches, pipeline.stages_per_rank)
+    schedule = plan.pipeline and (plan.pipeline.schedule, plan.pipeline.stages_per_rank)
     zero, again = {stage for _, stage in plan.stages}, {level for _, level in plan.recompute}
     by_level = any(own.from_bytes for own in plan.levels)
     methods = frozenset(plan.compressions.reduce)
     zero_over = plan.hybrid, frozenset(zero)
-    return _mesh(plan), form, zero_over, frozenset(again), by_level, methods
+    return _form(plan), schedule, zero_over, frozenset(again), by_level, methods
 
 
 def after_trial(plans: Sequence[Plan], seconds: Sequence[float], rounds: int) -> Plan:

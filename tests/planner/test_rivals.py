@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from autopar.pipeline import Pipeline
 from autopar.plan import Plan
 from autopar.planner.rivals import after_trial, worth_trying
 from autopar.prediction import Prediction
@@ -29,18 +30,24 @@ BEST = plan("best", 1.0)
 def test_the_fastest_of_each_kind_that_could_be_as_fast() -> None:
     others = [
         plan("other buckets", 1.01),
-        plan("far", 1.4, zero=1),
         plan("tall", 1.1, nbytes=51, zero=3),
-        plan("sharded", 1.2, zero=1),
+        plan("sharded", 1.4, zero=1),
         plan("divided", 1.1, tp=2),
+        plan("far", 1.7, zero=2),
     ]
     assert names(worth_trying(BEST, others, 6, None)) == ["best", "divided", "sharded"]
     assert names(worth_trying(BEST, others, 2, None)) == ["best", "divided"]
 
 
-def test_two_of_a_mesh() -> None:
-    others = [plan(f"zero{z}", 1.0 + z / 20, zero=z) for z in (1, 2, 3)]
-    assert names(worth_trying(BEST, others, 6, None)) == ["best", "zero1"]
+def test_those_least_like_the_best_come_first() -> None:
+    forms = {
+        "other schedule": (1.15, Pipeline(2, "1f1b", 4)),
+        "stages": (1.1, Pipeline(2, "gpipe", 4)),
+        "fewer parts": (1.2, Pipeline(2, "gpipe", 2)),
+    }
+    staged = [replace(plan(n, s, pp=2), pipeline=form) for n, (s, form) in forms.items()]
+    found = worth_trying(BEST, [plan("zero1", 1.05, zero=1), *staged], 6, None)
+    assert names(found) == ["best", "stages", "fewer parts", "zero1", "other schedule"]
 
 
 def test_as_many_as_there_is_room_for() -> None:
