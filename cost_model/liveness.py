@@ -10,6 +10,7 @@ it, as the generated code frees each value behind its last use. Beyond that:
 - outputs are held by the caller until the next forward returns other ones: in `loss = model(x)`
   the old loss goes when the new one is there;
 - what a collective reads or writes is held until it has been waited for, unless it makes a copy;
+  where it lingers, until the threads that carry messages must have turned to others;
 - what a kernel allocates for itself exists while its node runs.
 """
 
@@ -83,12 +84,15 @@ class Overhead:
         device: "cpu", or the name of the GPU.
         batches: how many times this rank's rows the caller holds: the number of ranks if each is
             given the global batch.
+        lingering: how many collectives of an axis may be held beyond their end, by threads that
+            carried them and have not got a core since to let go of them.
     """
 
     optimizer: OptimizerMemory = field(default_factory=OptimizerMemory)
     scratch: Scratch = field(default_factory=Scratch)
     device: str = "cpu"
     batches: int = 1
+    lingering: int = 0
 
     def gaps(self) -> tuple[str, ...]:
         """What is not known of it, for the notes of a plan."""
@@ -139,6 +143,7 @@ class _Life:
     Attributes:
         nodes: all nodes in order; `at` is the index of each.
         last: the point of time of the optimizer's step.
+        released: for each collective that lingers, when the last thread has let go of it.
         backward: that of the first node of the backward.
         storages: all storages; `holders` the nodes whose value lies in each.
     """
@@ -159,6 +164,7 @@ class _Life:
         for role, result in zip(graph.outputs, graph.results, strict=True):
             if result is not None:
                 self.returned.setdefault(result, []).append(role)
+        self.released = self.lingering() if overhead.lingering else {}
         devices = {storage.device for storage in self.storages}
         self.device = "cuda" if "cuda" in devices else "cpu"
 
@@ -234,7 +240,25 @@ class _Life:
         """The last point of time at which a storage exists."""
         if (start := self.start(storage)) == ALWAYS:
             return self.last
-        return max(start, *(self.let_go(node) for node in holders))
+        held = (self.released.get(node, start) for node in self.carried(holders))
+        return max(start, *(self.let_go(node) for node in holders), *held)
+
+    def lingering(self) -> dict[fx.Node, int]:
+        """When those that carry the collectives of an axis have ended so many behind each."""
+        axes: dict[object, list[fx.Node]] = {}
+        for node in self.nodes:
+            if collective_of(node) is not None:
+                axes.setdefault(node.args[-1], []).append(node)
+        count, found = self.overhead.lingering, dict[fx.Node, int]()
+        for nodes in axes.values():
+            ends = [self.ended(node) for node in nodes]
+            later = [*ends[count:], *[self.last] * count]
+            found |= dict(zip(nodes, map(max, ends, later), strict=True))
+        return found
+
+    def ended(self, node: fx.Node) -> int:
+        """When a collective has been waited for."""
+        return max((self.at[wait] for wait in waits_of(node)), default=self.last)
 
     def let_go(self, node: fx.Node) -> int:
         """The last point of time at which this node's value is needed."""
@@ -252,10 +276,13 @@ class _Life:
 
     def flights(self, holders: list[fx.Node], end: int) -> Iterator[tuple[int, int]]:
         """From when to when collectives under way read or write a storage that ends at `end`."""
+        for node in self.carried(holders):
+            yield self.at[node], min(self.ended(node), end)
+
+    def carried(self, holders: list[fx.Node]) -> Iterator[fx.Node]:
+        """The collectives that read or write a storage."""
         readers = {user for holder in holders for user in holder.users if not copies(user)}
-        for node in readers.union(holders):
-            if collective_of(node) is not None:
-                yield self.at[node], max((self.at[w] for w in waits_of(node)), default=end)
+        return (n for n in readers.union(holders) if collective_of(n) is not None)
 
     # What kind.
 

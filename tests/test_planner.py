@@ -1,6 +1,6 @@
 """The choice: what is fastest under a cap, deterministic, and never over it."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -61,6 +61,18 @@ def test_a_cap_is_kept_by_mixing_stages_or_recomputing(share: float) -> None:
     assert plan.memory_cap == cap
     assert plan.stages != free.stages or plan.recompute != free.recompute
     assert any("more than the cap" in other.why for other in plan.runners_up)
+
+
+def test_buckets_are_smaller_where_nothing_else_makes_it_fit() -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)), nn.LayerNorm(512))
+    strategy, rows = autopar.Strategy(zero=0, recompute="none"), torch.zeros(8, 512)
+    make = partial(autopar.plan, model, 4, example_inputs=rows, strategy=strategy)
+    plain = make()
+    cap = peak(plain) - (2 << 20)
+    plan = make(memory=cap)
+    assert peak(plan) <= cap
+    assert plan.stages == plain.stages
+    assert len(plan.buckets.reduce) > len(plain.buckets.reduce)
 
 
 def test_what_lacks_is_what_helps() -> None:

@@ -23,6 +23,7 @@ from autopar.cost_model.update import Optimizer, UpdateCost, measure_update
 from autopar.graph import TrainingGraph
 
 _QUICK_S = 4.0  # for collectives, when compiling; `autopar measure` takes its time
+_GLOO_THREADS = 2  # that torch gives a group of ranks to carry its messages
 _COLLECTIVES = tuple(name for name in COLLECTIVES if name != "send")  # of compiled steps
 
 
@@ -80,7 +81,7 @@ def measure_machine(
     else:
         update = _modelled_update(operators, optimizer, dtype)
     overhead = measure_overhead(graphs, cluster, optimizer, dtype)
-    return Machine(cluster, operators, update, overhead)
+    return Machine(cluster, operators, update, replace(overhead, lingering=_lingering(operators)))
 
 
 def known_machine(
@@ -105,12 +106,19 @@ def known_machine(
     operators = OperatorTimes.load(_device_of(device, cluster), sharing=sharing)
     operators = replace(operators, backend=backend)
     update = _modelled_update(operators, optimizer, dtype)
-    return Machine(cluster, operators, update, Overhead(device=cluster.device))
+    overhead = Overhead(device=cluster.device, lingering=_lingering(operators))
+    return Machine(cluster, operators, update, overhead)
 
 
 def absent(device: torch.device, cluster: Cluster | None) -> bool:
     """Whether operators of a cluster's device cannot be timed here, so that all are modelled."""
     return not OperatorTimes.load(_device_of(device, cluster)).present
+
+
+def _lingering(operators: OperatorTimes) -> int:
+    """How many collectives gloo's threads may hold on to: where ranks outnumber cores, any."""
+    crowded = operators.crowding > operators.setting.threads
+    return _GLOO_THREADS if crowded else 0
 
 
 def _device_of(device: torch.device, cluster: Cluster | None) -> torch.device | str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 
 from autopar.compression import Compression
 from autopar.errors import OutOfMemoryError
@@ -42,7 +43,8 @@ def choose(
     """The fastest plan under `strategy` whose peak is at most `cap` bytes.
 
     Uniform ZeRO stages come first, without recomputation. If the fastest of them does not fit,
-    blocks are raised one by one, first in stage and then in recomputation, as far as needed.
+    blocks are raised one by one in recomputation or stage, as far as needed, the fastest first;
+    where that is not enough, in smaller buckets.
     The sizes of buckets are tried on the winner. Deterministic. Where even without waiting for
     collectives no stage would take less than `beat_s` seconds, the first that fits is returned.
 
@@ -158,17 +160,20 @@ class _Search:
     def fitted(
         self, starts: Sequence[Choice], best: Evaluated | None
     ) -> Iterator[Evaluated | None]:
-        """Starts raised until they fit; when time is up, none but those without which nothing does.
+        """Starts raised until they fit, the fastest first, and none slower than what fits by then.
 
-        The last start holds the least.
+        Raising makes nothing faster. When time is up, none but those without which nothing fits.
         """
-        found = best is not None
-        raising = [partial(self.fit, choice) for choice in reversed(starts)]
-        raising += [partial(self.mix, low, high) for low, high in pairwise(starts)]
-        for raised in raising:
-            if not found or self.evaluator.in_time():
+        limit_s = _step_s(best) if best is not None else math.inf
+        steps = [_step_s(self.look(choice)) for choice in starts]
+        raising = [(s, partial(self.fit, choice)) for s, choice in zip(steps, starts, strict=True)]
+        pairs = zip(pairwise(steps), pairwise(starts), strict=True)
+        raising += [(min(both), partial(self.mix, *pair)) for both, pair in pairs]
+        for least_s, raised in sorted(raising, key=itemgetter(0)):
+            if least_s < limit_s and (math.isinf(limit_s) or self.evaluator.in_time()):
                 option = raised()
-                found = found or option is not None
+                if option is not None and self.fits(option):
+                    limit_s = min(limit_s, _step_s(option))
                 yield option
 
     def may_fit(self, choice: Choice) -> bool:
@@ -208,10 +213,16 @@ class _Search:
         )
 
     def fit(self, choice: Choice) -> Evaluated | None:
+        """The least recomputation with which a choice fits, in smaller buckets if it must."""
+        if not self.fits(self.look(choice)) and not self.may_fit(choice):
+            return None
+        return self.raised(choice) or self.raised(self.in_small_buckets(choice))
+
+    def raised(self, choice: Choice) -> Evaluated | None:
         """The least recomputation, block by block, with which a choice fits."""
-        if self.strategy.recompute is not None or self.fits(self.look(choice)):
+        if self.fits(self.look(choice)):
             return self.look(choice)
-        if not self.may_fit(choice):
+        if self.strategy.recompute is not None:
             return None
         for level in LEVELS[1:]:
             raised = partial(self.recomputing, choice, level)
@@ -219,6 +230,17 @@ class _Search:
                 return self.least(raised)
             choice = raised(len(self.order))
         return None
+
+    def in_small_buckets(self, choice: Choice) -> Choice:
+        """The same choice in the smallest buckets that are tried, if there are any buckets."""
+        if self.evaluator.base.data_ranks == 1 and not self.evaluator.base.partitions:
+            return choice
+        return self.in_buckets(choice, SMALLER_BUCKETS[-1])
+
+    def in_buckets(self, choice: Choice, size: int) -> Choice:
+        """The same choice in buckets of so many bytes, where the strategy leaves them open."""
+        gather, reduce = self.strategy.gather_bytes or size, self.strategy.reduce_bytes or size
+        return replace(choice, gather_bytes=gather, reduce_bytes=reduce)
 
     def recomputing(self, choice: Choice, level: Level, count: int) -> Choice:
         """The choice with the first `count` blocks raised to a level."""
@@ -283,9 +305,7 @@ class _Search:
     def resized(self, best: Evaluated, sizes: Iterable[int]) -> Evaluated:
         """Other sizes of buckets, one after the other, as long as each is faster."""
         for size in sizes:
-            gather = self.strategy.gather_bytes or size
-            reduce = self.strategy.reduce_bytes or size
-            other = self.look(replace(best.choice, gather_bytes=gather, reduce_bytes=reduce))
+            other = self.look(self.in_buckets(best.choice, size))
             if (found := self.best([best, other])) is best:
                 break
             best = found or best

@@ -178,6 +178,19 @@ def test_gathers_and_buckets_live_until_waited_for():
     assert rows["gradients"] == [0, 0, 0, 0, 0, 2, 2, 4, 4]
 
 
+def test_what_lingers_is_held_until_others_behind_it_have_ended():
+    g = Sketch(tp=2)
+    x = g.take(Input(0), ROW)
+    for _ in range(3):
+        part = g.call(aten.sin.default, x)
+        issued = g.call(c10d.all_reduce_.default, part, "sum", "tp")
+        whole = g.call(c10d.wait_tensor.default, issued)
+        last = g.call(aten.sum.default, whole)
+    graph = g.give({Gradient(Input(0)): g.call(aten.mul.Tensor, last, x)})
+    assert kilobytes(simulated(graph)) == [2, 2, 2, 2] * 3 + [2, 2]
+    assert kilobytes(simulated(graph, lingering=1)) == [2] * 4 + [3] * 3 + [2] + [3] * 3 + [2, 3, 3]
+
+
 def test_what_a_collective_brought_for_the_backward_is_saved():
     """What a stage receives for its backward is not: it does not exist before."""
     g = Sketch(tp=2)
