@@ -268,8 +268,9 @@ def plan(
         def look(own: Question) -> Plan:
             return decide(replace(own, in_time=in_time), *prepared(own))
 
-        def slice_of(slices: int) -> TrainingGraph:
-            return capture_of_rank(model, given, 0, slices, batch, autocast, loss_fn)
+        def slice_of(slices: int, known: dict[Any, Capture]) -> TrainingGraph:
+            own = model, given, 0, slices, batch, autocast, loss_fn
+            return capture_of_rank(*own, known=known)
 
         def answer(own: Question) -> Plan:
             assert own.cluster is not None
@@ -370,7 +371,7 @@ def _choose(
         own = replace(own, cluster=own.cluster or measure(budget_s=MEASURING_S))
         assert own.cluster is not None
         sharing = together(lambda: ranks_of(live=True).sharing) if own.device.type == "cpu" else 1
-        sketch = sketches(own, lambda n: captured(own.world_size, 1, n).graph, sharing=sharing)
+        sketch = sketches(own, lambda n, _: captured(own.world_size, 1, n).graph, sharing=sharing)
         return fastest_mesh(
             own,
             look,

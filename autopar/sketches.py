@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
+from autopar.capture import Capture
 from autopar.errors import BatchError
 from autopar.graph import ParameterInfo, TrainingGraph
 from autopar.partition import rows_of
@@ -28,8 +31,11 @@ from autopar.thinning import KEPT, kinds_of, of_whole, thinned
 SMALLER = 8
 """How many times less rows a small micro-batch has than a large one, the most without stages."""
 
-Captured = Callable[[int], TrainingGraph]
-"""Captures one of so many slices of the batch."""
+Known = dict[Any, Capture]
+"""Captures of one model, by call."""
+
+Captured = Callable[[int, Known], TrainingGraph]
+"""Captures one of so many slices of the batch; what is known is not captured again."""
 
 
 def sketches(
@@ -47,6 +53,7 @@ def sketches(
         sharing: ranks that share a host's cores.
     """
     kinds = [] if model is None else kinds_of(model, question.blocks)
+    known = defaultdict[tuple[int, ...], Known](dict)
     cluster, strategy = question.cluster, question.strategy
     assert cluster is not None
 
@@ -64,9 +71,9 @@ def sketches(
     @functools.cache
     def few(kept: tuple[int, ...], slices: int) -> tuple[TrainingGraph, dict[str, ParameterInfo]]:
         if model is None or not kinds:
-            return captured(slices), dict(question.parameters)
+            return captured(slices, known[()]), dict(question.parameters)
         with thinned(model, kinds, kept):
-            return captured(slices), dict(describe_parameters(model))
+            return captured(slices, known[kept]), dict(describe_parameters(model))
 
     @functools.cache
     def figures(axes: tuple[tuple[str, int], ...], slices: int) -> MicroBatch:

@@ -13,7 +13,7 @@ from autopar.cost_model.cluster import Cluster
 from autopar.errors import BatchError
 from autopar.planner.decide import Question
 from autopar.planner.outline import Outline
-from autopar.sketches import sketches
+from autopar.sketches import Known, sketches
 from autopar.strategy import Strategy
 from autopar.thinning import kinds_of, thinned
 from examples.plan_llama import Llama, Size
@@ -33,8 +33,8 @@ def inputs(rows: int = ROWS) -> tuple[torch.Tensor, ...]:
     return (torch.zeros(rows, 512, dtype=torch.long, device="meta"),) * 2
 
 
-def captured(slices: int, rows: int = ROWS) -> autopar.graph.TrainingGraph:
-    return capture_of_rank(llama(), inputs(rows), 0, slices, "global", None, None)
+def captured(slices: int, known: Known, rows: int = ROWS) -> autopar.graph.TrainingGraph:
+    return capture_of_rank(llama(), inputs(rows), 0, slices, "global", None, None, known=known)
 
 
 def asked(strategy: Strategy) -> Question:

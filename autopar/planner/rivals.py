@@ -87,7 +87,7 @@ def after_trial(plans: Sequence[Plan], seconds: Sequence[float], rounds: int) ->
     Args:
         plans: that ran, the first as it was chosen by prediction.
         seconds: of a step of each.
-        rounds: steps that each was timed for.
+        rounds: steps that the fastest were timed for.
     """
     least = min(seconds)
     best = plans[seconds.index(least)]
@@ -95,7 +95,8 @@ def after_trial(plans: Sequence[Plan], seconds: Sequence[float], rounds: int) ->
         f"{plan.name}: {taken * 1e3:.4g} ms (predicted {step_s(plan) * 1e3:.4g})"
         for taken, plan in sorted(zip(seconds, plans, strict=True), key=lambda pair: pair[0])
     ]
-    note = f"the fastest of {len(plans)} plans that ran for {rounds} steps each: {'; '.join(told)}"
+    ran = f"{len(plans)} plans that ran for up to {rounds} steps each"
+    note = f"the fastest of {ran}: {'; '.join(told)}"
     runners_up = {other.name: other for other in plans[0].runners_up}
     for plan, taken in zip(plans, seconds, strict=True):
         if plan.prediction is not None:

@@ -25,8 +25,14 @@ if TYPE_CHECKING:
 WARM, LEAST, MOST = 2, 5, 21
 """Rounds that are not timed, and between how many that are."""
 
+NEAR = 1.15
+"""Times as slow as the fastest a plan may be after the least number of rounds, and still go on."""
+
 BUDGET_S = 12.0
-"""Seconds for timed rounds, if that is enough for the least number of them."""
+"""Seconds for the rounds behind these."""
+
+SHORT_S = 0.5
+"""Steps up to which caches count: each timed one follows one of the same plan, as in training."""
 
 SHARE = 0.5
 """Of the memory that is free, what plans on trial may take."""
@@ -38,7 +44,7 @@ class Timed:
 
     Attributes:
         seconds: of a step of each plan, on the rank that took longest.
-        rounds: that were timed.
+        rounds: that were timed, of the fastest.
     """
 
     seconds: tuple[float, ...]
@@ -65,9 +71,9 @@ def race(
     kwargs: Mapping[str, Any],
     optimizer: Optimizer,
 ) -> Timed:
-    """Trains each plan for a few steps of a call. Every rank calls it at once.
+    """Trains each plan for a few steps of a call, and those near the fastest for some more.
 
-    A step counts in proportion to its round, since machines drift from round to round.
+    Every rank calls it at once.
 
     Args:
         copy_under: a module of its own that follows a plan.
@@ -85,21 +91,22 @@ def race(
             began = time.perf_counter()
             for runner in runners:
                 runner.step()
-        taken = max(from_everywhere(time.perf_counter() - began))
-        rounds = max(LEAST, min(MOST, int(BUDGET_S / taken)))
-        mine = [_round(runners, number) for number in range(rounds)]
+        step_s = max(from_everywhere(time.perf_counter() - began)) / len(runners)
+        ahead = step_s < SHORT_S
+        table = _rounds(runners, range(LEAST), ahead=ahead)
+        first = _middling(table)
+        near = [i for i, seconds in enumerate(first) if seconds <= NEAR * min(first)]
+        spare = int(BUDGET_S / (step_s * (1 + ahead) * len(near)))
+        rounds = LEAST + min(MOST - LEAST, spare) * (len(near) > 1)
+        finals = [runners[i] for i in near]
+        more = _rounds(finals, range(LEAST, rounds), ahead=ahead)
     for runner in runners:
         runner.release()
     gc.collect()
-    slowest = [
-        [max(each) for each in zip(*together, strict=True)]
-        for together in zip(*from_everywhere(mine), strict=True)
-    ]
-    means = [statistics.fmean(row) for row in slowest]
-    shares = [[s / mean for s in row] for row, mean in zip(slowest, means, strict=True)]
-    middling = statistics.median(means)
-    seconds = tuple(middling * statistics.median(own) for own in zip(*shares, strict=True))
-    return Timed(seconds, rounds)
+    last = _middling([*([row[i] for i in near] for row in table), *more])
+    drift = statistics.fmean(last) / statistics.fmean(first[i] for i in near)
+    of = dict(zip(near, last, strict=True))
+    return Timed(tuple(of.get(i, drift * own) for i, own in enumerate(first)), rounds)
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,13 +114,40 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _round(runners: Sequence[_Runner], number: int) -> list[float]:
-    """Seconds of a step of each, in an order of its own that is the same on every rank."""
+def _rounds(
+    runners: Sequence[_Runner], numbers: Sequence[int], *, ahead: bool
+) -> list[list[float]]:
+    """Seconds of a step of each in each round, on the rank that took longest."""
+    mine = [_round(runners, number, ahead=ahead) for number in numbers]
+    return [
+        [max(each) for each in zip(*together, strict=True)]
+        for together in zip(*from_everywhere(mine), strict=True)
+    ]
+
+
+def _round(runners: Sequence[_Runner], number: int, *, ahead: bool) -> list[float]:
+    """Seconds of a step of each, in an order of its own that is the same on every rank.
+
+    Args:
+        runners: that take turns.
+        number: of the round.
+        ahead: whether each trains a step that is not timed before.
+    """
     order, seconds = list(range(len(runners))), [0.0] * len(runners)
     random.Random(number).shuffle(order)
     for index in order:
+        if ahead:
+            runners[index].step()
         seconds[index] = runners[index].timed()
     return seconds
+
+
+def _middling(table: Sequence[Sequence[float]]) -> list[float]:
+    """A step of each; one counts in proportion to its round, since machines drift meanwhile."""
+    means = [statistics.fmean(row) for row in table]
+    shares = [[own / mean for own in row] for row, mean in zip(table, means, strict=True)]
+    middling = statistics.median(means)
+    return [middling * statistics.median(own) for own in zip(*shares, strict=True)]
 
 
 class _Runner:

@@ -63,7 +63,7 @@ def test_the_fastest_is_taken_and_the_rest_are_kept() -> None:
     assert found.runners_up[0].name == "best"
     assert found.runners_up[0].why == "250.00 ms slower in a trial"
     assert found.notes[-1] == (
-        "the fastest of 2 plans that ran for 7 steps each: divided: 1000 ms (predicted 1100); "
-        "best: 1250 ms (predicted 1000)"
+        "the fastest of 2 plans that ran for up to 7 steps each: "
+        "divided: 1000 ms (predicted 1100); best: 1250 ms (predicted 1000)"
     )
     assert found.prediction == other.prediction
