@@ -114,7 +114,8 @@ def run(
         environment = {"AUTOPAR_CACHE": str(args.cache)}
         outcome = race_over(network, layout.ranks_per_node, WORKER, job, tell, environment)
     facts = {"model": model, "cluster": str(layout), "rate": rate if layout.nodes > 1 else ""}
-    return {**facts, "caps": args.caps, "took_s": time.monotonic() - began, **outcome}
+    own = {"caps": args.caps, "took_s": time.monotonic() - began, "commit": versions()["commit"]}
+    return {**facts, **own, **outcome}
 
 
 @contextlib.contextmanager
