@@ -9,7 +9,6 @@ of call, under the same plan.
 from __future__ import annotations
 
 import functools
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from autopar.capture import Capture
 from autopar.captures import capture_of_rank, flattened
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.measure import measure
+from autopar.deadline import Deadline
 from autopar.errors import CaptureError, StrategyError
 from autopar.graph import TrainingGraph
 from autopar.partition import Partition, Ways, in_turn, rows_of, scaled
@@ -31,7 +31,7 @@ from autopar.plan import Plan, fingerprint
 from autopar.planner.choose_stages import captured_at
 from autopar.planner.decide import Graphs, Question, decide, measured
 from autopar.planner.machine import Machine, ranks_of
-from autopar.planner.meshes import Progressed, fastest_mesh
+from autopar.planner.meshes import OF_A_MESH, Progressed, fastest_mesh
 from autopar.planner.partitions import repartition
 from autopar.planner.rescue import on_more_ranks, once, rescued
 from autopar.profiling import Profiler, profiler
@@ -249,7 +249,8 @@ def plan(
         backend=backend,
     )
 
-    in_time = _until(time_limit_s)
+    in_time = Deadline(time_limit_s)
+    share = OF_A_MESH if question.strategy.search else 1.0
 
     def asking(given: Any) -> Callable[[Question], Plan]:
         attempts: dict[Any, Capture] = {}  # what is marked of rows is of this batch
@@ -266,7 +267,8 @@ def plan(
             return graphs, measured(own, graphs)
 
         def look(own: Question) -> Plan:
-            return decide(replace(own, in_time=in_time), *prepared(own))
+            ready = prepared(own)
+            return decide(replace(own, in_time=in_time.part(share)), *ready)
 
         def slice_of(slices: int, known: dict[Any, Capture]) -> TrainingGraph:
             own = model, given, 0, slices, batch, autocast, loss_fn
@@ -363,7 +365,8 @@ def _choose(
 
     def look(own: Question) -> Plan:
         ready = prepared(own)
-        return decided_by_first(lambda: decide(replace(own, in_time=in_time), *ready))
+        timed = replace(own, in_time=in_time.part(share))
+        return decided_by_first(lambda: decide(timed, *ready))
 
     def answer(own: Question) -> Plan:
         if not own.strategy.search:
@@ -380,16 +383,9 @@ def _choose(
             lambda: decided_by_first(in_time),
         )
 
-    in_time = _until(time_limit_s)
+    in_time = Deadline(time_limit_s)
+    share = OF_A_MESH if question.strategy.search else 1.0
     return contestants(question, rescued(question, answer), trials)
-
-
-def _until(limit_s: float | None) -> Callable[[], bool]:
-    """Says whether so many seconds have not passed yet."""
-    if limit_s is None:
-        return lambda: True
-    end = time.monotonic() + limit_s
-    return lambda: time.monotonic() < end
 
 
 def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn.Module:

@@ -47,6 +47,9 @@ MARGIN = 1.15
 NAMED = 8
 """Meshes that a note names; of more it says how many."""
 
+OF_A_MESH = 0.2
+"""Part of the time in which one mesh of several is improved on, beyond a plan of it that fits."""
+
 PATIENCE = 3
 """Outlines in order that are looked at without finding anything faster."""
 

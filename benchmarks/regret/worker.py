@@ -41,8 +41,8 @@ CLUSTER_S = 12.0
 
 LEAST_ROUNDS = 5
 
-SEARCH_S = 45.0
-"""Seconds after which the planner looks at no further mesh."""
+SEARCH_S = 60.0
+"""Seconds after which the planner looks at no further mesh: as `compile` has them."""
 
 CHOOSING = autopar.Strategy(search=("pp", "tp"))
 """What the planner is told when it chooses: nothing but which axes it may use."""
