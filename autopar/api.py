@@ -29,7 +29,7 @@ from autopar.passes.keep_gathered import ONCE
 from autopar.passes.runner import run_passes
 from autopar.plan import Plan, fingerprint
 from autopar.planner.choose_stages import captured_at
-from autopar.planner.decide import Graphs, Question, decide, measured
+from autopar.planner.decide import Graphs, Question, decide, drafted, measured
 from autopar.planner.machine import Machine, ranks_of
 from autopar.planner.meshes import OF_A_MESH, Progressed, fastest_mesh
 from autopar.planner.partitions import repartition
@@ -361,7 +361,8 @@ def _choose(
         graphs = together(lambda: captured_at(own.strategy, lambda n: captured(*at, n).graph))
         if recorder is not None:
             recorder.asked.append((own, graphs))
-        return graphs, together(lambda: measured(own, graphs))
+        drafts = decided_by_first(lambda: drafted(own, graphs))
+        return graphs, together(lambda: measured(own, graphs, drafts))
 
     def look(own: Question) -> Plan:
         ready = prepared(own)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import autopar
+from autopar.captures import capture_of_rank
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.operators import OperatorTimes
+from autopar.cost_model.rehearsal import Ranks
+from autopar.planner import decide
 from tests.models import MODELS
 from tests.training import fixed
 from tests.worlds import Raised, run, run_isolated
@@ -289,3 +295,39 @@ def test_an_error_in_the_graph_names_the_users_line() -> None:
     (note,) = error.value.__notes__
     assert "aten.embedding" in note
     assert "return self.table(x).sum()" in note
+
+
+def divide(rank: int, world_size: int) -> autopar.Plan | None:
+    """A model that is partitioned where only rank 0 may look for how."""
+    case = MODELS["gpt"]
+    solve = decide.partition_by_bytes if rank == 0 else None
+    with patch.object(decide, "partition_by_bytes", solve):
+        model = autopar.compile(
+            case.make(),
+            world_size,
+            example_inputs=case.batch(4, 0)[0],
+            strategy=autopar.Strategy(tp=2, zero=0, recompute="none"),
+            memory="1GiB",
+            fallback=False,
+        )
+    return model.plan
+
+
+def test_one_rank_finds_the_partition_that_all_measure() -> None:
+    first, second = run(divide, 2)
+    assert first == second
+    assert first.partitions
+
+
+def rehearse_unlike(rank: int, world_size: int) -> str:
+    x = torch.ones(4)
+    case = MODELS["gpt"]
+    graph = capture_of_rank(case.make(), case.batch(4 + rank, 0)[0], 0, 1, "global", None, None)
+    with pytest.raises(ClusterError, match="other programs than rank 0"):
+        OperatorTimes.load("cpu", sharing=2).measure([graph], Ranks.live())
+    dist.all_reduce(x)  # nobody waits for a rank that has left
+    return str(x.sum())
+
+
+def test_ranks_that_would_time_other_programs_say_so() -> None:
+    assert run(rehearse_unlike, 2) == ["tensor(8.)"] * 2

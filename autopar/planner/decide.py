@@ -44,6 +44,9 @@ from autopar.throughput import Work
 Graphs = Mapping[int, TrainingGraph]
 """The graph of one micro-batch, by how many there are of them."""
 
+Drafts = Mapping[int, tuple[Ways, ...]]
+"""How each of these is partitioned along the axes of the model."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -160,8 +163,25 @@ def needs_machine(question: Question) -> bool:
     return not fixed or question.memory is not None or nodes
 
 
-def measured(question: Question, graphs: Graphs) -> Machine | None:
-    """The machine, its operators timed at the shapes of these graphs; every rank calls it."""
+def drafted(question: Question, graphs: Graphs) -> Drafts:
+    """How each graph is partitioned along the axes of the model where nothing was measured.
+
+    One rank finds that for all: a solver that runs into its limits, as it does where ranks share
+    cores, may find another solution on each, and they would time programs that differ.
+    """
+    if not needs_machine(question) or not question.strategy.axes:
+        return {}
+    return {count: evaluator_of(question, graph, None).ways for count, graph in graphs.items()}
+
+
+def measured(question: Question, graphs: Graphs, drafts: Drafts | None = None) -> Machine | None:
+    """The machine, its operators timed at the shapes of these graphs; every rank calls it.
+
+    Args:
+        question: what is fixed.
+        graphs: the same on every rank.
+        drafts: what `drafted` found on one rank, if there are several.
+    """
     if not needs_machine(question):
         return None
     if not question.live and absent(question.device, question.cluster):
@@ -171,9 +191,9 @@ def measured(question: Question, graphs: Graphs) -> Machine | None:
     if question.strategy.compress is None:
         methods = [(compression_of(method),) for method in question.strategy.lossy]
         tried += [replace(choice, compress=way) for choice in tried for way in methods]
-    lowered, nodes = [], dict[str, fx.Node]()
-    for graph in graphs.values():
-        evaluator = evaluator_of(question, graph, None)
+    lowered, nodes, drafts = [], dict[str, fx.Node](), drafts or {}
+    for count, graph in graphs.items():
+        evaluator = evaluator_of(question, graph, None, drafts=drafts.get(count))
         lowered += [evaluator.lowered(choice) for choice in dict.fromkeys(tried)]
         for done in range(len(evaluator.ways)):  # whole along an axis, for the prices of that
             lowered.append(replace(evaluator, ways=evaluator.ways[:done]).lowered(tried[0]))
@@ -326,7 +346,11 @@ def ways_of(
 
 
 def evaluator_of(
-    question: Question, graph: TrainingGraph, machine: Machine | None, memory: int | None = None
+    question: Question,
+    graph: TrainingGraph,
+    machine: Machine | None,
+    memory: int | None = None,
+    drafts: Sequence[Ways] | None = None,
 ) -> Evaluator:
     """What turns choices into plans and, if there is a machine, prices them.
 
@@ -335,6 +359,7 @@ def evaluator_of(
         graph: as captured.
         machine: as measured.
         memory: bytes that a partition may hold on a rank over a step.
+        drafts: the ways along each axis of the model, if they are known.
     """
     batches = question.data_ranks if question.batch == "global" else 1
     base, axes, found = question.base(), question.strategy.axes, []
@@ -343,7 +368,12 @@ def evaluator_of(
         note = "nothing goes by level: ranks of the data are not several on each of several nodes"
         base = replace(base, notes=(*base.notes, note))
     whole, first = replace(graph, axes=dict(question.mesh)), dict.fromkeys(axes, 0)
-    turns = in_turn(axes, whole, first, lambda axis, g: ways_of(question, axis, g, machine, memory))
+    given = dict(zip(axes, drafts, strict=True)) if drafts is not None else None
+
+    def along(axis: str, graph: TrainingGraph) -> Ways:
+        return given[axis] if given else ways_of(question, axis, graph, machine, memory)
+
+    turns = in_turn(axes, whole, first, along)
     for axis, before, ways in turns:
         found.append(ways)
         partition = Partition.of(axis, axes[axis], before, ways)
