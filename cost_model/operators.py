@@ -190,12 +190,13 @@ class OperatorTimes:
             )
             return any(key not in known or not known[key].rehearsed for key in timed)
 
-        programs = digest({"calls": [list(map(time_key, graph.calls())) for graph in graphs]})
-        rows = ranks.gather(([lacks(graph) for graph in graphs], programs))
+        sends = [sum(map(_is_sent, graph.calls())) for graph in graphs]
+        rows = ranks.gather(([lacks(graph) for graph in graphs], sends))
         if odd := [rank for rank, row in enumerate(rows) if row[1] != rows[0][1]]:
             raise ClusterError(
-                f"rank(s) {odd} are to rehearse other programs than rank 0, so they would wait for "
-                "each other forever: give every rank the same model, batch and strategy."
+                f"rank(s) {odd} are to rehearse programs with other collectives than rank 0, and "
+                "would wait for each other forever: give every rank the same model, batch and "
+                "strategy."
             )
         flagged = zip(graphs, *(row[0] for row in rows), strict=True)
         return [graph for graph, *flags in flagged if any(flags)]

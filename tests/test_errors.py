@@ -322,12 +322,12 @@ def test_one_rank_finds_the_partition_that_all_measure() -> None:
 def rehearse_unlike(rank: int, world_size: int) -> str:
     x = torch.ones(4)
     case = MODELS["gpt"]
-    graph = capture_of_rank(case.make(), case.batch(4 + rank, 0)[0], 0, 1, "global", None, None)
-    with pytest.raises(ClusterError, match="other programs than rank 0"):
-        OperatorTimes.load("cpu", sharing=2).measure([graph], Ranks.live())
+    graph = capture_of_rank(case.make(), case.batch(4, 0)[0], 0, 1, "global", None, None)
+    with pytest.raises(ClusterError, match="other collectives than rank 0"):
+        OperatorTimes.load("cpu", sharing=2).measure([graph] * (1 + rank), Ranks.live())
     dist.all_reduce(x)  # nobody waits for a rank that has left
     return str(x.sum())
 
 
-def test_ranks_that_would_time_other_programs_say_so() -> None:
+def test_ranks_that_would_time_other_collectives_say_so() -> None:
     assert run(rehearse_unlike, 2) == ["tensor(8.)"] * 2
