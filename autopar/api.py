@@ -17,11 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.capture import Capture
-from autopar.captures import capture_of_rank, flattened
+from autopar.captures import Known, capture_of_rank, flattened
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.measure import measure
-from autopar.deadline import Deadline
 from autopar.errors import CaptureError, StrategyError
 from autopar.graph import TrainingGraph
 from autopar.partition import Partition, Ways, in_turn, rows_of, scaled
@@ -29,9 +27,10 @@ from autopar.passes.keep_gathered import ONCE
 from autopar.passes.runner import run_passes
 from autopar.plan import Plan, fingerprint
 from autopar.planner.choose_stages import captured_at
+from autopar.planner.deadline import Deadline
 from autopar.planner.decide import Graphs, Question, decide, drafted, measured
 from autopar.planner.machine import Machine, ranks_of
-from autopar.planner.meshes import OF_A_MESH, Progressed, fastest_mesh
+from autopar.planner.meshes import Progressed, fastest_mesh, time_of_a_mesh
 from autopar.planner.partitions import repartition
 from autopar.planner.rescue import on_more_ranks, once, rescued
 from autopar.profiling import Profiler, profiler
@@ -250,10 +249,9 @@ def plan(
     )
 
     in_time = Deadline(time_limit_s)
-    share = OF_A_MESH if question.strategy.search else 1.0
 
     def asking(given: Any) -> Callable[[Question], Plan]:
-        attempts: dict[Any, Capture] = {}  # what is marked of rows is of this batch
+        attempts: Known = {}  # what is marked of rows is of this batch
 
         @functools.cache
         def captured(ranks: int, micro_batches: int) -> TrainingGraph:
@@ -268,9 +266,9 @@ def plan(
 
         def look(own: Question) -> Plan:
             ready = prepared(own)
-            return decide(replace(own, in_time=in_time.part(share)), *ready)
+            return decide(replace(own, in_time=time_of_a_mesh(question, in_time)), *ready)
 
-        def slice_of(slices: int, known: dict[Any, Capture]) -> TrainingGraph:
+        def slice_of(slices: int, known: Known) -> TrainingGraph:
             own = model, given, 0, slices, batch, autocast, loss_fn
             return capture_of_rank(*own, known=known)
 
@@ -366,7 +364,7 @@ def _choose(
 
     def look(own: Question) -> Plan:
         ready = prepared(own)
-        timed = replace(own, in_time=in_time.part(share))
+        timed = replace(own, in_time=time_of_a_mesh(question, in_time))
         return decided_by_first(lambda: decide(timed, *ready))
 
     def answer(own: Question) -> Plan:
@@ -385,7 +383,6 @@ def _choose(
         )
 
     in_time = Deadline(time_limit_s)
-    share = OF_A_MESH if question.strategy.search else 1.0
     return contestants(question, rescued(question, answer), trials)
 
 

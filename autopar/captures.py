@@ -15,6 +15,9 @@ from autopar.rows import mark_rows
 from autopar.runtime.batch import share_of
 from autopar.runtime.parameters import describe_parameters, device_of
 
+Known = dict[Any, Capture]
+"""Captures of one model, by call."""
+
 
 def capture_of_rank(
     model: nn.Module,
@@ -25,7 +28,7 @@ def capture_of_rank(
     autocast: torch.dtype | None,
     loss_fn: Callable[..., Any] | None,
     micro_batches: int = 1,
-    known: dict[Any, Capture] | None = None,
+    known: Known | None = None,
 ) -> TrainingGraph:
     """The joint graph of a micro-batch of a rank that need not be running.
 

@@ -6,11 +6,10 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
-from autopar.capture import Capture
+from autopar.captures import Known
 from autopar.errors import BatchError
 from autopar.graph import ParameterInfo, TrainingGraph
 from autopar.partition import rows_of
@@ -30,9 +29,6 @@ from autopar.thinning import KEPT, kinds_of, of_whole, thinned
 
 SMALLER = 8
 """How many times less rows a small micro-batch has than a large one, the most without stages."""
-
-Known = dict[Any, Capture]
-"""Captures of one model, by call."""
 
 Captured = Callable[[int, Known], TrainingGraph]
 """Captures one of so many slices of the batch; what is known is not captured again."""

@@ -240,8 +240,10 @@ class _Life:
         """The last point of time at which a storage exists."""
         if (start := self.start(storage)) == ALWAYS:
             return self.last
-        held = (self.released.get(node, start) for node in self.carried(holders))
-        return max(start, *(self.let_go(node) for node in holders), *held)
+        gone = max(start, *(self.let_go(node) for node in holders))
+        if not self.released:
+            return gone
+        return max([gone, *(self.released[node] for node in self.carried(holders))])
 
     def lingering(self) -> dict[fx.Node, int]:
         """When those that carry the collectives of an axis have ended so many behind each."""

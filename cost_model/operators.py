@@ -192,14 +192,14 @@ class OperatorTimes:
 
         sends = [sum(map(_is_sent, graph.calls())) for graph in graphs]
         rows = ranks.gather(([lacks(graph) for graph in graphs], sends))
-        if odd := [rank for rank, row in enumerate(rows) if row[1] != rows[0][1]]:
+        flags, counts = zip(*rows, strict=True)
+        if odd := [rank for rank, count in enumerate(counts) if count != counts[0]]:
             raise ClusterError(
                 f"rank(s) {odd} are to rehearse programs with other collectives than rank 0, and "
                 "would wait for each other forever: give every rank the same model, batch and "
                 "strategy."
             )
-        flagged = zip(graphs, *(row[0] for row in rows), strict=True)
-        return [graph for graph, *flags in flagged if any(flags)]
+        return [graph for graph, *lacking in zip(graphs, *flags, strict=True) if any(lacking)]
 
     def merged(self, other: OperatorTimes) -> OperatorTimes:
         """These times and the other's; where both have one, the other's."""

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.captures import capture_of_rank
+from autopar.captures import Known, capture_of_rank
 from autopar.cost_model.cluster import Cluster
 from autopar.errors import BatchError
 from autopar.planner.decide import Question
 from autopar.planner.outline import Outline
-from autopar.sketches import Known, sketches
+from autopar.sketches import sketches
 from autopar.strategy import Strategy
 from autopar.thinning import kinds_of, thinned
 from examples.plan_llama import Llama, Size

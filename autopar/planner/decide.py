@@ -166,8 +166,8 @@ def needs_machine(question: Question) -> bool:
 def drafted(question: Question, graphs: Graphs) -> Drafts:
     """How each graph is partitioned along the axes of the model where nothing was measured.
 
-    One rank finds that for all: a solver that runs into its limits, as it does where ranks share
-    cores, may find another solution on each, and they would time programs that differ.
+    One rank finds that for all: on loaded cores the solver may find another solution as good on
+    each, and they would time programs that differ.
     """
     if not needs_machine(question) or not question.strategy.axes:
         return {}

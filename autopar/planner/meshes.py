@@ -18,6 +18,7 @@ from autopar.errors import (
 from autopar.plan import Plan
 from autopar.plan_text import human_bytes
 from autopar.planner.choose_stages import step_s
+from autopar.planner.deadline import Deadline
 from autopar.planner.decide import Question, cap_of
 from autopar.planner.outline import Outline
 from autopar.planner.rivals import NEAR
@@ -52,6 +53,11 @@ OF_A_MESH = 0.2
 
 PATIENCE = 3
 """Outlines in order that are looked at without finding anything faster."""
+
+
+def time_of_a_mesh(question: Question, in_time: Deadline) -> Deadline:
+    """Until when a mesh is improved on, from now: all of the time, if there is no other."""
+    return in_time.part(OF_A_MESH) if question.strategy.search else in_time
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,10 @@ def worth_trying(best: Plan, others: Iterable[Plan], most: int, room: int | None
         room: bytes that all of them may take together; None for any number.
     """
     cap, found = best.memory_cap, [best]
-    fitting = [plan for plan in others if cap is None or _bytes(plan) <= cap]
+    fitting = sorted((p for p in others if cap is None or _bytes(p) <= cap), key=step_s)
     for times, likeness in ((NEAR, _mesh), (NEAR, _form), (FAR, _kind)):
         seen = {likeness(plan) for plan in found}
-        for plan in sorted(fitting, key=step_s):
+        for plan in fitting:
             if step_s(plan) <= times * step_s(best) and likeness(plan) not in seen:
                 seen.add(likeness(plan))
                 found.append(plan)

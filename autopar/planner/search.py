@@ -216,9 +216,9 @@ class _Search:
         """The least recomputation with which a choice fits, in smaller buckets if it must."""
         if not self.fits(self.look(choice)) and not self.may_fit(choice):
             return None
-        return self.raised(choice) or self.raised(self.in_small_buckets(choice))
+        return self.recomputed(choice) or self.recomputed(self.in_small_buckets(choice))
 
-    def raised(self, choice: Choice) -> Evaluated | None:
+    def recomputed(self, choice: Choice) -> Evaluated | None:
         """The least recomputation, block by block, with which a choice fits."""
         if self.fits(self.look(choice)):
             return self.look(choice)
