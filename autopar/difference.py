@@ -127,7 +127,7 @@ def _pipeline(before: Pipeline | None, after: Pipeline | None) -> str:
 
 
 def _form(own: Pipeline) -> str:
-    return f"{own.schedule} in {own.stages} stages, {own.micro_batches} micro-batches"
+    return f"{own.stages} stages, {own}" if own.stages > 1 else str(own)
 
 
 def _prediction(before: Prediction | None, after: Prediction | None) -> str:

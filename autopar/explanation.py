@@ -7,13 +7,18 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from autopar.plan_text import exposures, human_bytes, levels, predicted
+from autopar.plan_text import exposures, human_bytes, layout, levels, notes, predicted
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
     from autopar.prediction import Prediction, RunnerUp
 
 Rates = tuple[tuple[float, float], ...]
+
+
+def with_reasons(plan: Plan) -> str:
+    """What a plan is, and why: the table, but for figures that the explanation has."""
+    return "\n".join([*layout(plan), *notes(plan), explain(plan)])
 
 
 def explain(plan: Plan) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import OpOverload, copied_graph, format_argument
+from autopar._torch import FakeTensor, FakeTensorMode, OpOverload, copied_graph, format_argument
 from autopar.placement import Placement
 
 
@@ -254,6 +254,13 @@ class TrainingGraph:
         """The same graph, nodes and all, free to be changed."""
         own = self.graph if self.free else copied_graph(self.graph)
         return replace(self, graph=own, free=False)
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        """The mode of the fake tensors that it was captured with."""
+        sample = next(t for node in self.placeholders for t in tensors(node))
+        assert isinstance(sample, FakeTensor)
+        return sample.fake_mode
 
     @property
     def output_node(self) -> fx.Node:

@@ -31,6 +31,11 @@ class Pipeline:
     uses: tuple[tuple[str, tuple[int, ...]], ...] = ()
     rows: int = 0
 
+    def __str__(self) -> str:
+        several = f" x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
+        parts = f"{self.micro_batches} micro-batches"
+        return f"{self.schedule}{several}, {parts}" if self.stages > 1 else parts
+
     @property
     def stages(self) -> int:
         """How many stages there are."""

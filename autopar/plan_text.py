@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 
 
 def table(plan: Plan) -> str:
-    """The plan as a table: one row a run of alike blocks, then what it is predicted to cost."""
+    """The plan as tables: what it is, then what it is predicted to cost."""
+    lines = [*layout(plan), *levels(plan), *predicted(plan)]
+    lines += exposures(plan.prediction, 5) if plan.prediction else []
+    return "\n".join([*lines, *notes(plan)])
+
+
+def notes(plan: Plan) -> list[str]:
+    """What there is to know beside."""
+    return [f"note: {note}" for note in plan.notes]
+
+
+def layout(plan: Plan) -> list[str]:
+    """What each rank holds and sends: one row a run of alike blocks, one a stage."""
     sizes = dict(plan.parameter_bytes)
     grid = Table(
         title=f"{plan.model} on {plan.world_size} rank(s): {plan.name}", title_justify="left"
@@ -35,14 +47,8 @@ def table(plan: Plan) -> str:
             continue
         kinds = "sharded" if held < whole else "whole"
         grid.add_row(_span(blocks), str(stage), kinds, human_bytes(whole), human_bytes(held), level)
-    lines = [_render(grid), *_stages(plan)]
-    lines.append(f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}")
-    lines += levels(plan)
-    lines += _sent(plan)
-    lines += predicted(plan)
-    lines += exposures(plan.prediction, 5) if plan.prediction else []
-    lines += [f"note: {note}" for note in plan.notes]
-    return "\n".join(lines)
+    mesh = f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}"
+    return [_render(grid), *_stages(plan), mesh, *_sent(plan)]
 
 
 def levels(plan: Plan) -> list[str]:
@@ -157,8 +163,7 @@ def _stages(plan: Plan) -> list[str]:
     if pipeline is None:
         return []
     several = f", {pipeline.stages_per_rank} stages a rank" if pipeline.stages_per_rank > 1 else ""
-    title = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches{several}"
-    grid = Table(title=title, title_justify="left")
+    grid = Table(title=f"{pipeline}{several}", title_justify="left")
     columns = ("stage", "rank", "begins with", "parameters", "forward", "backward")
     for column in (*columns, "sends on", "back", "keeps of each", "in flight"):
         grid.add_column(column, justify="left" if column == "begins with" else "right")

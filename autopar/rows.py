@@ -6,7 +6,6 @@ runs over rows; what number changed in the code (`x.shape[0]`) counts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,17 @@ from torch import fx
 
 from autopar.capture import Call, Capture
 from autopar.errors import CaptureError
-from autopar.graph import Input, TrainingGraph, elements, tensors, user_line
+from autopar.graph import (
+    Gradient,
+    Input,
+    Parameter,
+    Tangent,
+    TrainingGraph,
+    elements,
+    user_line,
+)
+from autopar.one_row import Captures, one_as_more
+from autopar.pairs import operator_name, paired
 from autopar.placement import even_rows
 
 DIVIDE_BY_ROWS = (
@@ -27,33 +36,36 @@ DIVIDE_BY_ROWS = (
     "native_batch_norm_backward",
 )
 
-LAID_OUT = ("expand", "clone")
-"""What torch writes, or not, as the number of rows makes values lie."""
 
-
-def mark_rows(
-    capture: Callable[[Call], Capture], call: Call, rows: int, total: int, ranks: int
-) -> Capture:
+def mark_rows(capture: Captures, call: Call, rows: int, total: int, ranks: int) -> Capture:
     """Captures `call` at a rank's `rows` and marks what depends on the number of rows.
 
     Every node gets `meta["rows"]`: for each element that it yields, the dims that run over the
     rows; and `meta["uneven"]`: whether some element's size is not in proportion to them. Where a
     number in the code is another for the `total` rows of the global batch, `meta["whole"]` holds
-    it, by its place among the arguments.
+    it, by its place among the arguments. Of one row the model does what it does of more.
 
-    If the model does something else for another number of rows, every tensor of one dim or more
-    that depends on the batch is taken to have rows, and the graph gets a note.
+    If the model does something else for every other number of rows, a tensor of one dim or more
+    that depends on the batch is taken to have rows, but not in proportion to them, gradients of
+    parameters have none, and the graph gets a note.
 
     Raises:
         CaptureError: so it does, and the ranks have different numbers of rows: they would not
             run the same collectives. Every rank finds so alike. Or the model differentiates twice
             through an operator that divides by the rows.
     """
-    first = capture(call)
-    _check_differentiated_once(first.graph)
     sizes = {size for size in even_rows(total, ranks) if size}
     wanted = (sizes | {total}) - {rows}
-    others = {size: _alike_at(first, capture, call, rows, size) for size in wanted}
+
+    def seen(capture: Captures) -> tuple[Capture, dict[int, _Other | None]]:
+        first = capture(call)
+        return first, {size: _alike_at(first, capture, call, rows, size) for size in wanted}
+
+    first, others = seen(capture)
+    _check_differentiated_once(first.graph)
+    if 1 in (rows, *wanted) and not all(others.values()):
+        as_more = seen(one_as_more(capture))
+        first, others = as_more if all(as_more[1].values()) else (first, others)
     whole = others.get(total)
     if whole is not None and all(others.values()):
         _mark_by_comparison(whole, rows, total)
@@ -72,25 +84,21 @@ def mark_rows(
     _mark_by_dependence(first.graph, call)
     return _noted(
         first,
-        f"the graph differs between {rows} and {rows + 1} rows, so reductions over the batch "
-        "are recognised by their shape alone",
+        f"the graph differs between {rows} and {rows + 1} rows, so which reductions run over the "
+        "batch is not known: each rank's stay its own, and what is returned is averaged, as by DDP",
     )
 
 
 def _check_differentiated_once(graph: TrainingGraph) -> None:
     """Gradients inside of the forward must not hide a division by a rank's own rows."""
     for node in graph.calls():
-        if node.meta["phase"] == "forward" and _name(node) in DIVIDE_BY_ROWS:
+        if node.meta["phase"] == "forward" and operator_name(node) in DIVIDE_BY_ROWS:
             line = user_line(node)
             raise CaptureError(
                 f"{node.target} is differentiated twice{f', from {line}' if line else ''}, which "
                 "autopar cannot do over the global batch. Write this loss out with tensor "
                 "operations, or let autopar fall back (fallback=True)."
             )
-
-
-def _name(node: fx.Node) -> str:
-    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class _Other:
 
 
 def _alike_at(
-    first: Capture, capture: Callable[[Call], Capture], call: Call, rows: int, other: int
+    first: Capture, capture: Captures, call: Call, rows: int, other: int
 ) -> _Other | None:
     """The call captured at other rows, if that gives the same operators."""
     try:
@@ -115,55 +123,12 @@ def _alike_at(
     except CaptureError:
         return None
     few, many = (first.graph, second) if rows < other else (second, first.graph)
-    pairs = _paired(few, many)
+    pairs = paired(few, many)
     return None if pairs is None else _Other(second, pairs)
 
 
 def _noted(capture: Capture, note: str) -> Capture:
     return replace(capture, graph=replace(capture.graph, notes=(*capture.graph.notes, note)))
-
-
-def _paired(
-    first: TrainingGraph, second: TrainingGraph
-) -> tuple[tuple[fx.Node, fx.Node], ...] | None:
-    """Every node of a graph with that of another that does the same; None if one has none.
-
-    The other may lay values out where this need not: of one row nothing is expanded or copied.
-    """
-    source: dict[fx.Node, fx.Node] = {}  # what a node of the other is but for its layout
-    found: dict[fx.Node, fx.Node] = {}
-    others = iter(second.graph.nodes)
-    for node in first.graph.nodes:
-        for other in others:
-            if _same(node, other, found, source):
-                found[node] = source[other] = other
-                break
-            if _name(other) not in LAID_OUT:
-                return None
-            source[other] = source[other.all_input_nodes[0]]
-        else:
-            return None
-    return None if next(others, None) is not None else tuple(found.items())
-
-
-def _same(
-    node: fx.Node,
-    other: fx.Node,
-    found: Mapping[fx.Node, fx.Node],
-    source: Mapping[fx.Node, fx.Node],
-) -> bool:
-    """Whether two nodes compute the same of the same."""
-    if node.op != other.op or len(node.all_input_nodes) != len(other.all_input_nodes):
-        return False
-    if node.op == "placeholder":
-        return True
-    inputs = zip(node.all_input_nodes, other.all_input_nodes, strict=True)
-    dims = ([t.dim() for t in tensors(n)] for n in (node, other))
-    return (
-        (node.target == other.target or node.op == "get_attr")
-        and all(source[found[one]] is source[two] for one, two in inputs)
-        and next(dims) == next(dims)
-    )
 
 
 def _mark_by_comparison(second: _Other, rows: int, other: int) -> None:
@@ -209,10 +174,15 @@ def _mark_by_dependence(graph: TrainingGraph, call: Call) -> None:
     roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
     for node in graph.graph.nodes:
         role = roles.get(node)
-        depends = isinstance(role, Input) and call.has_rows[role.index]
+        depends = isinstance(role, Tangent)
+        depends = depends or (isinstance(role, Input) and call.has_rows[role.index])
         depends = depends or any(n.meta["depends"] for n in node.all_input_nodes)
         node.meta["depends"] = depends
         node.meta["rows"] = tuple(
             (0,) if depends and isinstance(t, torch.Tensor) and t.dim() else ()
             for t in elements(node)
         )
+        node.meta["uneven"] = depends
+    for of, result in zip(graph.outputs, graph.results, strict=True):
+        if isinstance(of, Gradient) and isinstance(of.of, Parameter) and result is not None:
+            result.meta["rows"] = ((),) * len(elements(result))

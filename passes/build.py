@@ -74,15 +74,8 @@ def add_input(
 def fake_like(graph: TrainingGraph, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A fake tensor of the graph's own fake mode, on the device of its first input."""
     device = next(t.device for node in graph.placeholders for t in tensors(node))
-    with fake_mode_of(graph):
+    with graph.fake_mode:
         return torch.empty(shape, dtype=dtype, device=device)
-
-
-def fake_mode_of(graph: TrainingGraph) -> FakeTensorMode:
-    """The fake mode that a graph was captured in."""
-    sample = next(t for node in graph.placeholders for t in tensors(node))
-    assert isinstance(sample, FakeTensor)
-    return sample.fake_mode
 
 
 def first_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> fx.Node:

@@ -24,7 +24,7 @@ from autopar.graph import (
     tensors,
 )
 from autopar.passes.base import PassResult
-from autopar.passes.build import aten, call, fake_mode_of
+from autopar.passes.build import aten, call
 from autopar.passes.build import value as fakes
 from autopar.passes.collectives import (
     is_name,
@@ -94,7 +94,7 @@ class _Partition:
 
     def run(self) -> TrainingGraph:
         """The graph of this rank."""
-        with fake_mode_of(self.old):
+        with self.old.fake_mode:
             return self.walk()
 
     def walk(self) -> TrainingGraph:

@@ -48,7 +48,9 @@ def test_plan_show_diff(make: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert autopar.Plan.load(first).stages == (("", 3),)
     capsys.readouterr()
     assert main(["show", first, "--explain"]) == 0
-    assert "sharded" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "sharded" in text
+    assert text.count("predicted step") == 1
     assert main(["diff", first, second]) == 1
     assert "stages: (outside of blocks) 3 -> 0" in capsys.readouterr().out
     assert main(["diff", first, first]) == 0

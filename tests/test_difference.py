@@ -45,7 +45,9 @@ def test_axes_and_stages() -> None:
     assert line == "partitions: tp: up.weight S(0) -> S(1); head.weight R -> S(0)"
     uses = tuple((name, (stage,)) for name, stage in (("a", 0), ("b", 0), ("c", 1)))
     staged = replace(PLAN, pipeline=Pipeline(2, "1f1b", 4, uses=uses))
-    assert lines(PLAN, staged) == ["pipeline: none -> 1f1b in 2 stages, 4 micro-batches"]
+    alone = replace(PLAN, pipeline=Pipeline(1, "1f1b", 4))
+    assert lines(PLAN, alone) == ["pipeline: none -> 4 micro-batches"]  # of no stages
+    assert lines(PLAN, staged) == ["pipeline: none -> 2 stages, 1f1b, 4 micro-batches"]
     cut = replace(staged.pipeline, uses=(uses[0], ("b", (1,)), uses[2]))  # type: ignore[type-var]
     assert lines(staged, replace(staged, pipeline=cut)) == ["pipeline: stages begin with c -> b"]
 

@@ -12,6 +12,7 @@ from autopar.commands.progress import progress_bar
 from autopar.commands.script import load
 from autopar.cost_model.cluster import Cluster
 from autopar.errors import StrategyError
+from autopar.explanation import with_reasons
 from autopar.pipeline import SCHEDULES
 from autopar.placement import placement_of
 from autopar.strategy import MESH, Strategy
@@ -91,9 +92,7 @@ def run(options: argparse.Namespace) -> None:
             backend=options.backend,
             progress=progress,
         )
-    print(plan)
-    if options.explain:
-        print(plan.explain())
+    print(with_reasons(plan) if options.explain else plan)
     if options.out:
         plan.save(options.out)
     if options.html:

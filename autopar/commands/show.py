@@ -16,6 +16,7 @@ from autopar.commands.script import load
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.shape import GroupShape
+from autopar.explanation import with_reasons
 from autopar.partition import complete
 from autopar.plan import Plan
 from autopar.planner.placement_text import placement_tables
@@ -63,9 +64,7 @@ def run(options: argparse.Namespace) -> None:
         return
     if options.timeline:
         plan.timeline(options.timeline)
-    print(plan)
-    if options.explain:
-        print(plan.explain())
+    print(with_reasons(plan) if options.explain else plan)
 
 
 def placements(

@@ -108,9 +108,7 @@ class PipelineEvaluator(Evaluator):
         Collectives that are scheduled one by one are known by name, so then all stages are lowered.
         """
         plan, micro = self.draft(choice), self.pipeline.micro_batches
-        p = self.pipeline
-        several = f" x{p.stages_per_rank}" if p.stages_per_rank > 1 else ""
-        name = f"{plan.name}, {p.schedule}{several}, {micro} micro-batches"
+        name = f"{plan.name}, {self.pipeline}"
         if plan.axis not in self.cuts:
             self.cuts[plan.axis] = cut(self.graph, plan, 0, self.ways, micro)
         stages = self.cuts[plan.axis].stages

@@ -74,9 +74,9 @@ def _says(plan: Plan) -> str:
         )
     waits = ", ".join(f"{share:.0%}" for share in p.idle)
     return (
-        f"Each rank of the pipeline, {plan.pipeline.schedule} over {plan.pipeline.micro_batches} "
-        "micro-batches, each in a colour of its own; backwards are darker. Thin lines are what is "
-        f"sent to neighbours. The ranks wait {waits} of the step."
+        f"Each rank of the pipeline: {plan.pipeline}, each in a colour of its own; backwards are "
+        "darker. Thin lines are what is sent to neighbours. The ranks wait "
+        f"{waits} of the step."
     )
 
 

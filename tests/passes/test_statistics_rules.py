@@ -17,7 +17,7 @@ from autopar.errors import CaptureError
 from autopar.graph import Gradient, Output, Parameter, TrainingGraph, Update
 from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.passes.synchronize_statistics import SynchronizeStatistics
-from autopar.placement import even_rows
+from autopar.placement import Partial, even_rows
 from tests.passes.parity import AXIS, EXACT, World, assert_parity
 from tests.reference import relative_error
 
@@ -94,6 +94,12 @@ def following(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
     z = m.hidden(x[:, None] * (1 + place[:, :, None]))
     labels = F.pad(y[:, None].expand(-1, 3), (0, 1), value=IGNORED)[:, 1:].contiguous()
     return F.cross_entropy(m.head(z).view(-1, 3), labels.view(-1), ignore_index=IGNORED)
+
+
+def attended(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
+    """Of one row torch's attention multiplies by other operators; and a number counts rows."""
+    z = m.hidden(x)[:, None] * x[:, :, None]
+    return m.attention(z, z, z)[0].pow(3).sum() / len(x)  # type: ignore[operator]
 
 
 def dense_pixels(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
@@ -286,12 +292,23 @@ def test_norm_takes_the_global_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 3])
-def test_ranks_of_a_single_row(rows: int) -> None:
-    it = world(following, rows)
+@pytest.mark.parametrize("loss", [following, attended])
+def test_ranks_of_a_single_row(loss: Loss, rows: int) -> None:
+    it = world(loss, rows, attention=nn.MultiheadAttention(6, 2, batch_first=True))
     sizes = [len(it.capture(rank).graph.graph.nodes) for rank in range(RANKS)]
-    assert (sizes[0] > sizes[1]) == (rows == 3)
+    assert (sizes[0] > sizes[1]) == (rows == 3 and loss is following)
     assert_parity(it, graphs := lowered(it))
     assert not graphs[0].notes
+
+
+def test_a_model_that_looks_at_row_by_row() -> None:
+    """Its graph is another for every number of rows: a mean of one row is none of the batch."""
+    it = world(lambda m, x, y: torch.stack([m.hidden(row).square().mean() for row in x]).mean(), 4)
+    assert_parity(it, graphs := lowered(it))
+    assert "as by DDP" in graphs[0].notes[0]
+    typed = SynchronizeStatistics(AXIS)(it.graph(0)).graph
+    sums = [typed.result(Gradient(Parameter(f"lin.{name}"))) for name in ("weight", "bias")]
+    assert [node and node.meta["placement"] for node in sums] == [Partial(), Partial()]  # for ZeRO
 
 
 def test_local_batch_norm_averages_running_statistics() -> None:
