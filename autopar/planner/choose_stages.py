@@ -80,8 +80,8 @@ def forms(strategy: Strategy, micro_batches: int, places: int) -> Iterator[Form]
         default = "interleaved" if chunks > 1 else "1f1b"
         yield Form(strategy.schedule or default, micro_batches, chunks)
         return
-    yield Form("gpipe", micro_batches, 1)
     yield Form("1f1b", micro_batches, 1)
+    yield Form("gpipe", micro_batches, 1)
     yield Form("zero_bubble", micro_batches, 1)
     if strategy.cuts is None and strategy.stages_per_rank is None and places >= 2 * ranks:
         yield Form("interleaved", micro_batches, 2)
@@ -230,18 +230,21 @@ def fastest_pipeline(
     refusals: list[StrategyError] = []
     blocks = tuple(block for block, _ in next(iter(evaluators.values())).base.stages)
     first = first_choice(strategy, blocks, 0)
-    for micro_batches, evaluator in evaluators.items():
-        try:
-            for candidate in _Cutter(evaluator, strategy, model, cap).candidates(micro_batches):
-                tried.append((candidate, candidate.evaluate(first)))
-        except StrategyError as refusal:
-            refusals.append(refusal)
-    if not tried:
-        raise refusals[0]
 
     def merit(item: tuple[PipelineEvaluator, Evaluated]) -> tuple[bool, float]:
         cost = item[1].prediction
         return cap is not None and cost.needed_bytes > cap, cost.step_s
+
+    for micro_batches, evaluator in evaluators.items():
+        try:
+            for candidate in _Cutter(evaluator, strategy, model, cap).candidates(micro_batches):
+                tried.append((candidate, candidate.evaluate(first)))
+                if not evaluator.in_time():
+                    break
+        except StrategyError as refusal:
+            refusals.append(refusal)
+    if not tried:
+        raise refusals[0]
 
     tried.sort(key=merit)
     finalists = tried[:FINALISTS]

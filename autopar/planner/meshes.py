@@ -6,7 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import compress, islice
+from operator import not_
 
 from autopar.errors import (
     AutoparError,
@@ -218,6 +219,9 @@ class _Search:
     ) -> list[Outline]:
         """Outlines of what else there is to look at, the most promising first.
 
+        Where the best of several are tried, the best of every mesh that was not looked at comes
+        before any others: outlines of one mesh err alike.
+
         Args:
             strategies: of all meshes, the first of which may have been looked at.
             outline: what can be expected of one.
@@ -235,7 +239,13 @@ class _Search:
                 found.append(outline(replace(self.question, strategy=strategy)))
             except (StrategyError, BatchError, CaptureError) as refusal:
                 self.refusals.setdefault(_name(strategy), refusal)
-        return sorted(found, key=lambda each: (each.step_s, each.least_bytes))
+        found.sort(key=lambda each: (each.step_s, each.least_bytes))
+        if self.question.rivals is None:
+            return found
+        kinds = [self.kind(each.strategy) for each in found]
+        looked = {self.kind(strategies[0])} if again else set()
+        first = [kind not in {*looked, *kinds[:place]} for place, kind in enumerate(kinds)]
+        return [*compress(found, first), *compress(found, map(not_, first))]
 
     def presses(self) -> bool:
         """Whether less in memory at once could do better: rows that wait compute no faster."""

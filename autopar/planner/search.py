@@ -64,13 +64,16 @@ def choose_among(
     cap: int | None,
     beat_s: float = math.inf,
 ) -> Plan:
-    """The fastest of what `choose` finds under each of several evaluators.
+    """The fastest of what `choose` finds under each of several evaluators that there is time for.
 
     Raises:
         OutOfMemoryError: nothing fits; the one that lacks least.
     """
-    plans, failures = [], []
+    plans: list[Plan] = []
+    failures: list[OutOfMemoryError] = []
     for evaluator in evaluators:
+        if plans and not evaluator.in_time():
+            break
         try:
             plans.append(choose(evaluator, strategy, blocks, cap, beat_s=beat_s))
         except OutOfMemoryError as failure:
@@ -143,7 +146,7 @@ class _Search:
         stages = stages if free else [0]
         starts = [first_choice(self.strategy, self.blocks, stage) for stage in stages]
         *lower, last = dict.fromkeys(starts)
-        starts = [*filter(self.may_fit, lower), last]
+        starts = self.looked_at([*filter(self.may_fit, lower), last])
         best = self.best(self.look(choice) for choice in starts)
         if min(_least_s(self.look(choice)) for choice in starts) >= self.beat_s:
             if best is None:
@@ -156,6 +159,15 @@ class _Search:
             best = found
         alone = one and not self.evaluator.base.partitions
         return best if alone or not self.evaluator.in_time() else self.tune(best)
+
+    def looked_at(self, starts: Sequence[Choice]) -> list[Choice]:
+        """Those that there is time to look at, and as many as it takes until one fits."""
+        found: list[Choice] = []
+        for choice in starts:
+            if any(map(self.fits, map(self.look, found))) and not self.evaluator.in_time():
+                break
+            found.append(choice)
+        return found
 
     def fitted(
         self, starts: Sequence[Choice], best: Evaluated | None

@@ -117,6 +117,20 @@ def test_the_fastest_is_chosen_and_the_others_are_kept() -> None:
     assert plan.notes[-1].endswith("expected to take 1400 ms or more, and certainly 700")
 
 
+def test_the_best_of_every_mesh_comes_first_where_several_are_tried() -> None:
+    answers: Answers = {
+        (1, 1, None): predicted(2.0, 1.0),
+        (2, 1, 4): predicted(1.6, 0.2),
+        (1, 2, None): predicted(1.7, 0.2),
+        (2, 1, 8): predicted(1.5, 0.2),
+    }
+    expected = {(2, 1, 4): 1.1, (2, 1, 8): 1.3, (1, 2, 1): 1.4}
+    trying = replace(question(), rivals=[])
+    plan = fastest_mesh(trying, looking(answers, seen := []), expecting(expected), near=4)
+    assert seen == [(1, 1, None), (2, 1, 4), (1, 2, None), (2, 1, 8)]
+    assert plan.name == "(2, 1, 8)"
+
+
 def test_what_cannot_be_faster_is_not_looked_at() -> None:
     """An outline promises half of 10 s at best."""
     plan = fastest_mesh(question(), looking({(1, 1, None): predicted(2.0, 0.5)}, []), FAR, near=4)
