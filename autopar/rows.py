@@ -62,10 +62,10 @@ def mark_rows(capture: Captures, call: Call, rows: int, total: int, ranks: int) 
         return first, {size: _alike_at(first, capture, call, rows, size) for size in wanted}
 
     first, others = seen(capture)
-    _check_differentiated_once(first.graph)
     if 1 in (rows, *wanted) and not all(others.values()):
         as_more = seen(one_as_more(capture))
         first, others = as_more if all(as_more[1].values()) else (first, others)
+    _check_differentiated_once(first.graph)
     whole = others.get(total)
     if whole is not None and all(others.values()):
         _mark_by_comparison(whole, rows, total)

@@ -31,7 +31,7 @@ class Tower(nn.Module):
         return self.head(x).square().mean()
 
 
-def planned(model, inputs=None, world_size=2, memory=None, **fixed):
+def planned(model, inputs=None, world_size=2, memory=None, time_limit_s=None, **fixed):
     if inputs is None:
         inputs = (torch.empty(ROWS, WIDTH, device="meta"),)
     return autopar.plan(
@@ -41,6 +41,7 @@ def planned(model, inputs=None, world_size=2, memory=None, **fixed):
         strategy=autopar.Strategy(**fixed),
         cluster=Cluster.default(world_size, "cuda"),
         memory=memory,
+        time_limit_s=time_limit_s,
     )
 
 
@@ -85,6 +86,12 @@ def test_what_is_open_is_chosen_and_shown():
     assert "zero_bubble, 8 micro-batches" in str(plan)
     assert "Ranks of the pipeline wait for others" in plan.explain()
     assert any("interleaved x2, 8 micro-batches" in other.name for other in plan.runners_up)
+
+
+def test_without_time_one_schedule_and_one_zero_stage_are_looked_at():
+    plan = planned(Tower(), pp=2, world_size=4, micro_batches=8, time_limit_s=0.0)
+    assert (plan.pipeline.schedule, {stage for _, stage in plan.stages}) == ("1f1b", {0})
+    assert not plan.runners_up
 
 
 def test_what_is_fixed_is_followed():
