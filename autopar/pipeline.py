@@ -32,6 +32,7 @@ class Pipeline:
     rows: int = 0
 
     def __str__(self) -> str:
+        """The order, how many stages a rank runs if several, and micro-batches."""
         several = f" x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
         parts = f"{self.micro_batches} micro-batches"
         return f"{self.schedule}{several}, {parts}" if self.stages > 1 else parts

@@ -162,8 +162,7 @@ def _stages(plan: Plan) -> list[str]:
     pipeline = plan.pipeline
     if pipeline is None:
         return []
-    several = f", {pipeline.stages_per_rank} stages a rank" if pipeline.stages_per_rank > 1 else ""
-    grid = Table(title=f"{pipeline}{several}", title_justify="left")
+    grid = Table(title=str(pipeline), title_justify="left")
     columns = ("stage", "rank", "begins with", "parameters", "forward", "backward")
     for column in (*columns, "sends on", "back", "keeps of each", "in flight"):
         grid.add_column(column, justify="left" if column == "begins with" else "right")
