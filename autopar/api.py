@@ -145,6 +145,7 @@ def compile(
         given.tensor_ranks,
         given.pipeline_ranks,
         recorder,
+        local=given.batch_semantics == "local",
     )
     question = Question(
         model=type(model).__name__,
@@ -251,13 +252,13 @@ def plan(
     in_time = Deadline(time_limit_s)
 
     def asking(given: Any) -> Callable[[Question], Plan]:
-        attempts: Known = {}  # what is marked of rows is of this batch
+        attempts: Known = {}
+        local = question.strategy.batch_semantics == "local"
 
         @functools.cache
         def captured(ranks: int, micro_batches: int) -> TrainingGraph:
-            return capture_of_rank(
-                model, given, 0, ranks, batch, autocast, loss_fn, micro_batches, attempts
-            )
+            own = model, given, 0, ranks, batch, autocast, loss_fn, micro_batches
+            return capture_of_rank(*own, known=attempts, local=local)
 
         @once
         def prepared(own: Question) -> tuple[Graphs, Machine | None]:
@@ -270,7 +271,7 @@ def plan(
 
         def slice_of(slices: int, known: Known) -> TrainingGraph:
             own = model, given, 0, slices, batch, autocast, loss_fn
-            return capture_of_rank(*own, known=known)
+            return capture_of_rank(*own, known=known, local=local)
 
         def answer(own: Question) -> Plan:
             assert own.cluster is not None
@@ -335,7 +336,8 @@ def _capture_under(
     autocast = getattr(torch, plan.precision) if plan.precision else None
     ranks, batch = plan.data_ranks, plan.batch
     count = plan.pipeline.micro_batches if plan.pipeline is not None else 1
-    return capture_of_rank(model, example_inputs, data_rank, ranks, batch, autocast, None, count)
+    own = model, example_inputs, data_rank, ranks, batch, autocast, None, count
+    return capture_of_rank(*own, local=plan.batch_semantics == "local")
 
 
 def _choose(

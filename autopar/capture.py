@@ -35,6 +35,7 @@ from autopar.graph import (
     Tangent,
     TrainingGraph,
     Update,
+    dense_strides,
 )
 from autopar.provenance import Annotate, annotate_nodes, is_library
 from autopar.repeats import Repeats
@@ -58,6 +59,12 @@ class TensorSpec:
         return TensorSpec(
             tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()
         )
+
+    def with_rows(self, rows: int) -> TensorSpec:
+        """The spec at another size of dim 0, dims in memory in the same order."""
+        shape = (rows, *self.shape[1:])
+        stride = None if self.stride is None else dense_strides(shape, self.stride)
+        return replace(self, shape=shape, stride=stride)
 
     def fake(self) -> torch.Tensor:
         """A new tensor of this spec; inside a fake mode it holds no memory."""
@@ -99,7 +106,7 @@ class Call:
     def with_rows(self, rows: int) -> Call:
         """The same call with another number of rows."""
         leaves = tuple(
-            replace(leaf, shape=(rows, *leaf.shape[1:])) if split else leaf
+            leaf.with_rows(rows) if split else leaf
             for leaf, split in zip(self.leaves, self.has_rows, strict=True)
         )
         return replace(self, leaves=leaves)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
+from autopar.batch_slices import capture_slice
 from autopar.capture import Call, Capture, capture
 from autopar.graph import TrainingGraph
-from autopar.rows import mark_rows
 from autopar.runtime.batch import share_of
 from autopar.runtime.parameters import describe_parameters, device_of
 
@@ -29,10 +29,12 @@ def capture_of_rank(
     loss_fn: Callable[..., Any] | None,
     micro_batches: int = 1,
     known: Known | None = None,
+    local: bool = False,
 ) -> TrainingGraph:
     """The joint graph of a micro-batch of a rank that need not be running.
 
     What is `known` of calls of this batch is not captured again, and what is captured becomes so.
+    With `local`, the rank computes what it would of its own rows alone (`batch_semantics`).
     """
     known = {} if known is None else known
     device = device_of(model)
@@ -47,9 +49,7 @@ def capture_of_rank(
                 known[call.key] = capture(model, call, parameters, device=device, loss_fn=loss_fn)
         return known[call.key]
 
-    if share.slices == 1:
-        return attempt(share.call).graph
-    return mark_rows(attempt, share.call, share.rows, share.total, share.slices).graph
+    return capture_slice(attempt, share.call, share.slices, local=local).graph
 
 
 def flattened(example_inputs: Any) -> tuple[list[Any], Any]:

@@ -3,6 +3,7 @@
     AutoparError
     ├── CaptureError        the model cannot be traced into one graph
     ├── StrategyError       a strategy, option or launch contradicts itself or the machines
+    │   └── CoupledRowsError   micro-batches would need each other's rows
     ├── BatchError          the rows given cannot be split over the ranks, or differ between them
     ├── PlanError           a plan does not belong to this model, world or torch
     ├── OutOfMemoryError       nothing fits under the memory cap
@@ -29,6 +30,10 @@ class CaptureError(AutoparError):
 
 class StrategyError(AutoparError, ValueError):
     """A strategy or option contradicts itself, the model or the machines."""
+
+
+class CoupledRowsError(StrategyError):
+    """Rows of different micro-batches depend on each other, so they cannot pass one by one."""
 
 
 class BatchError(AutoparError, ValueError):

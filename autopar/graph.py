@@ -17,7 +17,7 @@ A graph is a value: passes copy it (`TrainingGraph.copy`) and return a new one.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -60,6 +60,14 @@ class Tangent:
 @dataclass(frozen=True)
 class RowWeight:
     """Input: float64 scalar, rows of this rank over rows of the global batch."""
+
+
+@dataclass(frozen=True)
+class BatchIndex:
+    """Input: int64 vector, the place of this rank's slice of the batch.
+
+    One number, the slice's own, where all slices have as many rows; else the numbers of its rows.
+    """
 
 
 @dataclass(frozen=True)
@@ -191,6 +199,7 @@ InputRole = (
     | Input
     | Tangent
     | RowWeight
+    | BatchIndex
     | Evidence
     | Accumulated
     | State
@@ -348,6 +357,18 @@ def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
 def has_rows(node: fx.Node) -> bool:
     """Whether something that a node yields runs over the rows of the batch."""
     return any(node.meta.get("rows") or ())
+
+
+def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor of a shape, its dims in memory in the order of other strides.
+
+    Dims of stride 0 keep it: they are expanded.
+    """
+    strides, size = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+        if like[dim]:
+            strides[dim], size = size, size * shape[dim]
+    return tuple(strides)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -84,6 +84,29 @@ def placement_of(text: str) -> Placement:
     raise ValueError(f"{text!r} is no placement")
 
 
+class UnevenRanks(int):
+    """A number of ranks that hold unequal numbers of rows of the batch.
+
+    Every dim that is sharded over them is a multiple of the rows, and is cut as these are.
+
+    Attributes:
+        rows: of the batch, cut by `even_rows`.
+
+    >>> chunk_of(14, UnevenRanks(3, rows=7), 1)
+    (6, 4)
+    """
+
+    rows: int
+
+    def __new__(cls, ranks: int, rows: int) -> UnevenRanks:
+        made = super().__new__(cls, ranks)
+        made.rows = rows
+        return made
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+        return int(self), self.rows
+
+
 def can_cut(size: int, parts: int, interleave: int = 1) -> bool:
     """Whether a dim of `size` can lie in shards: in equal ones, or in one piece with none empty.
 
@@ -100,6 +123,9 @@ def chunk_of(rows: int, parts: int, part: int) -> tuple[int, int]:
     >>> chunk_of(10, 4, 3)
     (9, 1)
     """
+    if isinstance(parts, UnevenRanks):
+        held, each = even_rows(parts.rows, parts), rows // parts.rows
+        return sum(held[:part]) * each, held[part] * each
     step = -(-rows // parts)
     begin = min(step * part, rows)
     return begin, min(step, rows - begin)

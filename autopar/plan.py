@@ -19,7 +19,7 @@ from autopar.errors import PlanError
 from autopar.graph import ParameterInfo
 from autopar.levels import BETWEEN, WITHIN, Levels, level, place_on
 from autopar.partition import Partition, Ways
-from autopar.passes.accumulate_micro_batches import BATCH, AccumulateMicroBatches
+from autopar.passes.accumulate_micro_batches import AccumulateMicroBatches
 from autopar.passes.agree_on_batch import AgreeOnBatch
 from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets
@@ -28,6 +28,7 @@ from autopar.passes.checkpoint_activations import CheckpointActivations, Level
 from autopar.passes.compress_activations import CompressActivations
 from autopar.passes.compress_gathers import CompressGathers
 from autopar.passes.compress_gradients import CompressGradients
+from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.hierarchical_collectives import HierarchicalCollectives
 from autopar.passes.lower_collectives import LowerCollectives
@@ -36,13 +37,12 @@ from autopar.passes.place_stages import PlaceStages
 from autopar.passes.schedule_overlap import Overlap, ScheduleOverlap
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from autopar.pipeline import Pipeline
 from autopar.placement import Placement, Replicate, Shard, placement_of
 from autopar.plan_document import read
 from autopar.prediction import Prediction, RunnerUp
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Plan:
             says nothing, `prefetch` and `in_flight` do.
         recompute: for each block, what its backward computes again: none, selective or full.
         activation_bytes: bytes of activations that may be kept; None for any number.
-        batch_statistics: "global" or "local".
+        batch_semantics: "global": the step of one device; "local": each rank computes what it
+            would of its own rows alone, and gradients are averaged.
         precision: None, or the dtype of autocast.
         optimizer: name of the optimizer assumed, and bytes of its state per byte of parameter.
         optimizer_state_ratio: bytes of optimizer state per byte of parameter.
@@ -102,7 +103,7 @@ class Plan:
     overlaps: tuple[Overlap, ...] = ()
     recompute: tuple[tuple[str, Level], ...] = ()
     activation_bytes: int | None = None
-    batch_statistics: str = "global"
+    batch_semantics: str = "global"
     precision: str | None = None
     optimizer: str = "AdamW"
     optimizer_state_ratio: float = 2.0
@@ -243,17 +244,15 @@ class Plan:
         place, axes = self.place(rank), [partition.axis for partition in self.partitions]
         along = zip_longest(axes, ways, fillvalue=())
         divided = [PartitionAxis(axis, place[axis], own) for axis, own in along]  # type: ignore[index,arg-type]
-        several, local = self.data_ranks > 1, self.batch_statistics
-        statistics = [SynchronizeStatistics(self.axis, local)] if several else []  # type: ignore[arg-type]
+        several = self.data_ranks > 1
+        assigned = [AssignBatchAxis(self.axis, agree=self.pipeline is None)] if several else []
         if self.pipeline is None:
             agree = [AgreeOnBatch(tuple(axes))] if axes else []
-            return (*divided, *agree, *statistics)
+            return (*divided, *agree, *assigned)
         stages = PlaceStages(self.pipeline.uses, self.pipeline.stages)
-        statistics = [replace(item, agree=False) for item in statistics]
         if micro_batches == 1:
-            return (stages, *divided, *statistics)
-        over_all = SynchronizeStatistics(BATCH, local, agree=False)  # type: ignore[arg-type]
-        return (stages, *divided, over_all, AccumulateMicroBatches())
+            return (stages, *divided, *assigned)
+        return (stages, *divided, AccumulateMicroBatches())
 
     def stage_passes(
         self,

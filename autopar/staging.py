@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from autopar.graph import Gradient, Parameter, TrainingGraph
 from autopar.partition import Ways
-from autopar.passes.accumulate_micro_batches import BATCH
 from autopar.passes.base import Pass
+from autopar.passes.data_parallel.slices import BATCH
 from autopar.passes.keep_gathered import gathered_once, giving, taking
 from autopar.passes.runner import run_passes
 from autopar.passes.split_stages import Stages, split_stages

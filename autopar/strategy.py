@@ -43,7 +43,9 @@ class Strategy:
         prefetch: how many buckets of parameters are gathered ahead; None to schedule each.
         activation_bytes: bytes of activations that may be kept for the backward; blocks are
             computed again as far as that needs.
-        batch_statistics: batch norm over the "global" batch (exact) or each rank's "local" rows.
+        batch_semantics: "global" for the step that one device would make of the whole batch;
+            "local" for DistributedDataParallel's: each rank computes what it would of its own rows
+            alone (losses, batch norm, whatever couples rows), and gradients are averaged.
         tp: over how many ranks the model itself is partitioned; None and 1 for not at all.
         cp: the same, but parameters stay whole on each of these ranks: only activations are
             divided.
@@ -81,7 +83,7 @@ class Strategy:
     reduce_bytes: int | None = None
     prefetch: int | None = None
     activation_bytes: int | None = None
-    batch_statistics: Literal["global", "local"] = "global"
+    batch_semantics: Literal["global", "local"] = "global"
     tp: int | None = None
     cp: int | None = None
     ep: int | None = None
@@ -109,9 +111,9 @@ class Strategy:
             raise StrategyError(
                 f"recompute={self.recompute!r}: choose one of {', '.join(get_args(Level))}"
             )
-        if self.batch_statistics not in ("global", "local"):
+        if self.batch_semantics not in ("global", "local"):
             raise StrategyError(
-                f"batch_statistics={self.batch_statistics!r}: choose 'global' or 'local'"
+                f"batch_semantics={self.batch_semantics!r}: choose 'global' or 'local'"
             )
         for axis in ("pp", "dp_shard", *MESH):
             if (ranks := getattr(self, axis)) is not None and ranks < 1:

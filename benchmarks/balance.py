@@ -67,7 +67,7 @@ def strategy(case: str, ranks: int) -> autopar.Strategy:
     local = "local" if CASES[case].batch_statistics else "global"
     return autopar.Strategy(
         pp=ranks, micro_batches=MICRO_BATCHES, schedule="1f1b", zero=0, recompute="none",
-        batch_statistics=local,  # type: ignore[arg-type]
+        batch_semantics=local,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def build_autopar(
     """Return autopar, planned from the first batch."""
     chosen = strategy_of(strategy, case)
     if statistics:
-        chosen = replace(chosen, batch_statistics=statistics)
+        chosen = replace(chosen, batch_semantics=statistics)
     model = autopar.compile(
         case.build(),
         example_inputs=case.batch(0),

@@ -29,6 +29,7 @@ from autopar.cost_model.optimizer import OptimizerMemory
 from autopar.cost_model.scratch import Scratch
 from autopar.graph import (
     Accumulated,
+    BatchIndex,
     Buffer,
     Evidence,
     Gradient,
@@ -319,7 +320,7 @@ _c10d = torch.ops._c10d_functional
 _COPYING = frozenset(
     {_c10d.all_reduce.default, _c10d.all_reduce_coalesced.default, _c10d.broadcast.default}
 )
-_STANDING = (Parameter, Buffer, State, Input, RowWeight, Evidence, Whole)
+_STANDING = (Parameter, Buffer, State, Input, RowWeight, BatchIndex, Evidence, Whole)
 _TAKEN = (Update, Sent, Part)  # copied, sent or added up at once
 
 _INPUTS = {

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import fx
 
-from autopar.errors import StrategyError
+from autopar.errors import CoupledRowsError
 from autopar.graph import (
     Part,
     Total,
@@ -19,11 +19,16 @@ from autopar.graph import (
 )
 from autopar.passes.base import PassResult
 from autopar.passes.build import add_input
-from autopar.passes.collectives import axis_of, results_of, start_all_reduce, starts, wait_of
+from autopar.passes.collectives import (
+    axis_of,
+    op_of,
+    results_of,
+    start_all_reduce,
+    starts,
+    wait_of,
+)
+from autopar.passes.data_parallel.slices import BATCH
 from autopar.passes.dependence import kinds_of
-
-BATCH = "batch"
-"""In the place of a mesh axis: all micro-batches of all data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class AccumulateMicroBatches:
         """Applies the pass to a copy of `graph`.
 
         Raises:
-            StrategyError: some rows need a total before the forwards have run.
+            CoupledRowsError: some rows need a total before the forwards have run.
         """
         graph = graph.copy()
         sums = [start for start in starts(graph) if axis_of(start) == BATCH]
@@ -50,7 +55,8 @@ class AccumulateMicroBatches:
         kinds, waits = kinds_of(graph), {wait_of(start) for start in sums}
         chained = {start for start in sums if not waits.isdisjoint(_ancestors(start))}
         for start in sums:
-            if start.target is not start_all_reduce or start.meta["phase"] == "backward":
+            is_sum = start.target is start_all_reduce and op_of(start) == "sum"
+            if not is_sum or start.meta["phase"] == "backward":
                 raise _cannot(start)
             pairs = zip(start.args[0], results_of(start), strict=True)  # type: ignore[arg-type]
             for operand, result in pairs:
@@ -99,11 +105,11 @@ def _check(graph: TrainingGraph) -> None:
             raise _cannot(node)
 
 
-def _cannot(node: fx.Node) -> StrategyError:
+def _cannot(node: fx.Node) -> CoupledRowsError:
     line = user_line(node)
-    return StrategyError(
-        "the model reduces over all rows of the batch before it goes on"
+    return CoupledRowsError(
+        "the model needs all rows of the batch before it goes on"
         + (f" ({line})" if line else "")
         + ", so micro-batches cannot pass one after the other and give the same: give "
-        "Strategy(micro_batches=1), or, for batch norm, batch_statistics='local'"
+        "Strategy(micro_batches=1), or batch_semantics='local' for what DDP computes"
     )

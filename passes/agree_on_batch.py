@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -11,6 +12,7 @@ from autopar.graph import Evidence, TrainingGraph, Verdict
 from autopar.passes.base import PassResult
 from autopar.passes.build import add_input, fake_like
 from autopar.passes.collectives import collective, start_all_reduce
+from autopar.placement import Partial, Replicate
 
 EVIDENCE_SIZE = 4
 
@@ -32,17 +34,28 @@ class AgreeOnBatch:
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
-        graph = graph.copy()
-        first = next(graph.calls(), None)
-        if first is None:
+        if next(graph.calls(), None) is None:
             return PassResult(graph, "nothing is computed")
-        fake = fake_like(graph, (EVIDENCE_SIZE,), torch.float64)
-        name = "_".join(self.axes)
-        graph, total = add_input(graph, Evidence(name), f"evidence_{name}", fake)
-        total.meta |= {"phase": "forward", "rows": ((),)}
-        graph.graph.inserting_before(first)
-        for axis in self.axes:
-            (total,) = collective(graph.graph, first, start_all_reduce, [total], axis)
-            for node in (total.args[0].args[0], total.args[0], total):  # type: ignore[union-attr]
-                node.meta |= {"phase": "forward", "rows": ((),)}  # type: ignore[union-attr]
-        return PassResult(graph.with_results({Verdict(name): total}))
+        return PassResult(agree_on_batch(graph.copy(), self.axes, "_".join(self.axes)))
+
+
+def agree_on_batch(graph: TrainingGraph, axes: Sequence[str], name: str) -> TrainingGraph:
+    """Writes sums of evidence over axes, one after the other, at the start of the forward.
+
+    Args:
+        graph: changed in place.
+        axes: of the mesh.
+        name: of the `Evidence` and its `Verdict`.
+    """
+    fake = fake_like(graph, (EVIDENCE_SIZE,), torch.float64)
+    graph, total = add_input(graph, Evidence(name), f"evidence_{name}".rstrip("_"), fake)
+    total.meta |= {"phase": "forward", "rows": ((),), "placement": Partial()}
+    first = next(iter(graph.calls()), graph.output_node)
+    like = first if first.op == "call_function" else total
+    graph.graph.inserting_before(first)
+    for axis in axes:
+        (total,) = collective(graph.graph, like, start_all_reduce, [total], axis)
+        done = total.args[0]
+        for node in (done.args[0], done, total):  # type: ignore[union-attr]
+            node.meta |= {"phase": "forward", "rows": ((),), "placement": Replicate()}  # type: ignore
+    return graph.with_results({Verdict(name): total})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -71,17 +71,26 @@ class PartitionAxis:
         """Applies the pass to `graph`, which stays as it is."""
         if not self.ways:
             return PassResult(graph, "everything is whole on every rank")
-        return PassResult(_Partition(graph, self).run())
+        ranks = graph.axes[self.axis]
+        return PassResult(Partitioner(graph, self.axis, ranks, self.rank, dict(self.ways)).run())
 
 
-class _Partition:
-    """One walk over the graph, which writes another."""
+class Partitioner:
+    """One walk over a graph on whole tensors, which writes that of one rank of an axis.
 
-    def __init__(self, graph: TrainingGraph, options: PartitionAxis) -> None:
+    Args:
+        graph: the graph.
+        axis: name of the axis.
+        ranks: size of the axis.
+        rank: place on the axis.
+        ways: strategy of every operator and parameter that is not whole, by node name.
+    """
+
+    def __init__(
+        self, graph: TrainingGraph, axis: str, ranks: int, rank: int, ways: Mapping[str, Way]
+    ) -> None:
         self.old, self.new = graph, fx.Graph()
-        self.axis, self.rank = options.axis, options.rank
-        self.ranks = graph.axes[options.axis]
-        self.ways = dict(options.ways)
+        self.axis, self.rank, self.ranks, self.ways = axis, rank, ranks, ways
         self.made: dict[Value, tuple[fx.Node, Placement]] = {}
         self.converted: dict[tuple[Value, Placement], fx.Node] = {}
         self.tuples: dict[fx.Node, fx.Node] = {}
@@ -105,16 +114,21 @@ class _Partition:
         for node in self.old.graph.nodes:
             if node is backward:
                 results |= self.returned("forward")
+                self.begin_backward()
             if node.op == "placeholder":
                 self.input(node, roles[node])
             elif node.op == "get_attr":
-                self.keep(node, WHOLE, self.copied(node))
+                self.constant(node)
             elif node.op == "call_function":
                 self.operator(node)
                 self.reduce(node)
         results |= self.returned("backward")
         output = self.new.output([results[role] for role in self.old.outputs])
         output.meta = dict(self.old.output_node.meta)
+        return self.finished()
+
+    def finished(self) -> TrainingGraph:
+        """The graph that was written, with its roles and notes."""
         return replace(
             self.old,
             graph=self.new,
@@ -139,6 +153,13 @@ class _Partition:
             assert isinstance(role, Parameter)
             self.placed[role.name] = placement
         self.keep(node, placement, copy)
+
+    def constant(self, node: fx.Node) -> None:
+        """A tensor that the model made in its code."""
+        self.keep(node, WHOLE, self.copied(node))
+
+    def begin_backward(self) -> None:
+        """Called between the forward and the backward."""
 
     def operator(self, node: fx.Node) -> None:
         """One operator on what this rank holds."""

@@ -26,7 +26,6 @@ from autopar.graph import (
     elements,
     user_line,
 )
-from autopar.rows import mark_rows
 from autopar.runtime.batch import share_of
 from autopar.runtime.parameters import describe_parameters
 from tests.models import MODELS
@@ -413,50 +412,13 @@ def test_rows_through_views_and_permutations() -> None:
 
 def test_rows_of_pairs_and_of_results_that_are_several() -> None:
     rows = rows_of(lambda m, x: (x[:, 0] @ x[:, 0].T).max(1)[0].mean() + loss(m, x), ranks=2)
-    assert rows["mm"] == ((0, 1),)
+    assert rows["mm"] == ((0,),)
     assert rows["max_1"] == ((0,), (0,))
 
 
-def test_numbers_that_count_rows_are_found() -> None:
-    x = torch.randn(6, 4)
-    forward = lambda m, x: m.lin(x).sum() / x.shape[0] + x.shape[1] * loss(m, x)  # noqa: E731
-    graph = World(Model(forward), ((x,), {}), 2).graph(0)
-    found = {n.name: n.meta["whole"] for n in graph.calls() if "whole" in n.meta}
-    assert {"div": {1: 6}}.items() <= found.items()
-    assert all(value in ({1: 6}, {1: 24}) for value in found.values())
-
-
-def test_rows_by_dependence_when_the_graph_differs_by_rows() -> None:
-    def forward(m: Model, x: Tensor) -> Tensor:
-        return torch.stack([m.lin(row).sum() for row in x]).mean()
-
-    x = torch.randn(4, 2, 4)
-    it = World(Model(forward), ((x,), {}), 2)
-    graph = it.graph(0)
-    assert "the graph differs between 2 and 3 rows" in graph.notes[0]
-    (stack,) = [node for node in graph.calls() if node.name == "stack"]
-    assert stack.meta["rows"] == ((0,),)
-
-
-def test_a_model_that_cannot_run_on_one_row_more() -> None:
-    """The whole batch is a call of its own; no other number of rows need be possible."""
+def test_a_model_that_cannot_run_on_other_rows() -> None:
+    """It is captured at the whole batch, and at no other number of rows."""
     forward = lambda m, x: m.lin(x.unflatten(0, (-1, 2))).mean()  # noqa: E731
     x = torch.randn(8, 4)
     graph = World(Model(forward), ((x,), {}), 2).graph(0)
     assert graph.notes == ()
-
-
-def test_ranks_of_unlike_rows_agree_to_decline() -> None:
-    leaves, structure = pytree.tree_flatten(((torch.randn(3, 2, 4),), {}))
-    model = Model(lambda m, x: torch.stack([m.lin(row).sum() for row in x]).mean())
-    parameters = describe_parameters(model)
-    for rank in range(2):
-        share = share_of(leaves, structure, mode="global", rank=rank, ranks=2)
-        with pytest.raises(CaptureError, match="does not do the same for 1 and 2 rows"):
-            mark_rows(
-                lambda call: capture(model, call, parameters, device=CPU),
-                share.call,
-                share.rows,
-                share.total,
-                2,
-            )

@@ -168,7 +168,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         autopar.compile(Model(), **options)
 
 
-@pytest.mark.parametrize("options", [{"zero": 4}, {"recompute": "some"}, {"batch_statistics": 1}])
+@pytest.mark.parametrize("options", [{"zero": 4}, {"recompute": "some"}, {"batch_semantics": 1}])
 def test_bad_strategies(options: dict[str, Any]) -> None:
     with pytest.raises(autopar.StrategyError):
         autopar.Strategy(**options)

@@ -32,7 +32,15 @@ PARTS = PREDICTED | {"autopar.partition", "autopar.pipeline", "autopar.plan_docu
 TEXTS = {"autopar.plan_text", "autopar.explanation", "autopar.difference"}
 PLAN = PASSES | PARTS | TEXTS | {"autopar.plan", "autopar.strategy"}
 TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
-PLAN_AND_CAPTURE = PLAN | TRACING | {"autopar.capture", "autopar.rows", "autopar.staging"}
+PLAN_AND_CAPTURE = (
+    PLAN
+    | TRACING
+    | {
+        "autopar.batch_slices",
+        "autopar.capture",
+        "autopar.staging",
+    }
+)
 
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
@@ -42,9 +50,7 @@ MAY_IMPORT = {
     "autopar.repeats": GROUND,
     "autopar.expansion": GROUND | {"autopar.repeats"},
     "autopar.capture": GROUND | TRACING | {"autopar.capture"},
-    "autopar.pairs": GROUND,
-    "autopar.one_row": GROUND | {"autopar.capture", "autopar.pairs"},
-    "autopar.rows": GROUND | {"autopar.capture", "autopar.one_row", "autopar.pairs"},
+    "autopar.batch_slices": PASSES | {"autopar.capture"},
     "autopar.partition": PASSES,
     "autopar.pipeline": PASSES,
     "autopar.picture": COST_MODEL,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_model.schedules import in_flight, orders
-from autopar.errors import BatchError, CaptureError, StrategyError
+from autopar.errors import BatchError, CaptureError, CoupledRowsError, StrategyError
 from autopar.graph import TrainingGraph
 from autopar.partition import rows_of
 from autopar.passes.bucket_collectives import BucketCollectives
@@ -53,12 +53,17 @@ def captured_at(
     """
     if strategy.micro_batches is not None or strategy.stages == 1:
         count = strategy.micro_batches or 1
-        return {count: captured(count)}
+        try:
+            return {count: captured(count)}
+        except CoupledRowsError as error:
+            graph = captured(1)
+            note = f"one micro-batch instead of {count}: {error}"
+            return {1: replace(graph, notes=(*graph.notes, note))}
     found, count = {1: captured(1)}, 2
     while count <= MOST_A_RANK * (strategy.pp or 1):
         try:
             found[count] = captured(count)
-        except (BatchError, CaptureError):
+        except (BatchError, CaptureError, CoupledRowsError):
             break
         count *= 2
     return found
@@ -194,16 +199,19 @@ def in_places(
     return plan, whole, run_passes(whole, (p for p in passes if not isinstance(p, ONCE_A_STEP)))
 
 
-def unmeasured_pipeline(evaluator: Evaluator, strategy: Strategy, model: str) -> PipelineEvaluator:
+def unmeasured_pipeline(
+    evaluator: Evaluator, strategy: Strategy, model: str, micro_batches: int
+) -> PipelineEvaluator:
     """The pipeline of a strategy that leaves nothing open but its cuts.
 
     Args:
         evaluator: of the model as it is, with modelled figures: cuts are balanced by these.
         strategy: what is fixed.
         model: its name.
+        micro_batches: number of micro-batches of a rank.
     """
     cutter = _Cutter(evaluator, strategy, model, None)
-    return next(cutter.candidates(strategy.micro_batches or 1))
+    return next(cutter.candidates(micro_batches))
 
 
 def fastest_pipeline(

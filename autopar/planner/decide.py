@@ -143,7 +143,7 @@ class Question:
             stages=tuple((block, 0) for block in self.blocks),
             batch=self.batch,
             activation_bytes=self.strategy.activation_bytes,
-            batch_statistics=self.strategy.batch_statistics,
+            batch_semantics=self.strategy.batch_semantics,
             precision=self.precision,
             optimizer=getattr(self.optimizer, "__name__", type(self.optimizer).__name__),
             optimizer_state_ratio=self.state_ratio,
@@ -236,10 +236,11 @@ def decide(question: Question, graphs: Graphs, machine: Machine | None) -> Plan:
     fixed = default_choice(strategy, question.blocks)
     if machine is None:
         assert fixed is not None
-        (graph,) = graphs.values()
+        ((count, graph),) = graphs.items()
         evaluator = evaluator_of(question, graph, None)
         if strategy.pipelined:
-            evaluator = unmeasured_pipeline(_modelled(question, evaluator), strategy, model)
+            modelled = _modelled(question, evaluator)
+            evaluator = unmeasured_pipeline(modelled, strategy, model, count)
         return evaluator.plan(fixed)
     cap, seen = cap_of(question, machine.cluster), list[Plan]()
     own = replace(question, rivals=seen) if question.rivals is not None else question

@@ -12,6 +12,7 @@ from autopar.cost_model.aliases import find_storages, is_view
 from autopar.cost_model.shape import GroupShape
 from autopar.graph import Gradient, Parameter, TrainingGraph, Value, elements
 from autopar.passes.collectives import value_of, wait
+from autopar.passes.data_parallel.slices import BATCH
 from autopar.passes.rules.local import local_bytes
 from autopar.passes.rules.loops import Way
 from autopar.placement import Partial, Placement, Shard
@@ -107,6 +108,7 @@ def prices_along(
     cluster = machine.cluster
     mesh = mesh or {"dp": max(1, cluster.world_size // ranks), axis: ranks}
     shapes = {name: GroupShape.of_axis(mesh, name, cluster.ranks_per_node) for name in mesh}
+    shapes[BATCH] = next(shape for name, shape in shapes.items() if name != "pp")
     return Prices(shapes[axis], cluster, machine.operators, machine.update, shapes)
 
 

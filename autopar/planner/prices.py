@@ -18,7 +18,7 @@ from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.signature import moved_bytes, signature
 from autopar.cost_model.timing import flops_of
 from autopar.cost_model.update import UpdateCost
-from autopar.graph import Value, elements, tensor_bytes, tensors
+from autopar.graph import Value, dense_strides, elements, tensor_bytes, tensors
 from autopar.passes.bucket_collectives import BUCKET_BYTES
 from autopar.passes.collectives import STARTS, axis_of, kind_of, message_bytes
 from autopar.passes.rules.conversions import steps
@@ -208,11 +208,7 @@ def _shard(tensor: Any, placement: Placement, ranks: int) -> Any:
     shape = local_shape(tensor.shape, placement, ranks)
     if shape == list(tensor.shape):
         return tensor
-    strides, size = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (tensor.stride(d), -d)):
-        if tensor.stride(dim):
-            strides[dim], size = size, size * shape[dim]
-    return tensor.new_empty_strided(shape, strides)
+    return tensor.new_empty_strided(shape, dense_strides(shape, tensor.stride()))
 
 
 def _sum(costs: Sequence[Cost]) -> Cost:

@@ -12,6 +12,7 @@ import torch
 from autopar._torch import pytree
 from autopar.capture import Call, TensorSpec
 from autopar.errors import BatchError, DisagreementError
+from autopar.passes.data_parallel.slices import Slices
 from autopar.placement import even_rows
 
 SAMPLE_BYTES = 1 << 20
@@ -27,14 +28,23 @@ class Share:
         tensors: the tensors among them, this rank's rows.
         rows: rows of this rank.
         total: rows of the global batch.
-        slices: into how many parts the global batch is cut.
+        count: number of slices that the global batch is cut into.
+        index: place of this slice among them.
+        in_time: whether the slice is one of several micro-batches of a rank.
     """
 
     call: Call
     tensors: tuple[torch.Tensor, ...]
     rows: int
     total: int
-    slices: int = 1
+    count: int = 1
+    index: int = 0
+    in_time: bool = False
+
+    @property
+    def slices(self) -> Slices:
+        """The slices of the batch, and which of them this is."""
+        return Slices(self.count, self.index, self.total, self.in_time)
 
     def micro_batches(self, count: int) -> list[Share]:
         """The share cut into as many equal parts.
@@ -44,16 +54,17 @@ class Share:
         """
         if count == 1:
             return [self]
-        if self.rows % count or self.rows * self.slices != self.total:
+        if self.rows % count or self.rows * self.count != self.total:
             raise BatchError(
                 f"a batch of {self.total} rows, {self.rows} of them on this rank, cannot be cut "
-                f"into {count} equal micro-batches on each of {self.slices} ranks. Give a number "
-                f"of rows that is a multiple of {count * self.slices}, or other micro_batches."
+                f"into {count} equal micro-batches on each of {self.count} ranks. Give a number "
+                f"of rows that is a multiple of {count * self.count}, or other micro_batches."
             )
         rows, found = self.rows // count, []
         split = [h for h, x in zip(self.call.has_rows, self.call.leaves, strict=True)
                  if isinstance(x, TensorSpec)]  # fmt: skip
-        for begin in range(0, self.rows, rows):
+        for place in range(count):
+            begin = place * rows
             taken = tuple(
                 x[begin : begin + rows] if has_rows else x
                 for x, has_rows in zip(self.tensors, split, strict=True)
@@ -64,7 +75,8 @@ class Share:
                 for x in self.call.leaves
             )
             call = Call(leaves, self.call.structure, self.call.has_rows)
-            found.append(Share(call, taken, rows, self.total, self.slices * count))
+            index = self.index * count + place
+            found.append(Share(call, taken, rows, self.total, self.count * count, index, True))
         return found
 
 
@@ -101,7 +113,7 @@ def share_of(leaves: Sequence[Any], structure: Any, *, mode: str, rank: int, ran
     ]
     specs = tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in taken)
     tensors = tuple(x for x in taken if isinstance(x, torch.Tensor))
-    return Share(Call(specs, structure, has_rows), tensors, rows, total, ranks)
+    return Share(Call(specs, structure, has_rows), tensors, rows, total, ranks, rank)
 
 
 def last_part(inputs: Any, parts: int) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist
 
 from autopar.graph import (
+    BatchIndex,
     Buffer,
     Input,
     InputRole,
@@ -90,6 +91,8 @@ class Call:
             case RowWeight():
                 weight = share.rows / share.total
                 return torch.tensor(weight, dtype=torch.float64, device=self.pipe.device)
+            case BatchIndex():
+                return share.slices.place(self.pipe.device)
             case Total(index):
                 return self.step.totals[index]
             case Whole(name):

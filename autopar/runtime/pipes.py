@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from autopar._torch import keeps_graph, pytree
+from autopar.errors import CoupledRowsError
 from autopar.graph import Input, Parameter
 from autopar.plan import Plan
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
@@ -34,11 +35,13 @@ class Pipes:
     Attributes:
         setting: what they share.
         known: what runs each kind of call.
+        coupled: kinds of calls whose micro-batches need each other's rows.
         tangent: the gradient of the last loss.
     """
 
     setting: Setting
     known: dict[Any, Pipe] = field(default_factory=dict)
+    coupled: set[Any] = field(default_factory=set)
     tangent: float = 1.0
 
     @property
@@ -56,7 +59,7 @@ class Pipes:
             hold: keep gradients on this rank.
         """
         self._agree(leaves, share)
-        shares = share.micro_batches(self._micro_batches(share))
+        shares = self._shares(share)
         call = self._call(shares, hold)
         pipe = call.pipe
         setting = self.setting
@@ -103,11 +106,22 @@ class Pipes:
         check_verdict(verdicts[data], ranks, self.plan.batch)
         follow(parameters, every[own.numel() :].tolist())
 
+    def _shares(self, share: Share) -> list[Share]:
+        """The micro-batches of a share; the whole share where they need each other's rows."""
+        shares = share.micro_batches(self._micro_batches(share))
+        key = (self.setting.key(shares[0]), torch.is_grad_enabled())
+        if len(shares) > 1 and key not in self.coupled:
+            try:
+                self.setting.capture(shares[0])
+            except CoupledRowsError:
+                self.coupled.add(key)
+        return [share] if key in self.coupled else shares
+
     def _micro_batches(self, share: Share) -> int:
         """As many as planned; fewer for a smaller batch that these do not divide."""
         assert self.plan.pipeline is not None
         planned, rows = self.plan.pipeline.micro_batches, share.rows
-        if rows * share.slices != share.total:
+        if rows * share.count != share.total:
             return 1
         return gcd(planned, rows) if rows < self.plan.pipeline.rows else planned
 
@@ -135,7 +149,7 @@ class Pipes:
                 captured,
                 self.plan,
                 rank=rank(),
-                ways=ways_of_call(graph, self.plan, rank(), share.total, share.slices, ways),
+                ways=ways_of_call(graph, self.plan, rank(), share.total, share.count, ways),
                 micro_batches=count,
                 comm_backend=backend_of(self.setting.device),
                 groups=self.setting.groups,

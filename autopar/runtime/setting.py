@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import laid_as
+from autopar.batch_slices import capture_slice
 from autopar.capture import Call, Capture, capture
 from autopar.graph import Input, Parameter, ParameterInfo
 from autopar.plan import Plan
-from autopar.rows import mark_rows
 from autopar.runtime.batch import Share
 from autopar.runtime.calls import MakeWays
 from autopar.runtime.inside import Inside
@@ -104,9 +104,7 @@ class Setting:
             known[key] = replace(made, graph=replace(made.graph, parameters=self.parameters))
             return known[key]
 
-        if share.slices == 1:
-            return attempt(share.call)
-        return mark_rows(attempt, share.call, share.rows, share.total, share.slices)
+        return capture_slice(attempt, share.call, share.slices, local=self.options.local)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision that the model is captured in."""
@@ -125,7 +123,7 @@ class Setting:
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         modes = tuple(m.training for m in self.inside.modules)
-        called = (*share.call.key, share.total, share.slices)
+        called = (*share.call.key, share.total, share.count, share.in_time)
         trained = tuple(p.requires_grad for p in self.inside.parameters.values())
         return (*called, autocast, modes, trained, self.all_tangents)
 

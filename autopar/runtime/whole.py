@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autopar._torch import pytree
-from autopar.graph import Buffer, Evidence, Input, Parameter, RowWeight
+from autopar.graph import BatchIndex, Buffer, Evidence, Input, Parameter, RowWeight
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
 from autopar.runtime.calls import ways_of_call
 from autopar.runtime.groups import backend_of, rank
@@ -74,7 +74,7 @@ class Whole:
                 captured,
                 plan,
                 rank=rank(),
-                ways=ways_of_call(graph, plan, rank(), share.total, share.slices, ways),
+                ways=ways_of_call(graph, plan, rank(), share.total, share.count, ways),
                 comm_backend=backend_of(setting.device),
                 groups=setting.groups,
                 compile_backend=setting.options.backend,
@@ -100,6 +100,8 @@ class Whole:
                 case RowWeight():
                     weight = share.rows / share.total
                     values.append(torch.tensor(weight, dtype=torch.float64, device=setting.device))
+                case BatchIndex():
+                    values.append(share.slices.place(setting.device))
                 case Evidence(axis):
                     mode = "global" if axis else setting.options.batch
                     values.append(evidence(leaves, share.rows, mode, setting.device))

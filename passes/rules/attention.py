@@ -9,13 +9,17 @@ import torch
 from autopar.passes.rules.loops import At, Loop, Operator
 
 
-def heads(operator: Operator) -> list[Loop]:
+def heads(operator: Operator, draws: bool = False) -> list[Loop]:
     """softmax(q k) v over [batch, heads, sequence, width], forward or backward: batch and heads.
 
     Whatever has the batch or the heads at its dim 0 or 1 is split, masks and statistics too. Where
     heads of keys are shared by several of queries, these are split as the groups are.
+
+    Args:
+        operator: the attention.
+        draws: whether shards may draw dropout of their own.
     """
-    if _keyword(operator, "dropout_p"):
+    if _keyword(operator, "dropout_p") and not draws:
         return []
     shapes = {name: _keyword(operator, name).shape for name in ("query", "key")}
     loops = []

@@ -24,25 +24,30 @@ def embedding_backward(operator: Operator) -> list[Loop]:
 
 
 def gather(operator: Operator) -> list[Loop]:
-    """(source, dim, index): other dims of equal size in both."""
+    """(source, dim, index): other dims of equal size in both; of the dim itself, the index."""
     source, index = operator.operands
     gone = operator.args[1] % max(source.dim(), 1)
-    return [
+    loops = [
         Loop(size, (At(d), At(d)), (At(d),))
         for d, size in enumerate(source.shape)
         if d != gone and index.shape[d] == size
     ]
+    return [*loops, *(Loop(n, (None, At(gone)), (At(gone),)) for n in index.shape[gone:][:1])]
 
 
 def scatter(operator: Operator) -> list[Loop]:
-    """(target, dim, index[, source]): other dims of equal size in all."""
+    """(target, dim, index[, source]): other dims of equal size in all; of a sum, the summands."""
     target, *others = operator.operands
     gone = operator.args[1] % max(target.dim(), 1)
-    return [
+    loops = [
         Loop(size, tuple(At(d) for _ in operator.operands), (At(d),))
         for d, size in enumerate(target.shape)
         if d != gone and all(t.shape[d] == size for t in others)
     ]
+    sizes = {t.shape[gone] for t in others if t.dim()}
+    if operator.target is torch.ops.aten.scatter_add.default and len(sizes) == 1:
+        loops.append(Loop(sizes.pop(), ("sum", At(gone), At(gone)), ("sum",)))
+    return loops
 
 
 def index(operator: Operator) -> list[Loop]:

@@ -8,6 +8,8 @@ collectives that one rank runs in the place of the operator.
 | `own_lookup` | the entries of an embedding, the dim that is indexed, gathered or scattered to |
 | `own_loss` | the classes of a negative log-likelihood, the rows that it is averaged over |
 | `own_softmax` | the dim that a softmax, log-softmax or log-sum-exp runs over |
+| `own_mean_loss` | whatever a mean loss is over |
+| `own_batch_norm` | the rows of a batch norm |
 | `own_norms` | the dim that a layer norm, mean, variance or norm runs over |
 | `own_scan` | the dim that a cumulative sum runs over, or in which an extremum is looked for |
 | `own_random` | what is drawn at random: drawn whole everywhere, as one device draws it |
@@ -25,8 +27,10 @@ from torch import fx
 from autopar._torch import FakeTensorMode, OpOverload, pytree
 from autopar.passes.collectives import STARTS, kind_of, message_bytes
 from autopar.passes.rules import (
+    own_batch_norm,
     own_lookup,
     own_loss,
+    own_mean_loss,
     own_norms,
     own_random,
     own_scan,
@@ -132,10 +136,19 @@ def _faked(operator: Operator) -> Operator:
     return Operator(operator.target, args, kwargs, results)
 
 
+FAMILIES = (
+    own_lookup,
+    own_loss,
+    own_mean_loss,
+    own_softmax,
+    own_norms,
+    own_batch_norm,
+    own_scan,
+    own_random,
+)
+
 OWN: Mapping[str, Own] = {
-    name: Own(*parts)
-    for family in (own_lookup, own_loss, own_softmax, own_norms, own_scan, own_random)
-    for name, parts in family.LOWERINGS.items()
+    name: Own(*parts) for family in FAMILIES for name, parts in family.LOWERINGS.items()
 }
 """Every own lowering, by name."""
 

@@ -62,19 +62,29 @@ def _rows(operator: Operator) -> list[Loop]:
     source, *others = operator.operands
     rest = (None,) * (len(others) - 1)
     return [
-        Loop(source.shape[dim], (At(dim), At(place), *rest), ("sum", None))
+        Loop(source.shape[dim], (At(dim), At(place), *rest), (None, None))
         for dim, place in targets(source)
         if operator.args[3] == MEAN
     ]
 
 
 def _nll_loss_rows(site: Site) -> list[fx.Node]:
-    """A rank's sum, over the total weight of all rows."""
+    """The sum over all rows, over their total weight: both in one message."""
     log, target, weights, _, ignored = site.arguments.args
     pair = site.op(site.operator.target, log, target, weights, SUM, ignored)
-    loss = site.op(getitem, pair, 0)
-    (total,) = site.reduced(site.op(getitem, pair, 1))
+    sums = [site.op(getitem, pair, 0), _total(site, pair)]
+    sums = site.reduced(*(site.cast(node, torch.float64) for node in sums))
+    loss, total = (site.cast(node, value(log).dtype) for node in sums)
     return [site.op(aten.div.Tensor, loss, total), total]
+
+
+def _total(site: Site, pair: fx.Node) -> fx.Node:
+    """The weight of a rank's rows: of the targets alone, so that no schedule waits for the loss."""
+    log, target, weights, _, ignored = site.arguments.args
+    if weights is not None:
+        return site.op(getitem, pair, 1)
+    counted = site.op(aten.ne.Scalar, target, ignored)
+    return site.op(aten.sum.default, counted, dtype=value(log).dtype)
 
 
 def _classes_backward(operator: Operator) -> list[Loop]:

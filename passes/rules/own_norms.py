@@ -131,6 +131,8 @@ def _variance(site: Site) -> list[fx.Node]:
     dims = reduced_dims(site.operator, 1)
     mean, variance, _ = _moments(site, x, dims, 1 if correction is None else correction)
     results = site.operator.results
+    if site.operator.target is aten.std.correction:
+        variance = site.op(aten.sqrt.default, variance)
     return [
         site.cast(site.op(aten.view.default, n, list(t.shape)), t.dtype)
         for n, t in zip((variance, mean), results, strict=False)
@@ -183,7 +185,7 @@ LOWERINGS = {
     ),
     "mean": ((aten.mean.default, aten.mean.dim), _over_dims("sum"), _mean),
     "variance": (
-        (aten.var.correction, aten.var_mean.correction),
+        (aten.var.correction, aten.var_mean.correction, aten.std.correction),
         _over_dims(None),
         _variance,
     ),

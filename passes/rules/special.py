@@ -9,6 +9,8 @@ import torch
 from autopar.passes.rules.generic import same_dims
 from autopar.passes.rules.loops import At, Loop, Operator, Reduced
 
+aten = torch.ops.aten
+
 # -- norms -------------------------------------------------------------------------------------
 
 
@@ -53,11 +55,38 @@ def rms_norm_backward(operator: Operator) -> list[Loop]:
     return [Loop(source.shape[d], (At(d),) * 3 + weights, (At(d), "sum")) for d in range(free)]
 
 
-def batch_norm_channels(operator: Operator) -> list[Loop]:
-    """Channels: dim 1 of what has more than one dim, dim 0 of what has one. Rows are not free."""
+def batch_norm(operator: Operator) -> list[Loop]:
+    """(input, weight, bias, ...): channels; where statistics are given, rows and the other dims."""
+    functional = operator.target is aten._native_batch_norm_legit_functional.default
+    trains = operator.argument(5, "training") if functional else operator.argument(3, "training")
+    if operator.target is aten._native_batch_norm_legit_no_training.default:
+        trains = False
+    source = operator.operands[0]
+    loops = _channels(operator)
+    if not trains:
+        rest = (None,) * (len(operator.operands) - 1)
+        none = (None,) * (len(operator.results) - 1)
+        dims = [dim for dim in range(source.dim()) if dim != 1]
+        loops += [Loop(source.shape[d], (At(d), *rest), (At(d), *none)) for d in dims]
+    return loops
+
+
+def batch_norm_backward(operator: Operator) -> list[Loop]:
+    """(gradient, input, weight, ..., training, eps, mask): as the forward."""
+    source = operator.operands[0]
+    loops = _channels(operator)
+    if not operator.args[7]:
+        rest = (None,) * (len(operator.operands) - 2)
+        dims = [dim for dim in range(source.dim()) if dim != 1]
+        loops += [Loop(source.shape[d], (At(d), At(d), *rest), (At(d), "sum", "sum")) for d in dims]
+    return loops
+
+
+def _channels(operator: Operator) -> list[Loop]:
+    """Dim 1 of what has more than one dim, dim 0 of what has one."""
     channels = operator.operands[0].shape[1]
-    results = tuple(_channel(t) for t in operator.results if t is not None)
-    known = all(r is not None for r in results)
+    results = tuple(None if t is None else _channel(t) for t in operator.results)
+    known = all(r or t is None for r, t in zip(results, operator.results, strict=True))
     operands = tuple(_channel(t) for t in operator.operands)
     return [Loop(channels, operands, results)] if known else []
 

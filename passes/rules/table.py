@@ -30,6 +30,7 @@ from autopar.passes.rules.generic import (
 )
 from autopar.passes.rules.loops import Loop, Operator, Rule, fills_dims
 from autopar.passes.rules.own import OWN, own_loops
+from autopar.passes.rules.own_mean_loss import BACKWARDS, LOSSES, loss, loss_backward
 from autopar.passes.rules.probing import probed
 
 aten = torch.ops.aten
@@ -55,6 +56,7 @@ RULES: Mapping[OpOverload, Rule] = {
     aten.amin.default: reduction(None),
     aten.min.default: reduction(None),
     aten.max.default: reduction("max"),
+    aten.std.correction: reduction(None, keep=3),
     aten.var.correction: reduction(None, keep=3),
     aten.var_mean.correction: reduction(None, keep=3),
     aten.logsumexp.default: reduction(None),
@@ -122,13 +124,17 @@ RULES: Mapping[OpOverload, Rule] = {
     aten._fused_rms_norm_backward.default: special.rms_norm_backward,
     aten.native_group_norm.default: special.group_norm,
     aten.native_group_norm_backward.default: special.group_norm_backward,
-    aten._native_batch_norm_legit_functional.default: special.batch_norm_channels,
-    aten.native_batch_norm_backward.default: special.batch_norm_channels,
+    aten._native_batch_norm_legit_functional.default: special.batch_norm,
+    aten._native_batch_norm_legit.no_stats: special.batch_norm,
+    aten._native_batch_norm_legit_no_training.default: special.batch_norm,
+    aten.native_batch_norm_backward.default: special.batch_norm_backward,
     # loss
     aten.nll_loss_forward.default: special.nll_loss,
     aten.nll_loss_backward.default: special.nll_loss_backward,
     aten.nll_loss2d_forward.default: special.nll_loss,
     aten.nll_loss2d_backward.default: special.nll_loss_backward,
+    **dict.fromkeys(LOSSES, loss),
+    **dict.fromkeys(BACKWARDS, loss_backward),
     # embedding
     aten.embedding.default: indexing.embedding,
     aten.embedding_dense_backward.default: indexing.embedding_backward,

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.batch_slices import capture_slice
 from autopar.capture import Call, Capture, capture
 from autopar.graph import (
+    BatchIndex,
     Buffer,
     Evidence,
     Gradient,
@@ -30,7 +32,6 @@ from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.runner import run_passes
 from autopar.placement import Shard
 from autopar.plan import Plan
-from autopar.rows import mark_rows
 from autopar.runtime.batch import Share, check_verdict, evidence, share_of
 from autopar.runtime.parameters import describe_parameters
 from tests.models import Batch
@@ -52,6 +53,7 @@ class World:
     loss: Callable[[Any], Tensor] = lambda out: out
     all_tangents: bool = False
     differentiate: bool = True
+    local: bool = False
 
     def __post_init__(self) -> None:
         self.leaves, self.structure = pytree.tree_flatten(self.batch)
@@ -65,13 +67,13 @@ class World:
         return share_of(self.leaves, self.structure, mode="global", rank=rank, ranks=self.ranks)
 
     def capture(self, rank: int) -> Capture:
-        """The graph as captured at a rank's rows."""
-        share = self.share(rank)
-        if share.rows not in self.captures:
-            self.captures[share.rows] = mark_rows(
-                self.attempt, share.call, share.rows, share.total, self.ranks
+        """The graph of a rank's rows."""
+        if rank not in self.captures:
+            share = self.share(rank)
+            self.captures[rank] = capture_slice(
+                self.attempt, share.call, share.slices, local=self.local
             )
-        return self.captures[share.rows]
+        return self.captures[rank]
 
     def attempt(self, call: Call) -> Capture:
         """Captures a call, each once."""
@@ -138,6 +140,8 @@ class World:
                     found[role] = inputs[index].detach().clone()
                 case RowWeight():
                     found[role] = torch.tensor(share.rows / share.total, dtype=torch.float64)
+                case BatchIndex():
+                    found[role] = share.slices.place()
                 case Evidence():
                     found[role] = evidence(self.leaves, share.rows, "global", CPU)
                 case Tangent(index):

@@ -255,7 +255,8 @@ def _all_to_all(parts: Parts, options: Any) -> list[Tensor]:
 
 
 def _start_all_reduce(parts: Parts, options: Any) -> list[Tensor]:
-    return [_sum(parts)] * len(parts)
+    how = options[0][1] if len(options[0]) > 1 else "sum"
+    return [_sum(parts) if how == "sum" else torch.stack(parts).amax(0)] * len(parts)
 
 
 def _start_all_gather(parts: Parts, options: Any) -> list[Tensor]:

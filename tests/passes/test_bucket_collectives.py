@@ -10,10 +10,10 @@ from autopar.passes.bucket_collectives import (
     reductions,
 )
 from autopar.passes.collectives import start_all_reduce, starts
+from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from tests.passes.golden import text, two_layers
 from tests.passes.parity import AXIS, World, assert_parity
 
@@ -23,7 +23,7 @@ W0, W1, B0, B1 = "blocks.0.weight", "blocks.1.weight", "blocks.0.bias", "blocks.
 def before(rank: int, stages: tuple[int, int] = (2, 2)) -> tuple[Pass, ...]:
     of_blocks = (("", 0), ("blocks.0", stages[0]), ("blocks.1", stages[1]))
     return (
-        SynchronizeStatistics(AXIS),
+        AssignBatchAxis(AXIS),
         ShardParameters(AXIS, rank, of_blocks),
         SynchronizeGradients(AXIS, rank),
     )

@@ -10,11 +10,11 @@ from autopar.cost_model.aliases import is_view
 from autopar.graph import Buffer, TrainingGraph
 from autopar.passes.build import is_random
 from autopar.passes.checkpoint_activations import CheckpointActivations, Level, kept_bytes
+from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.partition_axis import PartitionAxis
 from autopar.passes.rules.oracle import equal
 from autopar.passes.runner import run_passes
 from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from autopar.planner.partitions import partition_by_bytes
 from tests.models import MODELS
 from tests.passes.golden import TwoLayers, changes, order, two_layers
@@ -88,7 +88,7 @@ def test_budget_raises_blocks_until_it_holds() -> None:
 
 
 def test_random_numbers_and_statistics_are_never_drawn_again() -> None:
-    graph = run_passes(gpt().graph(0), [SynchronizeStatistics(AXIS)])
+    graph = run_passes(gpt().graph(0), [AssignBatchAxis(AXIS)])
     after = checkpointed(graph, "full")
     again = [node for node in after.calls() if "recomputed" in node.meta]
     assert not any(is_random(n) or "start_" in n.name or "wait" in n.name for n in again)
@@ -136,7 +136,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 def test_gradients_do_not_change(model: type[nn.Module], level: Level) -> None:
     it = World(model().double(), two_layers(rows=5).batch, 2)
-    passes = [SynchronizeStatistics(AXIS), CheckpointActivations(level)]
+    passes = [AssignBatchAxis(AXIS), CheckpointActivations(level)]
     assert_parity(it, it.lower(lambda rank: [*passes, SynchronizeGradients(AXIS, rank)]))
 
 

@@ -15,12 +15,12 @@ from autopar.passes.base import Pass
 from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.compress_gathers import CompressGathers
 from autopar.passes.compress_gradients import CompressGradients
+from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.hierarchical_collectives import PARTS, HierarchicalCollectives
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from autopar.runtime.states import first
 from tests.passes.parity import AXIS, World, whole
 
@@ -51,7 +51,7 @@ def passes(
     it: World, rank: int, zero: int, text: str, levels: tuple[Levels, ...] = ()
 ) -> Iterator[Pass]:
     before = (
-        SynchronizeStatistics(AXIS),
+        AssignBatchAxis(AXIS),
         ShardParameters(AXIS, rank, tuple((b, zero) for b in ("", "blocks.0", "blocks.1"))),
         SynchronizeGradients(AXIS, rank),
     )

@@ -2,13 +2,13 @@
 
 from autopar.graph import Gradient, Parameter, TrainingGraph, Whole
 from autopar.passes.bucket_collectives import BucketCollectives, Buckets
+from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.keep_gathered import giving, taking
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from tests.passes.golden import order, two_layers
 from tests.passes.parity import AXIS
 from tests.passes.simulated import run_ranks
@@ -18,7 +18,7 @@ NAMES = ("blocks.0.weight", "blocks.1.weight")
 
 def lowered(rank: int, zero: dict[str, int]) -> TrainingGraph:
     passes = [
-        SynchronizeStatistics(AXIS),
+        AssignBatchAxis(AXIS),
         ShardParameters(AXIS, rank, tuple(zero.items())),
         SynchronizeGradients(AXIS, rank),
         BucketCollectives(Buckets(gather=(NAMES,))),

@@ -15,12 +15,12 @@ from autopar.graph import Output, TrainingGraph
 from autopar.passes.base import PassResult, describe, pass_name
 from autopar.passes.build import call
 from autopar.passes.collectives import collective, start_all_reduce, starts, wait_of
+from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.legality import check
 from autopar.passes.lower_collectives import LowerCollectives
 from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from tests.passes.golden import two_layers
 from tests.passes.parity import AXIS
 
@@ -45,7 +45,7 @@ def node(graph: TrainingGraph, name: str) -> fx.Node:
 
 
 def statistics() -> TrainingGraph:
-    return run_passes(two_layers().graph(0), [SynchronizeStatistics(AXIS)])
+    return run_passes(two_layers().graph(0), [AssignBatchAxis(AXIS)])
 
 
 def fails(graph: TrainingGraph, does: Callable[[TrainingGraph], object]) -> str:
@@ -59,7 +59,7 @@ def fails(graph: TrainingGraph, does: Callable[[TrainingGraph], object]) -> str:
 
 def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None:
     passes = [
-        SynchronizeStatistics(AXIS),
+        AssignBatchAxis(AXIS),
         ShardParameters(AXIS, 1, (("blocks.0", 0), ("blocks.1", 0))),
     ]
     graph = run_passes(two_layers().graph(0), passes)
@@ -89,7 +89,7 @@ def test_observers_see_every_pass() -> None:
     seen = []
     run_passes(
         two_layers().graph(0),
-        [SynchronizeStatistics(AXIS), SynchronizeGradients(AXIS, 0)],
+        [AssignBatchAxis(AXIS), SynchronizeGradients(AXIS, 0)],
         lambda name, graph, seconds: seen.append((name, len(graph.history), seconds >= 0)),
     )
     assert seen == [("synchronize_statistics", 2, True), ("synchronize_gradients", 3, True)]
@@ -100,7 +100,7 @@ def test_a_failing_pass_leaves_a_reproducer() -> None:
         raise ZeroDivisionError("on purpose")
 
     with pytest.raises(PassError, match="on purpose") as error:
-        run_passes(two_layers().graph(0), [SynchronizeStatistics(AXIS), Change(fail)])
+        run_passes(two_layers().graph(0), [AssignBatchAxis(AXIS), Change(fail)])
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert "passes before it: synchronize_statistics;" in str(error.value)
     (path,) = re.findall(r"pipeline are in (\S+)", str(error.value))

@@ -20,12 +20,12 @@ from autopar.passes.collectives import (
     wait,
     wait_of,
 )
+from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.hierarchical_collectives import PARTS
 from autopar.passes.runner import run_passes
 from autopar.passes.schedule_overlap import Overlap, ScheduleOverlap
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from autopar.plan import Plan
 from tests.models import MODELS
 from tests.passes.golden import order, two_layers
@@ -37,7 +37,7 @@ PRODUCTS = ("mm", "mm_1", "mm_2", "mm_3", "mm_4")
 def before(it: World, rank: int, stage: int = 3) -> tuple[Pass, ...]:
     stages = tuple((p.block, stage) for p in it.parameters.values())
     return (
-        SynchronizeStatistics(AXIS),
+        AssignBatchAxis(AXIS),
         ShardParameters(AXIS, rank, (*stages, ("", stage))),
         SynchronizeGradients(AXIS, rank),
     )

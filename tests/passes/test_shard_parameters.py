@@ -4,10 +4,10 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from autopar.graph import Parameter, TrainingGraph
+from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from autopar.placement import Shard
 from tests.passes.golden import TwoLayers, changes, two_layers
 from tests.passes.parity import AXIS, World, assert_parity
@@ -18,7 +18,7 @@ def stages(*of_blocks: int) -> tuple[tuple[str, int], ...]:
 
 
 def sharded(rank: int, *of_blocks: int) -> tuple[TrainingGraph, TrainingGraph]:
-    before = run_passes(two_layers().graph(rank), [SynchronizeStatistics(AXIS)])
+    before = run_passes(two_layers().graph(rank), [AssignBatchAxis(AXIS)])
     return before, run_passes(before, [ShardParameters(AXIS, rank, stages(*of_blocks))])
 
 
@@ -37,7 +37,7 @@ def test_stage_1_and_2_gather_once() -> None:
 def test_stage_3_gathers_again_for_the_backward() -> None:
     """What the backward needs of the weight (its norm) it computes again."""
     it = World(Normalised().double(), two_layers().batch, 2)
-    before = run_passes(it.graph(0), [SynchronizeStatistics(AXIS)])
+    before = run_passes(it.graph(0), [AssignBatchAxis(AXIS)])
     after = run_passes(before, [ShardParameters(AXIS, 0, stages(3, 0))])
     assert_expected_inline(
         changes(before, after),
@@ -111,7 +111,7 @@ def test_gradients_are_the_same(model: type[Normalised], stage: int) -> None:
     it = World(model().double(), two_layers(rows=7).batch, 3)
     graphs = it.lower(
         lambda rank: (
-            SynchronizeStatistics(AXIS),
+            AssignBatchAxis(AXIS),
             ShardParameters(AXIS, rank, stages(stage, stage)),
             SynchronizeGradients(AXIS, rank),
         )
@@ -122,7 +122,7 @@ def test_gradients_are_the_same(model: type[Normalised], stage: int) -> None:
 
 def test_stage_3_keeps_nothing_whole_for_the_backward() -> None:
     it = World(Normalised().double(), two_layers(rows=4).batch, 2)
-    passes = [SynchronizeStatistics(AXIS), ShardParameters(AXIS, 0, stages(3, 0))]
+    passes = [AssignBatchAxis(AXIS), ShardParameters(AXIS, 0, stages(3, 0))]
     graph = run_passes(it.graph(0), passes)
     whole = {node for node in graph.graph.nodes if "gathered" in node.meta}
     for node in graph.calls():

@@ -5,10 +5,10 @@ from expecttest import assert_expected_inline
 
 from autopar.graph import Accumulated, Gradient, Held, Parameter
 from autopar.passes.base import Pass
+from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.runner import run_passes
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.passes.synchronize_statistics import SynchronizeStatistics
 from tests.passes.golden import changes, two_layers
 from tests.passes.parity import AXIS, EXACT, World
 from tests.reference import relative_error
@@ -18,7 +18,7 @@ NAMES = ("blocks.0.weight", "blocks.1.weight")
 
 def before(rank: int, stage: int = 0) -> tuple[Pass, ...]:
     stages = (("", 0), ("blocks.0", stage), ("blocks.1", 0))
-    return (SynchronizeStatistics(AXIS), ShardParameters(AXIS, rank, stages))
+    return (AssignBatchAxis(AXIS), ShardParameters(AXIS, rank, stages))
 
 
 def test_whole_parameters_are_reduced_and_sharded_ones_scattered() -> None:

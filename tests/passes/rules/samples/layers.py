@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from autopar.passes.rules.own_mean_loss import BACKWARDS, LOSSES
 from tests.passes.rules.samples.draw import Draw, sample
 
 aten = torch.ops.aten
@@ -55,16 +56,50 @@ def group_norm(d: Draw) -> tuple[Any, ...]:
 def batch_norm(d: Draw) -> tuple[Any, ...]:
     rows, channels, width = d.size() + 1, d.size(), d.size()
     stats = [d.rand(channels) for _ in range(4)]
-    return (d.rand(rows, channels, width, 2), *stats, True, 0.1, 1e-5)
+    return (d.rand(rows, channels, width, 2), *stats, d.flag(), 0.1, 1e-5)
+
+
+@sample(aten._native_batch_norm_legit.no_stats)
+def batch_norm_without_buffers(d: Draw) -> tuple[Any, ...]:
+    source, weight, bias, *_ = batch_norm(d)
+    return (source, weight, bias, True, 0.1, 1e-5)
+
+
+@sample(aten._native_batch_norm_legit_no_training.default)
+def batch_norm_in_evaluation(d: Draw) -> tuple[Any, ...]:
+    *given, _, momentum, eps = batch_norm(d)
+    return (*given, momentum, eps)
 
 
 @sample(aten.native_batch_norm_backward.default)
 def batch_norm_backward(d: Draw) -> tuple[Any, ...]:
-    rows, channels, width = d.size() + 1, d.size(), d.size()
-    source = d.rand(rows, channels, width, 2)
-    weight, mean, var, save_mean, save_rstd = (d.rand(channels) for _ in range(5))
-    known = (weight, mean, var, save_mean, save_rstd)
-    return (d.rand(*source.shape), source, *known, True, 1e-5, [True, True, True])
+    source, weight, _, mean, var, trains, _, eps = batch_norm(d)
+    moments = torch.var_mean(source, [0, 2, 3], correction=0)
+    saved = (moments[1], (moments[0] + eps).rsqrt())
+    mask = [True, True, True]
+    return (d.rand(*source.shape), source, weight, mean, var, *saved, trains, eps, mask)
+
+
+SCALED = (aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default)
+
+
+@sample(*LOSSES)
+def mean_loss(d: Draw) -> tuple[Any, ...]:
+    shape = d.sizes(1, 3)
+    values = (d.rand(*shape) / 2, d.rand(*shape) / 2)
+    return (*values, d.data.draw(st.sampled_from([0, 1, 2])))
+
+
+@sample(*SCALED)
+def scaled_loss_backward(d: Draw) -> tuple[Any, ...]:
+    return (*mean_loss_backward(d), 0.2)
+
+
+@sample(*(target for target in BACKWARDS if target not in SCALED))
+def mean_loss_backward(d: Draw) -> tuple[Any, ...]:
+    *values, reduction = mean_loss(d)
+    gradient = d.rand(*values[0].shape) if reduction == 0 else d.rand()
+    return (gradient, *values, reduction)
 
 
 @sample(aten.nll_loss_forward.default)

@@ -202,7 +202,7 @@ def one_dim(d: Draw) -> tuple[Any, ...]:
     return (d.rand(*shape), d.below(len(shape)), d.flag())
 
 
-@sample(aten.var.correction, aten.var_mean.correction)
+@sample(aten.var.correction, aten.var_mean.correction, aten.std.correction)
 def variance(d: Draw) -> tuple[Any, ...]:
     shape = d.sizes()
     return (d.rand(*shape), [d.below(len(shape))])

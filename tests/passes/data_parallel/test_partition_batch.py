@@ -1,4 +1,4 @@
-"""Every reduction over the batch gives what it gives on one device, gradients too.
+"""Every slice of the batch computes its part of what one device computes, gradients too.
 
 Each case is the loss of a small model, run on two ranks with 3 and 2 of 5 rows; the targets of
 the last rank are all ignored. Values typed Replicate are compared between ranks on the way.
@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.errors import CaptureError
-from autopar.graph import Gradient, Output, Parameter, TrainingGraph, Update
+from autopar.graph import Gradient, Parameter, TrainingGraph, Update
+from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.passes.synchronize_statistics import SynchronizeStatistics
-from autopar.placement import Partial, even_rows
+from autopar.placement import even_rows
 from tests.passes.parity import AXIS, EXACT, World, assert_parity
 from tests.reference import relative_error
 
@@ -59,13 +58,8 @@ def world(loss: Loss, rows: int = ROWS, **modules: nn.Module) -> World:
     return World(model, ((x, y), {}), RANKS, lambda out: out[0] if isinstance(out, tuple) else out)
 
 
-def lowered(it: World, batch_statistics: Any = "global") -> list[TrainingGraph]:
-    return it.lower(
-        lambda rank: (
-            SynchronizeStatistics(AXIS, batch_statistics),
-            SynchronizeGradients(AXIS, rank),
-        )
-    )
+def lowered(it: World) -> list[TrainingGraph]:
+    return it.lower(lambda rank: (AssignBatchAxis(AXIS), SynchronizeGradients(AXIS, rank)))
 
 
 # -- losses and statistics that are exact ------------------------------------------------------
@@ -236,7 +230,6 @@ EXACT_LOSSES: dict[str, Loss] = {
     ).pow(3).mean(),
     "bias": lambda m, x, y: (x[:, :1] * 0 + m.free[0]).mean(),
     "embedding": lambda m, x, y: m.embedding(y.clamp(min=0)).mean(),
-    "chosen": lambda m, x, y: -m.logits(x).log_softmax(-1)[torch.arange(len(x)), y.abs()].mean(),
 }  # fmt: skip
 
 
@@ -248,14 +241,51 @@ def test_loss_is_that_of_the_global_batch(name: str) -> None:
     assert graphs[0].notes == ()
 
 
-def test_a_loss_that_divides_by_rows_is_not_differentiated_twice() -> None:
-    def loss(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
-        data = F.mse_loss(m.hidden(x)[:, :4], x)
-        (gradient,) = torch.autograd.grad(data, m.lin.weight, create_graph=True)
-        return gradient.square().sum()
+# -- rows that depend on each other ------------------------------------------------------------
 
-    with pytest.raises(CaptureError, match=r"mse_loss_backward\.default is differentiated twice"):
-        world(loss).graph(0)
+COUPLED_LOSSES: dict[str, Loss] = {
+    "chosen": lambda m, x, y: -m.logits(x).log_softmax(-1)[torch.arange(len(x)), y.abs()].mean(),
+    "maximum": lambda m, x, y: m.hidden(x).amax(0).sum(),
+    "minimum": lambda m, x, y: m.hidden(x).min(0)[0].sum(),
+    "median": lambda m, x, y: m.hidden(x).median(0)[0].square().sum(),
+    "product": lambda m, x, y: (1 + m.hidden(x) / 9).prod(0).sum(),
+    "log_sum_exp": lambda m, x, y: m.hidden(x).logsumexp(0).sum(),
+    "softmax": lambda m, x, y: (m.hidden(x).softmax(0) * x[:, :1]).sum(),
+    "norm": lambda m, x, y: m.hidden(x).norm(),
+    "first": lambda m, x, y: m.hidden(x)[0].sum(),
+    "histogram": lambda m, x, y: (
+        torch.zeros(3, dtype=x.dtype).index_add(0, y.abs(), m.hidden(x).sum(1)).square().sum()
+    ),
+    "similarities": lambda m, x, y: (m.hidden(x) @ m.hidden(x).T).exp().sum(1).log().mean(),
+    "distances": lambda m, x, y: (m.hidden(x)[:, None] - m.hidden(x)[None]).square().mean(),
+    "differences": lambda m, x, y: (m.hidden(x)[1:] - m.hidden(x)[:-1]).square().mean(),
+    "rolled": lambda m, x, y: (m.hidden(x).roll(1, 0) - x[:, :1]).square().mean(),
+    "reversed": lambda m, x, y: (m.hidden(x.flip(0)) * x[:, :1]).square().mean(),
+    "sorted": lambda m, x, y: (m.hidden(x).sort(0)[0] * x[:, :1]).mean(),
+    "cumulated": lambda m, x, y: (m.hidden(x).cumsum(0) * x[:, :1]).tanh().mean(),
+    "numbered": lambda m, x, y: (m.hidden(x).mean(1) * torch.arange(len(x))).mean(),
+    "queued": lambda m, x, y: torch.cat([m.hidden(x), m.free]).square().mean(),
+    "convolved": lambda m, x, y: (
+        F.conv1d(m.hidden(x).T[None], m.lin.weight[:, None, :3], groups=6).square().mean()
+    ),
+    "one_by_one": lambda m, x, y: torch.stack([m.hidden(r).square().mean() for r in x]).mean(),
+    "differentiated_twice": lambda m, x, y: (
+        torch.autograd.grad(F.mse_loss(m.hidden(x)[:, :4], x), m.lin.weight, create_graph=True)[0]
+        .square()
+        .sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED_LOSSES)
+def test_rows_that_depend_on_each_other(name: str) -> None:
+    it = world(COUPLED_LOSSES[name])
+    assert_parity(it, lowered(it))
+
+
+def test_what_is_gathered_is_noted_with_the_users_line() -> None:
+    notes = world(COUPLED_LOSSES["sorted"]).graph(0).notes
+    assert any("sort.default" in n and "test_partition_batch.py" in n for n in notes)
 
 
 # -- batch norm --------------------------------------------------------------------------------
@@ -295,71 +325,10 @@ def test_norm_takes_the_global_batch(name: str) -> None:
 @pytest.mark.parametrize("loss", [following, attended])
 def test_ranks_of_a_single_row(loss: Loss, rows: int) -> None:
     it = world(loss, rows, attention=nn.MultiheadAttention(6, 2, batch_first=True))
-    sizes = [len(it.capture(rank).graph.graph.nodes) for rank in range(RANKS)]
-    assert (sizes[0] > sizes[1]) == (rows == 3 and loss is following)
-    assert_parity(it, graphs := lowered(it))
-    assert not graphs[0].notes
+    assert_parity(it, lowered(it))
 
 
-def test_a_model_that_looks_at_row_by_row() -> None:
-    """Its graph is another for every number of rows: a mean of one row is none of the batch."""
-    it = world(lambda m, x, y: torch.stack([m.hidden(row).square().mean() for row in x]).mean(), 4)
-    assert_parity(it, graphs := lowered(it))
-    assert "as by DDP" in graphs[0].notes[0]
-    typed = SynchronizeStatistics(AXIS)(it.graph(0)).graph
-    sums = [typed.result(Gradient(Parameter(f"lin.{name}"))) for name in ("weight", "bias")]
-    assert [node and node.meta["placement"] for node in sums] == [Partial(), Partial()]  # for ZeRO
-
-
-def test_local_batch_norm_averages_running_statistics() -> None:
-    it = world(normed, norm=nn.BatchNorm1d(6))
-    results = it.run(lowered(it, "local"))
-    _, parts = own_losses(it)
-    gradients = weighted(parts, lambda part: part["gradients"])
-    assert (
-        relative_error(results[0][Gradient(Parameter("lin.weight"))], gradients["lin.weight"]) > 0
-    )
-    means = weighted(parts, lambda part: part["buffers"])
-    for role in [r for r in results[0] if isinstance(r, Update) and "running" in r.of.name]:  # type: ignore[union-attr]
-        assert relative_error(results[0][role], means[role.of.name]) < EXACT  # type: ignore
-
-
-# -- reductions without a rule -----------------------------------------------------------------
-
-LOCAL_LOSSES: dict[str, tuple[Loss, str]] = {
-    "maximum": (lambda m, x, y: m.hidden(x).amax(0).sum(), "amax.default reduces"),
-    "log_sum_exp": (lambda m, x, y: m.hidden(x).logsumexp(0).sum(), "logsumexp.default reduces"),
-    "norm": (lambda m, x, y: m.hidden(x).norm(), "linalg_vector_norm.default reduces"),
-    "first": (lambda m, x, y: m.hidden(x)[0].sum(), "select.int reduces"),
-    "histogram": (
-        lambda m, x, y: torch.zeros(3, dtype=x.dtype)
-        .index_add(0, y.abs(), m.hidden(x).sum(1)).square().sum(),
-        "index_add.default reduces",
-    ),
-    "similarities": (
-        lambda m, x, y: (m.hidden(x) @ m.hidden(x).T).exp().sum(1).log().mean(),
-        "mm.default pairs",
-    ),
-    "distances": (
-        lambda m, x, y: (m.hidden(x)[:, None] - m.hidden(x)[None]).square().mean(),
-        "sub.Tensor pairs",
-    ),
-    "differences": (
-        lambda m, x, y: (m.hidden(x)[1:] - m.hidden(x)[:-1]).square().mean(),
-        "slice.Tensor picks rows",
-    ),
-    "rolled": (lambda m, x, y: (m.hidden(x).roll(1, 0) - x[:, :1]).square().mean(), "roll.default"),
-    "sorted": (lambda m, x, y: (m.hidden(x).sort(0)[0] * x[:, :1]).mean(), "sort.default mixes"),
-    "cumulated": (lambda m, x, y: m.hidden(x).cumsum(0).mean(), "cumsum.default mixes"),
-    "numbered": (
-        lambda m, x, y: (m.hidden(x).mean(1) * torch.arange(len(x))).mean(),
-        "arange.default numbers",
-    ),
-    "queued": (
-        lambda m, x, y: torch.cat([m.hidden(x), m.free]).square().mean(),
-        "cat.default joins",
-    ),
-}  # fmt: skip
+# -- local semantics ---------------------------------------------------------------------------
 
 
 def own_losses(it: World) -> tuple[list[int], list[dict[str, Any]]]:
@@ -382,27 +351,14 @@ def weighted(
     return {k: sum(c[k] * n / ROWS for c, n in zip(chosen, rows, strict=True)) for k in chosen[0]}
 
 
-@pytest.mark.parametrize("name", LOCAL_LOSSES)
-def test_without_a_rule_it_is_the_mean_of_the_ranks_and_noted(name: str) -> None:
-    loss, note = LOCAL_LOSSES[name]
-    it = world(loss)
-    graphs = lowered(it)
-    results = it.run(graphs)
+def test_local_batch_norm_averages_running_statistics() -> None:
+    it = replace(world(normed, norm=nn.BatchNorm1d(6)), local=True)
+    results = it.run(lowered(it))
     _, parts = own_losses(it)
-    want = weighted(parts, lambda part: part["outputs"])[0]
-    assert relative_error(results[0][Output(0)], want) < EXACT
-    for name, gradient in weighted(parts, lambda part: part["gradients"]).items():
-        assert relative_error(results[0][Gradient(Parameter(name))], gradient) < EXACT, name
-    assert any(note in n and "test_statistics_rules.py" in n for n in graphs[0].notes)
-
-
-def test_a_local_loss_beside_a_global_one() -> None:
-    """Weighing the one must not weigh the other."""
-    local, whole = LOCAL_LOSSES["maximum"][0], EXACT_LOSSES["cross_entropy"]
-    both = world(lambda m, x, y: local(m, x, y) + whole(m, x, y))
-    results = both.run(lowered(both))
-    _, parts = own_losses(world(local))
     gradients = weighted(parts, lambda part: part["gradients"])
-    for name, gradient in world(whole).plain().gradients.items():
-        want = gradient + gradients.get(name, 0)
-        assert relative_error(results[0][Gradient(Parameter(name))], want) < EXACT, name
+    assert (
+        relative_error(results[0][Gradient(Parameter("lin.weight"))], gradients["lin.weight"]) > 0
+    )
+    means = weighted(parts, lambda part: part["buffers"])
+    for role in [r for r in results[0] if isinstance(r, Update) and "running" in r.of.name]:  # type: ignore[union-attr]
+        assert relative_error(results[0][role], means[role.of.name]) < EXACT  # type: ignore

@@ -1,0 +1,62 @@
+"""`capture_slice`: the graph of one slice of a batch, from a capture of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.capture import Call, Capture
+from autopar.errors import CoupledRowsError
+from autopar.graph import TrainingGraph, render_node, user_line
+from autopar.passes.accumulate_micro_batches import AccumulateMicroBatches
+from autopar.passes.data_parallel.local_batch import LocalBatch
+from autopar.passes.data_parallel.partition_batch import PartitionBatch
+from autopar.passes.data_parallel.slices import Slices
+from autopar.passes.runner import run_passes
+
+Captures = Callable[[Call], Capture]
+"""Captures a call."""
+
+
+def capture_slice(capture: Captures, call: Call, slices: Slices, *, local: bool = False) -> Capture:
+    """The capture of one slice of a batch.
+
+    The call is captured at the whole batch, and its graph partitioned by proven rules: the slice
+    computes what one device would.
+
+    Args:
+        capture: captures a call.
+        call: the call at the rows of this slice.
+        slices: of the batch, and which of them this is.
+        local: whether each slice computes what it would alone, as under DistributedDataParallel.
+
+    Raises:
+        CaptureError: the call cannot be captured.
+        CoupledRowsError: micro-batches need each other's rows before all forwards have run.
+    """
+    if slices.count == 1:
+        return capture(call)
+    made = capture(call if local else call.with_rows(slices.rows))
+    partition = LocalBatch if local else PartitionBatch
+    graph = run_passes(made.graph, [partition(slices, call.has_rows)])
+    if slices.in_time:
+        other = replace(slices, index=slices.index ^ 1)
+        check_alike(graph, run_passes(made.graph, [partition(other, call.has_rows)]))
+        run_passes(graph, [AccumulateMicroBatches()])
+    return replace(made, graph=graph)
+
+
+def check_alike(graph: TrainingGraph, other: TrainingGraph) -> None:
+    """Checks that two micro-batches of a rank run the same program.
+
+    Raises:
+        CoupledRowsError: an operator depends on the place of the micro-batch in the batch.
+    """
+    for node, twin in zip(graph.graph.nodes, other.graph.nodes, strict=True):
+        if render_node(node) != render_node(twin):
+            line = user_line(node)
+            raise CoupledRowsError(
+                f"{node.target} depends on where a micro-batch stands in the batch"
+                + (f" ({line})" if line else "")
+                + ", so micro-batches cannot share a program: give Strategy(micro_batches=1)"
+            )

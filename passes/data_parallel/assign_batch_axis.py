@@ -1,0 +1,39 @@
+"""Lays the batch axis on a mesh axis, each slice on a rank of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from autopar.graph import TrainingGraph
+from autopar.passes.agree_on_batch import agree_on_batch
+from autopar.passes.base import PassResult
+from autopar.passes.collectives import axis_of, start_all_gather, start_reduce_scatter, starts
+from autopar.passes.data_parallel.slices import BATCH
+
+
+@dataclass(frozen=True)
+class AssignBatchAxis:
+    """Turns collectives over the batch axis into collectives over a mesh axis.
+
+    Before: the graph of one slice of the batch. After: its collectives are over `axis`, and the
+    forward sums evidence of what the ranks were given, early enough to travel with a later sum.
+    Tier: exact.
+
+    Attributes:
+        axis: the mesh axis.
+        agree: whether ranks sum evidence of their batches.
+    """
+
+    axis: str
+    agree: bool = True
+    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        graph = graph.copy()
+        for start in starts(graph):
+            if axis_of(start) == BATCH:
+                place = 2 if start.target in (start_reduce_scatter, start_all_gather) else 1
+                start.args = (*start.args[:place], self.axis, *start.args[place + 1 :])
+        return PassResult(agree_on_batch(graph, (self.axis,), "") if self.agree else graph)

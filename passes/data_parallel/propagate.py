@@ -1,0 +1,312 @@
+"""`propagate`: placements along the batch axis, from inputs sharded by rows to every operator.
+
+Data parallelism is typed here, by the rules that `passes/rules` proves: inputs lie `Shard(0)`,
+parameters `Replicate`, and every operator takes the cheapest strategy that its rule allows, in
+execution order. A reduction over rows comes out `Partial`; an operator that couples rows gets its
+operands redistributed, and one without a rule gets them whole. So a value is row by row only where
+a rule says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopar.cost_model.signature import described, moved_bytes
+from autopar.graph import (
+    Gradient,
+    Input,
+    Output,
+    Parameter,
+    Tangent,
+    TrainingGraph,
+    Update,
+    Value,
+    elements,
+    operands,
+)
+from autopar.passes.build import is_random, is_view
+from autopar.passes.collectives import is_name, value_of
+from autopar.passes.data_parallel.redistribute import LATENCY, NETWORK, Move, cost, moves
+from autopar.passes.data_parallel.slices import Slices
+from autopar.passes.rules.batch import batch_loops
+from autopar.passes.rules.linear import linear_ways
+from autopar.passes.rules.loops import At, Loop, Operator, Way, replicated, split
+from autopar.placement import Partial, Placement, Replicate, Shard
+
+WHOLE, PART = Replicate(), Partial()
+FLOPS_A_BYTE = 8.0
+"""Iterations of an operator's loops that cost as much as moving one byte of memory."""
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Placements of a graph along the batch axis.
+
+    Attributes:
+        ways: strategy of every operator that is not computed whole on every slice, by node name.
+        inputs: placement of every placeholder, by node name.
+        returned: placement of every output of the model, by its index.
+        gathered: operators that read rows of other slices, in order, by node name; and how many
+            bytes these are.
+        drawn: names of operators that draw random numbers for their own rows.
+    """
+
+    ways: Mapping[str, Way]
+    inputs: Mapping[str, Placement]
+    returned: Mapping[int, Placement]
+    gathered: Mapping[str, int] = field(default_factory=dict)
+    drawn: frozenset[str] = frozenset()
+
+
+def propagate(graph: TrainingGraph, slices: Slices, has_rows: Sequence[bool]) -> Placements:
+    """Placements of every value of a graph captured at the whole batch.
+
+    Args:
+        graph: forward and backward of the whole batch.
+        slices: of the batch.
+        has_rows: for each flattened argument, whether its dim 0 runs over the rows.
+    """
+    return _Propagation(graph, slices, has_rows).run()
+
+
+class _Propagation:
+    """One walk over the graph in execution order."""
+
+    def __init__(self, graph: TrainingGraph, slices: Slices, has_rows: Sequence[bool]) -> None:
+        self.graph, self.slices, self.has_rows = graph, slices, has_rows
+        self.at: dict[Value, Placement] = {}
+        self.moved: dict[Value, set[Placement]] = {}
+        self.ways: dict[str, Way] = {}
+        self.gathered: dict[str, int] = {}
+        self.drawn: set[str] = set()
+        self.loops: dict[object, list[Loop]] = {}
+        self.chosen: dict[object, Way] = {}
+        self.final = {
+            value_of(node)
+            for role, node in zip(graph.outputs, graph.results, strict=True)
+            if isinstance(role, Gradient) and isinstance(role.of, Parameter) and node is not None
+        }
+
+    def run(self) -> Placements:
+        inputs = dict(zip(self.graph.placeholders, self.graph.inputs, strict=True))
+        tangents: list[fx.Node] = []
+        for node, role in inputs.items():
+            if isinstance(role, Tangent):
+                tangents.append(node)
+            over_rows = isinstance(role, Input) and self.has_rows[role.index]
+            self.at[Value(node)] = Shard(0) if over_rows else WHOLE
+        backward, returned = self.graph.backward_start, dict[int, Placement]()
+        for node in self.graph.graph.nodes:
+            if node is backward:
+                returned = self.returned()
+                for tangent in tangents:
+                    role = inputs[tangent]
+                    assert isinstance(role, Tangent)
+                    self.at[Value(tangent)] = returned.get(role.index, WHOLE)
+            if node.op == "get_attr":
+                self.at[Value(node)] = WHOLE
+            elif node.op == "call_function" and not is_name(node):
+                self.visit(node)
+        returned = returned or self.returned()
+        self.sink(returned)
+        return Placements(
+            self.ways,
+            {node.name: self.at[Value(node)] for node in inputs},
+            returned,
+            self.gathered,
+            frozenset(self.drawn),
+        )
+
+    def returned(self) -> dict[int, Placement]:
+        """Placements of what the model returns: its rows as they lie, all else whole."""
+        found: dict[int, Placement] = {}
+        for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
+            if isinstance(role, Output) and node is not None:
+                placement = self.at[value_of(node)]
+                found[role.index] = placement if isinstance(placement, Shard) else WHOLE
+            elif isinstance(role, Update) and node is not None and value_of(node) in self.at:
+                self.moved.setdefault(value_of(node), set()).add(WHOLE)
+        return found
+
+    def sink(self, returned: Mapping[int, Placement]) -> None:
+        """Computes on shards alone what all readers want sharded, from the last operator on.
+
+        An operator on whole operands was left whole, since its readers were not known.
+        """
+        wanted: dict[Value, set[Placement]] = {}
+        for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
+            if node is not None:
+                index = role.index if isinstance(role, Output) else -1
+                wanted.setdefault(value_of(node), set()).add(returned.get(index, WHOLE))
+        for node in reversed(list(self.graph.calls())):
+            if is_name(node):
+                continue
+            reads = [value_of(source) for source in operands(node)]
+            self.sink_one(node, reads, wanted.get(Value(node), set()))
+            way = self.ways.get(node.name)
+            for place, value in enumerate(reads):
+                wanted.setdefault(value, set()).add(way.operands[place] if way else WHOLE)
+
+    def sink_one(self, node: fx.Node, reads: Sequence[Value], wanted: set[Placement]) -> None:
+        """Gives an operator on whole operands the strategy of the one shard that is read."""
+        shard = next(iter(wanted), None)
+        whole = node.name not in self.ways and all(self.at[value] == WHOLE for value in reads)
+        if len(wanted) > 1 or not isinstance(shard, Shard) or not whole or is_random(node):
+            return
+        if len(elements(node)) > 1 or not all(isinstance(v.tensor, torch.Tensor) for v in reads):
+            return
+        for loop in self.loops_of(Operator.of(node), _likeness(node)):
+            (at,) = loop.results
+            if loop.own or not isinstance(at, At) or at.dim != shard.dim:
+                continue
+            pieces, rest = divmod(shard.interleave, at.interleave)
+            fits = not rest and (loop.free or pieces == 1)
+            if fits and loop.size and self.slices.can_cut(loop.size, pieces):
+                self.ways[node.name] = split(loop.interleaved(pieces))
+                self.at[Value(node)] = shard
+                return
+
+    def visit(self, node: fx.Node) -> None:
+        """Chooses the strategy of an operator."""
+        reads = [value_of(source) for source in operands(node)]
+        if not all(isinstance(v.tensor, torch.Tensor) for v in reads):
+            for place in range(len(elements(node))):
+                self.at[Value(node, place)] = WHOLE
+            return
+        way = self.choose(node, reads)
+        for value, wanted in zip(reads, way.operands, strict=True):
+            self.move(node, value, wanted)
+        if way != replicated(Operator.of(node)):
+            self.ways[node.name] = way
+        if is_random(node) and any(isinstance(p, Shard) for p in way.results):
+            self.drawn.add(node.name)
+        for place, placement in enumerate(way.results):
+            self.at[Value(node, place)] = placement
+
+    def move(self, reader: fx.Node, value: Value, wanted: Placement) -> None:
+        """Notes how a value is redistributed for a reader."""
+        for _, before, after in self.path(value, wanted):
+            if after in self.moved.get(value, ()):
+                continue
+            self.moved.setdefault(value, set()).add(after)
+            if isinstance(before, Shard) and not isinstance(after, Partial):
+                size = value.tensor.numel() * value.tensor.element_size()
+                self.gathered[reader.name] = self.gathered.get(reader.name, 0) + size
+
+    def path(self, value: Value, wanted: Placement) -> list[Move]:
+        found = moves(self.at[value], wanted, self.slices)
+        assert found is not None, f"{value.node} cannot be moved to {wanted}"
+        return found
+
+    def choose(self, node: fx.Node, reads: Sequence[Value]) -> Way:
+        """The cheapest strategy of an operator, given where its operands lie."""
+        have = tuple(self.at[value] for value in reads)
+        whole = all(placement == WHOLE for placement in have)
+        likeness = _likeness(node)
+        known = tuple(frozenset(self.moved.get(value, ())) for value in reads)
+        same = tuple(reads.index(value) for value in reads)
+        last = any(Value(node, place) in self.final for place in range(len(elements(node))))
+        key = (likeness, have, known, same, last)
+        if key not in self.chosen:
+            options = list(self.strategies(node, likeness, have))
+            prices = [self.price(node, reads, way, whole, last, likeness) for way in options]
+            self.chosen[key] = options[prices.index(min(prices))]
+        return self.chosen[key]
+
+    def strategies(
+        self, node: fx.Node, likeness: object, have: Sequence[Placement]
+    ) -> Iterator[Way]:
+        """Every strategy of an operator that whole units of the batch allow."""
+        operator = Operator.of(node)
+        found = [replicated(operator)]
+        for loop in self.loops_of(operator, likeness):
+            found += [split(cut) for cut in self.cuts(loop, have)]
+        if not is_random(node):
+            found += linear_ways(operator)
+        for way in dict.fromkeys(found):
+            pairs = zip(have, way.operands, strict=True)
+            if all(moves(before, after, self.slices) is not None for before, after in pairs):
+                yield way
+
+    def loops_of(self, operator: Operator, likeness: object) -> list[Loop]:
+        if likeness not in self.loops:
+            self.loops[likeness] = batch_loops(operator)
+        return self.loops[likeness]
+
+    def cuts(self, loop: Loop, have: Sequence[Placement]) -> Iterator[Loop]:
+        """A loop in as many interleaved pieces as some operand lies in, and in one."""
+        pieces = {1}
+        for at, placement in zip(loop.operands, have, strict=True):
+            if isinstance(at, At) and isinstance(placement, Shard) and placement.dim == at.dim:
+                inside, rest = divmod(placement.interleave, at.interleave)
+                if not rest and loop.free:
+                    pieces.add(inside)
+        for count in sorted(pieces):
+            if loop.size and self.slices.can_cut(loop.size, count):
+                yield loop.interleaved(count)
+
+    def price(
+        self,
+        node: fx.Node,
+        reads: Sequence[Value],
+        way: Way,
+        whole: bool,
+        last: bool,
+        likeness: object,
+    ) -> float:
+        """The cost of a strategy in bytes of memory traffic, what follows from it included."""
+        total = 0.0
+        for value, wanted in dict(zip(reads, way.operands, strict=True)).items():
+            for move in self.path(value, wanted):
+                if move[2] not in self.moved.get(value, ()):
+                    total += cost(move, value.tensor, self.slices)
+        divided = any(isinstance(p, Shard) for p in (*way.operands, *way.results))
+        total += self.work(node, likeness) / (self.slices.count if divided else 1)
+        total += (
+            LATENCY if is_random(node) and not divided else 0.0
+        )  # slices agree on what is drawn
+        made = [(p, t) for p, t in zip(way.results, elements(node), strict=True) if t is not None]
+        for placement, tensor in made:
+            if placement == PART and not last:
+                total += LATENCY / 2 + 2 * NETWORK * tensor.numel() * tensor.element_size()
+            elif whole and isinstance(placement, Shard):  # readers may want it whole again
+                total += cost(("gather", placement, WHOLE), tensor, self.slices)
+            elif placement == WHOLE and last:
+                total += 2 * tensor.numel() * tensor.element_size()
+        return total
+
+    def work(self, node: fx.Node, likeness: object) -> float:
+        """Bytes that an operator moves, or its iterations in bytes if these take longer."""
+        if is_view(node):
+            return 0.0
+        loops = self.loops_of(Operator.of(node), likeness)
+        iterations = math.prod(loop.size for loop in loops if not loop.own)
+        return max(float(moved_bytes(node)), iterations / FLOPS_A_BYTE)
+
+
+def _likeness(node: fx.Node) -> tuple[object, ...]:
+    """All that the loops of an operator depend on."""
+    return node.target, described(node.args), described(node.kwargs)
+
+
+def rows_after(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """For each result of an operator on one slice, the dims over rows, by its rule."""
+    given = [(n.meta.get("rows") or ((),))[0] for n in operands(node)]
+    none: tuple[tuple[int, ...], ...] = ((),) * len(elements(node))
+    if not any(given) or not all(isinstance(n.meta["val"], torch.Tensor) for n in operands(node)):
+        return none
+    for loop in _matching(batch_loops(Operator.of(node)), given):
+        return tuple((at.dim,) if isinstance(at, At) else () for at in loop.results)
+    return none
+
+
+def _matching(loops: Iterable[Loop], given: Sequence[tuple[int, ...]]) -> Iterator[Loop]:
+    for loop in loops:
+        places = [(at.dim,) if isinstance(at, At) else () for at in loop.operands]
+        if list(map(tuple, given)) == places:
+            yield loop
