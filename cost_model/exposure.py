@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopar.documents import Count, Seconds
+
 CAUSES = ("the link", "memory", "data dependence")
 
 
@@ -38,8 +40,8 @@ class Exposure:
     block: str
     collective: str
     axis: str
-    nbytes: int
-    seconds: float
+    nbytes: Count
+    seconds: Seconds
     link_s: float
     memory_s: float
     dependence_s: float

@@ -19,10 +19,13 @@ GROUND = frozenset(
     {
         "autopar.compression",
         "autopar._torch",
+        "autopar.checks",
+        "autopar.documents",
         "autopar.errors",
         "autopar.graph",
         "autopar.levels",
         "autopar.placement",
+        "autopar.printable",
     }
 )
 COST_MODEL = GROUND | {"autopar.cost_model"}
@@ -46,7 +49,7 @@ MAY_IMPORT = {
     "autopar.one_row": GROUND | {"autopar.capture", "autopar.pairs"},
     "autopar.rows": GROUND | {"autopar.capture", "autopar.one_row", "autopar.pairs"},
     "autopar.partition": PASSES,
-    "autopar.pipeline": PASSES,
+    "autopar.pipeline": GROUND,
     "autopar.picture": COST_MODEL,
     "autopar.throughput": COST_MODEL,
     "autopar.prediction": COST_MODEL | {"autopar.picture", "autopar.throughput"},
