@@ -72,11 +72,11 @@ def nbytes(name: str, value: Any, *, bare: bool = False, least: int = 1) -> int:
         bare: whether a text may lack its unit.
         least: fewest bytes.
     """
-    found = _bytes_in(value, bare) if isinstance(value, str) else value
+    found: Any = _bytes_in(value, bare) if isinstance(value, str) else value
     whole = isinstance(found, int) and not isinstance(found, bool)
     if not (whole and least <= found <= MOST_BYTES):
         raise refused(name, value, "give bytes as a whole number, or a text such as '24GiB'")
-    return found
+    return int(found)
 
 
 def _bytes_in(text: str, bare: bool) -> int | None:
@@ -134,10 +134,10 @@ def choice(
     raise refused(name, value, f"choose {', '.join(names)}{more}{meant}", error)
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: Any, error: type[AutoparError] = StrategyError) -> bool:
     """True or False, and nothing that merely counts as one."""
     if not isinstance(value, bool):
-        raise refused(name, value, "give True or False")
+        raise refused(name, value, "give True or False", error)
     return value
 
 

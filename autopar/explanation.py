@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from autopar.plan_text import exposures, human_bytes, layout, levels, notes, predicted
+from autopar.printable import printable
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
@@ -18,7 +19,7 @@ Rates = tuple[tuple[float, float], ...]
 
 def with_reasons(plan: Plan) -> str:
     """What a plan is, and why: the table, but for figures that the explanation has."""
-    return "\n".join([*layout(plan), *notes(plan), explain(plan)])
+    return printable("\n".join([*layout(plan), *notes(plan), explain(plan)]))
 
 
 def explain(plan: Plan) -> str:
@@ -40,7 +41,7 @@ def explain(plan: Plan) -> str:
     for other in plan.runners_up:
         size = human_bytes(other.peak_bytes)
         lines.append(f"  {other.name}: {_ms(other.step_s)}, {size}: {other.why}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _bound(p: Prediction) -> Iterator[str]:

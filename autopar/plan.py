@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import nn
 
-from autopar.checks import shown
+from autopar.checks import count, instance, shown
 from autopar.compression import Compressions
 from autopar.cost_model.timeline import write_trace
 from autopar.documents import Amount, Count, Ranks, load, read
@@ -44,6 +44,7 @@ from autopar.pipeline import Pipeline
 from autopar.placement import Placement, Replicate, Shard, placement_of
 from autopar.plan_document import check
 from autopar.prediction import Prediction, RunnerUp
+from autopar.printable import printable
 
 SCHEMA_VERSION = 5
 
@@ -191,6 +192,7 @@ class Plan:
 
     def place(self, rank: int) -> dict[str, int]:
         """Where a rank of the world stands on each axis: the last one is that of neighbours."""
+        count("rank", rank, 0, self.world_size - 1)
         found = {}
         for axis, size in reversed(self.mesh):
             rank, found[axis] = divmod(rank, size)
@@ -401,7 +403,8 @@ class Plan:
         """What differs between two plans, one line a field; "" if nothing does."""
         from autopar.difference import difference
 
-        return "\n".join(difference(self, other))
+        instance("other", other, Plan, "give a Plan")
+        return printable("\n".join(difference(self, other)))
 
     def explain(self) -> str:
         """Why this plan: what bounds it, what would change it, and why each runner-up lost."""

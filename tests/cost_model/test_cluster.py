@@ -85,7 +85,10 @@ def test_round_trips(cluster, tmp_path):
     [
         ({"schema_version": 99}, "schema 99"),
         ({"surprise": 1}, "unknown field `surprise`"),
-        ({"curves": [{"collective": "all_reduce"}]}, r"\$.curves\[0\]: object missing required field `ranks`"),
+        (
+            {"curves": [{"collective": "all_reduce"}]},
+            r"\$.curves\[0\]: object missing required field `ranks`",
+        ),
         ({"slowdown": {"bytes": [1]}}, r"\$.slowdown: object missing"),
         ({"ranks_per_node": 9}, r"\$.ranks_per_node is 9, but \$.world_size is 4"),
         ({"provenance": "somebody said so"}, r"\$.provenance is 'somebody said so'"),
