@@ -83,7 +83,8 @@ def _bytes_in(text: str, bare: bool) -> int | None:
     match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", text.lower(), re.ASCII)
     if match is None or match[2] not in UNITS or not (match[2] or bare):
         return None
-    return int(float(match[1]) * UNITS[match[2]])
+    unit = UNITS[match[2]]
+    return None if unit == 1 and "." in match[1] else int(float(match[1]) * unit)
 
 
 def seconds(

@@ -25,7 +25,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
 Amount = Annotated[float, msgspec.Meta(ge=0.0)]
-Seconds = Annotated[float, msgspec.Meta(ge=-1e-6)]  # differences of times may round below zero
+Seconds = Annotated[float, msgspec.Meta(ge=-1e-6, le=1e12)]  # differences may round below zero
+Duration = Annotated[float, msgspec.Meta(gt=0.0, le=1e12)]
 Rate = Annotated[float, msgspec.Meta(gt=0.0)]
 
 MOST_DEPTH = 32

@@ -17,7 +17,7 @@ from torch import nn
 from autopar.checks import count, instance, shown
 from autopar.compression import Compressions
 from autopar.cost_model.timeline import write_trace
-from autopar.documents import Amount, Count, Ranks, load, read
+from autopar.documents import Amount, Count, Positive, Ranks, load, read
 from autopar.errors import PlanError
 from autopar.graph import ParameterInfo
 from autopar.levels import BETWEEN, WITHIN, Levels, level, place_on
@@ -114,7 +114,7 @@ class Plan:
     precision: str | None = None
     optimizer: str = "AdamW"
     optimizer_state_ratio: Amount = 2.0
-    memory_cap: Count | None = None
+    memory_cap: Positive | None = None
     placements: tuple[tuple[str, str], ...] = ()
     partitions: tuple[Partition, ...] = ()
     pipeline: Pipeline | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.cost_model.exposure import Exposure
-from autopar.documents import Count, Rate, Seconds
+from autopar.documents import Count, Duration, Positive, Rate, Seconds
 from autopar.picture import Picture
 from autopar.throughput import Work
 
@@ -71,12 +71,12 @@ class Prediction:
         at_rates: seconds of a step if links were so many times as fast: pairs of both.
     """
 
-    step_s: Seconds
+    step_s: Duration
     update_s: Seconds
     compute_s: Seconds
     communication_s: Seconds
     exposed_s: Seconds
-    peak_bytes: Count
+    peak_bytes: Positive
     node_bytes: Count = 0
     memory: Mapping[str, Count] = field(default_factory=dict)
     reserved_bytes: Count = 0

@@ -42,9 +42,9 @@ class Exposure:
     axis: str
     nbytes: Count
     seconds: Seconds
-    link_s: float
-    memory_s: float
-    dependence_s: float
+    link_s: Seconds
+    memory_s: Seconds
+    dependence_s: Seconds
 
     @property
     def exposed_s(self) -> float:

@@ -167,7 +167,7 @@ def _check(
 
 
 def _check_list(name: str, given: Any) -> None:
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or not given:
         raise refused(name, given, "give a list or tuple, not an empty one", ClusterError)
 
 

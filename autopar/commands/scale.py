@@ -157,7 +157,7 @@ def strategy_of(text: str) -> Strategy:
         if part in ZERO_OF_NAME:
             found = replace(found, zero=ZERO_OF_NAME[part])
             continue
-        match = re.fullmatch(r"(tp|cp|ep|pp|m)(\d+)", part)
+        match = re.fullmatch(r"(tp|cp|ep|pp|m)(\d{1,9})", part)
         if match is None:
             known = ", ".join([*SEARCHED, *ZERO_OF_NAME])
             raise StrategyError(
@@ -165,7 +165,10 @@ def strategy_of(text: str) -> Strategy:
                 "many micro-batches)"
             )
         given: dict[str, Any] = {_FIELDS[match[1]]: int(match[2])}
-        found = replace(found, **given)
+        try:
+            found = replace(found, **given)
+        except StrategyError as error:
+            raise StrategyError(f"--strategies: {text!r}: {error}") from error
     return found
 
 

@@ -1,5 +1,6 @@
 """What the runner records, what it finds illegal, and what it leaves behind on failure."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -104,6 +105,7 @@ def test_a_failing_pass_leaves_a_reproducer() -> None:
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert "passes before it: synchronize_statistics;" in str(error.value)
     (path,) = re.findall(r"pipeline are in (\S+)", str(error.value))
+    assert Path(path).parent == Path(os.environ["AUTOPAR_REPRODUCERS"])  # gone with the session
     lines = Path(path).read_text().splitlines()
     assert lines[0].startswith("#    synchronize_statistics(axis='dp'")
     assert lines[1].startswith("# -> change(does=")
