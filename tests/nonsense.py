@@ -185,7 +185,7 @@ COMPRESSION: Mapping[str, Sequence[Any]] = {
     "feedback": FLAG[1:],
 }
 CLUSTER: Mapping[str, Sequence[Any]] = {
-    **dict.fromkeys(("name", "device", "backend"), [None, 3, True, "", [], {}]),
+    **dict.fromkeys(("name", "device", "backend"), (None, 3, True, "", [], {})),
     **dict.fromkeys(("world_size", "ranks_per_node"), (None, *COUNT)),
     **dict.fromkeys(("device_memory_bytes", "host_memory_bytes"), (*NUMBERS, 0, *FOREIGN)),
     "curves": [None, 3, "x", []],
