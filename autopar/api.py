@@ -17,10 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from autopar.arguments import check, memory_of, precision_of
 from autopar.captures import Known, capture_of_rank, flattened
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.measure import measure
-from autopar.errors import CaptureError, StrategyError
+from autopar.errors import CaptureError
 from autopar.graph import TrainingGraph
 from autopar.partition import Partition, Ways, in_turn, rows_of, scaled
 from autopar.passes.keep_gathered import ONCE
@@ -60,8 +61,6 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 MEASURING_S = 15.0
 """For the collectives of every mesh, where the mesh is searched."""
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def compile(
     model: nn.Module,
@@ -100,7 +99,8 @@ def compile(
         strategy: "auto" for the fastest under which torch's own functions for gradients stay
             right; "fastest" for that of pipelines too (then clip by `model.clip_grad_norm_`);
             "ddp", "zero1", "zero2", "zero3" (or "fsdp"), all data parallel; or a Strategy.
-        memory: cap per rank, in bytes or as "24GiB"; None for what the device has.
+        memory: cap per rank, in bytes or as a text such as "24GiB", "24GB" or "24G", which is
+            24 GiB; None for what the device has.
         cluster: measured elsewhere; None measures the ranks that are running, once.
         plan: a plan made before, which is then followed.
         batch: "global": every rank is given the same batch and takes its own rows. "local": each
@@ -119,12 +119,31 @@ def compile(
             the free memory. None for 6 where the mesh is searched, else none.
 
     Raises:
-        StrategyError: options that contradict each other or what is running.
+        StrategyError: an argument that makes no sense, or contradicts others or what is running.
         DisagreementError: ranks with different models, plans or batches.
         PlanError: `plan` is for another model or world.
         OutOfMemoryError: nothing fits under `memory`.
         CaptureError: the model cannot be captured and `fallback` is off.
     """
+    check(
+        model=model,
+        world_size=world_size,
+        example_inputs=example_inputs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        strategy=strategy,
+        memory=memory,
+        cluster=cluster,
+        plan=plan,
+        batch=batch,
+        precision=precision,
+        lossy=lossy,
+        backend=backend,
+        fallback=fallback,
+        timeout_s=timeout_s,
+        time_limit_s=time_limit_s,
+        trials=trials,
+    )
     ranks = ensure_process_group(world_size, timeout_s)
     check_plain(model)
     device = device_of(model)
@@ -137,9 +156,9 @@ def compile(
     chosen = _strategy(strategy, batch, lossy)
     given = plan if plan is not None else chosen
     options = Options(
-        _batch(batch),
+        batch,
         loss_fn,
-        _precision(precision),
+        precision_of(precision),
         backend,
         ranks,
         given.tensor_ranks,
@@ -152,7 +171,7 @@ def compile(
         parameters=parameters,
         world_size=ranks,
         strategy=chosen,
-        memory=_bytes(memory),
+        memory=memory_of(memory),
         batch=batch,
         precision=str(options.precision)[6:] if options.precision else None,
         optimizer=optimizer,
@@ -231,15 +250,33 @@ def plan(
     `cluster` the collectives are modelled, and the plan says so. With another `backend` than
     "eager" operators that a compiler fuses are priced so. `progress` is told of every mesh.
     """
+    check(
+        "world_size",
+        "example_inputs",
+        model=model,
+        world_size=world_size,
+        example_inputs=example_inputs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        strategy=strategy,
+        memory=memory,
+        cluster=cluster,
+        batch=batch,
+        precision=precision,
+        lossy=lossy,
+        time_limit_s=time_limit_s,
+        backend=backend,
+        progress=progress,
+    )
     device = device_of(model)
-    autocast = _precision(precision)
+    autocast = precision_of(precision)
     question = Question(
         model=type(model).__name__,
         parameters=describe_parameters(model),
         world_size=world_size,
         strategy=_strategy(strategy, batch, lossy),
-        memory=_bytes(memory),
-        batch=_batch(batch),
+        memory=memory_of(memory),
+        batch=batch,
         precision=str(autocast)[6:] if autocast else None,
         optimizer=optimizer,
         cluster=cluster or Cluster.default(world_size, device.type),
@@ -412,31 +449,3 @@ def _strategy(given: str | Strategy, batch: str, lossy: bool | Sequence[str]) ->
     """What is fixed; ranks that bring their own rows are not to share a model unasked."""
     strategy = Strategy.of(given).allowing(lossy)
     return replace(strategy, search=()) if batch == "local" else strategy
-
-
-def _batch(batch: str) -> Batch:
-    if batch not in ("global", "local"):
-        raise StrategyError(f"batch={batch!r}: choose 'global' or 'local'")
-    return batch  # type: ignore[return-value]
-
-
-def _precision(precision: str | torch.dtype | None) -> torch.dtype | None:
-    if precision is None or isinstance(precision, torch.dtype):
-        return precision
-    if precision not in PRECISIONS:
-        raise StrategyError(f"precision={precision!r}: choose {', '.join(PRECISIONS)} or a dtype")
-    return PRECISIONS[precision]
-
-
-def _bytes(memory: int | str | None) -> int | None:
-    """A number of bytes, also as "24GiB" or "24GB"."""
-    if memory is None or isinstance(memory, int):
-        return memory
-    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-    for unit, factor in units.items():
-        if memory.endswith(unit):
-            try:
-                return int(float(memory.removesuffix(unit)) * factor)
-            except ValueError:
-                break
-    raise StrategyError(f"memory={memory!r}: give bytes, or a text such as '24GiB'")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-
-from rich.console import Console
+from typing import NoReturn
 
 from autopar.commands import (
     collectives,
@@ -19,32 +18,44 @@ from autopar.commands import (
     show,
 )
 from autopar.commands.launch import add_script, launch
+from autopar.commands.plain_console import PlainConsole
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.plan import Plan
+from autopar.printable import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)
-    options = parser().parse_args(given[:cut])
+    try:
+        options = parser().parse_args(given[:cut])
+    except SystemExit as stop:  # argparse has said why
+        return int(stop.code or 0)
     options.rest = given[cut + 1 :]
     try:
         return int(options.command(options) or 0)
     except OutOfMemoryError as error:
         print(f"autopar: {error}", file=sys.stderr)
         if error.changes:
-            console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+            console = PlainConsole(stderr=True, width=None if sys.stderr.isatty() else 120)
             console.print(*nothing_fits.tables(error), markup=False, sep="\n")
         return 2
     except (AutoparError, OSError) as error:
-        print(f"autopar: {error}", file=sys.stderr)
+        print(f"autopar: {printable(str(error))}", file=sys.stderr)
         return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are safe to print, whatever they quote."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    top = argparse.ArgumentParser(prog="autopar", description=__doc__)
+    top = _Parser(prog="autopar", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     plan.add_to(commands)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
+from autopar.checks import choice, count, flag, number, refused, shown
 from autopar.errors import StrategyError
 
 CASTS = ("bf16", "fp16")
@@ -43,12 +44,14 @@ class Compression:
     feedback: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise StrategyError(f"compression {self.method!r} is none of {', '.join(METHODS)}")
-        if self.rank < 1 or self.block < 8 or self.block % 8:
-            raise StrategyError(f"{self}: a rank is 1 or more, a block a multiple of 8")
-        if not 0.0 < self.density <= 1.0 or not self.threshold >= 0.0:
-            raise StrategyError(f"{self}: a density is in (0, 1], a threshold not negative")
+        choice("method", self.method, METHODS)
+        count("rank", self.rank)
+        if count("block", self.block, 8) % 8:
+            raise refused("block", self.block, "give a multiple of 8")
+        number("density", self.density, "give a number in (0, 1]", 1.0)
+        number("threshold", self.threshold, "give a number from 0", zero=True)
+        if self.feedback is not None:
+            flag("feedback", self.feedback)
 
     @property
     def feeds_back(self) -> bool:
@@ -56,8 +59,12 @@ class Compression:
         return self.method not in ELEMENTWISE if self.feedback is None else self.feedback
 
     @staticmethod
-    def of(given: str | Compression) -> Compression:
+    def of(given: str | Compression, name: str = "compression") -> Compression:
         """What a user or a plan wrote: "int8", "powersgd(rank=2)", "topk(density=0.001)".
+
+        Args:
+            given: the text.
+            name: of the argument, for errors.
 
         Raises:
             StrategyError: it is none of these.
@@ -68,17 +75,18 @@ class Compression:
         types = {f.name: f for f in fields(Compression)}
         options: dict[str, object] = {}
         for part in filter(None, (match[2] or "").split(",")) if match else ():
-            name, _, value = part.partition("=")
-            if name.strip() not in types or not value.strip():
+            option, _, value = (each.strip() for each in part.partition("="))
+            if option not in types or option == "method" or not value:
                 match = None
                 break
-            options[name.strip()] = _value(name.strip(), value.strip(), given)
-        if match is None:
-            raise StrategyError(
-                f"compression {given!r}: write one of {', '.join(METHODS)}, or as in "
-                "'powersgd(rank=2)'"
-            )
-        return Compression(match[1], **options)  # type: ignore[arg-type]
+            options[option] = _value(option, value, name, given)
+        if match is None or match[1] not in METHODS:
+            wanted = f"write one of {', '.join(METHODS)}, or as in 'powersgd(rank=2)'"
+            raise refused(name, given, wanted)
+        try:
+            return Compression(match[1], **options)  # type: ignore[arg-type]
+        except StrategyError as error:
+            raise StrategyError(f"{name}={shown(given)}: {error}") from None
 
     def __str__(self) -> str:
         changed = [
@@ -109,10 +117,10 @@ class Compressions:
         return any((*self.gather, *self.regather, *self.reduce, self.activations))
 
 
-def _value(name: str, text: str, given: str) -> object:
+def _value(option: str, text: str, name: str, given: str) -> object:
     try:
-        if name == "feedback":
+        if option == "feedback":
             return {"True": True, "False": False, "None": None}[text]
-        return int(text) if name in ("rank", "block") else float(text)
+        return int(text) if option in ("rank", "block") else float(text)
     except (KeyError, ValueError) as error:
-        raise StrategyError(f"compression {given!r}: {name}={text} cannot be read") from error
+        raise refused(name, given, f"{option}={shown(text)} cannot be read") from error

@@ -19,9 +19,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.printable import printable
+
 
 class AutoparError(Exception):
-    """Base of all errors of autopar."""
+    """Base of all errors of autopar. Their text is safe to print, whatever names stand in it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class CaptureError(AutoparError):

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from autopar.plan_text import exposures, human_bytes, layout, levels, notes, predicted
+from autopar.printable import printable
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
@@ -18,7 +19,7 @@ Rates = tuple[tuple[float, float], ...]
 
 def with_reasons(plan: Plan) -> str:
     """What a plan is, and why: the table, but for figures that the explanation has."""
-    return "\n".join([*layout(plan), *notes(plan), explain(plan)])
+    return printable("\n".join([*layout(plan), *notes(plan), explain(plan)]))
 
 
 def explain(plan: Plan) -> str:
@@ -40,7 +41,7 @@ def explain(plan: Plan) -> str:
     for other in plan.runners_up:
         size = human_bytes(other.peak_bytes)
         lines.append(f"  {other.name}: {_ms(other.step_s)}, {size}: {other.why}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _bound(p: Prediction) -> Iterator[str]:
@@ -111,7 +112,8 @@ def _links(plan: Plan, p: Prediction) -> Iterator[str]:
     if fast is not None:
         yield f"  with links {fast[0]:.2g} times as fast or faster: {fast[1].name}"
     if rivals and slow is None and fast is None:
-        names, (low, *_, high) = ", ".join(o.name for o in rivals), [r for r, _ in p.at_rates]
+        names, rates = ", ".join(o.name for o in rivals), [rate for rate, _ in p.at_rates]
+        low, high = rates[0], rates[-1]
         yield f"  from {low:g} to {high:g} of the links' rate it stays ahead of {names}"
 
 

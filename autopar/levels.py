@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.documents import Count, Ranks
+
 BETWEEN, WITHIN = "between", "within"
 
 
@@ -26,8 +28,8 @@ class Levels:
     """
 
     axis: str
-    within: int
-    from_bytes: tuple[tuple[str, int], ...] = ()
+    within: Ranks
+    from_bytes: tuple[tuple[str, Count], ...] = ()
 
     def sizes(self, ranks: int) -> dict[str, int]:
         """The size of each level, outermost first; none if an axis of so many ranks has but one.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.documents import Count, Positive, Ranks
 from autopar.graph import Buffer, Input, Parameter, TrainingGraph, elements, operands
 from autopar.passes.bucket_collectives import BUCKET_BYTES
 from autopar.passes.collectives import is_name
@@ -35,12 +36,12 @@ class Partition:
     """
 
     axis: str
-    ranks: int
+    ranks: Ranks
     parameters: tuple[tuple[str, str], ...] = ()
     graph: str = ""
-    rows: int = 0
+    rows: Count = 0
     ways: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: Positive = BUCKET_BYTES
 
     @staticmethod
     def of(axis: str, ranks: int, graph: TrainingGraph, ways: Ways) -> Partition:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from autopar.documents import Amount, Count, Positive, Seconds
 
 MOST_POINTS = 512
 """Of a memory curve: more than a page has pixels for."""
 
-Span = tuple[str, str, float, float]
+Span = tuple[str, str, Seconds, Seconds]
 """A block of the model, "forward" or "backward", and from when to when it runs, in seconds."""
 
 
@@ -33,9 +33,9 @@ class Traffic:
     groups: str
     dtype: str
     provenance: str
-    measured: tuple[tuple[int, float], ...] = ()
-    modelled: tuple[tuple[int, float, float], ...] = ()
-    sent: tuple[tuple[int, int, float], ...] = ()
+    measured: tuple[tuple[Positive, Seconds], ...] = ()
+    modelled: tuple[tuple[Positive, Seconds, Amount], ...] = ()
+    sent: tuple[tuple[Count, Count, Seconds], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,8 @@ class Picture:
         traffic: the collectives of a step.
     """
 
-    ranks_per_node: int = 0
+    ranks_per_node: Count = 0
     spans: tuple[Span, ...] = ()
-    memory_s: tuple[float, ...] = ()
-    memory: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    memory_s: tuple[Seconds, ...] = ()
+    memory: tuple[tuple[str, tuple[Count, ...]], ...] = ()
     traffic: tuple[Traffic, ...] = ()
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Picture:
-        """The picture in a document of a plan."""
-        traffic = tuple(Traffic(**item) for item in values["traffic"])
-        return Picture(**{**values, "traffic": traffic})

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from autopar.documents import Count, Ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+Schedule = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(SCHEDULES)})$")]
 
 
 @dataclass(frozen=True)
@@ -24,12 +31,12 @@ class Pipeline:
             that is not used has the stage that holds it.
     """
 
-    ranks: int
-    schedule: str
-    micro_batches: int
-    stages_per_rank: int = 1
-    uses: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    rows: int = 0
+    ranks: Ranks
+    schedule: Schedule
+    micro_batches: Ranks
+    stages_per_rank: Ranks = 1
+    uses: tuple[tuple[str, tuple[Count, ...]], ...] = ()
+    rows: Count = 0
 
     def __str__(self) -> str:
         """The order, how many stages a rank runs if several, and micro-batches."""

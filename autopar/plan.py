@@ -8,13 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import nn
 
+from autopar.checks import count, instance, shown
 from autopar.compression import Compressions
 from autopar.cost_model.timeline import write_trace
+from autopar.documents import Amount, Count, Positive, Ranks, load, read
 from autopar.errors import PlanError
 from autopar.graph import ParameterInfo
 from autopar.levels import BETWEEN, WITHIN, Levels, level, place_on
@@ -39,10 +42,15 @@ from autopar.passes.shard_parameters import ShardParameters
 from autopar.passes.synchronize_gradients import SynchronizeGradients
 from autopar.pipeline import Pipeline
 from autopar.placement import Placement, Replicate, Shard, placement_of
-from autopar.plan_document import read
+from autopar.plan_document import check
 from autopar.prediction import Prediction, RunnerUp
+from autopar.printable import printable
 
 SCHEMA_VERSION = 6
+
+ZeroStage = Annotated[int, msgspec.Meta(ge=0, le=3)]
+AGAIN = "Make the plan again with autopar.plan."
+GlobalOrLocal = Annotated[str, msgspec.Meta(pattern="^(global|local)$")]
 
 
 @dataclass(frozen=True)
@@ -90,30 +98,30 @@ class Plan:
     name: str
     model: str
     fingerprint: str
-    world_size: int
-    mesh: tuple[tuple[str, int], ...]
-    stages: tuple[tuple[str, int], ...]
-    batch: str = "global"
+    world_size: Ranks
+    mesh: tuple[tuple[str, Ranks], ...]
+    stages: tuple[tuple[str, ZeroStage], ...]
+    batch: GlobalOrLocal = "global"
     buckets: Buckets = field(default_factory=Buckets)
     compressions: Compressions = field(default_factory=Compressions)
     levels: tuple[Levels, ...] = ()
     hybrid: bool = False
-    prefetch: int = 1
-    in_flight: int = 0
+    prefetch: Count = 1
+    in_flight: Count = 0
     overlaps: tuple[Overlap, ...] = ()
     recompute: tuple[tuple[str, Level], ...] = ()
-    activation_bytes: int | None = None
-    batch_semantics: str = "global"
+    activation_bytes: Count | None = None
+    batch_semantics: GlobalOrLocal = "global"
     precision: str | None = None
     optimizer: str = "AdamW"
-    optimizer_state_ratio: float = 2.0
-    memory_cap: int | None = None
+    optimizer_state_ratio: Amount = 2.0
+    memory_cap: Positive | None = None
     placements: tuple[tuple[str, str], ...] = ()
     partitions: tuple[Partition, ...] = ()
     pipeline: Pipeline | None = None
-    parameter_bytes: tuple[tuple[str, int], ...] = ()
+    parameter_bytes: tuple[tuple[str, Count], ...] = ()
     prediction: Prediction | None = None
-    sent_bytes: tuple[tuple[str, int], ...] = ()
+    sent_bytes: tuple[tuple[str, Count], ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
     cluster: str = ""
     notes: tuple[str, ...] = ()
@@ -185,6 +193,7 @@ class Plan:
 
     def place(self, rank: int) -> dict[str, int]:
         """Where a rank of the world stands on each axis: the last one is that of neighbours."""
+        count("rank", rank, 0, self.world_size - 1)
         found = {}
         for axis, size in reversed(self.mesh):
             rank, found[axis] = divmod(rank, size)
@@ -368,25 +377,33 @@ class Plan:
         """Reads a plan that `save` wrote.
 
         Raises:
-            PlanError: the file is not a plan, or of another schema version.
+            PlanError: the file is not a plan, or of another schema version; names the field.
         """
-        try:
-            document = json.loads(Path(path).read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path} is not a plan: {error}") from error
-        return Plan.from_dict(document, str(path))
+        return Plan.from_dict(load(path, "plan", PlanError), str(path))
 
     @staticmethod
     def from_dict(document: Any, source: str = "the document") -> Plan:
-        """The plan in a document of `to_dict`; unknown or missing fields are errors."""
-        names = [f.name for f in fields(Plan)]
-        return Plan(**read(document, names, SCHEMA_VERSION, source))
+        """The plan in a document of `to_dict`.
+
+        Raises:
+            PlanError: a field is unknown, missing, of another type or out of range.
+        """
+        found = document.get("schema_version") if isinstance(document, dict) else None
+        if found != SCHEMA_VERSION:
+            raise PlanError(
+                f"{source} has plan schema {shown(found)} in $.schema_version; this autopar reads "
+                f"{SCHEMA_VERSION}. {AGAIN}"
+            )
+        if missing := [f.name for f in fields(Plan) if f.name not in document]:
+            raise PlanError(f"{source}: $ lacks the field {missing[0]!r} of a plan. {AGAIN}")
+        return read(document, Plan, source, PlanError, AGAIN, check)
 
     def diff(self, other: Plan) -> str:
         """What differs between two plans, one line a field; "" if nothing does."""
         from autopar.difference import difference
 
-        return "\n".join(difference(self, other))
+        instance("other", other, Plan, "give a Plan")
+        return printable("\n".join(difference(self, other)))
 
     def explain(self) -> str:
         """Why this plan: what bounds it, what would change it, and why each runner-up lost."""

@@ -13,6 +13,7 @@ from rich.table import Table
 from autopar.cost_model.allocator import CONTEXT_SOURCE
 from autopar.cost_model.exposure import CAUSES
 from autopar.error_bars import bar_of_memory, bar_of_step
+from autopar.printable import printable
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
@@ -23,7 +24,7 @@ def table(plan: Plan) -> str:
     """The plan as tables: what it is, then what it is predicted to cost."""
     lines = [*layout(plan), *levels(plan), *predicted(plan)]
     lines += exposures(plan.prediction, 5) if plan.prediction else []
-    return "\n".join([*lines, *notes(plan)])
+    return printable("\n".join([*lines, *notes(plan)]))
 
 
 def notes(plan: Plan) -> list[str]:
@@ -211,7 +212,8 @@ def _span(blocks: list[str]) -> str:
 
 def _render(grid: Table) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=110, color_system=None).print(grid)
+    console = Console(file=stream, width=110, color_system=None, markup=False, emoji=False)
+    console.print(grid)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 

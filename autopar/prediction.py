@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from autopar.cost_model.exposure import Exposure
+from autopar.documents import Count, Duration, Positive, Rate, Seconds
 from autopar.picture import Picture
 from autopar.throughput import Work
 
@@ -32,13 +32,13 @@ class StagePrediction:
         in_flight: of how many micro-batches at once.
     """
 
-    parameter_bytes: int
-    forward_s: float
-    backward_s: float
-    sent_bytes: int
-    returned_bytes: int
-    saved_bytes: int
-    in_flight: int
+    parameter_bytes: Count
+    forward_s: Seconds
+    backward_s: Seconds
+    sent_bytes: Count
+    returned_bytes: Count
+    saved_bytes: Count
+    in_flight: Count
 
 
 @dataclass(frozen=True)
@@ -71,37 +71,27 @@ class Prediction:
         at_rates: seconds of a step if links were so many times as fast: pairs of both.
     """
 
-    step_s: float
-    update_s: float
-    compute_s: float
-    communication_s: float
-    exposed_s: float
-    peak_bytes: int
-    node_bytes: int = 0
-    memory: Mapping[str, int] = field(default_factory=dict)
-    reserved_bytes: int = 0
-    context_bytes: int = 0
-    provenance: Mapping[str, int] = field(default_factory=dict)
-    waits: Mapping[str, float] = field(default_factory=dict)
+    step_s: Duration
+    update_s: Seconds
+    compute_s: Seconds
+    communication_s: Seconds
+    exposed_s: Seconds
+    peak_bytes: Positive
+    node_bytes: Count = 0
+    memory: Mapping[str, Count] = field(default_factory=dict)
+    reserved_bytes: Count = 0
+    context_bytes: Count = 0
+    provenance: Mapping[str, Count] = field(default_factory=dict)
+    waits: Mapping[str, Seconds] = field(default_factory=dict)
     causes: Mapping[str, float] = field(default_factory=dict)
     exposures: tuple[Exposure, ...] = ()
-    events: tuple[tuple[str, str, float, float, str], ...] = field(default=(), repr=False)
-    memory_curve: tuple[tuple[float, int], ...] = field(default=(), repr=False)
+    events: tuple[tuple[str, str, Seconds, Seconds, str], ...] = field(default=(), repr=False)
+    memory_curve: tuple[tuple[Seconds, Count], ...] = field(default=(), repr=False)
     stages: tuple[StagePrediction, ...] = ()
     idle: tuple[float, ...] = ()
     picture: Picture = field(default_factory=Picture, repr=False)
     work: Work | None = None
-    at_rates: tuple[tuple[float, float], ...] = ()
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Prediction:
-        """The prediction in a document of a plan."""
-        stages = tuple(StagePrediction(**stage) for stage in values["stages"])
-        exposures = tuple(Exposure(**item) for item in values["exposures"])
-        picture = Picture.from_dict(values["picture"]) if "picture" in values else Picture()
-        work = Work.from_dict(values.get("work"))
-        own = {"stages": stages, "exposures": exposures, "picture": picture, "work": work}
-        return Prediction(**{**values, **own})
+    at_rates: tuple[tuple[Rate, Seconds], ...] = ()
 
     @property
     def bubble(self) -> float:
@@ -128,11 +118,11 @@ class RunnerUp:
     """
 
     name: str
-    step_s: float
-    peak_bytes: int
+    step_s: Seconds
+    peak_bytes: Count
     why: str
-    needed_bytes: int = 0
-    at_rates: tuple[tuple[float, float], ...] = ()
+    needed_bytes: Count = 0
+    at_rates: tuple[tuple[Rate, Seconds], ...] = ()
 
     @staticmethod
     def of(name: str, cost: Prediction, why: str) -> RunnerUp:

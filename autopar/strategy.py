@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
 from math import prod
-from typing import Literal, get_args
+from typing import Literal
 
-from autopar.compression import CASTS, ELEMENTWISE, MILD, Compression
+from autopar.checks import choice
+from autopar.compression import MILD, Compression
 from autopar.errors import StrategyError
 from autopar.passes.checkpoint_activations import Level
-from autopar.pipeline import SCHEDULES
 from autopar.placement import Replicate, Shard
+from autopar.strategy_fields import check_fields
 
 ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 SEARCHED = {"auto": ("tp", "dp_shard"), "fastest": ("pp", "tp", "dp_shard")}
@@ -104,31 +105,8 @@ class Strategy:
     sequence: bool = True
 
     def __post_init__(self) -> None:
-        stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
-        if any(stage not in (None, 0, 1, 2, 3) for stage in stages):
-            raise StrategyError(f"zero={self.zero!r}: a ZeRO stage is 0, 1, 2 or 3")
-        if self.recompute not in (None, *get_args(Level)):
-            raise StrategyError(
-                f"recompute={self.recompute!r}: choose one of {', '.join(get_args(Level))}"
-            )
-        if self.batch_semantics not in ("global", "local"):
-            raise StrategyError(
-                f"batch_semantics={self.batch_semantics!r}: choose 'global' or 'local'"
-            )
-        for axis in ("pp", "dp_shard", *MESH):
-            if (ranks := getattr(self, axis)) is not None and ranks < 1:
-                raise StrategyError(f"{axis}={ranks!r}: give a number of ranks")
-        if strange := set(self.search) - {"pp", *ORDER, "dp_shard"}:
-            raise StrategyError(
-                f"search={self.search!r}: {sorted(strange)} is none of pp, tp, cp, ep, dp_shard"
-            )
-        if self.hierarchical not in (None, False, True) and self.hierarchical < 2:
-            raise StrategyError(
-                f"hierarchical={self.hierarchical!r}: choose True, False, None or how many "
-                "neighbours are near each other, 2 or more"
-            )
+        check_fields(self)
         self._check_pipeline()
-        self._check_compression()
         pinned = {axis for _, axis, _ in self._pins()}
         if missing := sorted(pinned - ({"tp", "ep"} & set(self.axes))):
             raise StrategyError(
@@ -137,11 +115,6 @@ class Strategy:
             )
 
     def _check_pipeline(self) -> None:
-        if self.schedule is not None and self.schedule not in SCHEDULES:
-            raise StrategyError(f"schedule={self.schedule!r}: choose {', '.join(SCHEDULES)}")
-        for name in ("micro_batches", "stages_per_rank"):
-            if (number := getattr(self, name)) is not None and number < 1:
-                raise StrategyError(f"{name}={number!r}: give a number of at least 1")
         if self.stages == 1 and (self.schedule or self.cuts):
             raise StrategyError(
                 "schedule and cuts are those of a pipeline: give Strategy(pp=...) too"
@@ -161,16 +134,6 @@ class Strategy:
             raise StrategyError(
                 f"cuts={self.cuts!r}: {self.stages} stages have {self.stages - 1} cuts between them"
             )
-
-    def _check_compression(self) -> None:
-        allowed = {"compress_gathers": ELEMENTWISE, "compress_activations": CASTS}
-        for name in ("compress", *allowed):
-            given = getattr(self, name)
-            found = None if given in (None, "none") else Compression.of(given)
-            if found is not None and found.method not in allowed.get(name, (found.method,)):
-                raise StrategyError(f"{name}={given!r}: choose {', '.join(allowed[name])}")
-        for method in self.lossy:
-            Compression.of(method)
 
     def allowing(self, lossy: bool | Sequence[str]) -> Strategy:
         """This strategy with the methods that may be chosen; True for those of `MILD`."""
@@ -249,9 +212,7 @@ class Strategy:
         """The strategy behind a name that users know."""
         if isinstance(strategy, Strategy):
             return strategy
+        choice("strategy", strategy, (*SEARCHED, *ZERO_OF_NAME), ", or give a Strategy")
         if strategy in SEARCHED:
             return Strategy(search=SEARCHED[strategy])
-        if strategy not in ZERO_OF_NAME:
-            names = ", ".join([*SEARCHED, *ZERO_OF_NAME])
-            raise StrategyError(f"strategy={strategy!r} is not one of {names}, or a Strategy")
         return Strategy(zero=ZERO_OF_NAME[strategy])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.devices import find_device
 from autopar.cost_model.timing import flops_of
+from autopar.documents import Amount, Count
 from autopar.graph import Input, TrainingGraph, tensors
 
 
@@ -25,10 +24,10 @@ class Work:
         dtype: of these.
     """
 
-    rows: int
-    tokens: int
-    flops: float
-    peak: float
+    rows: Count
+    tokens: Count
+    flops: Amount
+    peak: Amount
     dtype: str
 
     @staticmethod
@@ -46,11 +45,6 @@ class Work:
         peak = device.flops_per_s.get(dtype, 0.0) if device is not None else 0.0
         rows, tokens = _shared(graph)
         return Work(rows * parts, tokens * parts, flops * parts, peak, dtype)
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any] | None) -> Work | None:
-        """The work in a document of a plan, which older ones have not."""
-        return Work(**values) if values else None
 
     def utilisation(self, step_s: float, ranks: int) -> float:
         """The part of the peak of all ranks that a step of so many seconds is; 0 if unknown."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
 from autopar.api import compile
+from autopar.arguments import check
 from autopar.captures import flattened
 from autopar.plan import Plan
 from autopar.runtime.agreement import from_everywhere, is_live
@@ -67,6 +68,16 @@ def verify(
         double: compare in float64, where differences are those of summation order alone.
         options: of `compile`.
     """
+    check(
+        "example_inputs",
+        model=model,
+        plan=plan,
+        example_inputs=example_inputs,
+        loss=loss,
+        optimizer=optimizer,
+        double=double,
+        **options,
+    )
     take = loss or (lambda result: result)
     dtype = torch.float64 if double else None
     plain = _cast(copy.deepcopy(model), dtype)

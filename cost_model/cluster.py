@@ -13,15 +13,18 @@ from typing import Any
 
 import networkx as nx
 
+from autopar.checks import MOST_BYTES, MOST_RANKS, choice, count, refused, shown, text
+from autopar.cost_model.cluster_document import cluster_fields
 from autopar.cost_model.collectives import Link, Transfer, check_collective
 from autopar.cost_model.cost import ClusterError, Cost, check_provenance
 from autopar.cost_model.devices import Device
 from autopar.cost_model.extrapolate import Fabric
-from autopar.cost_model.measured import CurveKey, Measured, read_row, row_of
+from autopar.cost_model.measured import CurveKey, Measured, row_of
 from autopar.cost_model.pricing import Prices
 from autopar.cost_model.shape import GroupShape
 from autopar.cost_model.slowdown import SHARED_CORES, SHARED_GPU, Slowdown
-from autopar.cost_model.topology import check_topology, repeated
+from autopar.cost_model.topology import repeated
+from autopar.documents import load
 
 SCHEMA_VERSION = 2
 
@@ -30,6 +33,17 @@ _TABLES = resources.files("autopar.cost_model.tables")
 # Round figures of a machine of each kind, used where nothing was measured: gloo over loopback on
 # a shared host, NCCL over NVLink (launch 18-25 us on A100 x 8, busbw 230 GB/s: superbenchmark).
 _LINKS = {"cpu": Link(2e-4, 1e-4, 2e9), "cuda": Link(1.5e-5, 2e-6, 1.5e11)}
+
+
+_KINDS: Mapping[str, Any] = {
+    "curves": Mapping,
+    "versions": Mapping,
+    "slowdown": Slowdown,
+    "uniform": bool,
+    "topology": nx.Graph | None,
+    "figures": Device | None,
+    "link": Link | None,
+}
 
 
 @dataclass(frozen=True)
@@ -74,10 +88,21 @@ class Cluster:
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or not 1 <= self.ranks_per_node <= self.world_size:
+        for field_name in ("name", "device", "backend"):
+            text(field_name, getattr(self, field_name), "give a name", ClusterError)
+        count("world_size", self.world_size, error=ClusterError)
+        count("ranks_per_node", self.ranks_per_node, error=ClusterError)
+        if self.ranks_per_node > self.world_size:
             raise ClusterError(
-                f"cluster {self.name!r}: {self.world_size} ranks, {self.ranks_per_node} a node"
+                f"cluster {self.name!r}: {self.world_size} ranks, ranks_per_node="
+                f"{self.ranks_per_node}: give at most world_size"
             )
+        for field_name in ("device_memory_bytes", "host_memory_bytes"):
+            if (size := getattr(self, field_name)) is not None:
+                count(field_name, size, 1, MOST_BYTES, ClusterError)
+        for field_name, kind in _KINDS.items():
+            if not isinstance(given := getattr(self, field_name), kind):
+                raise refused(field_name, given, "give what its type says", ClusterError)
         check_provenance(self.provenance)
 
     @classmethod
@@ -88,6 +113,8 @@ class Cluster:
             world_size: number of ranks.
             device: "cpu", "cuda" or the name of a GPU.
         """
+        count("world_size", world_size, error=ClusterError)
+        text("device", device, "give 'cpu', 'cuda' or the name of a GPU", ClusterError)
         cpu = device == "cpu"
         return cls(
             name=f"{world_size} x {device}, not measured",
@@ -150,33 +177,24 @@ class Cluster:
         return data
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
-        """The cluster that `to_dict` wrote; anything else is refused."""
+    def from_dict(cls, data: Any, source: str = "the document") -> Cluster:
+        """The cluster that `to_dict` wrote.
+
+        Args:
+            data: the document.
+            source: name of the document, for errors.
+
+        Raises:
+            ClusterError: a field is missing, unknown, of another type or out of range.
+        """
         if not isinstance(data, Mapping) or "schema_version" not in data:
-            raise ClusterError("this is no cluster: it has no schema_version")
+            raise ClusterError(f"{source}: this is no cluster: it has no schema_version")
         if data["schema_version"] != SCHEMA_VERSION:
             raise ClusterError(
-                f"this cluster has schema {data['schema_version']!r}, this autopar reads "
-                f"{SCHEMA_VERSION}: measure it again"
+                f"{source} has cluster schema {shown(data['schema_version'])} in "
+                f"$.schema_version; this autopar reads {SCHEMA_VERSION}. Measure the cluster again."
             )
-        names = {f.name for f in dataclasses.fields(cls)}
-        odd = sorted(names.symmetric_difference(data))
-        if odd:
-            raise ClusterError(f"this is no cluster: unknown or missing {', '.join(odd)}")
-        made = dict(data)
-        try:
-            made["curves"] = dict(map(read_row, data["curves"]))
-            made["slowdown"] = Slowdown.from_dict(data["slowdown"])
-            if data["link"] is not None:
-                made["link"] = Link(**data["link"])
-            if data["figures"] is not None:
-                made["figures"] = Device.from_dict(data["figures"])
-            if data["topology"] is not None:
-                graph = nx.node_link_graph(data["topology"], edges="edges")
-                made["topology"] = check_topology(graph)
-            return cls(**made)
-        except (KeyError, TypeError, nx.NetworkXError) as error:
-            raise ClusterError(f"this cluster is damaged: {error}") from error
+        return cls(**cluster_fields(data, source))
 
     def save(self, path: str | Path) -> None:
         """Write the cluster as JSON."""
@@ -191,10 +209,8 @@ class Cluster:
             nodes: how many machines of that kind; by default as many as were measured. More or
                 fewer than that only where the fabric is uniform.
         """
-        if name not in shipped_clusters():
-            known = ", ".join(shipped_clusters())
-            raise ClusterError(f"no cluster {name!r} ships: there are {known}")
-        cluster = cls.from_dict(json.loads((_TABLES / f"{name}.json").read_text()))
+        choice("name", name, shipped_clusters(), ", the clusters that ship", ClusterError)
+        cluster = cls.from_dict(json.loads((_TABLES / f"{name}.json").read_text()), name)
         return cluster if nodes is None else cluster.of_nodes(nodes)
 
     def of_nodes(self, nodes: int) -> Cluster:
@@ -203,6 +219,7 @@ class Cluster:
         Raises:
             ClusterError: the fabric is not uniform, so that more nodes may do otherwise.
         """
+        count("nodes", nodes, 1, MOST_RANKS // self.ranks_per_node, ClusterError)
         if nodes * self.ranks_per_node == self.world_size:
             return self
         if not self.uniform or self.topology is None:
@@ -220,17 +237,14 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read a cluster that `save` wrote, or one that ships, by its name."""
-        if str(path) in shipped_clusters() and not Path(path).exists():
-            return cls.named(str(path))
-        try:
-            data = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ClusterError(f"{path} is not JSON: {error}") from error
-        try:
-            return cls.from_dict(data)
-        except ClusterError as error:
-            raise ClusterError(f"{path}: {error}") from error
+        """Read a cluster that `save` wrote, or one that ships, by its name.
+
+        Raises:
+            ClusterError: the file is no cluster; names the field.
+        """
+        if isinstance(path, str) and path in shipped_clusters() and not Path(path).exists():
+            return cls.named(path)
+        return cls.from_dict(load(path, "cluster", ClusterError), str(path))
 
 
 @cache

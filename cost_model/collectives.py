@@ -25,6 +25,7 @@ from torch import fx
 
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.shape import GroupShape
+from autopar.documents import Amount, Rate
 from autopar.graph import tensor_bytes, tensors
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
@@ -131,9 +132,9 @@ class Link:
         bytes_per_s: bytes per second that a rank sends while it receives as many.
     """
 
-    launch_s: float
-    step_s: float
-    bytes_per_s: float
+    launch_s: Amount
+    step_s: Amount
+    bytes_per_s: Rate
 
     def seconds(self, collective: str, nbytes: float, ranks: int, backend: str) -> float:
         """The α-β time of a ring: launch + steps x latency + bytes on the wire / bandwidth."""

@@ -165,13 +165,6 @@ class Curve:
             "spread": list(self.spread),
         }
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Curve:
-        """The curve that `to_dict` wrote."""
-        if not isinstance(data, Mapping) or set(data) != {"bytes", "seconds", "spread"}:
-            raise ClusterError(f"a curve has bytes, seconds and spread, this has {_keys(data)}")
-        return cls(tuple(data["bytes"]), tuple(data["seconds"]), tuple(data["spread"]))
-
 
 def _steps(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
     """Width and slope between each two points."""
@@ -204,10 +197,6 @@ def _rising(values: Sequence[float]) -> list[float]:
             last = pools.pop()
             pools[-1] += last
     return [level for pool in pools for level in [median(pool)] * len(pool)]
-
-
-def _keys(data: object) -> str:
-    return ", ".join(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
 
 
 def _number(value: object) -> bool:

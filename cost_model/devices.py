@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost_model.cost import ClusterError, check_provenance
+from autopar.documents import Positive, Rate
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class Device:
     """
 
     name: str
-    memory_bytes: int
-    memory_bytes_per_s: float
-    flops_per_s: Mapping[str, float]
+    memory_bytes: Positive
+    memory_bytes_per_s: Rate
+    flops_per_s: Mapping[str, Rate]
     source: str
 
     def __post_init__(self) -> None:
@@ -38,14 +39,6 @@ class Device:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
         return {**dataclasses.asdict(self), "flops_per_s": dict(self.flops_per_s)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Device:
-        """The device that `to_dict` wrote."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(data, Mapping) or set(data) != names:
-            raise ClusterError(f"a device has {', '.join(sorted(names))}, this has {data!r:.200}")
-        return cls(**data)
 
 
 def find_device(name: str) -> Device | None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopar.documents import Count, Seconds
+
 CAUSES = ("the link", "memory", "data dependence")
 
 
@@ -38,11 +40,11 @@ class Exposure:
     block: str
     collective: str
     axis: str
-    nbytes: int
-    seconds: float
-    link_s: float
-    memory_s: float
-    dependence_s: float
+    nbytes: Count
+    seconds: Seconds
+    link_s: Seconds
+    memory_s: Seconds
+    dependence_s: Seconds
 
     @property
     def exposed_s(self) -> float:

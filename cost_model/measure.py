@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.checks import MOST_BYTES, choice, count, flag, refused, seconds, text
 from autopar.cost_model.bench import Bench
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.collectives import COLLECTIVES, check_collective
+from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.contention import measure_slowdown
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves import Curve
@@ -52,19 +53,9 @@ class Request:
 
     def check(self, world_size: int) -> None:
         """Raise unless this can be measured among `world_size` ranks."""
-        for collective in self.collectives:
-            check_collective(collective)
-        if not self.collectives:
-            raise ClusterError("no collectives to measure")
-        if not self.sizes or any(size <= 0 for size in self.sizes):
-            raise ClusterError(f"sizes must be positive numbers of bytes, not {self.sizes!r}")
-        if self.dtype not in DTYPES:
-            raise ClusterError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
-        if not self.budget_s > 0:
-            raise ClusterError(f"a budget of {self.budget_s} s: give positive seconds")
         ranks = [size for _, size in self.mesh or ()]
         if self.mesh is not None and torch.Size(ranks).numel() != world_size:
-            raise ClusterError(f"the mesh {dict(self.mesh)} is not of {world_size} ranks")
+            raise ClusterError(f"mesh={dict(self.mesh)} is not of {world_size} ranks")
 
     def layouts(self, world_size: int, ranks_per_node: int) -> Layouts:
         """The groups of each curve to measure. Messages go between pairs."""
@@ -118,6 +109,7 @@ def measure(
         DisagreementError: they differ between ranks.
         CommunicationError: another rank died, or did not come within the group's timeout.
     """
+    _check(group, collectives, sizes, mesh, dtype, budget_s, cache, fresh, tell)
     request = Request(
         tuple(collectives),
         tuple(sorted(set(sizes))),
@@ -139,6 +131,44 @@ def measure(
     with Bench(group) as bench:
         _agree(bench, request)
         return _kept_or_new(bench, request, tell or (lambda done: None))
+
+
+def _check(
+    group: Any,
+    collectives: Any,
+    sizes: Any,
+    mesh: Any,
+    dtype: Any,
+    budget_s: Any,
+    cache: Any,
+    fresh: Any,
+    tell: Any,
+) -> None:
+    """Raises ClusterError for the first argument of `measure` that makes no sense."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise refused("group", group, "give a process group of torch.distributed", ClusterError)
+    _check_list("collectives", collectives)
+    for collective in collectives:
+        choice("collectives", collective, COLLECTIVES, error=ClusterError)
+    _check_list("sizes", sizes)
+    for size in sizes:
+        count("sizes", size, 1, MOST_BYTES, ClusterError)
+    if mesh is not None and not (isinstance(mesh, Mapping) and mesh):
+        raise refused("mesh", mesh, "give sizes of axes by name, as {'dp': 2}", ClusterError)
+    for axis, ranks in (mesh or {}).items():
+        text("mesh", axis, "give names of axes", ClusterError)
+        count("mesh", ranks, error=ClusterError)
+    choice("dtype", dtype, DTYPES, error=ClusterError)
+    seconds("budget_s", budget_s, error=ClusterError)
+    flag("cache", cache, ClusterError)
+    flag("fresh", fresh, ClusterError)
+    if tell is not None and not callable(tell):
+        raise refused("tell", tell, "give a function", ClusterError)
+
+
+def _check_list(name: str, given: Any) -> None:
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or not given:
+        raise refused(name, given, "give a list or tuple, not an empty one", ClusterError)
 
 
 def _agree(bench: Bench, request: Request) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost_model.collectives import check_collective
-from autopar.cost_model.cost import ClusterError, Cost, check_provenance
+from autopar.cost_model.cost import Cost, check_provenance
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.shape import GroupShape
 
@@ -71,20 +70,3 @@ def row_of(key: CurveKey, entry: Measured) -> dict[str, Any]:
         "version": entry.version,
         **entry.curve.to_dict(),
     }
-
-
-def read_row(row: Mapping[str, Any]) -> tuple[CurveKey, Measured]:
-    """What `row_of` wrote."""
-    if not isinstance(row, Mapping):
-        raise ClusterError(f"a curve is {row!r:.60}, not an object")
-    rest = dict(row)
-    try:
-        shape = GroupShape(rest.pop("ranks"), rest.pop("ranks_per_node"), rest.pop("groups"))
-        key = CurveKey(rest.pop("collective"), shape, rest.pop("dtype"))
-        provenance, version = rest.pop("provenance"), rest.pop("version")
-    except KeyError as error:
-        raise ClusterError(f"a curve lacks {error}") from error
-    try:
-        return key, Measured(Curve.from_dict(rest), provenance, version)
-    except ClusterError as error:
-        raise ClusterError(f"{key}: {error}") from error

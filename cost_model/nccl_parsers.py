@@ -14,7 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from autopar.cost_model.cost import ClusterError
+from autopar.documents import read
 
 PROGRAMS = (
     "all_reduce",
@@ -197,23 +200,43 @@ def _spell(code: int) -> str:
 
 def _parse_json(text: str) -> Found:
     try:
-        data = json.loads(text, parse_float=str)
-    except ValueError as error:
+        data = json.loads(text, parse_float=str, parse_constant=str)
+    except (ValueError, RecursionError) as error:
         raise ClusterError(f"not JSON, was it cut short? {error}") from error
-    results = data.get("results")
-    if not isinstance(results, list) or not isinstance(data.get("args"), list):
-        raise ClusterError("no output of nccl-tests -J: it has no args and results")
-    program = _PROGRAM.search(str(data["args"][:1]))
-    devices = data.get("config", {}).get("devices", [])
-    code = data.get("nccl_version")
+    advice = "Is this what nccl-tests -J wrote?"
+    output = read(data, _Output, "no output of nccl-tests -J", ClusterError, advice)
+    program, devices = _PROGRAM.search(str(output.args[:1])), output.config.devices
+    code = output.nccl_version
     return Found(
         collective=program[1] if program else None,
-        hosts=[device["hostname"] for device in devices],
-        device=devices[0]["device_info"] if devices else "",
+        hosts=[device.hostname for device in devices],
+        device=devices[0].device_info if devices else "",
         version=f"nccl {_spell(code)}" if isinstance(code, int) else "",
-        rows=[_json_row(row, number) for number, row in enumerate(results, 1)],
+        rows=[_json_row(row, number) for number, row in enumerate(output.results, 1)],
         ended=True,
     )
+
+
+class _Device(msgspec.Struct):
+    """A device that took part, as nccl-tests -J names it."""
+
+    hostname: str
+    device_info: str
+
+
+class _Config(msgspec.Struct):
+    """The devices of a run."""
+
+    devices: list[_Device] = []
+
+
+class _Output(msgspec.Struct):
+    """What nccl-tests -J writes, as far as it counts here."""
+
+    args: list[str]
+    results: list[dict[str, Any]]
+    config: _Config = msgspec.field(default_factory=_Config)
+    nccl_version: Any = None
 
 
 def _json_row(row: Mapping[str, Any], number: int) -> RawRow:

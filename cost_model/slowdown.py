@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.cost_model.cost import ClusterError, check_provenance
+from autopar.documents import Amount, Positive
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Slowdown:
             computes, however large: where ranks share cores, who waits for it has to get one.
     """
 
-    bytes: tuple[int, ...]
-    compute: tuple[float, ...]
-    communication: tuple[float, ...]
-    issue_s: float
-    wait_s: float
+    bytes: tuple[Positive, ...]
+    compute: tuple[Amount, ...]
+    communication: tuple[Amount, ...]
+    issue_s: Amount
+    wait_s: Amount
     provenance: str
-    late_s: float = 0.0
+    late_s: Amount = 0.0
 
     def __post_init__(self) -> None:
         check_provenance(self.provenance)
@@ -58,12 +58,6 @@ class Slowdown:
     def of_communication(self, nbytes: float) -> float:
         """The factor on collectives of this size beside compute."""
         return _between(self.bytes, self.communication, nbytes)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Slowdown:
-        """What `dataclasses.asdict` made of one."""
-        rows = {name: tuple(data[name]) for name in ("bytes", "compute", "communication")}
-        return cls(**{**data, **rows})
 
 
 APART = Slowdown.modelled(1.0, 1.0, "nothing that they share")

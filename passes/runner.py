@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +13,9 @@ from autopar.errors import PassError, StrategyError
 from autopar.graph import TrainingGraph, render
 from autopar.passes.base import Pass, describe, pass_name
 from autopar.passes.legality import check
+
+FOLDER = "AUTOPAR_REPRODUCERS"
+"""Environment variable of the folder for reproducers; the temporary folder by default."""
 
 Observer = Callable[[str, TrainingGraph, float], None]
 
@@ -28,8 +32,8 @@ def run_passes(
 
     Raises:
         StrategyError: what was asked for cannot be done to this graph.
-        PassError: a pass failed or made an illegal graph. A file beside the message holds the
-            graph before it and the pipeline, to reproduce the failure with.
+        PassError: a pass failed or made an illegal graph. The message names a file with the graph
+            before it and the pipeline, to reproduce the failure with.
     """
     passes, given = tuple(passes), graph
     for index, item in enumerate(passes):
@@ -64,8 +68,9 @@ def _again(graph: TrainingGraph, passes: Iterable[Pass]) -> TrainingGraph:
 
 def _reproducer(graph: TrainingGraph, passes: tuple[Pass, ...], failed: int) -> Path:
     lines = [f"# {'->' if i == failed else '  '} {describe(p)}" for i, p in enumerate(passes)]
+    folder = os.environ.get(FOLDER) or None
     with tempfile.NamedTemporaryFile(
-        "w", prefix="autopar-pass-", suffix=".txt", delete=False
+        "w", prefix="autopar-pass-", suffix=".txt", dir=folder, delete=False
     ) as file:
         file.write("\n".join(lines) + "\n\n" + render(graph) + "\n")
     return Path(file.name)

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from torch import fx
 
+from autopar.documents import Count
 from autopar.graph import TrainingGraph
 from autopar.passes.base import PassResult
 from autopar.passes.chains import AT_MARK, Half, Unit, halves, sink_waits
@@ -34,7 +35,7 @@ class Overlap:
     gather: tuple[float, ...] = ()
     regather: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
-    stage: int = 0
+    stage: Count = 0
 
 
 @dataclass(frozen=True)

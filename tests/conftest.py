@@ -1,4 +1,4 @@
-"""One thread a process, and a cache of the session's own, before anything imports torch."""
+"""One thread a process, and the session's own folder for what autopar keeps on disk."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from hypothesis import settings
 
     cache = tempfile.TemporaryDirectory(prefix="autopar-tests-")
-    os.environ["AUTOPAR_CACHE"] = cache.name
+    os.environ["AUTOPAR_CACHE"] = os.environ["AUTOPAR_REPRODUCERS"] = cache.name
     config.add_cleanup(cache.cleanup)
     settings.register_profile("autopar", deadline=None, derandomize=True, database=None)
     settings.load_profile("autopar")

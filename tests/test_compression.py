@@ -233,7 +233,7 @@ def test_lossy_names_methods() -> None:
     }
     with pytest.raises(autopar.StrategyError, match="give True, False, or a list"):
         planned(lossy="topk")
-    with pytest.raises(autopar.StrategyError, match="is none of bf16"):
+    with pytest.raises(autopar.StrategyError, match="write one of bf16"):
         planned(lossy=["int4"])
     with pytest.raises(autopar.StrategyError, match="compress_gathers='sign': choose bf16"):
         autopar.Strategy(compress_gathers="sign")

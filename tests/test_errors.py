@@ -158,7 +158,7 @@ def test_a_plan_that_is_none(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"strategy": "zero4"}, "zero4.*auto, fastest, ddp, zero1"),
-        ({"batch": "mine"}, "'global' or 'local'"),
+        ({"batch": "mine"}, "choose global, local"),
         ({"precision": "int8"}, "choose bf16, fp16"),
         ({"memory": "lots"}, "24GiB"),
     ],

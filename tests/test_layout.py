@@ -19,10 +19,13 @@ GROUND = frozenset(
     {
         "autopar.compression",
         "autopar._torch",
+        "autopar.checks",
+        "autopar.documents",
         "autopar.errors",
         "autopar.graph",
         "autopar.levels",
         "autopar.placement",
+        "autopar.printable",
     }
 )
 COST_MODEL = GROUND | {"autopar.cost_model"}
@@ -52,13 +55,14 @@ MAY_IMPORT = {
     "autopar.capture": GROUND | TRACING | {"autopar.capture"},
     "autopar.batch_slices": PASSES | {"autopar.capture"},
     "autopar.partition": PASSES,
-    "autopar.pipeline": PASSES,
+    "autopar.pipeline": GROUND,
     "autopar.picture": COST_MODEL,
     "autopar.throughput": COST_MODEL,
     "autopar.prediction": COST_MODEL | {"autopar.picture", "autopar.throughput"},
     "autopar.error_bars": PREDICTED,
     "autopar.plan_document": PASSES | PARTS,
-    "autopar.strategy": PASSES | PARTS,
+    "autopar.strategy_fields": PASSES | PARTS,
+    "autopar.strategy": PASSES | PARTS | {"autopar.strategy_fields"},
     "autopar.plan": PLAN | {"autopar.report"},
     **dict.fromkeys(TEXTS, PLAN),
     "autopar.staging": PLAN,

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import networkx as nx
-from rich.console import Console
 
 from autopar.commands.collectives_text import Question, Row, origins, table, why
+from autopar.commands.option_types import ranks, size
+from autopar.commands.plain_console import PlainConsole
 from autopar.cost_model.cluster import Cluster, shipped_clusters
 from autopar.cost_model.collectives import COLLECTIVES, ring
 from autopar.cost_model.cost import ClusterError, Cost
@@ -28,7 +29,6 @@ from autopar.cost_model.tuner import NAMES, export
 from autopar.errors import StrategyError
 
 DEFAULT = "dgx-a100"
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
 
 
 def add_to(commands: Any) -> None:
@@ -38,10 +38,10 @@ def add_to(commands: Any) -> None:
         "collectives",
         help="what each algorithm would take for a collective, and which one to pick",
     )
-    parser.add_argument("--bytes", type=bytes_of, required=True, help="such as 64MB or 64MiB")
-    parser.add_argument("--ranks", type=int, required=True, help="ranks of the group")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that it lies on, evenly")
-    parser.add_argument("--groups", type=int, default=1, help="such groups that run at once")
+    parser.add_argument("--bytes", type=size, required=True, help="such as 64MB or 64MiB")
+    parser.add_argument("--ranks", type=ranks, required=True, help="ranks of the group")
+    parser.add_argument("--nodes", type=ranks, default=1, help="nodes that it lies on, evenly")
+    parser.add_argument("--groups", type=ranks, default=1, help="such groups that run at once")
     parser.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
     parser.add_argument(
         "--cluster",
@@ -63,25 +63,13 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(command=run)
 
 
-def bytes_of(text: str) -> int:
-    """The bytes in a text such as "64MB", "64MiB" or "4096"."""
-    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
-    try:
-        nbytes = int(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
-    except (ValueError, OverflowError):
-        nbytes = 0
-    if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64MB or 64MiB")
-    return nbytes
-
-
 def run(options: argparse.Namespace) -> int:
     """`autopar collectives`."""
     if options.nodes < 1 or options.ranks < 2 or options.ranks % options.nodes:
         raise StrategyError(f"{options.ranks} ranks do not fill {options.nodes} nodes evenly")
     shape = GroupShape(options.ranks, options.ranks // options.nodes, options.groups)
     question = ask(options.collective, options.bytes, shape, options.cluster)
-    console, notes = Console(), list[str]()
+    console, notes = PlainConsole(), list[str]()
     if not console.is_terminal:
         console.width = max(console.width, 120)
     seen = rows_seen(question, options.nccl, notes)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from autopar.commands.option_types import ranks, size
+from autopar.commands.plain_console import PlainConsole
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.imports import import_nccl_tests
 from autopar.plan_text import human_bytes
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def add_to(commands: Any) -> None:
@@ -30,10 +28,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the cluster as JSON")
     parser.add_argument("--name", help="of the cluster")
     parser.add_argument("--device", help="name of the GPUs, where the files do not state it")
-    parser.add_argument("--ranks", type=int, help="where the files do not list them")
-    parser.add_argument("--ranks-per-node", type=int, help="where the files do not list the hosts")
+    parser.add_argument("--ranks", type=ranks, help="where the files do not list them")
+    parser.add_argument(
+        "--ranks-per-node", type=ranks, help="where the files do not list the hosts"
+    )
     parser.add_argument("--collective", help="where the files do not name it, such as all_reduce")
-    parser.add_argument("--least-bytes", type=bytes_of, help="leave smaller sizes out, such as 8M")
+    parser.add_argument("--least-bytes", type=size, help="leave smaller sizes out, such as 8M")
     parser.add_argument(
         "--uniform",
         action="store_true",
@@ -41,14 +41,6 @@ def add_to(commands: Any) -> None:
         "of other shapes to be derived",
     )
     parser.set_defaults(command=run)
-
-
-def bytes_of(text: str) -> int:
-    """The bytes in a text such as "8M", as nccl-tests takes them."""
-    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8M")
-    return int(match[1]) * _UNITS[match[2]]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -64,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
         uniform=options.uniform,
     )
     cluster.save(options.output)
-    console = Console()
+    console = PlainConsole()
     console.print(table(cluster))
     for key, entry in sorted(cluster.curves.items()):
         console.print(f"{key}: {entry.provenance}", markup=False, soft_wrap=True)

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from autopar.errors import StrategyError
+from autopar.commands.option_types import processes
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
     """The arguments that name what `launch` launches."""
     parser.add_argument("script")
     parser.add_argument(
-        "--nproc", type=int, default=os.cpu_count() or 1, help="number of processes"
+        "--nproc", type=processes, default=os.cpu_count() or 1, help="number of processes"
     )
 
 
@@ -30,8 +30,6 @@ def launch(
         rest: the script's arguments.
         environment: variables for it.
     """
-    if nproc < 1:
-        raise StrategyError(f"--nproc {nproc}: at least one process")
     threads = max(1, (os.cpu_count() or 1) // nproc)
     variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **(environment or {})}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from autopar.commands.launch import launch
+from autopar.commands.option_types import budget_s, processes, ranks, size
+from autopar.commands.plain_console import PlainConsole
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.curves import Curve
 from autopar.cost_model.measure import DTYPES, SIZES, measure
@@ -25,8 +26,6 @@ from autopar.runtime.groups import ensure_process_group, rank
 TIMEOUT_S = 120.0
 """How long a rank waits for the others."""
 
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
@@ -36,9 +35,9 @@ def add_to(commands: Any) -> None:
         description="Under torchrun: of the ranks that it started, on whichever nodes. Otherwise: "
         "of --nproc processes of this machine.",
     )
-    parser.add_argument("--nproc", type=int, help="processes to launch on this machine")
+    parser.add_argument("--nproc", type=processes, help="processes to launch on this machine")
     parser.add_argument("--output", metavar="FILE", help="also write the cluster as JSON")
-    parser.add_argument("--budget", type=float, default=40.0, help="seconds to spend, about")
+    parser.add_argument("--budget", type=budget_s, default=40.0, help="seconds to spend, about")
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--sizes", type=sizes_of, default=SIZES, help="such as 64KiB,1MiB,16MiB")
     parser.add_argument(
@@ -55,25 +54,20 @@ def add_to(commands: Any) -> None:
 
 def sizes_of(text: str) -> tuple[int, ...]:
     """The bytes of each size in a text such as "64KiB,1MiB"."""
-    return tuple(_size(part.strip()) for part in text.split(","))
-
-
-def _size(text: str) -> int:
-    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    unit = _UNITS.get(text[len(digits) :].strip().lower())
-    if unit is None or not digits.strip().isdigit() or int(digits) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64KiB")
-    return int(digits) * unit
+    return tuple(size(part) for part in text.split(","))
 
 
 def mesh_of(text: str) -> dict[str, int]:
     """The axes in a text such as "dp=2,tp=4"."""
     axes = [part.strip().partition("=") for part in text.split(",")]
-    if not all(name and size.isdigit() and int(size) for name, _, size in axes):
+    if not all(name and number for name, _, number in axes):
         raise argparse.ArgumentTypeError(f"{text!r} is not a mesh such as dp=2,tp=4")
     if len({name for name, _, _ in axes}) != len(axes):
         raise argparse.ArgumentTypeError(f"{text!r} names an axis twice")
-    return {name: int(size) for name, _, size in axes}
+    try:
+        return {name: ranks(number) for name, _, number in axes}
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: {error}") from None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -107,7 +101,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    console = Console()
+    console = PlainConsole()
     with _progress(console) as tell:
         cluster = measure(
             sizes=options.sizes,
@@ -126,7 +120,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Tell | None]:
+def _progress(console: PlainConsole) -> Iterator[Tell | None]:
     """A bar on rank 0; nothing on the others."""
     if rank() != 0:
         yield None
@@ -171,7 +165,7 @@ def _cells(curve: Curve, shown: Sequence[int]) -> list[str]:
 
 def in_units(nbytes: int) -> str:
     """4096 -> "4 KiB"."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
+    for unit, whole in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= whole:
+            return f"{nbytes / whole:.3g} {unit}"
     return f"{nbytes} B"

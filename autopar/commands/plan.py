@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.api import plan as make_plan
+from autopar.commands.option_types import limit_s, ranks
 from autopar.commands.progress import progress_bar
 from autopar.commands.script import load
 from autopar.cost_model.cluster import Cluster
@@ -31,18 +32,18 @@ def add_to(commands: Any) -> None:
     )
     add = parser.add_argument
     add("script", help="Python file with make() -> (model, example inputs)")
-    add("--world-size", type=int, help="ranks; by default those of the cluster")
-    add("--nodes", type=int, help="nodes of a cluster that ships")
+    add("--world-size", type=ranks, help="ranks; by default those of the cluster")
+    add("--nodes", type=ranks, help="nodes of a cluster that ships")
     add(
         "--strategy",
         default="fastest",
         help="fastest, auto (no pipelines), ddp, zero1, zero2, zero3",
     )
-    add("--tp", type=int, help="ranks over which the model itself is partitioned")
-    add("--cp", type=int, help="ranks over which only activations are")
-    add("--ep", type=int, help="ranks over which it is, inside of tp")
-    add("--pp", type=int, help="ranks over which the forward is cut into stages")
-    add("--micro-batches", type=int, help="parts of a rank's rows, one after another")
+    add("--tp", type=ranks, help="ranks over which the model itself is partitioned")
+    add("--cp", type=ranks, help="ranks over which only activations are")
+    add("--ep", type=ranks, help="ranks over which it is, inside of tp")
+    add("--pp", type=ranks, help="ranks over which the forward is cut into stages")
+    add("--micro-batches", type=ranks, help="parts of a rank's rows, one after another")
     add("--schedule", choices=SCHEDULES, help="the order in which they pass")
     add(
         "--search",
@@ -57,7 +58,7 @@ def add_to(commands: Any) -> None:
     add("--memory", help="cap per rank, such as 24GiB")
     add(
         "--time-limit",
-        type=float,
+        type=limit_s,
         default=60.0,
         metavar="SECONDS",
         help="after which no further mesh is looked at",
@@ -74,14 +75,14 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """`autopar plan`."""
     cluster = cluster_of(options.cluster, options.nodes)
-    ranks = options.world_size or (cluster.world_size if cluster else None)
-    if ranks is None:
+    world_size = options.world_size or (cluster.world_size if cluster else None)
+    if world_size is None:
         raise StrategyError("for how many ranks? Give --world-size, or --cluster and --nodes")
     model, inputs = load(options.script, options.rest)
     with progress_bar() as progress:
         plan = make_plan(
             model,
-            ranks,
+            world_size,
             example_inputs=inputs,
             strategy=strategy_of(options),
             memory=options.memory,

@@ -15,8 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.commands.launch import add_script, launch
+from autopar.commands.option_types import steps
+from autopar.commands.plain_console import PlainConsole
 from autopar.cost_model.timeline import chrome_trace, write_trace
 from autopar.errors import StrategyError
+from autopar.printable import printable
 from autopar.profiling import COUNT, FOLDER, REFIT, WARM_STEPS
 from autopar.report.profile import Again, Profile, Side, find
 
@@ -37,7 +40,7 @@ def add_to(commands: Any) -> None:
         "on a GPU the clock tells when they were launched.",
     )
     add_script(parser)
-    parser.add_argument("--steps", type=int, default=5, help="how many to record")
+    parser.add_argument("--steps", type=steps, default=5, help="how many to record")
     parser.add_argument("--trace", metavar="FILE", help="both timelines, for ui.perfetto.dev")
     parser.add_argument(
         "--refit",
@@ -49,8 +52,6 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`autopar profile`."""
-    if options.steps < 1:
-        raise StrategyError(f"--steps {options.steps}: at least one")
     with tempfile.TemporaryDirectory(prefix="autopar-profile-") as folder:
         environment = {FOLDER: folder, COUNT: str(options.steps)}
         if options.refit:
@@ -63,10 +64,10 @@ def run(options: argparse.Namespace) -> int:
             f"{WARM_STEPS + options.steps + 1} steps of one shape or more on a model from "
             "autopar.compile with backend='eager', not cut into stages (pp)."
         )
-    show(profiles, Console(width=None if sys.stdout.isatty() else _WIDTH))
+    show(profiles, PlainConsole(markup=True, width=None if sys.stdout.isatty() else _WIDTH))
     if options.trace:
         write_trace(options.trace, trace(profiles))
-        print(f"wrote {options.trace}: open it in ui.perfetto.dev")
+        print(printable(f"wrote {options.trace}: open it in ui.perfetto.dev"))
     return status
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from autopar.commands.plain_console import PlainConsole
 from autopar.planner.meshes import Looked, Progressed
 
 AFTER_S = 2.0
@@ -29,7 +30,7 @@ def progress_bar(
         after_s: seconds before it shows on a terminal.
         every_s: seconds between lines elsewhere.
     """
-    console = console or Console(stderr=True)
+    console = console or PlainConsole(stderr=True)
     if not console.is_terminal:
         yield _lines(console, every_s)
         return

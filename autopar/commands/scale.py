@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from autopar.api import plan as make_plan
+from autopar.commands.option_types import limit_s, ranks
+from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import load
 from autopar.cost_model.cluster import Cluster
 from autopar.error_bars import STEPS
@@ -50,21 +52,23 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("script", help="Python file with make() -> (model, example inputs)")
     parser.add_argument("--cluster", required=True, help="one that ships, of a uniform fabric")
-    parser.add_argument("--gpus", required=True, help="numbers of them, such as 8,64,512")
+    parser.add_argument(
+        "--gpus", type=numbers, required=True, help="numbers of them, such as 8,64,512"
+    )
     parser.add_argument(
         "--strategies",
         default=",".join(DEFAULT),
         help="such as ddp,zero3,tp8+zero1,pp4+tp8+m16+zero1,fastest: ZeRO, axes, micro-batches",
     )
     parser.add_argument("--backend", default="inductor", help="as of autopar plan")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="as of it, for each cell")
+    parser.add_argument("--time-limit", type=limit_s, default=60.0, help="as of it, for each cell")
     parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """`autopar scale`: the global batch is the same in every cell."""
     model, inputs = load(options.script, options.rest)
-    sizes = _numbers(options.gpus)
+    sizes = options.gpus
     strategies = {name: strategy_of(name) for name in options.strategies.split(",")}
 
     def planned(strategy: Strategy, gpus: int) -> Plan:
@@ -80,7 +84,8 @@ def run(options: argparse.Namespace) -> None:
 
     rows = {name: list(cells(s, sizes, planned)) for name, s in strategies.items()}
     title = f"{type(model).__name__} on {options.cluster}, one global batch"
-    Console(width=None if Console().is_terminal else 120).print(table(title, sizes, rows))
+    console = PlainConsole(markup=True, width=None if sys.stdout.isatty() else 120)
+    console.print(table(title, sizes, rows))
     for name, row in rows.items():
         for cell in row:
             if cell.why:
@@ -152,7 +157,7 @@ def strategy_of(text: str) -> Strategy:
         if part in ZERO_OF_NAME:
             found = replace(found, zero=ZERO_OF_NAME[part])
             continue
-        match = re.fullmatch(r"(tp|cp|ep|pp|m)(\d+)", part)
+        match = re.fullmatch(r"(tp|cp|ep|pp|m)(\d{1,9})", part)
         if match is None:
             known = ", ".join([*SEARCHED, *ZERO_OF_NAME])
             raise StrategyError(
@@ -160,20 +165,21 @@ def strategy_of(text: str) -> Strategy:
                 "many micro-batches)"
             )
         given: dict[str, Any] = {_FIELDS[match[1]]: int(match[2])}
-        found = replace(found, **given)
+        try:
+            found = replace(found, **given)
+        except StrategyError as error:
+            raise StrategyError(f"--strategies: {text!r}: {error}") from error
     return found
 
 
 def cluster_for(name: str, gpus: int) -> Cluster:
     """A shipped cluster of as many nodes as so many GPUs fill."""
-    ranks = Cluster.named(name).ranks_per_node
-    if gpus > ranks and gpus % ranks:
-        raise StrategyError(f"--gpus {gpus}: a node of {name} has {ranks}, so give a multiple")
-    return Cluster.named(name, max(1, gpus // ranks))
+    near = Cluster.named(name).ranks_per_node
+    if gpus > near and gpus % near:
+        raise StrategyError(f"--gpus {gpus}: a node of {name} has {near}, so give a multiple")
+    return Cluster.named(name, max(1, gpus // near))
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise StrategyError(f"--gpus {text!r}: give numbers such as 8,64,512") from error
+def numbers(text: str) -> list[int]:
+    """The numbers of GPUs in a text such as "8,64,512"."""
+    return [ranks(part) for part in text.split(",")]

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from autopar.api import planned_ways, program_text
+from autopar.commands.option_types import rank
+from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import load
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.operators import OperatorTimes
@@ -21,6 +22,7 @@ from autopar.partition import complete
 from autopar.plan import Plan
 from autopar.planner.placement_text import placement_tables
 from autopar.planner.prices import Prices
+from autopar.printable import printable
 from autopar.runtime.parameters import describe_parameters, device_of
 
 _WIDTH = 160
@@ -35,7 +37,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--graph", metavar="SCRIPT", help="the program of one rank, for make() there"
     )
-    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--rank", type=rank, default=0)
     parser.add_argument(
         "--placements",
         metavar="SCRIPT",
@@ -54,11 +56,11 @@ def run(options: argparse.Namespace) -> None:
     """`autopar show`."""
     plan = Plan.load(options.plan)
     if options.graph:
-        print(program_text(*load(options.graph), plan=plan, rank=options.rank))
+        print(printable(program_text(*load(options.graph), plan=plan, rank=options.rank)))
         return
     if options.placements:
         cluster = Cluster.load(options.cluster) if options.cluster else None
-        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        console = PlainConsole(width=None if sys.stdout.isatty() else _WIDTH)
         for item in placements(*load(options.placements), plan, cluster):
             console.print(item, markup=False, highlight=False, soft_wrap=isinstance(item, str))
         return

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from autopar.cost_model.streams import Event
+from autopar.documents import Count, Seconds, load, read
+from autopar.errors import StrategyError
 
 SMALL = 2.0  # a message is small if it takes less than so many times as long as an empty one
 SATURATED = 0.8  # part of a step in which one stream of collectives is under way
@@ -31,9 +32,9 @@ class Message:
 
     name: str
     collective: str
-    nbytes: int
-    seconds: float
-    empty_s: float
+    nbytes: Count
+    seconds: Seconds
+    empty_s: Seconds
     provenance: str
 
     @property
@@ -55,9 +56,9 @@ class Side:
         memory: bytes over seconds; only predicted.
     """
 
-    step_s: float
-    operators: Mapping[str, float]
-    waits: Mapping[str, float]
+    step_s: Seconds
+    operators: Mapping[str, Seconds]
+    waits: Mapping[str, Seconds]
     outside_s: float
     events: tuple[Event, ...]
     memory: tuple[tuple[float, int], ...] = ()
@@ -108,14 +109,14 @@ class Profile:
         again: what would be planned with what the steps showed.
     """
 
-    rank: int
-    steps_s: tuple[float, ...]
+    rank: Count
+    steps_s: tuple[Seconds, ...]
     measured: Side
     predicted: Side
     messages: tuple[Message, ...]
     wait_of: Mapping[str, str]
     faster: Mapping[str, float]
-    kinds: Mapping[str, int]
+    kinds: Mapping[str, Count]
     cluster: str
     again: Again | None = None
 
@@ -125,19 +126,13 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Reads what `save` wrote."""
-        data = json.loads(path.read_text())
-        for name in ("measured", "predicted"):
-            data[name] = _side(data[name])
-        data["again"] = Again(**data["again"]) if data.get("again") else None
-        messages = tuple(Message(**row) for row in data["messages"])
-        return cls(**{**data, "steps_s": tuple(data["steps_s"]), "messages": messages})
+        """Reads what `save` wrote.
 
-
-def _side(data: dict[str, Any]) -> Side:
-    events = tuple(Event(**row) for row in data["events"])
-    memory = tuple((at, nbytes) for at, nbytes in data["memory"])
-    return Side(**{**data, "events": events, "memory": memory})
+        Raises:
+            StrategyError: the file is no profile; names the field.
+        """
+        document = load(path, "profile", StrategyError)
+        return read(document, cls, str(path), StrategyError, "Record the steps again.")
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _chart(item: Traffic, name: str) -> Markup:
 
 def _scale(values: Sequence[float], low: float, high: float) -> Scale:
     """A logarithmic scale with some room at its ends."""
-    least, most = math.log(min(values)), math.log(max(values))
+    least, most = (math.log(max(end, 1e-9)) for end in (min(values), max(values)))
     room = max(0.03 * (most - least), 0.2)
     least, span = least - room, most - least + 2 * room
     return lambda value: low + (math.log(max(value, 1e-9)) - least) / span * (high - low)

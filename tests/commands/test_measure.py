@@ -36,9 +36,9 @@ def test_contradictions_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["measure", "--nproc", "0"]) == 2
-    assert "at least one process" in capsys.readouterr().err
+    assert "argument --nproc: '0' is not a whole number from 1" in capsys.readouterr().err
     assert main(["measure", "--nproc", "1", "--budget", "-1"]) == 2
-    assert "give positive seconds" in capsys.readouterr().err
+    assert "argument --budget: '-1' is not a positive number" in capsys.readouterr().err
     monkeypatch.setitem(os.environ, "RANK", "0")
     assert main(["measure", "--nproc", "2"]) == 2
     assert "--nproc under torchrun" in capsys.readouterr().err

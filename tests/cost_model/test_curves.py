@@ -52,11 +52,6 @@ def test_one_point_is_enough_and_scales_with_bytes_above():
     assert Curve((100,), (2.0,))(300) == pytest.approx(6.0)
 
 
-def test_json_round_trip():
-    curve = Curve((1, 10), (1.0, 2.0), (0.1, 0.2))
-    assert Curve.from_dict(curve.to_dict()) == curve
-
-
 @pytest.mark.parametrize(
     ("sizes", "seconds", "says"),
     [
@@ -81,5 +76,3 @@ def test_bad_samples_and_questions_are_refused():
         Curve.fit({4: [1.0, -1.0]})
     with pytest.raises(ClusterError, match="-1 bytes"):
         Curve((1,), (1.0,))(-1)
-    with pytest.raises(ClusterError, match="a curve has bytes"):
-        Curve.from_dict({"bytes": [1]})

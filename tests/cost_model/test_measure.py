@@ -107,12 +107,12 @@ def test_a_fake_group_is_modelled():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"collectives": ("gather",)}, "'gather' is no collective"),
-        ({"collectives": ()}, "no collectives"),
-        ({"sizes": (0,)}, "sizes must be positive"),
-        ({"sizes": ()}, "sizes must be positive"),
-        ({"dtype": "float7"}, "dtype 'float7' is none of"),
-        ({"budget_s": -1.0}, "budget of -1.0 s"),
+        ({"collectives": ("gather",)}, "collectives='gather': choose all_reduce"),
+        ({"collectives": ()}, r"collectives=\(\): give a list"),
+        ({"sizes": (0,)}, "sizes=0: give a whole number from 1"),
+        ({"sizes": ()}, r"sizes=\(\): give a list"),
+        ({"dtype": "float7"}, "dtype='float7': choose float32, .*; did you mean 'float"),
+        ({"budget_s": -1.0}, "budget_s=-1.0: give a positive number of seconds"),
         ({"mesh": {"dp": 3}}, r"\{'dp': 3\} is not of 1 ranks"),
     ],
 )

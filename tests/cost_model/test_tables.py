@@ -70,7 +70,7 @@ def test_others_are_refused():
         Cluster.named("dgx1v-roce", nodes=4)
     with pytest.raises(ClusterError, match="measure all_reduce over 4 ranks, 4 a node"):
         Cluster.named("8x4090-pcie").seconds("all_reduce", 1e6, GroupShape(4, 4))
-    with pytest.raises(ClusterError, match="there are 8x4090-pcie, aws-p5"):
+    with pytest.raises(ClusterError, match="choose 8x4090-pcie, aws-p5"):
         Cluster.named("dgx-b200")
 
 

@@ -1,5 +1,6 @@
 """What the runner records, what it finds illegal, and what it leaves behind on failure."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None
     graph = run_passes(two_layers().graph(0), passes)
     assert graph.history == (
         "captured from TwoLayers",
-        "synchronize_statistics(axis='dp', batch_statistics='global', agree=True)",
+        "synchronize_statistics(axis='dp', batch_semantics='global', agree=True)",
         "shard_parameters(axis='dp', rank=1, stages=(('blocks.0', 0), ('blocks.1', 0))): declined, "
         "every block is stage 0: parameters stay whole",
     )
@@ -104,6 +105,7 @@ def test_a_failing_pass_leaves_a_reproducer() -> None:
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert "passes before it: synchronize_statistics;" in str(error.value)
     (path,) = re.findall(r"pipeline are in (\S+)", str(error.value))
+    assert Path(path).parent == Path(os.environ["AUTOPAR_REPRODUCERS"])  # gone with the session
     lines = Path(path).read_text().splitlines()
     assert lines[0].startswith("#    synchronize_statistics(axis='dp'")
     assert lines[1].startswith("# -> change(does=")

@@ -1,0 +1,160 @@
+"""Arguments of `compile`, `plan` and `verify`, checked before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.captures import flattened
+from autopar.checks import (
+    MOST_RANKS,
+    choice,
+    count,
+    flag,
+    function,
+    instance,
+    nbytes,
+    refused,
+    seconds,
+    texts,
+)
+from autopar.cost_model.cluster import Cluster
+from autopar.plan import Plan
+from autopar.strategy import Strategy
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MOST_TRIALS = 1000
+
+
+def check(*required: str, **given: Any) -> None:
+    """Checks arguments by their names; None is no value for those that are `required`.
+
+    Raises:
+        StrategyError: an argument is not what its name asks for; says what to give.
+        TypeError: there is no argument of that name.
+    """
+    for name, value in given.items():
+        if name not in _CHECKS:
+            raise TypeError(f"there is no argument {name!r}; there are {', '.join(_CHECKS)}")
+        if value is not None or name in required or name not in _OPTIONAL:
+            _CHECKS[name](name, value)
+
+
+def memory_of(memory: int | str | None) -> int | None:
+    """The bytes of a memory cap."""
+    return None if memory is None else nbytes("memory", memory)
+
+
+def precision_of(precision: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype of autocast."""
+    if precision is None:
+        return None
+    if isinstance(precision, torch.dtype) and precision in PRECISIONS.values():
+        return precision
+    return PRECISIONS[choice("precision", precision, PRECISIONS, " or the dtype of one")]
+
+
+def _model(name: str, value: Any) -> None:
+    wanted = "give an nn.Module" + (", not its class" if isinstance(value, type) else "")
+    instance(name, value, nn.Module, wanted)
+
+
+def _inputs(name: str, value: Any) -> None:
+    """Arguments of a call hold a tensor somewhere."""
+    wanted = "give the arguments of a call, tensors among them: a tuple, or a dict by name"
+    if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
+        raise refused(name, value, wanted)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in flattened(value)[0]):
+        raise refused(name, value, wanted)
+
+
+def _loss(name: str, value: Any) -> None:
+    is_class = isinstance(value, type) and issubclass(value, nn.Module)
+    if is_class or not callable(value):
+        raise refused(name, value, "give a function, or an instance such as nn.CrossEntropyLoss()")
+
+
+def _optimizer(name: str, value: Any) -> None:
+    foreign = isinstance(value, type) and not issubclass(value, torch.optim.Optimizer)
+    if foreign or not callable(value):
+        raise refused(name, value, "give the class or factory, such as torch.optim.AdamW")
+
+
+def _strategy(name: str, value: Any) -> None:
+    Strategy.of(value)
+
+
+def _lossy(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        Strategy(lossy=texts(name, value, "give True, False, or a list of methods"))
+
+
+def _precision(name: str, value: Any) -> None:
+    precision_of(value)
+
+
+def _backend(name: str, value: Any) -> None:
+    if value != "eager":
+        choice(name, value, _backends())
+
+
+@cache
+def _backends() -> tuple[str, ...]:
+    """The backends of torch.compile, without autopar's own."""
+    return tuple(sorted({*torch.compiler.list_backends(exclude_tags=())} - {"autopar"}))
+
+
+def _cluster(name: str, value: Any) -> None:
+    instance(name, value, Cluster, "give a Cluster, such as autopar.Cluster.load(NAME_OR_FILE)")
+
+
+def _plan(name: str, value: Any) -> None:
+    instance(name, value, Plan, "give a Plan, such as autopar.Plan.load(FILE)")
+
+
+def _callable(name: str, value: Any) -> None:
+    function(name, value, "give a function")
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
+    "model": _model,
+    "world_size": count,
+    "example_inputs": _inputs,
+    "loss_fn": _loss,
+    "loss": _callable,
+    "optimizer": _optimizer,
+    "strategy": _strategy,
+    "memory": nbytes,
+    "cluster": _cluster,
+    "plan": _plan,
+    "batch": lambda name, value: choice(name, value, ("global", "local")),
+    "precision": _precision,
+    "lossy": _lossy,
+    "backend": _backend,
+    "fallback": flag,
+    "double": flag,
+    "timeout_s": seconds,
+    "time_limit_s": lambda name, value: seconds(name, value, zero=True),
+    "trials": lambda name, value: count(name, value, 0, MOST_TRIALS),
+    "rank": lambda name, value: count(name, value, 0, MOST_RANKS - 1),
+    "progress": _callable,
+}
+
+_OPTIONAL = frozenset(
+    {
+        "world_size",
+        "example_inputs",
+        "loss_fn",
+        "loss",
+        "memory",
+        "cluster",
+        "plan",
+        "precision",
+        "time_limit_s",
+        "trials",
+    }
+)

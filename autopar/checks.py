@@ -1,0 +1,171 @@
+"""Checks of arguments: each returns the value, or raises an error that names the argument."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from autopar.errors import AutoparError, StrategyError
+
+MOST_RANKS = 2**20
+"""Ranks of a world; plans for more are refused."""
+
+MOST_BYTES = 2**60
+"""Bytes of memory, buckets and messages."""
+
+MOST_SECONDS = 1e8
+"""Seconds of limits and budgets: three years."""
+
+UNITS: Mapping[str, int] = {
+    "": 1,
+    "b": 1,
+    **{letter + "b": 1000 ** (power + 1) for power, letter in enumerate("kmgt")},
+    **{letter + "ib": 1024 ** (power + 1) for power, letter in enumerate("kmgt")},
+    **{letter: 1024 ** (power + 1) for power, letter in enumerate("kmgt")},
+}
+"""Bytes of each unit, in lower case: "KB" is 1000, "KiB" is 1024, and so is a bare "K"."""
+
+
+def shown(value: object) -> str:
+    """A value as errors show it: at most 60 characters of one line."""
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):  # integers of thousands of digits, lists in themselves
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def refused(
+    name: str, value: object, wanted: str, error: type[AutoparError] = StrategyError
+) -> AutoparError:
+    """The error of an argument: its name, its value and what to give instead."""
+    return error(f"{name}={shown(value)}: {wanted}")
+
+
+def count(
+    name: str,
+    value: Any,
+    least: int = 1,
+    most: int = MOST_RANKS,
+    error: type[AutoparError] = StrategyError,
+) -> int:
+    """A whole number from `least` to `most`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (whole and least <= value <= most):
+        raise refused(name, value, f"give a whole number from {least} to {most}", error)
+    return value
+
+
+def nbytes(name: str, value: Any, *, bare: bool = False, least: int = 1) -> int:
+    """A number of bytes, also as a text such as "24GiB".
+
+    Units are read in any case, with or without a space: "KB", "MB", "GB" and "TB" are powers of
+    1000, "KiB" to "TiB" powers of 1024. A single letter is a power of 1024, as Docker has it: "20G"
+    is 20 GiB (Kubernetes reads it as 20 GB).
+
+    Args:
+        name: of the argument.
+        value: an int, or a text.
+        bare: whether a text may lack its unit.
+        least: fewest bytes.
+    """
+    found: Any = _bytes_in(value, bare) if isinstance(value, str) else value
+    whole = isinstance(found, int) and not isinstance(found, bool)
+    if not (whole and least <= found <= MOST_BYTES):
+        raise refused(name, value, "give bytes as a whole number, or a text such as '24GiB'")
+    return int(found)
+
+
+def _bytes_in(text: str, bare: bool) -> int | None:
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", text.lower(), re.ASCII)
+    if match is None or match[2] not in UNITS or not (match[2] or bare):
+        return None
+    unit = UNITS[match[2]]
+    return None if unit == 1 and "." in match[1] else int(float(match[1]) * unit)
+
+
+def seconds(
+    name: str, value: Any, *, zero: bool = False, error: type[AutoparError] = StrategyError
+) -> float:
+    """A positive number of seconds, or also zero."""
+    wanted = f"give {'seconds from 0' if zero else 'a positive number of seconds'}"
+    return number(name, value, wanted, MOST_SECONDS, zero=zero, error=error)
+
+
+def number(
+    name: str,
+    value: Any,
+    wanted: str,
+    most: float = math.inf,
+    *,
+    zero: bool = False,
+    error: type[AutoparError] = StrategyError,
+) -> float:
+    """A positive finite number up to `most`, or also zero."""
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (real and (value > 0 or (zero and value == 0)) and value <= most and value < math.inf):
+        raise refused(name, value, wanted, error)
+    return value
+
+
+def choice(
+    name: str,
+    value: Any,
+    choices: Iterable[str],
+    more: str = "",
+    error: type[AutoparError] = StrategyError,
+) -> Any:
+    """One of some names; the closest is suggested for another.
+
+    Args:
+        name: of the argument.
+        value: which must be a name.
+        choices: the names.
+        more: what may be given beside them, for the error.
+        error: class of the error.
+    """
+    names = tuple(choices)
+    if isinstance(value, str) and value in names:
+        return value
+    near = get_close_matches(value, names, 1, 0.6) if isinstance(value, str) else []
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise refused(name, value, f"choose {', '.join(names)}{more}{meant}", error)
+
+
+def flag(name: str, value: Any, error: type[AutoparError] = StrategyError) -> bool:
+    """True or False, and nothing that merely counts as one."""
+    if not isinstance(value, bool):
+        raise refused(name, value, "give True or False", error)
+    return value
+
+
+def text(name: str, value: Any, wanted: str, error: type[AutoparError] = StrategyError) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise refused(name, value, wanted, error)
+    return value
+
+
+def texts(name: str, value: Any, wanted: str) -> tuple[str, ...]:
+    """A list or tuple of names; a single text is none."""
+    plain = isinstance(value, (list, tuple))
+    if not plain or not all(isinstance(each, str) and each for each in value):
+        raise refused(name, value, wanted)
+    return tuple(value)
+
+
+def function(name: str, value: Any, wanted: str) -> Callable[..., Any]:
+    """Something that can be called."""
+    if not callable(value):
+        raise refused(name, value, wanted)
+    return value
+
+
+def instance(name: str, value: Any, kind: type, wanted: str) -> Any:
+    """An instance of a class."""
+    if not isinstance(value, kind):
+        raise refused(name, value, wanted)
+    return value

@@ -1,0 +1,61 @@
+"""Types of command line options: each reads a text, or says what to give instead."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+from autopar.checks import MOST_RANKS, count, nbytes, seconds, shown
+
+T = TypeVar("T")
+
+MOST_PROCESSES = 2**12
+MOST_STEPS = 2**20
+
+
+def size(text: str) -> int:
+    """Bytes, such as "64MiB", "64MB", "64M" (64 MiB) or "4096"."""
+    return _read(lambda: nbytes("", text, bare=True), text, "a size such as 64MiB")
+
+
+def ranks(text: str) -> int:
+    """A number of ranks, nodes, stages or micro-batches: at least 1."""
+    return _whole(text, 1, MOST_RANKS)
+
+
+def rank(text: str) -> int:
+    """The number of one rank, from 0."""
+    return _whole(text, 0, MOST_RANKS)
+
+
+def processes(text: str) -> int:
+    """A number of processes of one machine."""
+    return _whole(text, 1, MOST_PROCESSES)
+
+
+def steps(text: str) -> int:
+    """A number of training steps."""
+    return _whole(text, 1, MOST_STEPS)
+
+
+def budget_s(text: str) -> float:
+    """Seconds to spend, more than zero."""
+    return _read(lambda: seconds("", float(text)), text, "a positive number of seconds")
+
+
+def limit_s(text: str) -> float:
+    """Seconds of a limit; zero is the shortest."""
+    return _read(lambda: seconds("", float(text), zero=True), text, "a number of seconds from 0")
+
+
+def _whole(text: str, least: int, most: int) -> int:
+    what = f"a whole number from {least} to {most}"
+    return _read(lambda: count("", int(text), least, most), text, what)
+
+
+def _read(read: Callable[[], T], text: str, what: str) -> T:
+    try:
+        return read()
+    except ValueError:  # which errors of arguments are, too
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not {what}") from None
