@@ -61,6 +61,17 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Runs operators without oneDNN (MKL-DNN), whose public switch also warns about TF32."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def inductor_compile(
     module: fx.GraphModule, given: Sequence[Tensor], donated: Sequence[int]
 ) -> Callable[[list[Any]], Any]:
@@ -130,6 +141,7 @@ __all__ = [
     "results_in",
     "start_records",
     "stop_records",
+    "without_onednn",
 ]
 
 

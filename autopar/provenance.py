@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,13 +13,18 @@ from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
+from autopar._torch import without_onednn
 from autopar.graph import ParameterInfo
 
 LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 
 
 class Annotate(TorchFunctionMode):
-    """Writes the user's line and the module's name beside every operator traced."""
+    """Writes the user's line and the module's name beside every operator traced.
+
+    An LSTM is traced time step by time step: oneDNN's fused layer keeps a workspace only while
+    autograd records, and captured programs run without it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -55,7 +61,8 @@ class Annotate(TorchFunctionMode):
             frame = frame.f_back
         note = {"source": (frame.f_code.co_filename, frame.f_lineno), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
-        return func(*args, **(kwargs or {}))
+        with without_onednn() if func is torch.lstm else nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 def is_library(file: str) -> bool:

@@ -170,7 +170,7 @@ _BOUNDS: Mapping[Any, Bound] = {
         _seed,
     ),
 }
-"""Below what the integers of an operator stay. It has no others."""
+"""What the integers of an operator stay below: all that it is given are indices, or seeds."""
 
 _MOVES = frozenset(
     {aten.cat, aten.stack, aten.copy, aten.copy_, aten.slice_scatter, aten.select_scatter}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.inputs import index_bound
 from autopar.cost_model.operators import OperatorTimes, Timing
 from autopar.cost_model.roofline import Roofline
 from autopar.cost_model.signature import moved_bytes, signature
-from autopar.cost_model.inputs import index_bound
 from autopar.cost_model.timing import Stopwatch
 from autopar.graph import Input, Output, Parameter
 from tests.cost_model.sketch import Sketch, aten, c10d
@@ -151,7 +151,7 @@ def test_indices_stay_inside_the_table():
 
 
 def test_an_operator_is_not_run_on_integers_that_may_be_anything():
-    """The backward of torch's LSTM reads pointers from its workspace: random bytes end the process."""
+    """The backward of torch's LSTM reads addresses from its workspace."""
     g = Sketch()
     x = g.take(Input(0), 5, 2, 4)
     weights = [g.take(Parameter(str(i)), *shape) for i, shape in enumerate([(24, 4), (24, 6)])]
