@@ -4,6 +4,7 @@ Supported: torch 2.11 to 2.13. A release that moves one of these breaks here and
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -59,6 +60,17 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keeps torch from logging the traceback of every operator that fails on fake tensors."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager
@@ -138,6 +150,7 @@ __all__ = [
     "laid_as",
     "make_boxed_func",
     "pytree",
+    "quiet_fakes",
     "results_in",
     "start_records",
     "stop_records",

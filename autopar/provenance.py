@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,6 +19,7 @@ from autopar._torch import without_onednn
 from autopar.graph import ParameterInfo
 
 LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
+STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 class Annotate(TorchFunctionMode):
@@ -68,6 +71,24 @@ class Annotate(TorchFunctionMode):
 def is_library(file: str) -> bool:
     """Whether a source file is torch's or autopar's, not the user's."""
     return file.startswith(LIBRARIES)
+
+
+def user_frame(error: BaseException) -> str:
+    """The last line of the user that an error passed through, as " at FILE:LINE: CODE", or ""."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [f for f in frames if not is_library(f.filename) and not _is_standard(f.filename)]
+    return f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _is_standard(file: str) -> bool:
+    """Whether a source file is of Python's standard library."""
+    return file.startswith((STANDARD, "<")) and "site-packages" not in file
 
 
 def annotate_nodes(graph: fx.Graph, parameters: Mapping[str, ParameterInfo]) -> None:

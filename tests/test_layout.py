@@ -19,6 +19,7 @@ GROUND = frozenset(
     {
         "autopar.compression",
         "autopar._torch",
+        "autopar.containers",
         "autopar.errors",
         "autopar.graph",
         "autopar.levels",

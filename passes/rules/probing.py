@@ -83,10 +83,13 @@ def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields:
     def at(kept: Any) -> Any:
         return At(**kept) if isinstance(kept, dict) else kept
 
+    def size_at(tensor: torch.Tensor, place: Any) -> int:
+        return tensor.shape[place.dim]
+
     loop = Loop(operands=tuple(map(at, operands)), results=tuple(map(at, results)), **fields)
     tensors = (*operator.operands, *operator.results)
     places = zip((*loop.operands, *loop.results), tensors, strict=True)
-    if loop.own or any(at and tensor.shape[at.dim] != loop.size for at, tensor in places):
+    if loop.own or any(at and size_at(tensor, at) != loop.size for at, tensor in places):
         raise ValueError(f"{operator.target} has no loop of {loop.size}")
     return loop
 
