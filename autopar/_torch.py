@@ -63,6 +63,25 @@ def compiling() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unread_masks() -> Iterator[None]:
+    """Keeps torch's Transformer layers from comparing a mask with a causal one.
+
+    The answer chooses a faster kernel only: without it the mask is applied as it is given.
+    """
+    from torch.nn.modules import transformer
+
+    def is_causal_by_hint(mask: Tensor | None, is_causal: bool | None = None, *_: object) -> bool:
+        return is_causal is True
+
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = is_causal_by_hint
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
+
+
+@contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
     """Keeps torch from logging the traceback of every operator that fails on fake tensors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -154,6 +173,7 @@ __all__ = [
     "results_in",
     "start_records",
     "stop_records",
+    "unread_masks",
     "without_onednn",
 ]
 

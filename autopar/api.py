@@ -38,7 +38,7 @@ from autopar.runtime.agreement import decided_by_first, same_everywhere, togethe
 from autopar.runtime.batch import last_part
 from autopar.runtime.fallback import fall_back
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
-from autopar.runtime.module import Captured, DistributedModule
+from autopar.runtime.module import Captured, DistributedModule, check_new
 from autopar.runtime.options import Options
 from autopar.runtime.parameters import (
     check_plain,
@@ -126,7 +126,7 @@ def compile(
         CaptureError: the model cannot be captured and `fallback` is off.
     """
     ranks = ensure_process_group(world_size, timeout_s)
-    _check_new(model)
+    check_new(model)
     check_plain(model)
     device = device_of(model)
     materialize(model, device)
@@ -231,7 +231,7 @@ def plan(
     `cluster` the collectives are modelled, and the plan says so. With another `backend` than
     "eager" operators that a compiler fuses are priced so. `progress` is told of every mesh.
     """
-    _check_new(model)
+    check_new(model)
     device = device_of(model)
     autocast = _precision(precision)
     question = Question(
@@ -412,16 +412,6 @@ def _strategy(given: str | Strategy, batch: str, lossy: bool | Sequence[str]) ->
     """What is fixed; ranks that bring their own rows are not to share a model unasked."""
     strategy = Strategy.of(given).allowing(lossy)
     return replace(strategy, search=()) if batch == "local" else strategy
-
-
-def _check_new(model: nn.Module) -> None:
-    """Raises StrategyError if a model, or a module in it, was compiled by autopar before."""
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedModule):
-            where = f"its submodule {name}" if name else "this model"
-            raise StrategyError(
-                f"{where} was compiled by autopar.compile before: compile the plain model once."
-            )
 
 
 def _batch(batch: str) -> Batch:

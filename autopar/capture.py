@@ -250,7 +250,12 @@ class _Program(nn.Module):
         known = dict(zip(self.names, self.values, strict=True))
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         state = {name: known[first] for name, first in _places(model).items()}
-        with Annotate(model) as annotate, _torch.compiling(), self.repeats.marking():
+        with (
+            Annotate(model) as annotate,
+            _torch.compiling(),
+            _torch.unread_masks(),
+            self.repeats.marking(),
+        ):
             target = None
             if loss_fn is not None:
                 *args, target = args

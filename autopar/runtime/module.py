@@ -389,6 +389,16 @@ class DistributedModule(nn.Module):
         )
 
 
+def check_new(model: nn.Module) -> None:
+    """Raises StrategyError if a model, or a module in it, was compiled by autopar before."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedModule):
+            where = f"its submodule {name}" if name else "this model"
+            raise StrategyError(
+                f"{where} was compiled by autopar.compile before: compile the plain model once."
+            )
+
+
 def _stream(options: Options, device: torch.device) -> RandomStream:
     """The random numbers of this rank's rows and stage."""
     models = options.ranks // options.tensor_ranks
