@@ -4,6 +4,7 @@ Supported: torch 2.11 to 2.13. A release that moves one of these breaks here and
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -59,6 +60,47 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def unread_masks() -> Iterator[None]:
+    """Keeps torch's Transformer layers from comparing a mask with a causal one.
+
+    The answer chooses a faster kernel only: without it the mask is applied as it is given.
+    """
+    from torch.nn.modules import transformer
+
+    def is_causal_by_hint(mask: Tensor | None, is_causal: bool | None = None, *_: object) -> bool:
+        return is_causal is True
+
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = is_causal_by_hint
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keeps torch from logging the traceback of every operator that fails on fake tensors."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Runs operators without oneDNN (MKL-DNN), whose public switch also warns about TF32."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def inductor_compile(
@@ -127,9 +169,12 @@ __all__ = [
     "laid_as",
     "make_boxed_func",
     "pytree",
+    "quiet_fakes",
     "results_in",
     "start_records",
     "stop_records",
+    "unread_masks",
+    "without_onednn",
 ]
 
 

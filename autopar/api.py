@@ -39,7 +39,7 @@ from autopar.runtime.agreement import decided_by_first, same_everywhere, togethe
 from autopar.runtime.batch import last_part
 from autopar.runtime.fallback import fall_back
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
-from autopar.runtime.module import Captured, DistributedModule
+from autopar.runtime.module import Captured, DistributedModule, check_new
 from autopar.runtime.options import Options
 from autopar.runtime.parameters import (
     check_plain,
@@ -145,6 +145,7 @@ def compile(
         trials=trials,
     )
     ranks = ensure_process_group(world_size, timeout_s)
+    check_new(model)
     check_plain(model)
     device = device_of(model)
     materialize(model, device)
@@ -268,6 +269,7 @@ def plan(
         backend=backend,
         progress=progress,
     )
+    check_new(model)
     device = device_of(model)
     autocast = precision_of(precision)
     question = Question(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,8 @@ from torch.fx import traceback as fx_traceback
 
 from autopar import _torch
 from autopar._torch import pytree
-from autopar.errors import CaptureError, StrategyError
+from autopar.containers import flatten, hidden_tensors
+from autopar.errors import AutoparError, CaptureError, ModelError, StrategyError
 from autopar.expansion import expand
 from autopar.graph import (
     Buffer,
@@ -37,7 +37,7 @@ from autopar.graph import (
     Update,
     dense_strides,
 )
-from autopar.provenance import Annotate, annotate_nodes, is_library
+from autopar.provenance import Annotate, annotate_nodes, first_line, user_frame
 from autopar.repeats import Repeats
 
 TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -257,7 +257,12 @@ class _Program(nn.Module):
         known = dict(zip(self.names, self.values, strict=True))
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         state = {name: known[first] for name, first in _places(model).items()}
-        with Annotate(model) as annotate, _torch.compiling(), self.repeats.marking():
+        with (
+            Annotate(model) as annotate,
+            _torch.compiling(),
+            _torch.unread_masks(),
+            self.repeats.marking(),
+        ):
             target = None
             if loss_fn is not None:
                 *args, target = args
@@ -270,7 +275,14 @@ class _Program(nn.Module):
         return self._tensors_of(result)
 
     def _tensors_of(self, result: Any) -> tuple[torch.Tensor, ...]:
-        leaves, self.structure = pytree.tree_flatten(result)
+        leaves, self.structure = flatten(result)
+        for leaf in leaves:
+            if hidden_tensors(leaf):
+                raise ModelError(
+                    f"{type(self.model[0]).__name__} returns a {type(leaf).__qualname__}, whose "
+                    "tensors autopar cannot see: return tensors, or a tuple, list, dict, "
+                    "dataclass or SimpleNamespace of them."
+                )
         self.tensor_leaves = tuple(isinstance(x, torch.Tensor) for x in leaves)
         self.leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         self.differentiable = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
@@ -316,20 +328,19 @@ def _without_autocast_cache() -> Iterator[None]:
 def _explained(model: nn.Module) -> Iterator[None]:
     """Turns whatever tracing raises into a CaptureError that names the user's line."""
     try:
-        yield
+        with _torch.quiet_fakes():
+            yield
+    except AutoparError:
+        raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        users = [f for f in frames if not is_library(f.filename)]
-        where = f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
-        why = str(error).strip().splitlines()
-        reason = why[0] if why else type(error).__name__
+        where, reason = user_frame(error), first_line(error)
         if isinstance(error, _torch.DataDependentOutputException):
             reason = f"Python needs the value of a tensor ({reason})"
         elif isinstance(error, _torch.DynamicOutputShapeException):
             reason = f"the shape of a result depends on values ({reason})"
         raise CaptureError(
             f"cannot capture {type(model).__name__}{where}: {reason}. Express it with tensor "
-            "operations (torch.where, masks), or let autopar fall back (fallback=True)."
+            "operations (torch.where, masks)."
         ) from error
 
 

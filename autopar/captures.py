@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import pytree
 from autopar.batch_slices import capture_slice
 from autopar.capture import Call, Capture, capture
+from autopar.containers import check_seen, flatten
 from autopar.graph import TrainingGraph
 from autopar.runtime.batch import share_of
 from autopar.runtime.parameters import describe_parameters, device_of
@@ -54,7 +54,13 @@ def capture_of_rank(
 
 def flattened(example_inputs: Any) -> tuple[list[Any], Any]:
     """Example inputs as the flattened (args, kwargs) of a call."""
+    args: tuple[Any, ...]
     if isinstance(example_inputs, Mapping):
-        return pytree.tree_flatten(((), dict(example_inputs)))
-    args = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    return pytree.tree_flatten((tuple(args), {}))
+        args, kwargs = (), dict(example_inputs)
+    elif isinstance(example_inputs, (tuple, list)):
+        args, kwargs = tuple(example_inputs), {}
+    else:
+        args, kwargs = (example_inputs,), {}
+    leaves, structure = flatten((args, kwargs))
+    check_seen(leaves)
+    return leaves, structure

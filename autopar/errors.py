@@ -2,6 +2,7 @@
 
     AutoparError
     ├── CaptureError        the model cannot be traced into one graph
+    ├── ModelError          the model itself raises, or returns what no graph can
     ├── StrategyError       a strategy, option or launch contradicts itself or the machines
     │   └── CoupledRowsError   micro-batches would need each other's rows
     ├── BatchError          the rows given cannot be split over the ranks, or differ between them
@@ -31,6 +32,10 @@ class AutoparError(Exception):
 
 class CaptureError(AutoparError):
     """The model cannot be captured into one forward and backward graph."""
+
+
+class ModelError(AutoparError):
+    """The model itself raises, or returns what autopar cannot take apart."""
 
 
 class StrategyError(AutoparError, ValueError):

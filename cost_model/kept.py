@@ -17,10 +17,9 @@ import torch
 
 from autopar.cost_model.bench import Bench
 from autopar.cost_model.cluster import SCHEMA_VERSION, Cluster
-from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.measured import CurveKey
 from autopar.cost_model.sampling import Layouts
-from autopar.cost_model.store import cache_directory, digest, read_json, write_json
+from autopar.cost_model.store import cache_directory, digest, numbers, read_kept, write_json
 
 FACTOR = 2.0
 """How far beyond its error bar a time may be."""
@@ -62,16 +61,18 @@ class Shelf:
         return cache_directory() / "clusters" / f"{digest(self.facts)}.json"
 
     def read(self) -> Kept | None:
-        """What is kept here; None if there is nothing that can be read."""
-        data = read_json(self.path)
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA_VERSION:
-            return None
-        if digest(data.get("facts", {})) != digest(self.facts):
-            return None
-        try:
-            return Kept(Cluster.from_dict(data["cluster"]), float(data["budget_s"]))
-        except (ClusterError, KeyError, TypeError, ValueError):
-            return None
+        """The cluster that is kept here; None if there is none that can be read."""
+
+        def parse(data: Any) -> Kept | None:
+            of_ours = data["schema"] == SCHEMA_VERSION and digest(data["facts"]) == digest(
+                self.facts
+            )
+            if not of_ours:
+                return None
+            budget_s = numbers({"budget_s": data["budget_s"]})["budget_s"]
+            return Kept(Cluster.from_dict(data["cluster"]), budget_s)
+
+        return read_kept(self.path, parse)
 
     def write(self, kept: Kept) -> None:
         """Keep a cluster in place of what was here; if that fails it is a warning."""

@@ -23,7 +23,7 @@ from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.rehearsal import ALONE, Ranks, rehearse
 from autopar.cost_model.roofline import Roofline
 from autopar.cost_model.signature import kind_of, moved_bytes, signature, time_key
-from autopar.cost_model.store import cache_directory, digest, read_json, write_json
+from autopar.cost_model.store import cache_directory, digest, numbers, read_kept, write_json
 from autopar.cost_model.timing import Stopwatch, flops_of, time_dispatch
 from autopar.cost_model.waves import is_attention, is_causal, product_of
 from autopar.graph import TrainingGraph, tensors
@@ -108,10 +108,7 @@ class OperatorTimes:
             sharing: number of ranks that run on this host at once.
         """
         setting, present = _resolve(str(device), sharing)
-        kept = read_json(_path(setting))
-        if not _of(kept, setting):
-            return cls(setting, present)
-        return cls(setting, present, _read(kept["times"]), kept.get("alone", {}))
+        return cls(setting, present, *_kept(setting))
 
     def measure(
         self,
@@ -210,16 +207,13 @@ class OperatorTimes:
 
     def save(self) -> None:
         """Keep the times on disk, with those that other processes have kept meanwhile."""
-        path = _path(self.setting)
-        kept = read_json(path)
-        before = kept if _of(kept, self.setting) else {}
-        times = {key: asdict(timing) for key, timing in self.times.items()}
+        times, alone = _kept(self.setting)
         now = {
             "setting": asdict(self.setting),
-            "times": {**before.get("times", {}), **times},
-            "alone": {**before.get("alone", {}), **self.alone},
+            "times": {key: asdict(timing) for key, timing in {**times, **self.times}.items()},
+            "alone": {**alone, **self.alone},
         }
-        write_json(path, now)
+        write_json(_path(self.setting), now)
 
     def of(self, graph: TrainingGraph) -> OperatorTimes:
         """These times as the operators of a graph have them, which may be fused with others."""
@@ -281,7 +275,7 @@ class OperatorTimes:
         """From the same operator at the nearest size, otherwise by the roofline."""
         flops, nbytes, line = flops_of(node), moved_bytes(node), self.roofline
         kind, size = kind_of(time_key(node)), flops or nbytes
-        known = self._kinds.get(kind, ())
+        known = [at for at in self._kinds.get(kind, ()) if at[0]]  # of nothing nothing follows
         done, taken = min(known, key=lambda at: abs(math.log(at[0] / max(1, size))), default=(0, 0))
         if size and 1 / _NEAR <= done / size <= _NEAR:
             rest = max(0.0, taken - line.launch_s) * size / done
@@ -368,10 +362,19 @@ def _path(setting: Setting) -> Path:
     return cache_directory() / "operators" / f"{digest(asdict(setting))}.json"
 
 
-def _of(kept: Any, setting: Setting) -> bool:
-    """Whether a file is one of ours, of this setting."""
-    return isinstance(kept, dict) and kept.get("setting") == asdict(setting) and "times" in kept
+def _kept(setting: Setting) -> tuple[dict[str, Timing], dict[str, float]]:
+    """The times on disk, and those of operators alone; none where the setting was another."""
+
+    def parse(data: Any) -> tuple[dict[str, Timing], dict[str, float]]:
+        if data["setting"] != asdict(setting):
+            return {}, {}
+        times = {key: _timing(fields) for key, fields in data["times"].items()}
+        return times, numbers(data.get("alone", {}))
+
+    return read_kept(_path(setting), parse) or ({}, {})
 
 
-def _read(times: Mapping[str, Any]) -> dict[str, Timing]:
-    return {key: Timing(**timing) for key, timing in times.items()}
+def _timing(fields: Mapping[str, Any]) -> Timing:
+    """One timing as it is kept."""
+    numbers({name: fields[name] for name in ("seconds", "flops", "nbytes")})
+    return Timing(**fields)

@@ -27,9 +27,9 @@ from torch import fx
 from autopar._torch import BoxedCodeGen
 from autopar.cost_model.collectives import collective_of, is_wait, issuer
 from autopar.cost_model.host import boot_id, free_memory_bytes
+from autopar.cost_model.inputs import index_bound, random_like
 from autopar.cost_model.memory import simulate_memory
 from autopar.cost_model.signature import time_key
-from autopar.cost_model.timing import index_bound, random_like
 from autopar.graph import Parameter, TrainingGraph, tensors
 
 c10d = torch.ops._c10d_functional

@@ -20,7 +20,7 @@ from autopar.cost_model.aliases import extent_bytes, is_view
 from autopar.cost_model.collectives import collective_of
 from autopar.cost_model.host import Host, device_name, free_memory_bytes
 from autopar.cost_model.signature import signature
-from autopar.cost_model.store import cache_directory, digest, read_json, write_json
+from autopar.cost_model.store import cache_directory, digest, numbers, read_kept, write_json
 from autopar.cost_model.timing import runnable
 from autopar.cost_model.tracking import track
 from autopar.graph import TrainingGraph, tensors
@@ -60,11 +60,9 @@ class Scratch:
             "threads": host.threads if cpu else 0,
             "torch": host.torch,
         }
-        kept = read_json(_path(setting))
-        valid = isinstance(kept, dict) and kept.get("setting") == setting
         present = cpu or device.partition(":")[0] in ("cuda", here)
         present = present and (cpu or bool(here))
-        return cls("cpu" if cpu else "cuda", setting, present, kept["nbytes"] if valid else {})
+        return cls("cpu" if cpu else "cuda", setting, present, _kept(setting))
 
     def measure(self, graphs: Iterable[TrainingGraph]) -> Scratch:
         """This, and the scratch of those operators of `graphs` that were not yet run.
@@ -85,10 +83,8 @@ class Scratch:
 
     def save(self) -> None:
         """Keep the bytes on disk, with those that other processes have kept meanwhile."""
-        path = _path(self.setting)
-        kept = read_json(path)
-        before = kept["nbytes"] if isinstance(kept, dict) and "nbytes" in kept else {}
-        write_json(path, {"setting": self.setting, "nbytes": {**before, **self.nbytes}})
+        nbytes = {**_kept(self.setting), **self.nbytes}
+        write_json(_path(self.setting), {"setting": self.setting, "nbytes": nbytes})
 
     def of(self, node: fx.Node) -> int:
         """Bytes that an operator needs beyond its arguments and results; 0 if it was not run."""
@@ -125,3 +121,12 @@ def _scratch(node: fx.Node, device: str) -> int | None:
 
 def _path(setting: Mapping[str, Any]) -> Path:
     return cache_directory() / "scratch" / f"{digest(setting)}.json"
+
+
+def _kept(setting: Mapping[str, Any]) -> dict[str, int]:
+    """The bytes on disk; none where the setting was another."""
+
+    def parse(data: Any) -> dict[str, int]:
+        return numbers(data["nbytes"]) if data["setting"] == setting else {}
+
+    return read_kept(_path(setting), parse) or {}

@@ -1,15 +1,29 @@
-"""What is kept on disk between runs: small JSON files, written whole or not at all."""
+"""The cache on disk: small JSON files, written whole or not at all, and ignored where damaged."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Kept = TypeVar("Kept")
+
+_DAMAGED = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+_told: set[Path] = set()
 
 
 def cache_directory() -> Path:
@@ -24,12 +38,46 @@ def digest(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def read_json(path: Path) -> Any:
-    """The content of `path`, or None if there is none or it is not JSON."""
+def read_kept(path: Path, parse: Callable[[Any], Kept]) -> Kept | None:
+    """The content of `path` as `parse` makes it, or None if there is no such file.
+
+    A damaged file counts as absent, and a warning says so, once a process.
+
+    Args:
+        path: of a JSON file.
+        parse: raises an ordinary error, such as KeyError or ValueError, if the content is of
+            another shape.
+    """
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        return parse(json.loads(path.read_text()))
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except _DAMAGED as error:
+        if path not in _told:
+            _told.add(path)
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            warnings.warn(
+                f"autopar ignores {path}, a file of its cache that is damaged ({why}), and "
+                "measures again. It will be replaced.",
+                stacklevel=2,
+            )
+        return None
+
+
+def numbers(data: Any) -> dict[str, Any]:
+    """A table of numbers by name as it is: all finite and none negative.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"a table is expected, not {str(data)[:40]!r}")
+    for name, value in data.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{name[:80]!r} is no number: {str(value)[:40]!r}")
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name[:80]!r} is {value}")
+    return data
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar.cost_model.aliases import extent_bytes
 from autopar.cost_model.host import free_memory_bytes
+from autopar.cost_model.inputs import integer_ranges, random_like
 from autopar.graph import tensors
 
 aten = torch.ops.aten
@@ -171,7 +172,7 @@ def _on_gpu(node: fx.Node) -> bool:
 
 def runnable(node: fx.Node) -> Callable[[], object] | None:
     """The operator with its tensors filled in, run once to warm up; None if it cannot be run."""
-    for low, high in ((0, index_bound(node)), (1, 2)):
+    for low, high in integer_ranges(node):
         try:
             call = _bind(node, low, high)
             call()
@@ -193,40 +194,3 @@ def _bind(node: fx.Node, low: int, high: int) -> Callable[[], object]:
     target: Any = node.target
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), real)
     return lambda: target(*args, **kwargs)
-
-
-def random_like(val: Any, low: int, high: int) -> Any:
-    """Random tensors of the same kind: floats in 0..1, integers from low to below high."""
-    if isinstance(val, (list, tuple)):
-        return type(val)(random_like(v, low, high) for v in val)
-    if not isinstance(val, torch.Tensor):
-        return val
-    count = extent_bytes(val) // val.element_size()
-    if val.dtype == torch.bool:
-        flat = torch.randint(0, 2, (count,), device=val.device).bool()
-    elif not (val.dtype.is_floating_point or val.dtype.is_complex):
-        flat = torch.randint(low, high, (count,), device=val.device).to(val.dtype)
-    else:
-        flat = torch.rand(count, device=val.device).to(val.dtype)
-    return flat.as_strided(val.shape, val.stride())
-
-
-def index_bound(node: fx.Node) -> int:
-    """What the integers given to an operator stay below: rows of the table that they index.
-
-    Where that is not known, 1: an index of 0 is never out of range (on a GPU that would be fatal).
-    """
-    args: Any = node.args
-    target = node.target
-    if target is aten.embedding.default:
-        return tensors(args[0])[0].shape[0]
-    if target is aten.embedding_dense_backward.default:
-        return int(args[2])
-    if target is aten.nll_loss_forward.default:
-        return tensors(args[0])[0].shape[-1]
-    if target is aten.nll_loss_backward.default:
-        return tensors(args[1])[0].shape[-1]
-    if target in (aten.gather.default, aten.scatter.value, aten.scatter.src):
-        shape = tensors(args[0])[0].shape
-        return shape[args[1]] if shape else 1
-    return 1

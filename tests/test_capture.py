@@ -338,7 +338,7 @@ def test_an_error_names_the_users_line(name: str) -> None:
     assert message.startswith("cannot capture Model at ")
     assert f"test_capture.py:{line}: " in message
     assert reason in message
-    assert message.endswith("or let autopar fall back (fallback=True).")
+    assert message.endswith("Express it with tensor operations (torch.where, masks).")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ GROUND = frozenset(
         "autopar.compression",
         "autopar._torch",
         "autopar.checks",
+        "autopar.containers",
         "autopar.documents",
         "autopar.errors",
         "autopar.graph",

@@ -11,6 +11,7 @@ import torch
 
 from autopar._torch import pytree
 from autopar.capture import Call, TensorSpec
+from autopar.containers import flatten
 from autopar.errors import BatchError, DisagreementError
 from autopar.passes.data_parallel.slices import Slices
 from autopar.placement import even_rows
@@ -122,7 +123,7 @@ def last_part(inputs: Any, parts: int) -> Any:
     Raises:
         BatchError: fewer rows than parts.
     """
-    leaves, structure = pytree.tree_flatten(inputs)
+    leaves, structure = flatten(inputs)
     share = share_of(leaves, structure, mode="global", rank=parts - 1, ranks=parts)
     tensors = iter(share.tensors)
     taken = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar._torch import pytree
+from autopar.containers import flatten
 from autopar.errors import StrategyError
 from autopar.runtime.batch import Share, check_verdict, evidence
 from autopar.runtime.groups import failing_together
@@ -57,7 +58,7 @@ def as_global(
     Gradients of a mean loss come out as on one device, even with unlike numbers of rows. The
     ranks also find out whether they were given what they must be.
     """
-    values, structure = pytree.tree_flatten(result)
+    values, structure = flatten(result)
     scalars = {
         i: x
         for i, x in enumerate(values)

@@ -16,12 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
 from autopar.capture import Capture, TensorSpec
-from autopar.errors import CaptureError
+from autopar.containers import check_seen, flatten
+from autopar.errors import CaptureError, StrategyError
 from autopar.graph import (
     ParameterInfo,
 )
 from autopar.plan import Plan
+from autopar.runtime.agreement import together
 from autopar.runtime.batch import Share, share_of
+from autopar.runtime.blame import check_runs
 from autopar.runtime.calls import MakeWays
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.fallback import as_global
@@ -129,14 +132,19 @@ class DistributedModule(nn.Module):
         if torch.is_inference_mode_enabled():  # DTensors know no inference mode
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = flatten((args, kwargs))
+        check_seen(leaves)
         if self.plan is None and not self._fallback:
             self.plan_for(leaves, structure)
         share = self._share(leaves, structure)
         if self._fallback:
             return self._run_fallback(leaves, share)
         assert self._runner is not None
-        return self._runner.run(leaves, share, self._hold)
+        try:
+            return self._runner.run(leaves, share, self._hold)
+        except CaptureError as error:
+            self._check_runs(leaves, structure, error)
+            raise
 
     def train(self, mode: bool = True) -> DistributedModule:
         """Sets training mode, of the model too."""
@@ -243,6 +251,23 @@ class DistributedModule(nn.Module):
             is_meta = isinstance(value, torch.device) and value.type == "meta"
             return self._device if is_meta else value
 
+    def __copy__(self) -> DistributedModule:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled: what it holds of process groups and programs cannot travel.
+
+        Raises:
+            StrategyError: always.
+        """
+        raise StrategyError(
+            "a compiled model cannot be pickled, by torch.save or otherwise. Save "
+            "model.state_dict(), with torch.save or torch.distributed.checkpoint, and load it into "
+            "a model that was compiled again."
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """A copy with its own parameters under the same plan, such as an average of weights."""
         made = memo[id(self)] = type(self).__new__(type(self))
@@ -329,9 +354,18 @@ class DistributedModule(nn.Module):
             call = pytree.tree_unflatten(leaves, structure)
             self.adopt(self._make_plan(captured, call))
         except CaptureError as error:
+            self._check_runs(leaves, structure, error)
             # ranks that bring the same rows count alike: means stay what they are
             self._options = replace(self._options, tensor_ranks=1, pipeline_ranks=1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
+
+    def _check_runs(self, leaves: list[Any], structure: Any, reason: CaptureError) -> None:
+        """Raises ModelError, on every rank, if the plain model fails at this call."""
+        model, options = self._wrapped[0], self._options
+        with_autocast = self._setting.autocast()
+        together(
+            lambda: check_runs(model, leaves, structure, options.loss_fn, with_autocast, reason)
+        )
 
     def _share(self, leaves: list[Any], structure: Any, options: Options | None = None) -> Share:
         options = options or self._options
@@ -353,6 +387,16 @@ class DistributedModule(nn.Module):
         return as_global(
             result, leaves, share, mode=options.batch, ranks=options.ranks, device=self._device
         )
+
+
+def check_new(model: nn.Module) -> None:
+    """Raises StrategyError if a model, or a module in it, was compiled by autopar before."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedModule):
+            where = f"its submodule {name}" if name else "this model"
+            raise StrategyError(
+                f"{where} was compiled by autopar.compile before: compile the plain model once."
+            )
 
 
 def _stream(options: Options, device: torch.device) -> RandomStream:

@@ -3,8 +3,8 @@
 A hypothesis is a loop: one dim of each result, and for each operand a dim of that size or none.
 The oracle runs the operator on shards of small random tensors, and what holds for 2 and for 3 ranks
 is taken as a loop, of equal chunks. What was found is kept on disk. Operators that draw random
-numbers, write to their operands or look at values to find their shapes are not probed: they stay
-whole.
+numbers, write to their operands, look at values to find their shapes or read bytes that may be an
+opaque workspace are not probed: they stay whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from autopar._torch import OpOverload, pytree
-from autopar.cost_model.store import cache_directory, digest, read_json, write_json
+from autopar.cost_model.inputs import takes_any
+from autopar.cost_model.store import cache_directory, digest, read_kept, write_json
 from autopar.passes.rules.loops import At, Loop, Operator, split
 from autopar.passes.rules.oracle import holds, results_of
 
@@ -39,11 +40,11 @@ def probed(operator: Operator) -> list[Loop]:
         return []
     text = described(operator)
     path = cache_directory() / "probes" / f"{digest({'operator': text, **_facts()})}.json"
-    kept = read_json(path)
+    kept = read_kept(path, lambda data: [_loop(operator, **fields) for fields in data])
     if kept is None:
-        kept = [asdict(loop) for loop in _found(operator)]
-        write_json(path, kept)
-    return [_loop(**fields) for fields in kept]
+        kept = list(_found(operator))
+        write_json(path, [asdict(loop) for loop in kept])
+    return kept
 
 
 def can_be_probed(operator: Operator) -> bool:
@@ -52,6 +53,9 @@ def can_be_probed(operator: Operator) -> bool:
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
     if any(tag in target.tags for tag in _UNFIT) or not operator.operands:
+        return False
+    has_bytes = any(t.dtype == torch.uint8 for t in operator.operands)
+    if has_bytes and not takes_any(target, operator.operands):
         return False
     return all(isinstance(t, torch.Tensor) and t.dim() > 0 for t in operator.results)
 
@@ -69,13 +73,25 @@ def _facts() -> Mapping[str, str]:
     return {"torch": torch.__version__, "schema": "2"}
 
 
-def _loop(operands: list[Any], results: list[Any], **fields: Any) -> Loop:
-    """A loop as it is kept on disk."""
+def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields: Any) -> Loop:
+    """A loop as it is kept on disk.
+
+    Raises:
+        ValueError: the operator has no such loop.
+    """
 
     def at(kept: Any) -> Any:
         return At(**kept) if isinstance(kept, dict) else kept
 
-    return Loop(operands=tuple(map(at, operands)), results=tuple(map(at, results)), **fields)
+    def size_at(tensor: torch.Tensor, place: Any) -> int:
+        return tensor.shape[place.dim]
+
+    loop = Loop(operands=tuple(map(at, operands)), results=tuple(map(at, results)), **fields)
+    tensors = (*operator.operands, *operator.results)
+    places = zip((*loop.operands, *loop.results), tensors, strict=True)
+    if loop.own or any(at and size_at(tensor, at) != loop.size for at, tensor in places):
+        raise ValueError(f"{operator.target} has no loop of {loop.size}")
+    return loop
 
 
 # -- small tensors of the same structure -------------------------------------------------------

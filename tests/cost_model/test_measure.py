@@ -13,7 +13,7 @@ from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.measure import measure
 from autopar.cost_model.measured import CurveKey
 from autopar.cost_model.shape import GroupShape
-from autopar.cost_model.store import cache_directory, read_json, write_json
+from autopar.cost_model.store import cache_directory, read_kept, write_json
 from tests.worlds import Raised, run, run_isolated
 
 SIZES = (1024, 65536)
@@ -153,5 +153,5 @@ def test_a_folder_that_cannot_be_written_is_only_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="could not keep its measurements"):
         write_json(blocked / "x.json", {})
     write_json(tmp_path / "deep" / "x.json", {"a": 1})
-    assert read_json(tmp_path / "deep" / "x.json") == {"a": 1}
-    assert read_json(tmp_path / "none" / "x.json") is None
+    assert read_kept(tmp_path / "deep" / "x.json", dict) == {"a": 1}
+    assert read_kept(tmp_path / "none" / "x.json", dict) is None

@@ -1,4 +1,5 @@
 import json
+import operator
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -7,10 +8,11 @@ import pytest
 import torch
 
 from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.inputs import index_bound
 from autopar.cost_model.operators import OperatorTimes, Timing
 from autopar.cost_model.roofline import Roofline
 from autopar.cost_model.signature import moved_bytes, signature
-from autopar.cost_model.timing import Stopwatch, index_bound
+from autopar.cost_model.timing import Stopwatch
 from autopar.graph import Input, Output, Parameter
 from tests.cost_model.sketch import Sketch, aten, c10d
 
@@ -85,7 +87,8 @@ def test_kept_times_serve_the_next_process(folder):
     assert OperatorTimes.load("cpu", sharing=2).times == {}
     (path,) = folder.glob("operators/*.json")
     path.write_text(path.read_text()[:100])
-    assert OperatorTimes.load("cpu").times == {}
+    with pytest.warns(UserWarning, match="damaged"):
+        assert OperatorTimes.load("cpu").times == {}
 
 
 def test_a_save_keeps_what_others_saved(folder):
@@ -145,6 +148,39 @@ def test_indices_stay_inside_the_table():
     looked_up = g.call(aten.embedding.default, table, index)
     assert index_bound(looked_up) == 7
     assert Stopwatch().times({"it": looked_up})
+
+
+def test_an_operator_is_not_run_on_integers_that_may_be_anything():
+    """The backward of torch's LSTM reads addresses from its workspace."""
+    g = Sketch()
+    x = g.take(Input(0), 5, 2, 4)
+    weights = [g.take(Parameter(str(i)), *shape) for i, shape in enumerate([(24, 4), (24, 6)])]
+    weights += [g.take(Parameter(str(i)), 24) for i in (2, 3)]
+    h, c = (g.take(Input(i), 1, 2, 6) for i in (1, 2))
+    options = False, [], 2, 6, 1, True, False, False, True
+    layer = g.call(aten.mkldnn_rnn_layer.default, x, *weights, h, c, *options)
+    y, hy, cy, space = (g.call(operator.getitem, layer, i) for i in range(4))
+    assert space.meta["val"].dtype == torch.uint8
+    given = x, *weights, h, c, y, hy, cy, y, hy, cy
+    options = False, 2, 6, 1, True, True, False, [], False
+    back = g.call(aten.mkldnn_rnn_layer_backward.default, *given, *options, space)
+    lengths = g.call(aten._to_copy.default, g.take(Input(3), 3), dtype=torch.int64)
+    packed = g.call(aten.segment_reduce.default, x, "sum", lengths=lengths, unsafe=True)
+    assert set(Stopwatch().times({"back": back, "packed": packed, "layer": layer})) == {"layer"}
+    times = OperatorTimes.load("cpu")
+    assert times.seconds(back).kind == "modelled"
+
+
+def test_an_operator_on_nothing_does_not_spoil_the_times_of_others():
+    def summed(rows):
+        g = Sketch()
+        return g.give({Output(0): g.call(aten.sin.default, g.take(Input(0), rows))})
+
+    times = OperatorTimes.load("cpu").measure([summed(0)])
+    times.save()
+    cost = OperatorTimes.load("cpu").seconds(next(summed(8).calls()))
+    assert cost.seconds > 0
+    assert cost.kind == "modelled"
 
 
 def test_timing_leaves_the_random_state_and_collectives_alone():

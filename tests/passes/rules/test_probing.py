@@ -86,3 +86,11 @@ def test_a_note_for_what_stays_whole() -> None:
 )
 def test_not_probed(target: object, args: tuple[object, ...]) -> None:
     assert not probing.can_be_probed(called(target, *args))
+
+
+def test_an_opaque_workspace_is_not_made_up() -> None:
+    """torch reads addresses from that of an LSTM's backward."""
+    x, workspace = torch.rand(6, 6), torch.zeros(6, dtype=torch.uint8)
+    layer = Operator(aten.mkldnn_rnn_layer_backward.default, (x, workspace), {}, (x,))
+    assert not probing.can_be_probed(layer)
+    assert probing.can_be_probed(called(aten.cumsum.default, workspace, 0))
