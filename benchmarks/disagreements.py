@@ -31,7 +31,7 @@ from rich.console import Console
 
 from autopar.errors import AutoparError
 from benchmarks.report import machine, versions
-from tests.disagreements import FAULT, STRATEGIES, Loop, Scenario, scenarios
+from tests.disagreements import FAULT, STEPS, STRATEGIES, Loop, Scenario, scenarios
 
 TIMEOUT_S = 5.0
 """Of the process group."""
@@ -84,15 +84,8 @@ def rank_of(scenario: Scenario, rank: int, size: int, port: int, folder: str, pi
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     loop = scenario.loop(rank, size, folder)
     began = [time.monotonic()]
-    inner = loop.loader
-
-    def loader() -> Any:
-        for step, x in inner():
-            if step <= FAULT:
-                began[0] = time.monotonic()
-            yield step, x
-
-    loop.loader = loader  # type: ignore[method-assign]
+    for stage in ("begin_step", "forward", "backward", "clip", "update", "after", "end"):
+        setattr(loop, stage, _marking(getattr(loop, stage), stage, began))
     try:
         losses = loop.run()
         ended = ("finished", "", json.dumps(losses), began[0], False)
@@ -103,6 +96,17 @@ def rank_of(scenario: Scenario, rank: int, size: int, port: int, folder: str, pi
     pipe.send((*ended, time.monotonic()))
     pipe.close()
     os._exit(0)
+
+
+def _marking(stage: Any, name: str, began: list[float]) -> Any:
+    """A stage of a loop that notes when it began, up to the step in which a rank differs."""
+
+    def marked(step: int = STEPS, *given: Any) -> Any:
+        if step <= FAULT or name == "end" or step >= STEPS - 1:
+            began[0] = time.monotonic()
+        return stage(*([] if name == "end" else [step]), *given)
+
+    return marked
 
 
 def perform(scenario: Scenario, size: int) -> Case:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import autopar
 from tests.training import fixed
 
-STEPS, FAULT = 6, 2
+STEPS, FAULT = 7, 2
 ROWS, WIDTH, LAYERS = 12, 12, 6
 
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -62,7 +62,7 @@ def decided_by_first(decide: Callable[[], T]) -> T:
     )
     if not good:
         raise value
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def together(work: Callable[[], T]) -> T:

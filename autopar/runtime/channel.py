@@ -25,11 +25,11 @@ from autopar.errors import AutoparError, CommunicationError, DisagreementError
 ENTRIES = 16
 """Things that a record has room for."""
 
-SAMPLE = 4
+SHOWN = 16
 """Numbers of a record that ranks show each other without comparing them here."""
 
-HEAD = 2 + SAMPLE
-"""Numbers of a record before its entries: the event, the bytes of its payload, and the sample."""
+HEAD = 2 + SHOWN
+"""Numbers of a record before its entries: the event, the bytes of its payload, and those shown."""
 
 TEXT = 400
 """Characters of a value in an error."""
@@ -81,11 +81,11 @@ class Met:
 
     Attributes:
         payloads: by rank; empty if no rank brought any.
-        samples: by rank, `SAMPLE` numbers each.
+        shown: by rank, `SHOWN` numbers each.
     """
 
     payloads: list[bytes]
-    samples: list[list[int]]
+    shown: list[list[int]]
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Channel:
         event: str,
         entries: Sequence[Entry] = (),
         payload: bytes = b"",
-        sample: Sequence[int] = (),
+        shown: Sequence[int] = (),
     ) -> Met:
         """Waits until every rank says the same, and hands payloads around.
 
@@ -134,7 +134,7 @@ class Channel:
             event: what this rank is about to do, as a verb with its object: "calls Model".
             entries: what must be equal; the same names on every rank.
             payload: is given to every rank.
-            sample: at most `SAMPLE` numbers, which every rank is shown.
+            shown: at most `SHOWN` numbers, which every rank sees.
 
         Raises:
             DisagreementError: on every rank alike, if the events or entries differ.
@@ -142,7 +142,7 @@ class Channel:
         """
         self.meetings += 1
         names = ",".join(entry.name for entry in entries)
-        numbers = [_hashed(f"{event}|{names}"), len(payload), *sample]
+        numbers = [_hashed(f"{event}|{names}"), len(payload), *shown]
         numbers += [0] * (HEAD - len(numbers))
         for entry in entries:
             numbers += [number_of(entry.value), number_of(entry.among)]

@@ -1,4 +1,4 @@
-"""`Protocol`: every call of a module and every backward is agreed on before its first collective."""
+"""`Protocol`: ranks agree on every call of a module, and on every backward, before they begin."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ ROWS = (
     "The ranks brought different numbers of rows. With batch='local' every rank must bring as "
     "many: drop or pad the last batch (DistributedSampler does), or use batch='global'."
 )
+STEP_ALIKE = "Make the same optimizer steps with the same learning rates on every rank."
 
 
 @dataclass
@@ -88,12 +89,12 @@ class Protocol:
             DisagreementError: the ranks make different calls, or their replicas have parted.
             BatchError: under batch="local", ranks brought different numbers of rows.
         """
-        sample = replicas.sample(self.calls) if torch.is_grad_enabled() else None
+        own = replicas.samples(self.calls) if torch.is_grad_enabled() else []
         entries = state.entries(self.calls + 1)
-        numbers = () if sample is None else sample.numbers
-        met = self.channel.meet(f"calls {self.name}", entries, sample=numbers)
+        numbers = [number for sample in own for number in sample.numbers]
+        met = self.channel.meet(f"calls {self.name}", entries, shown=numbers)
         self.calls += 1
-        check(met.samples, sample)
+        check(met.shown, own)
         return self.calls
 
     def follow_backward(self, result: Any, number: int, *, compare: bool) -> None:
@@ -173,6 +174,7 @@ class CallState:
         same, own = "Call the model alike on every rank.", self.parameters
         everywhere = self.options.batch == "global"
         held = [p for p in own.values() if not is_elsewhere(p)]
+        stepped = stepping.of(held)
         return [
             Entry("call in another mode", self._mode(), advice=same),
             Entry("call under another no_sync()", self._sync(), advice=same),
@@ -200,9 +202,21 @@ class CallState:
             ),
             Entry(
                 "stepped another optimizer",
-                stepping.of(held),
+                stepped.text,
                 among=self.stage,
-                advice="Make the same optimizer steps with the same learning rates on every rank.",
+                advice=STEP_ALIKE,
+            ),
+            Entry(
+                "stepped another optimizer",
+                stepped.text,
+                among="one group" if stepped.groups == 1 else f"stage {self.stage}",
+                advice=STEP_ALIKE,
+            ),
+            Entry(
+                "hold gradients of other parameters",
+                sum(p.grad is not None for p in held),
+                among=self.stage,
+                advice="Call zero_grad() at the same steps on every rank.",
             ),
             Entry("hold back other gradients", ", ".join(self.held), among=self.stage, advice=same),
             Entry("have made no plan or one more", str(self.is_planned), advice=same),

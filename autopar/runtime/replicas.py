@@ -22,6 +22,12 @@ from autopar.runtime.stepping import hyperparameters
 ELEMENTS = 64
 """Elements of a replica that a call compares."""
 
+AT_ONCE = 4
+"""Replicas that a call compares."""
+
+NUMBERS = 4
+"""Numbers that a sample travels as."""
+
 EVERY = 64
 """Calls between comparisons where reading an element waits for an accelerator."""
 
@@ -86,26 +92,28 @@ class Sample:
         return (self.key, _bits(self.total), _bits(self.size), _bits(self.tolerance))
 
 
-def check(samples: Sequence[Sequence[int]], own: Sample | None) -> None:
+def check(shown: Sequence[Sequence[int]], own: Sequence[Sample]) -> None:
     """Raises on every rank alike if ranks sampled other values of the same replica.
 
     Args:
-        samples: of every rank, as they travel.
+        shown: the numbers of all samples of every rank.
         own: of this rank.
 
     Raises:
         DisagreementError: copies of one parameter or buffer have parted.
     """
-    first: dict[int, int] = {}
-    for rank, sample in enumerate(samples):
-        base = first.setdefault(sample[0], rank)
-        if sample[0] and not _near(samples[base], sample):
-            where = f"'{own.name}'" if own and own.key == sample[0] else "another stage's parameter"
-            raise DisagreementError(
-                f"rank {rank} holds other values of {where} than rank {base}: their copies have "
-                "parted. The ranks stepped differently, or one changed its copy. "
-                "model.check_replicas(optimizer) compares everything."
-            )
+    first: dict[int, tuple[int, Sequence[int]]] = {}
+    for rank, numbers in enumerate(shown):
+        for place in range(0, len(numbers), NUMBERS):
+            sample = numbers[place : place + NUMBERS]
+            base, known = first.setdefault(sample[0], (rank, sample))
+            if sample[0] and not _near(known, sample):
+                names = [repr(s.name) for s in own if s.key == sample[0]]
+                raise DisagreementError(
+                    f"rank {rank} holds other values of {', '.join(names) or 'another stage'} "
+                    f"than rank {base}: their copies have parted. The ranks stepped differently, "
+                    "or one changed its copy. model.check_replicas(optimizer) compares everything."
+                )
 
 
 def _near(a: Sequence[int], b: Sequence[int]) -> bool:
@@ -127,8 +135,8 @@ class Replicas:
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
 
-    def sample(self, number: int) -> Sample | None:
-        """A few elements of the next replica in turn; None if it is not their turn.
+    def samples(self, number: int) -> list[Sample]:
+        """A few elements of each of the next replicas in turn; none if it is not their turn.
 
         Args:
             number: of the call, from 0.
@@ -136,24 +144,10 @@ class Replicas:
         held = [(n, p) for n, p in self.parameters.items() if not is_elsewhere(p)]
         held += list(self.buffers.items())
         if not held:
-            return None
+            return []
         turn, rest = divmod(number, EVERY if held[0][1].device.type != "cpu" else 1)
-        name, tensor = held[turn % len(held)]
-        if rest or not tensor.numel() or tensor.layout is not torch.strided:
-            return None
-        replica = Replica.of(name, tensor)
-        flat = replica.part.reshape(-1)
-        few = flat[:: max(1, -(-flat.numel() // ELEMENTS))]
-        few = torch.view_as_real(few) if few.is_complex() else few
-        eps = torch.finfo(few.dtype).eps if few.is_floating_point() else 0.0
-        few = few.double()
-        return Sample(
-            name,
-            number_of(replica.key),
-            float(few.sum()),
-            float(few.abs().sum()),
-            min(1000 * eps, eps**0.5),
-        )
+        places = {(turn * AT_ONCE + i) % len(held) for i in range(AT_ONCE)} if not rest else ()
+        return [_sampled(*held[place]) for place in sorted(places) if _has_values(held[place][1])]
 
     def all(self, optimizer: Optimizer | None) -> Iterator[Replica]:
         """Every replica, with the state of an optimizer."""
@@ -165,6 +159,21 @@ class Replicas:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and id(parameter) in names:
                     yield Replica.of(f"{key} of {names[id(parameter)]}", value)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.layout is torch.strided
+
+
+def _sampled(name: str, tensor: torch.Tensor) -> Sample:
+    replica = Replica.of(name, tensor)
+    flat = replica.part.reshape(-1)
+    few = flat[:: max(1, -(-flat.numel() // ELEMENTS))]
+    few = torch.view_as_real(few) if few.is_complex() else few
+    eps = torch.finfo(few.dtype).eps if few.is_floating_point() else 0.0
+    few = few.double()
+    tolerance = min(1000 * eps, eps**0.5)
+    return Sample(name, number_of(replica.key), float(few.sum()), float(few.abs().sum()), tolerance)
 
 
 def compare(replicas: Replicas, optimizer: Optimizer | None, stage: int, tolerance: float) -> None:

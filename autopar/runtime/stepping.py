@@ -20,11 +20,13 @@ class Stepped:
     Attributes:
         steps: how many.
         hyperparameters: at the last of them, as text.
+        groups: number of its groups of parameters.
         parameters: ids of what it trained then.
     """
 
     steps: int
     hyperparameters: str
+    groups: int
     parameters: frozenset[int]
 
 
@@ -46,7 +48,8 @@ class Log:
         ids = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
         before = self.known.get(optimizer)
         steps = before.steps if before is not None else 0
-        self.known[optimizer] = Stepped(steps + 1, hyperparameters(optimizer), ids)
+        groups = len(optimizer.param_groups)
+        self.known[optimizer] = Stepped(steps + 1, hyperparameters(optimizer), groups, ids)
 
 
 _LOG = Log()
@@ -57,15 +60,29 @@ def watch() -> None:
     _LOG.watch()
 
 
-def of(parameters: Iterable[nn.Parameter]) -> str:
-    """The steps of all optimizers that train some of these parameters, as text."""
+@dataclass(frozen=True)
+class Steps:
+    """Steps of all optimizers of some parameters.
+
+    Attributes:
+        text: equal on ranks that stepped alike.
+        groups: of parameters, over all of these optimizers.
+    """
+
+    text: str
+    groups: int
+
+
+def of(parameters: Iterable[nn.Parameter]) -> Steps:
+    """The steps of all optimizers that train some of these parameters."""
     ids = {id(p) for p in parameters}
     found = [
-        f"{type(optimizer).__name__} after {own.steps} steps, the last with {own.hyperparameters}"
+        (f"{type(optimizer).__name__} after {own.steps} steps with {own.hyperparameters}", own)
         for optimizer, own in list(_LOG.known.items())
         if not ids.isdisjoint(own.parameters)
     ]
-    return "; ".join(found) or "no steps yet"
+    text = "; ".join(text for text, _ in found) or "no steps yet"
+    return Steps(text, sum(own.groups for _, own in found))
 
 
 def hyperparameters(optimizer: Optimizer) -> str:
