@@ -50,6 +50,12 @@ class Model(nn.Module):
         return (self.body(x) * self.scale).square().mean()
 
 
+def named_alike(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class by the name of `Model`, which other ranks do not know from it."""
+    kind.__name__ = Model.__name__
+    return kind
+
+
 def square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
@@ -65,13 +71,14 @@ class Loop:
     """
 
     batch_mode: ClassVar[str] = "global"
-    everyone: ClassVar[type["Loop"] | None] = None
-    """Loop of the other ranks, if they do not run `Loop`."""
+    abstract: ClassVar[bool] = False
+    """Whether it is no scenario."""
     only: ClassVar[tuple[str, ...]] = ()
     """Strategies under which the scenario is one; () for all."""
     leaves: ClassVar[bool] = False
     """Whether the odd rank leaves without an error."""
     legitimate: ClassVar[bool] = False
+    """Whether ranks may differ so, and train."""
 
     def __init__(self, rank: int, size: int, strategy: str, folder: str) -> None:
         self.rank, self.size, self.strategy, self.folder = rank, size, strategy, folder
@@ -185,7 +192,7 @@ class AnotherForward(Loop):
             def forward(self, x: Tensor) -> Tensor:
                 return self.body(x).abs().mean()
 
-        return Changed()
+        return named_alike(Changed)()
 
 
 class AnotherAttribute(Loop):
@@ -335,7 +342,7 @@ class RaisesInForward(Loop):
             def forward(self, x: Tensor) -> Tensor:
                 raise KeyError("a bug of this rank's copy")
 
-        return Broken()
+        return named_alike(Broken)()
 
 
 class OtherVersion(Loop):
@@ -751,6 +758,102 @@ class WaitsForEver(Loop):
             torch.distributed.barrier()
 
 
+class CatchesABadIndex(Loop):
+    """One rank meets an error between collectives, catches it, and goes on."""
+
+    only = ("ddp", "zero3")
+
+    class Everyone(Loop):
+        batch_mode = "local"
+
+        def make(self) -> nn.Module:
+            class Lookup(Model):
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.table = nn.Embedding(4, WIDTH)
+
+                def forward(self, x: Tensor) -> Tensor:
+                    return super().forward(self.table(x))
+
+            return Lookup()
+
+        def data(self, step: int) -> Tensor:
+            return torch.full((ROWS,), step % 4)
+
+    class Odd(Everyone):
+        def data(self, step: int) -> Tensor:
+            return super().data(step) + 10 * (step == FAULT)
+
+        def forward(self, step: int, x: Tensor) -> Tensor:
+            try:
+                return super().forward(step, x)
+            except IndexError:
+                return super().forward(step, self.data(step + 1))
+
+
+# -- a model that trains under torch's DDP ---------------------------------------------------------
+
+
+class Fallback(Loop):
+    """The model branches on a value and cannot be captured."""
+
+    abstract = True
+
+    def make(self) -> nn.Module:
+        class Branching(Model):
+            def forward(self, x: Tensor) -> Tensor:
+                out = self.body(x)
+                return out.square().mean() if out.sum() > 1e9 else out.square().mean() * 2
+
+        return named_alike(Branching)()
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "fallback": True, "example_inputs": (self.data(0),)}
+
+
+class FallbackSkipsBackward(Loop):
+    only, Everyone = ("ddp", "zero3"), Fallback
+
+    class Odd(SkipsBackward, Fallback):
+        pass
+
+
+class FallbackNoSyncAlone(Loop):
+    only, Everyone = ("ddp",), Fallback
+
+    class Odd(NoSyncAlone, Fallback):
+        pass
+
+
+class FallbackEvaluatesAlone(Loop):
+    only, Everyone = ("ddp", "zero3"), Fallback
+
+    class Odd(EvaluatesAlone, Fallback):
+        pass
+
+
+class FallbackAlone(Loop):
+    """Only one rank's forward can not be captured."""
+
+    class Odd(Fallback):
+        def options(self) -> dict[str, Any]:
+            return {**super().options(), "example_inputs": None}
+
+
+class FallbackAnotherRate(Loop):
+    only, Everyone = ("ddp", "zero3"), Fallback
+
+    class Odd(AnotherRate, Fallback):
+        pass
+
+
+class FallbackTrains(Loop):
+    only, Everyone, legitimate = ("ddp", "zero3"), Fallback, True
+
+    class Odd(Fallback):
+        pass
+
+
 # -- legitimate ------------------------------------------------------------------------------------
 
 
@@ -762,6 +865,17 @@ class LocalRows(Loop):
 
         def seed(self, step: int) -> int:
             return 100 * self.rank + step
+
+    class Odd(Everyone):
+        pass
+
+
+class ChecksEverything(Loop):
+    legitimate = True
+
+    class Everyone(Loop):
+        def after(self, step: int) -> None:
+            self.model.check_replicas(self.optimizer)
 
     class Odd(Everyone):
         pass

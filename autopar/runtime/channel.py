@@ -246,7 +246,7 @@ def _of_events(events: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, event in enumerate(events):
         ranks.setdefault(event, []).append(rank)
-    doing = "; ".join(f"rank(s) {own} {event}" for event, own in ranks.items())
+    doing = "; ".join(f"rank(s) {own}: {event}" for event, own in ranks.items())
     return (
         f"the ranks do different things at the same time: {doing}. Every rank must call the model, "
         "run backward, clip and save in the same order and equally often."

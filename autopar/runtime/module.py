@@ -108,13 +108,11 @@ class DistributedModule(nn.Module):
 
         While gradients are held back, `.grad` is not changed.
         """
-        if self._fallback:
-            with getattr(self._fallback[0], "no_sync", contextlib.nullcontext)():
-                yield
-            return
+        inner = self._fallback[0] if self._fallback else None
         before, self._hold = self._hold, self._options.data_ranks > 1
         try:
-            yield
+            with getattr(inner, "no_sync", contextlib.nullcontext)():
+                yield
         finally:
             self._hold = before
 
@@ -166,6 +164,7 @@ class DistributedModule(nn.Module):
                 stage=self._stage,
                 data_rank=self._options.data_rank(rank()),
                 all_tangents=self._setting.all_tangents,
+                is_captured=not self._fallback,
             )
         return self._protocol.call(state, self._replicas)
 

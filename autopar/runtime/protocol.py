@@ -111,9 +111,9 @@ class Protocol:
             return
         event = f"runs backward through call {number} of {self.name}"
 
-        def begins(gradient: torch.Tensor) -> None:
-            scalar = compare and gradient.dim() == 0 and gradient.device.type == "cpu"
-            scale = repr(gradient.item()) if scalar else ""
+        def begins(gradient: torch.Tensor | None) -> None:  # None: it enters by another output
+            scalar = compare and gradient is not None and gradient.dim() == 0
+            scale = repr(gradient.item()) if scalar and gradient.device.type == "cpu" else ""
             advice = "Scale the loss alike on every rank: it is that of the global batch."
             self.channel.meet(event, [Entry("enter with another gradient", scale, advice=advice)])
 
@@ -150,6 +150,7 @@ class CallState:
         stage: where this rank stands along a pipeline: others hold other parameters.
         data_rank: which rows it has.
         all_tangents: whether gradients may enter by every output.
+        is_captured: whether unused parameters have a gradient, or none, on all ranks alike.
     """
 
     leaves: Sequence[Any]
@@ -164,6 +165,7 @@ class CallState:
     stage: int
     data_rank: int
     all_tangents: bool
+    is_captured: bool
 
     def entries(self, number: int) -> list[Entry]:
         """What must be equal on all ranks, the most telling first.
@@ -214,7 +216,7 @@ class CallState:
             ),
             Entry(
                 "hold gradients of other parameters",
-                sum(p.grad is not None for p in held),
+                sum(p.grad is not None for p in held) if self.is_captured else 0,
                 among=self.stage,
                 advice="Call zero_grad() at the same steps on every rank.",
             ),
