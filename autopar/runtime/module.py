@@ -310,12 +310,13 @@ class DistributedModule(nn.Module):
         """A copy with its own parameters under the same plan, such as an average of weights."""
         made = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
-            if name not in ("_setting", "_runner"):
+            if name not in ("_setting", "_runner", "_protocol"):
                 made.__dict__[name] = value if name in SHARED else copy.deepcopy(value, memo)
         model, stream = made._wrapped[0], copy.deepcopy(self._setting.random, memo)
         made._setting = replace(
             self._setting, model=model, random=stream, held={}, states=self._setting.states.copied()
         )
+        made._protocol = replace(self._protocol) if self._protocol is not None else None
         made._runner = made._new_runner()
         if isinstance(self._runner, Whole) and isinstance(made._runner, Whole):
             made._runner.programs = self._runner.programs
@@ -425,4 +426,4 @@ def _stream(options: Options, device: torch.device) -> RandomStream:
     return RandomStream(own, models, device, shared=options.tensor_ranks > 1)
 
 
-SHARED = {"plan", "mesh", "_device", "_options", "_make_plan", "_make_fallback", "_protocol"}
+SHARED = {"plan", "mesh", "_device", "_options", "_make_plan", "_make_fallback"}

@@ -18,7 +18,7 @@ from autopar.runtime import stepping
 from autopar.runtime.batch import PLAIN, Share, checksum
 from autopar.runtime.channel import Channel, Entry, channel
 from autopar.runtime.options import Options
-from autopar.runtime.parameters import is_elsewhere
+from autopar.runtime.parameters import HOOKS, is_elsewhere
 from autopar.runtime.replicas import Replicas, check
 
 SEED_ALIKE = (
@@ -44,11 +44,13 @@ class Protocol:
         name: of the module, in errors.
         channel: to the other ranks.
         calls: how many there have been.
+        stepped: number of the last optimizer step that was compared.
     """
 
     name: str
     channel: Channel
     calls: int = 0
+    stepped: int = 0
 
     @staticmethod
     def of(model: nn.Module) -> Protocol | None:
@@ -90,10 +92,11 @@ class Protocol:
             BatchError: under batch="local", ranks brought different numbers of rows.
         """
         own = replicas.samples(self.calls) if torch.is_grad_enabled() else []
-        entries = state.entries(self.calls + 1)
+        steps = stepping.since(self.stepped, state.held_here)
+        entries = state.entries(self.calls + 1, steps)
         numbers = [number for sample in own for number in sample.numbers]
         met = self.channel.meet(f"calls {self.name}", entries, shown=numbers)
-        self.calls += 1
+        self.calls, self.stepped = self.calls + 1, steps.last
         check(met.shown, own)
         return self.calls
 
@@ -167,16 +170,21 @@ class CallState:
     all_tangents: bool
     is_captured: bool
 
-    def entries(self, number: int) -> list[Entry]:
+    @property
+    def held_here(self) -> list[nn.Parameter]:
+        """Parameters of this rank's stages."""
+        return [p for p in self.parameters.values() if not is_elsewhere(p)]
+
+    def entries(self, number: int, steps: stepping.Steps) -> list[Entry]:
         """What must be equal on all ranks, the most telling first.
 
         Args:
             number: of the call, from 1.
+            steps: of optimizers since the last call.
         """
         same, own = "Call the model alike on every rank.", self.parameters
         everywhere = self.options.batch == "global"
-        held = [p for p in own.values() if not is_elsewhere(p)]
-        stepped = stepping.of(held)
+        held = self.held_here
         return [
             Entry("call in another mode", self._mode(), advice=same),
             Entry("call under another no_sync()", self._sync(), advice=same),
@@ -204,14 +212,14 @@ class CallState:
             ),
             Entry(
                 "stepped another optimizer",
-                stepped.text,
+                steps.text,
                 among=self.stage,
                 advice=STEP_ALIKE,
             ),
             Entry(
                 "stepped another optimizer",
-                stepped.text,
-                among="one group" if stepped.groups == 1 else f"stage {self.stage}",
+                steps.text,
+                among="one group" if steps.groups == 1 else f"stage {self.stage}",
                 advice=STEP_ALIKE,
             ),
             Entry(
@@ -273,5 +281,4 @@ def _frozen(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 def _hooks(parameters: Sequence[nn.Parameter]) -> int:
-    names = "_backward_hooks", "_post_accumulate_grad_hooks"
-    return sum(len(getattr(p, name, None) or ()) for p in parameters for name in names)
+    return sum(len(getattr(p, name, None) or ()) for p in parameters for name in HOOKS)

@@ -1,8 +1,8 @@
-"""What optimizers did so far: how often each stepped, and with which hyperparameters."""
+"""Steps that optimizers took, with which hyperparameters: ranks compare them at the next call."""
 
 from __future__ import annotations
 
-import weakref
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +12,23 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+REMEMBERED = 1000
+"""Steps that are kept until a module asks for them."""
 
-@dataclass
+
+@dataclass(frozen=True)
 class Stepped:
-    """Steps of one optimizer.
+    """One step of an optimizer.
 
     Attributes:
-        steps: how many.
-        hyperparameters: at the last of them, as text.
+        number: of the step, over all optimizers of the process.
+        text: its class and hyperparameters.
         groups: number of its groups of parameters.
-        parameters: ids of what it trained then.
+        parameters: ids of what it trains.
     """
 
-    steps: int
-    hyperparameters: str
+    number: int
+    text: str
     groups: int
     parameters: frozenset[int]
 
@@ -35,7 +38,8 @@ class Log:
 
     def __init__(self) -> None:
         self.watching = False
-        self.known: weakref.WeakKeyDictionary[Optimizer, Stepped] = weakref.WeakKeyDictionary()
+        self.count = 0
+        self.steps: deque[Stepped] = deque(maxlen=REMEMBERED)
 
     def watch(self) -> None:
         """Begins to listen, once in a process."""
@@ -45,11 +49,10 @@ class Log:
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """Notes a step."""
+        self.count += 1
+        text = f"{type(optimizer).__name__} with {hyperparameters(optimizer)}"
         ids = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
-        before = self.known.get(optimizer)
-        steps = before.steps if before is not None else 0
-        groups = len(optimizer.param_groups)
-        self.known[optimizer] = Stepped(steps + 1, hyperparameters(optimizer), groups, ids)
+        self.steps.append(Stepped(self.count, text, len(optimizer.param_groups), ids))
 
 
 _LOG = Log()
@@ -62,27 +65,25 @@ def watch() -> None:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of all optimizers of some parameters.
+    """Steps of some parameters.
 
     Attributes:
+        last: number of the last step of the process.
         text: equal on ranks that stepped alike.
-        groups: of parameters, over all of these optimizers.
+        groups: of parameters, the most that one of their optimizers has.
     """
 
+    last: int
     text: str
     groups: int
 
 
-def of(parameters: Iterable[nn.Parameter]) -> Steps:
-    """The steps of all optimizers that train some of these parameters."""
+def since(number: int, parameters: Iterable[nn.Parameter]) -> Steps:
+    """The steps after one of this number that some of these parameters took."""
     ids = {id(p) for p in parameters}
-    found = [
-        (f"{type(optimizer).__name__} after {own.steps} steps with {own.hyperparameters}", own)
-        for optimizer, own in list(_LOG.known.items())
-        if not ids.isdisjoint(own.parameters)
-    ]
-    text = "; ".join(text for text, _ in found) or "no steps yet"
-    return Steps(text, sum(own.groups for _, own in found))
+    found = [s for s in _LOG.steps if s.number > number and not ids.isdisjoint(s.parameters)]
+    text = "; ".join(own.text for own in found) or "no step"
+    return Steps(_LOG.count, text, max((own.groups for own in found), default=1))
 
 
 def hyperparameters(optimizer: Optimizer) -> str:
@@ -102,6 +103,6 @@ def _plain(value: object) -> object:
     """A value as text that is the same on ranks with the same value."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else "a tensor"
-    if isinstance(value, (bool, int, float, str, tuple, list, type(None))):
+    if isinstance(value, (bool, int, float, str, tuple, list)):
         return value
     return type(value).__name__
