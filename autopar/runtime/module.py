@@ -42,6 +42,7 @@ from autopar.runtime.random import RandomStream
 from autopar.runtime.replicas import Replicas, compare
 from autopar.runtime.setting import Setting
 from autopar.runtime.states import KEY, States
+from autopar.runtime.stepping import Steps
 from autopar.runtime.whole import Whole
 
 Captured = Callable[[int, int, int], Capture]
@@ -138,6 +139,7 @@ class DistributedModule(nn.Module):
         if self._protocol is not None:
             compared = self._options.batch == "global"
             self._protocol.follow_backward(result, number, compare=compared)
+            self._protocol.steps.expect(self._setting.inside.parameters.values())
         return result
 
     def _run(self, leaves: list[Any], share: Share) -> Any:
@@ -316,7 +318,8 @@ class DistributedModule(nn.Module):
         made._setting = replace(
             self._setting, model=model, random=stream, held={}, states=self._setting.states.copied()
         )
-        made._protocol = replace(self._protocol) if self._protocol is not None else None
+        protocol = self._protocol
+        made._protocol = replace(protocol, steps=Steps()) if protocol is not None else None
         made._runner = made._new_runner()
         if isinstance(self._runner, Whole) and isinstance(made._runner, Whole):
             made._runner.programs = self._runner.programs

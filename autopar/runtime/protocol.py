@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from torch import nn
 from autopar._torch import pytree
 from autopar.capture import TensorSpec
 from autopar.errors import AutoparError, BatchError
-from autopar.runtime import stepping
 from autopar.runtime.batch import PLAIN, Share, checksum
 from autopar.runtime.channel import Channel, Entry, channel
 from autopar.runtime.options import Options
 from autopar.runtime.parameters import HOOKS, is_elsewhere
 from autopar.runtime.replicas import Replicas, check
+from autopar.runtime.stepping import Steps
 
 SEED_ALIKE = (
     "But batch='global' means that every rank is given the same one and takes its own rows. Seed "
@@ -44,13 +44,13 @@ class Protocol:
         name: of the module, in errors.
         channel: to the other ranks.
         calls: how many there have been.
-        stepped: number of the last optimizer step that was compared.
+        steps: of optimizers since the last call.
     """
 
     name: str
     channel: Channel
     calls: int = 0
-    stepped: int = 0
+    steps: Steps = field(default_factory=Steps)
 
     @staticmethod
     def of(model: nn.Module) -> Protocol | None:
@@ -59,7 +59,6 @@ class Protocol:
         if opened is None:
             return None
         opened.modules += 1
-        stepping.watch()
         number = f" (module {opened.modules})" if opened.modules > 1 else ""
         return Protocol(type(model).__name__ + number, opened)
 
@@ -92,11 +91,10 @@ class Protocol:
             BatchError: under batch="local", ranks brought different numbers of rows.
         """
         own = replicas.samples(self.calls) if torch.is_grad_enabled() else []
-        steps = stepping.since(self.stepped, state.held_here)
-        entries = state.entries(self.calls + 1, steps)
+        entries = state.entries(self.calls + 1, self.steps)
         numbers = [number for sample in own for number in sample.numbers]
         met = self.channel.meet(f"calls {self.name}", entries, shown=numbers)
-        self.calls, self.stepped = self.calls + 1, steps.last
+        self.calls += 1
         check(met.shown, own)
         return self.calls
 
@@ -115,8 +113,7 @@ class Protocol:
         event = f"runs backward through call {number} of {self.name}"
 
         def begins(gradient: torch.Tensor | None) -> None:  # None: it enters by another output
-            scalar = compare and gradient is not None and gradient.dim() == 0
-            scale = repr(gradient.item()) if scalar and gradient.device.type == "cpu" else ""
+            scale = _scale(gradient) if compare else ""
             advice = "Scale the loss alike on every rank: it is that of the global batch."
             self.channel.meet(event, [Entry("enter with another gradient", scale, advice=advice)])
 
@@ -170,12 +167,7 @@ class CallState:
     all_tangents: bool
     is_captured: bool
 
-    @property
-    def held_here(self) -> list[nn.Parameter]:
-        """Parameters of this rank's stages."""
-        return [p for p in self.parameters.values() if not is_elsewhere(p)]
-
-    def entries(self, number: int, steps: stepping.Steps) -> list[Entry]:
+    def entries(self, number: int, steps: Steps) -> list[Entry]:
         """What must be equal on all ranks, the most telling first.
 
         Args:
@@ -184,7 +176,7 @@ class CallState:
         """
         same, own = "Call the model alike on every rank.", self.parameters
         everywhere = self.options.batch == "global"
-        held = self.held_here
+        held = [p for p in own.values() if not is_elsewhere(p)]
         return [
             Entry("call in another mode", self._mode(), advice=same),
             Entry("call under another no_sync()", self._sync(), advice=same),
@@ -259,6 +251,13 @@ class CallState:
         kind = self.share.tensors[0].device.type if self.share.tensors else "cpu"
         enabled = torch.is_autocast_enabled(kind)
         return str(torch.get_autocast_dtype(kind)) if enabled else "no autocast"
+
+
+def _scale(gradient: torch.Tensor | None) -> str:
+    """The gradient of a loss, as text; "" if it is no scalar, or if reading it waits for a GPU."""
+    if gradient is None or gradient.dim() or gradient.device.type != "cpu":
+        return ""
+    return repr(gradient.item())
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 REMEMBERED = 1000
-"""Steps that are kept until a module asks for them."""
+"""Steps between two calls that are kept."""
 
 
 @dataclass(frozen=True)
@@ -21,69 +22,64 @@ class Stepped:
     """One step of an optimizer.
 
     Attributes:
-        number: of the step, over all optimizers of the process.
         text: its class and hyperparameters.
         groups: number of its groups of parameters.
-        parameters: ids of what it trains.
     """
 
-    number: int
     text: str
     groups: int
-    parameters: frozenset[int]
 
 
-class Log:
-    """Listens to every optimizer of the process."""
-
-    def __init__(self) -> None:
-        self.watching = False
-        self.count = 0
-        self.steps: deque[Stepped] = deque(maxlen=REMEMBERED)
-
-    def watch(self) -> None:
-        """Begins to listen, once in a process."""
-        if not self.watching:
-            self.watching = True
-            register_optimizer_step_post_hook(self)
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Notes a step."""
-        self.count += 1
-        text = f"{type(optimizer).__name__} with {hyperparameters(optimizer)}"
-        ids = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
-        self.steps.append(Stepped(self.count, text, len(optimizer.param_groups), ids))
-
-
-_LOG = Log()
-
-
-def watch() -> None:
-    """Notes every step of every optimizer from now on."""
-    _LOG.watch()
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Steps:
-    """Steps of some parameters.
+    """Steps that optimizers took with the parameters of one module since its last call.
 
     Attributes:
-        last: number of the last step of the process.
-        text: equal on ranks that stepped alike.
-        groups: of parameters, the most that one of their optimizers has.
+        ids: of the parameters, all of which are alive as long as the module is.
+        taken: the steps, the oldest first.
     """
 
-    last: int
-    text: str
-    groups: int
+    ids: frozenset[int] = frozenset()
+    taken: deque[Stepped] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    def __post_init__(self) -> None:
+        _listen(self)
+
+    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forgets the steps so far, and notes those with these parameters from now on."""
+        self.taken.clear()
+        self.ids = frozenset(id(p) for p in parameters)
+
+    @property
+    def text(self) -> str:
+        """A text that is equal on ranks that stepped alike."""
+        return "; ".join(step.text for step in self.taken) or "no step"
+
+    @property
+    def groups(self) -> int:
+        """The most groups of parameters that one of the optimizers has."""
+        return max((step.groups for step in self.taken), default=1)
 
 
-def since(number: int, parameters: Iterable[nn.Parameter]) -> Steps:
-    """The steps after one of this number that some of these parameters took."""
-    ids = {id(p) for p in parameters}
-    found = [s for s in _LOG.steps if s.number > number and not ids.isdisjoint(s.parameters)]
-    text = "; ".join(own.text for own in found) or "no step"
-    return Steps(_LOG.count, text, max((own.groups for own in found), default=1))
+_LISTENING: weakref.WeakSet[Steps] = weakref.WeakSet()
+
+
+def _listen(steps: Steps) -> None:
+    if not _WATCHING:
+        _WATCHING.append(register_optimizer_step_post_hook(_note))
+    _LISTENING.add(steps)
+
+
+_WATCHING: list[Any] = []
+
+
+def _note(optimizer: Optimizer, *_: Any) -> None:
+    """Notes a step of an optimizer for each module whose parameters it trains."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    text = f"{type(optimizer).__name__} with {hyperparameters(optimizer)}"
+    for steps in _LISTENING:
+        if any(id(p) in steps.ids for p in parameters):
+            steps.taken.append(Stepped(text, len(optimizer.param_groups)))
 
 
 def hyperparameters(optimizer: Optimizer) -> str:
