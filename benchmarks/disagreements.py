@@ -30,8 +30,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from autopar.errors import AutoparError
+from autopar.runtime.channel import Channel
 from benchmarks.report import machine, versions
-from tests.disagreements import FAULT, STEPS, STRATEGIES, Loop, Scenario, scenarios
+from tests.disagreements import STRATEGIES, Loop, Scenario, scenarios
 
 TIMEOUT_S = 5.0
 """Of the process group."""
@@ -51,7 +52,7 @@ class Ended:
         how: "raised", "finished", "left", "abort" or "hang".
         error: class of what it raised.
         message: its first line.
-        seconds: from the fault to the end.
+        seconds: from when it began to wait, or to do what failed, to the end.
         ours: whether it raised an AutoparError.
     """
 
@@ -85,7 +86,8 @@ def rank_of(scenario: Scenario, rank: int, size: int, port: int, folder: str, pi
     loop = scenario.loop(rank, size, folder)
     began = [time.monotonic()]
     for stage in ("begin_step", "forward", "backward", "clip", "update", "after", "end"):
-        setattr(loop, stage, _marking(getattr(loop, stage), stage, began))
+        setattr(loop, stage, _marking(getattr(loop, stage), began))
+    Channel.meet = _marking(Channel.meet, began)  # type: ignore[method-assign]
     try:
         losses = loop.run()
         ended = ("finished", "", json.dumps(losses), began[0], False)
@@ -98,13 +100,12 @@ def rank_of(scenario: Scenario, rank: int, size: int, port: int, folder: str, pi
     os._exit(0)
 
 
-def _marking(stage: Any, name: str, began: list[float]) -> Any:
-    """A stage of a loop that notes when it began, up to the step in which a rank differs."""
+def _marking(call: Any, began: list[float]) -> Any:
+    """A function that notes when it was called last."""
 
-    def marked(step: int = STEPS, *given: Any) -> Any:
-        if step <= FAULT or name == "end" or step >= STEPS - 1:
-            began[0] = time.monotonic()
-        return stage(*([] if name == "end" else [step]), *given)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        began[0] = time.monotonic()
+        return call(*args, **kwargs)
 
     return marked
 
@@ -138,18 +139,17 @@ def perform(scenario: Scenario, size: int) -> Case:
                 process.kill()
                 process.join()
         codes = [process.exitcode for process in processes]
-    fault = max((s[3] for s in said.values() if s), default=0.0)
-    ends = tuple(_ended(said.get(rank, "hang"), codes[rank], fault) for rank in range(size))
+    ends = tuple(_ended(said.get(rank, "hang"), codes[rank]) for rank in range(size))
     return Case(scenario.name, scenario.strategy, size, outcome_of(scenario.kind, ends), ends)
 
 
-def _ended(said: Any, code: int | None, fault: float) -> Ended:
+def _ended(said: Any, code: int | None) -> Ended:
     if said == "hang":
         return Ended("hang")
     if said is None:
         return Ended("left") if code == 0 else Ended("abort", message=f"exit code {code}")
-    how, error, message, _, ours, at = said
-    return Ended(how, error, message[:300], round(max(0.0, at - fault), 2), ours)
+    how, error, message, began, ours, at = said
+    return Ended(how, error, message[:300], round(at - began, 2), ours)
 
 
 def outcome_of(kind: type[Loop], ends: tuple[Ended, ...]) -> str:

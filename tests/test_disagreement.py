@@ -4,10 +4,14 @@ import datetime
 import json
 import re
 import tempfile
+from contextlib import nullcontext
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from autopar.errors import DisagreementError
+from autopar.runtime.replicas import Replicas, check
 from tests.disagreements import Scenario
 from tests.worlds import Raised, run
 
@@ -89,3 +93,11 @@ def test_what_may_differ_trains(name: str, strategy: str) -> None:
     first, second = run(play, 2, scenario=Scenario(name, strategy), init=False)
     assert first == second
     assert len(json.loads(first)) > 1
+
+
+@pytest.mark.parametrize(("factor", "parts"), [(1 + 1e-6, False), (1 + 1e-3, True)])
+def test_copies_may_differ_by_rounding(factor: float, parts: bool) -> None:
+    first, second = (Replicas({"w": torch.ones(9) * f}, {}).samples(0) for f in (1.0, factor))
+    shown = [[number for sample in own for number in sample.numbers] for own in (first, second)]
+    with pytest.raises(DisagreementError, match=r"rank 1 .*'w'") if parts else nullcontext():
+        check(shown, first)

@@ -30,18 +30,17 @@ def from_everywhere(value: Any, event: str = "exchanges values with the others")
     return [pickle.loads(payload) for payload in met.payloads]
 
 
-def same_everywhere(values: Mapping[str, object], advice: str, event: str = "compares") -> None:
+def same_everywhere(values: Mapping[str, object], advice: str) -> None:
     """Raises DisagreementError on every rank if a value is not the same on all.
 
     Args:
         values: by what a person calls them; compared as text.
         advice: what to do about it.
-        event: what this rank does, in words, the same on every rank.
     """
     if not is_live():
         return
     entries = [Entry(f"hold another {name}", str(v), advice=advice) for name, v in values.items()]
-    _live().meet(event, entries)
+    _live().meet(f"compares its {', '.join(values)}", entries)
 
 
 def decided_by_first(decide: Callable[[], T]) -> T:
