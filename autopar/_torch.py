@@ -38,6 +38,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _add_send_recv as add_transfers
 from torch.distributed.pipelining.schedules import _ComputationType as PipelineWork
@@ -162,6 +163,7 @@ __all__ = [
     "compiling",
     "copied_graph",
     "default_partition",
+    "default_store",
     "format_argument",
     "group_timeout",
     "inductor_compile",

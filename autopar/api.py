@@ -38,6 +38,7 @@ from autopar.profiling import Profiler, profiler
 from autopar.runtime.agreement import decided_by_first, same_everywhere, together
 from autopar.runtime.batch import last_part
 from autopar.runtime.fallback import fall_back
+from autopar.runtime.graph_agreement import agree_on_graph, versions
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
 from autopar.runtime.module import Captured, DistributedModule, check_new
 from autopar.runtime.options import Options
@@ -152,6 +153,7 @@ def compile(
     make_contiguous(model)
     parameters = describe_parameters(model)
     ours = (fingerprint(parameters.values()), describe_buffers(model))
+    same_everywhere(versions(), "Install the same versions on every rank.")
     same_everywhere({"model": ours}, "Build the same model on every rank.")
     recorder = profiler(optimizer, device)
     chosen = _strategy(strategy, batch, lossy)
@@ -398,6 +400,7 @@ def _choose(
     def prepared(own: Question) -> tuple[Graphs, Machine | None]:
         at = own.strategy.tensor_ranks, own.strategy.pipeline_ranks
         graphs = together(lambda: captured_at(own.strategy, lambda n: captured(*at, n).graph))
+        agree_on_graph(next(iter(graphs.values())), even=False)
         if recorder is not None:
             recorder.asked.append((own, graphs))
         drafts = decided_by_first(lambda: drafted(own, graphs))

@@ -43,7 +43,7 @@ def capture_slice(capture: Captures, call: Call, slices: Slices, *, local: bool 
         other = replace(slices, index=slices.index ^ 1)
         check_alike(graph, run_passes(made.graph, [partition(other, call.has_rows)]))
         run_passes(graph, [AccumulateMicroBatches()])
-    return replace(made, graph=graph)
+    return replace(made, graph=graph, whole=made.graph)
 
 
 def check_alike(graph: TrainingGraph, other: TrainingGraph) -> None:

@@ -130,6 +130,7 @@ class Capture:
         tensor_leaves: which outputs are tensors.
         differentiable: which outputs the model itself would let gradients enter by.
         structure: how the outputs unflatten.
+        whole: the graph of the whole batch, where `graph` is one slice's; None where it is whole.
     """
 
     graph: TrainingGraph
@@ -137,6 +138,12 @@ class Capture:
     tensor_leaves: tuple[bool, ...]
     differentiable: tuple[bool, ...]
     structure: Any
+    whole: TrainingGraph | None = None
+
+    @property
+    def source(self) -> TrainingGraph:
+        """The graph as it was captured."""
+        return self.graph if self.whole is None else self.whole
 
 
 def capture(

@@ -8,7 +8,7 @@
     ├── BatchError          the rows given cannot be split over the ranks, or differ between them
     ├── PlanError           a plan does not belong to this model, world or torch
     ├── OutOfMemoryError       nothing fits under the memory cap
-    ├── DisagreementError   the ranks hold different models, plans or batches
+    ├── DisagreementError   the ranks hold, are given or do different things
     ├── CommunicationError  a collective failed: another rank died or left
     └── PassError           a graph pass broke its contract (a bug in autopar or in a user's pass)
 
@@ -100,7 +100,7 @@ class OutOfMemoryError(AutoparError):
 
 
 class DisagreementError(AutoparError):
-    """Ranks that must agree hold different models, plans or batches."""
+    """Ranks that must agree hold different models, plans or batches, or do different things."""
 
 
 class CommunicationError(AutoparError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import distributed as dist
 
 from autopar.errors import AutoparError, DisagreementError
-from autopar.runtime.groups import failing_together
+from autopar.runtime.channel import Channel, Entry, channel
 
 T = TypeVar("T")
 
@@ -18,12 +19,15 @@ def is_live() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def from_everywhere(value: Any) -> list[Any]:
-    """What every rank holds, by rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    with failing_together("an agreement"):
-        dist.all_gather_object(values, value)
-    return values
+def from_everywhere(value: Any, event: str = "exchanges values with the others") -> list[Any]:
+    """What every rank holds, by rank.
+
+    Args:
+        value: anything that can be pickled.
+        event: what this rank does, in words, the same on every rank.
+    """
+    met = _live().meet(event, payload=pickle.dumps(value))
+    return [pickle.loads(payload) for payload in met.payloads]
 
 
 def same_everywhere(values: Mapping[str, object], advice: str) -> None:
@@ -35,46 +39,58 @@ def same_everywhere(values: Mapping[str, object], advice: str) -> None:
     """
     if not is_live():
         return
-    first, *others = from_everywhere({name: str(value) for name, value in values.items()})
-    for name in values:
-        odd = [rank for rank, other in enumerate(others, 1) if other.get(name) != first.get(name)]
-        if odd:
-            raise DisagreementError(f"rank(s) {odd} hold another {name} than rank 0. {advice}")
+    entries = [Entry(f"hold another {name}", str(v), advice=advice) for name, v in values.items()]
+    _live().meet(f"compares its {', '.join(values)}", entries)
 
 
 def decided_by_first(decide: Callable[[], T]) -> T:
     """What rank 0 decides, on every rank; if it fails, every rank raises its error."""
     if not is_live():
         return decide()
-    answer: list[Any] = [None]
+    answer: Any = None
     if dist.get_rank() == 0:
         try:
-            answer = [(True, decide())]
+            answer = (True, decide())
         except AutoparError as error:
-            answer = [(False, error)]
+            answer = (False, error)
         except Exception as error:
-            answer = [(False, AutoparError(f"rank 0 failed to plan: {error!r}"))]
-    with failing_together("an agreement"):
-        dist.broadcast_object_list(answer, src=0)
-    good, value = answer[0]
+            answer = (False, AutoparError(f"rank 0 failed to plan: {error!r}"))
+    packed = pickle.dumps(answer) if dist.get_rank() == 0 else b""
+    good, value = pickle.loads(
+        _live().meet("hears what rank 0 decides", payload=packed).payloads[0]
+    )
     if not good:
         raise value
     return value
 
 
 def together(work: Callable[[], T]) -> T:
-    """Does the same work on every rank; if one fails with an AutoparError, all raise one."""
+    """Does the same work on every rank; if it fails on one, all raise an error.
+
+    Raises:
+        DisagreementError: on the other ranks, if the work fails on some only.
+    """
     result, failure = None, None
     try:
         result = work()
-    except AutoparError as error:
+    except Exception as error:
         failure = error
     if is_live():
-        failures = from_everywhere(None if failure is None else str(failure))
+        failures = from_everywhere(None if failure is None else _said(failure))
         bad = [(rank, text) for rank, text in enumerate(failures) if text is not None]
-        if 0 < len(bad) < len(failures):
+        if 0 < len(bad) < len(failures) and (failure is None or isinstance(failure, AutoparError)):
             rank, text = bad[0]
             raise DisagreementError(f"rank {rank} failed where others did not: {text}") from failure
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]
+
+
+def _said(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, AutoparError) else repr(failure)
+
+
+def _live() -> Channel:
+    opened = channel()
+    assert opened is not None, "one rank has nobody to agree with"
+    return opened

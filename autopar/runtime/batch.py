@@ -18,6 +18,8 @@ from autopar.placement import even_rows
 
 SAMPLE_BYTES = 1 << 20
 MODULUS = 1 << 20
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+"""Arguments whose text is the same on ranks that are given the same."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,8 @@ def checksum(leaves: Sequence[Any]) -> int:
             part = data[::step].contiguous().view(torch.uint8).cpu().numpy()
             value = zlib.crc32(part.data, zlib.crc32(str(tuple(leaf.shape)).encode(), value))
         else:
-            value = zlib.crc32(repr(leaf).encode(), value)
+            text = repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__qualname__
+            value = zlib.crc32(text.encode(), value)
     return value % MODULUS
 
 

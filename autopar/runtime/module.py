@@ -40,9 +40,12 @@ from autopar.runtime.parameters import (
     lay_out,
 )
 from autopar.runtime.pipes import Pipes
+from autopar.runtime.protocol import CallState, Protocol
 from autopar.runtime.random import RandomStream
+from autopar.runtime.replicas import Replicas, compare
 from autopar.runtime.setting import Setting
 from autopar.runtime.states import KEY, States
+from autopar.runtime.stepping import Steps
 from autopar.runtime.whole import Whole
 
 Captured = Callable[[int, int, int], Capture]
@@ -88,6 +91,7 @@ class DistributedModule(nn.Module):
         self._states_to_come: Mapping[str, Any] | None = None
         infos, stream = dict(parameters), _stream(options, device)
         self._setting = Setting(model, infos, device, options, stream, make_ways)
+        self._protocol = Protocol.of(model)
         self._runner: Whole | Pipes | None = None
 
     # What a training script asks of it.
@@ -108,13 +112,11 @@ class DistributedModule(nn.Module):
 
         While gradients are held back, `.grad` is not changed.
         """
-        if self._fallback:
-            with getattr(self._fallback[0], "no_sync", contextlib.nullcontext)():
-                yield
-            return
+        inner = self._fallback[0] if self._fallback else None
         before, self._hold = self._hold, self._options.data_ranks > 1
         try:
-            yield
+            with getattr(inner, "no_sync", contextlib.nullcontext)():
+                yield
         finally:
             self._hold = before
 
@@ -134,8 +136,17 @@ class DistributedModule(nn.Module):
                 return self.forward(*args, **kwargs)
         leaves, structure = flatten((args, kwargs))
         check_seen(leaves)
+        number = self._agree_on_call(leaves, structure)
         if self.plan is None and not self._fallback:
             self.plan_for(leaves, structure)
+        result = self._run(leaves, structure)
+        if self._protocol is not None:
+            compared = self._options.batch == "global"
+            self._protocol.follow_backward(result, number, compare=compared)
+            self._protocol.steps.expect(self._setting.inside.parameters.values())
+        return result
+
+    def _run(self, leaves: list[Any], structure: Any) -> Any:
         share = self._share(leaves, structure)
         if self._fallback:
             return self._run_fallback(leaves, share)
@@ -145,6 +156,57 @@ class DistributedModule(nn.Module):
         except CaptureError as error:
             self._check_runs(leaves, structure, error)
             raise
+
+    def _agree_on_call(self, leaves: list[Any], structure: Any) -> int:
+        """Agrees with all ranks on a call, before anything is sent; gives its number."""
+        if self._protocol is None:
+            return 0
+        with self._protocol.preparing():
+            state = CallState(
+                leaves=leaves,
+                structure=structure,
+                share=self._share(leaves, structure),
+                options=self._options,
+                modules=self._setting.inside.modules,
+                parameters=self._setting.inside.parameters,
+                hold=self._hold,
+                held=sorted(self._setting.held),
+                is_planned=self.plan is not None or bool(self._fallback),
+                stage=self._stage,
+                data_rank=self._options.data_rank(rank()),
+                all_tangents=self._setting.all_tangents,
+                is_captured=not self._fallback,
+            )
+        return self._protocol.call(state, self._replicas)
+
+    @property
+    def _stage(self) -> int:
+        """This rank's place along the pipeline."""
+        return self.plan.place(rank()).get("pp", 0) if self.plan is not None else 0
+
+    @property
+    def _replicas(self) -> Replicas:
+        """Parameters and buffers; torch's DDP sends buffers around by itself, at each call."""
+        inside = self._setting.inside
+        return Replicas(inside.parameters, {} if self._fallback else inside.buffers())
+
+    def check_replicas(
+        self, optimizer: torch.optim.Optimizer | None = None, *, tolerance: float = 0.0
+    ) -> None:
+        """Checks that all ranks hold equal copies of what they replicate.
+
+        Compares every parameter and buffer, or their shards where several ranks hold the same.
+        All ranks call this at once. Each training call compares a few elements by itself.
+
+        Args:
+            optimizer: compare its state and hyperparameters, such as learning rates, too.
+            tolerance: largest absolute difference that passes; 0 for equal bits.
+
+        Raises:
+            DisagreementError: on every rank, with the names and ranks of copies that have parted.
+        """
+        if self._protocol is not None:
+            compare(self._replicas, optimizer, self._stage, tolerance)
 
     def train(self, mode: bool = True) -> DistributedModule:
         """Sets training mode, of the model too."""
@@ -172,6 +234,8 @@ class DistributedModule(nn.Module):
 
         Under a pipeline all ranks call this at once: they send each other what they hold.
         """
+        if self._protocol is not None and self.plan is not None and self.plan.pipeline_ranks > 1:
+            self._protocol.save()
         found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if self.mesh is not None and (kept := self._setting.states.saved(self._own_mesh)):
             found[prefix + KEY] = kept
@@ -231,6 +295,8 @@ class DistributedModule(nn.Module):
         Raises:
             RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite`.
         """
+        if self._protocol is not None:
+            self._protocol.clip(max_norm, norm_type)
         across = self.plan is not None and self.plan.pipeline_ranks > 1
         group = self.mesh.get_group("pp") if across and self.mesh is not None else None
         widest = functools.reduce(
@@ -272,12 +338,14 @@ class DistributedModule(nn.Module):
         """A copy with its own parameters under the same plan, such as an average of weights."""
         made = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
-            if name not in ("_setting", "_runner"):
+            if name not in ("_setting", "_runner", "_protocol"):
                 made.__dict__[name] = value if name in SHARED else copy.deepcopy(value, memo)
         model, stream = made._wrapped[0], copy.deepcopy(self._setting.random, memo)
         made._setting = replace(
             self._setting, model=model, random=stream, held={}, states=self._setting.states.copied()
         )
+        protocol = self._protocol
+        made._protocol = replace(protocol, steps=Steps()) if protocol is not None else None
         made._runner = made._new_runner()
         if isinstance(self._runner, Whole) and isinstance(made._runner, Whole):
             made._runner.programs = self._runner.programs

@@ -143,7 +143,7 @@ class Pipes:
         held = () if hold else tuple(sorted(self.setting.held))
         key = (*self.setting.key(share), torch.is_grad_enabled(), count, hold, held)
         if key not in self.known:
-            captured = self.setting.capture(share)
+            captured = self.setting.agreed_capture(share)
             graph, ways = with_axes(captured.graph, self.plan), self.setting.make_ways
             program = build_staged(
                 captured,

@@ -18,8 +18,10 @@ from autopar.batch_slices import capture_slice
 from autopar.capture import Call, Capture, capture
 from autopar.graph import Input, Parameter, ParameterInfo
 from autopar.plan import Plan
+from autopar.runtime.agreement import together
 from autopar.runtime.batch import Share
 from autopar.runtime.calls import MakeWays
+from autopar.runtime.graph_agreement import agree_on_graph
 from autopar.runtime.inside import Inside
 from autopar.runtime.options import Options
 from autopar.runtime.parameters import is_elsewhere
@@ -81,6 +83,17 @@ class Setting:
             known = self.attempts if for_planning else {}
             self.captures[key] = self._capture(share, differentiate, known)
         return self.captures[key]
+
+    def agreed_capture(self, share: Share) -> Capture:
+        """Captures a call on every rank at once, and compares what was captured.
+
+        Raises:
+            DisagreementError: the ranks' forward or loss_fn compute different things.
+        """
+        captured = together(lambda: self.capture(share))
+        even = not self.options.local or share.slices.is_even
+        agree_on_graph(captured.source, even=even)
+        return captured
 
     def _capture(self, share: Share, differentiate: bool, known: dict[Any, Capture]) -> Capture:
         now = {

@@ -68,7 +68,7 @@ class Whole:
         assert plan is not None
         key = (*setting.key(share), torch.is_grad_enabled(), hold, held)
         if key not in self.programs:
-            captured = setting.capture(share)
+            captured = setting.agreed_capture(share)
             graph, ways = with_axes(captured.graph, plan), setting.make_ways
             self.programs[key] = build(
                 captured,
