@@ -1,13 +1,14 @@
 """Capture: one call of a model becomes one joint forward and backward graph with roles.
 
 The model is run once on fake tensors under AOTAutograd, without Dynamo: what torch.export does
-by default. Data-dependent Python stops the capture with the user's line in the error; Python
-side effects happen once, at capture.
+by default. Data-dependent Python stops the capture with the user's line in the error. Changes that
+forward makes to Python values become updates, are replayed after every call, or are refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,8 @@ from torch.fx import traceback as fx_traceback
 
 from autopar import _torch
 from autopar._torch import pytree
+from autopar.contents import Snapshot
+from autopar.effects import Attribute, Effects
 from autopar.errors import CaptureError, StrategyError
 from autopar.expansion import expand
 from autopar.graph import (
@@ -38,6 +41,15 @@ from autopar.graph import (
 )
 from autopar.provenance import Annotate, annotate_nodes, is_library
 from autopar.repeats import Repeats
+from autopar.side_effects import (
+    ADVICE,
+    Treatment,
+    Write,
+    alike,
+    check_changes,
+    values_of,
+    writes_of,
+)
 
 TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -122,7 +134,13 @@ class Capture:
         leaves: flattened outputs; None in the place of tensors, other values as they are.
         tensor_leaves: which outputs are tensors.
         differentiable: which outputs the model itself would let gradients enter by.
-        structure: how the outputs unflatten.
+        structure: how the outputs unflatten; with `writes`, as a pair of the model's own result and
+            the values to write.
+        writes: Python values that every call leaves in the model.
+        reads: plain attributes that the graph depends on, by module and name.
+        classes: attributes of classes that it depends on.
+        carried: plain tensors among the attributes that the graph has as buffers.
+        rebound: buffers that get a new tensor at every call, rather than new values.
     """
 
     graph: TrainingGraph
@@ -130,6 +148,11 @@ class Capture:
     tensor_leaves: tuple[bool, ...]
     differentiable: tuple[bool, ...]
     structure: Any
+    writes: tuple[Write, ...] = ()
+    reads: tuple[Attribute, ...] = ()
+    classes: tuple[tuple[type, str], ...] = ()
+    carried: tuple[Attribute, ...] = ()
+    rebound: frozenset[str] = frozenset()
 
 
 def capture(
@@ -141,6 +164,7 @@ def capture(
     differentiate: bool = True,
     all_tangents: bool = False,
     loss_fn: Callable[..., Any] | None = None,
+    carried: frozenset[Attribute] = frozenset(),
 ) -> Capture:
     """Captures one call of `model`.
 
@@ -153,9 +177,11 @@ def capture(
         all_tangents: let gradients enter by every floating-point output. Otherwise, when there
             are scalar outputs (losses), only by these.
         loss_fn: called as `loss_fn(model(*args[:-1]), args[-1])` in place of the model.
+        carried: plain tensors among attributes that other calls of the model change.
 
     Raises:
-        CaptureError: the model depends on values in Python, or cannot be traced.
+        CaptureError: the model depends on values in Python, cannot be traced, or changes Python
+            values in a way that cannot be replayed.
         StrategyError: `loss_fn` has parameters of its own.
     """
     if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
@@ -163,39 +189,79 @@ def capture(
             f"loss_fn={type(loss_fn).__name__}(...) has parameters, which would not be trained: "
             "make it part of the model and let the model return the loss."
         )
-    with _torch.FakeTensorMode(allow_non_fake_inputs=True):
-        program = _Program(model, call, parameters, device, all_tangents, loss_fn)
-        specs = [leaf for leaf in call.leaves if isinstance(leaf, TensorSpec)]
-        inputs = [
-            (replace(spec, device=device) if spec.device.type == "meta" else spec).fake()
-            for spec in specs
-        ]
-        if not differentiate:
-            program.requires_grad_(False)
-            inputs = [tensor.detach() for tensor in inputs]
+    make = functools.partial(
+        _Program, model, call, parameters, device, all_tangents, loss_fn, differentiate
+    )
     random_state = _random_state()
     with _explained(model):
-        module = _traced(program, tuple(inputs), differentiate)
+        program, module = _treated(make, Treatment(carried))
     if _random_state() != random_state:
         raise CaptureError(
             f"{type(model).__name__} draws numbers from Python's or numpy's `random` while it "
             "runs; a graph would repeat the first draw for ever. Draw with torch instead."
         )
-    graph = _to_training_graph(module, program, parameters)
+    effects = program.effects
+    check_changes(effects, functools.partial(_second_run, make, program.treatment))
     return Capture(
-        graph, program.leaves, program.tensor_leaves, program.differentiable, program.structure
+        _to_training_graph(module, program, parameters),
+        program.leaves,
+        program.tensor_leaves,
+        program.differentiable,
+        program.structure,
+        writes=writes_of(effects.changes, effects.added),
+        reads=program.reads(),
+        classes=tuple(effects.classes),
+        carried=tuple(sorted(program.treatment.carried)),
+        rebound=frozenset(program.rebound),
     )
 
 
-def _traced(
-    program: _Program, inputs: tuple[torch.Tensor, ...], differentiate: bool
-) -> fx.GraphModule:
+def _treated(
+    make: Callable[..., _Program], treatment: Treatment
+) -> tuple[_Program, fx.GraphModule]:
+    """The traced call, with the treatment that its changes of Python values call for."""
+    repeat = True
+    while True:
+        program = make(treatment)
+        if not repeat:
+            program.repeats = Repeats(program.model[0], ())
+        try:
+            module = _traced(program)
+        except Exception:
+            following = treatment.after_error(program.effects)
+            if following == treatment:
+                raise
+        else:
+            following = treatment.after(program.effects)
+            in_block = repeat and bool(program.repeats.kinds and program.effects.changes)
+            if following == treatment and not in_block:
+                return program, module
+            repeat = repeat and not in_block
+        treatment = following
+
+
+def _second_run(make: Callable[..., _Program], treatment: Treatment) -> Effects:
+    """The effects of a call that follows on another."""
+    first, second = (make(replace(treatment, counts=frozenset())) for _ in range(2))
+    snapshot = Snapshot(first.model[0])
+    try:
+        with first.fake_mode, torch.no_grad():
+            for program in (first, second):
+                program.keep, program.repeats = True, Repeats(program.model[0], ())
+                program(*program.inputs)
+    finally:
+        snapshot.restore()
+    return second.effects
+
+
+def _traced(program: _Program) -> fx.GraphModule:
     """The joint graph; repeated blocks are traced once if they turn out to be alike."""
 
     def attempt() -> fx.GraphModule:
         with contextlib.ExitStack() as stack, fx_traceback.preserve_node_meta():
-            stack.enter_context(torch.set_grad_enabled(differentiate))
+            stack.enter_context(torch.set_grad_enabled(program.differentiate))
             stack.enter_context(_without_autocast_cache())
+            inputs = tuple(program.inputs)
             return _torch.aot_export_joint_with_descriptors(stack, program, inputs).graph_module
 
     if program.repeats.kinds:
@@ -219,6 +285,8 @@ class _Program(nn.Module):
         device: torch.device,
         all_tangents: bool,
         loss_fn: Callable[..., Any] | None,
+        differentiate: bool,
+        treatment: Treatment,
     ) -> None:
         super().__init__()
         self.model = (model,)  # in a tuple, so that its own parameters are not this module's
@@ -227,19 +295,36 @@ class _Program(nn.Module):
         self.repeats = Repeats(model, tuple(blocks))
         self.call, self.all_tangents = call, all_tangents
         self.names = tuple(parameters)
-        self.values = nn.ParameterList(
-            nn.Parameter(TensorSpec(p.shape, p.dtype, device).fake(), requires_grad=p.requires_grad)
-            for p in parameters.values()
-        )
-        self.buffer_names = tuple(name for name, _ in model.named_buffers())
-        for index, (_, buffer) in enumerate(model.named_buffers()):
-            fake = TensorSpec(tuple(buffer.shape), buffer.dtype, device).fake()
-            self.register_buffer(f"b{index}", fake)
+        self.differentiate, self.treatment, self.keep = differentiate, treatment, False
+        self.fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        state = dict(model.named_buffers())
+        carried = {place: ".".join(filter(None, place)) for place in sorted(treatment.carried)}
+        self.carried = tuple(carried.values())
+        state |= {name: vars(model.get_submodule(m))[key] for (m, key), name in carried.items()}
+        self.buffer_names = tuple(state)
         self.positions = [i for i, x in enumerate(call.leaves) if isinstance(x, TensorSpec)]
+        with self.fake_mode:
+            self.values = nn.ParameterList(
+                nn.Parameter(
+                    TensorSpec(p.shape, p.dtype, device).fake(),
+                    requires_grad=p.requires_grad and differentiate,
+                )
+                for p in parameters.values()
+            )
+            for index, buffer in enumerate(state.values()):
+                spec = TensorSpec(tuple(buffer.shape), buffer.dtype, device)
+                self.register_buffer(f"b{index}", spec.fake())
+            self.inputs = [self._input(call.leaves[i], device) for i in self.positions]
+        self.effects = Effects(model)
+        self.rebound: set[str] = set()
         self.leaves: tuple[Any, ...] = ()
         self.tensor_leaves: tuple[bool, ...] = ()
         self.differentiable: tuple[bool, ...] = ()
         self.structure: Any = None
+
+    def _input(self, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+        fake = (replace(spec, device=device) if spec.device.type == "meta" else spec).fake()
+        return fake if self.differentiate else fake.detach()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = list(self.call.leaves)
@@ -249,8 +334,14 @@ class _Program(nn.Module):
         (model,), (loss_fn,) = self.model, self.loss_fn
         known = dict(zip(self.names, self.values, strict=True))
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
-        state = {name: known[first] for name, first in _places(model).items()}
-        with Annotate(model) as annotate, _torch.compiling(), self.repeats.marking():
+        first = _places(model) | {name: name for name in self.carried}
+        state = {name: known[other] for name, other in first.items()}
+        self.effects = effects = Effects(model, {}, self.treatment.counts, self.keep)
+        with contextlib.ExitStack() as stack:
+            annotate = stack.enter_context(Annotate(model))
+            stack.enter_context(_torch.compiling())
+            stack.enter_context(self.repeats.marking())
+            stack.enter_context(effects.watching())
             target = None
             if loss_fn is not None:
                 *args, target = args
@@ -260,18 +351,69 @@ class _Program(nn.Module):
             if loss_fn is not None:
                 annotate.module = ""
                 result = loss_fn(result, target)
+        self._keep_rebound({name: (known[o], state[name]) for name, o in first.items()}, first)
         return self._tensors_of(result)
 
+    def _keep_rebound(
+        self, state: Mapping[str, tuple[torch.Tensor, Any]], first: Mapping[str, str]
+    ) -> None:
+        """Writes what forward rebound into the buffers, so that it is an update of them."""
+        rebound = {name: new for name, (old, new) in state.items() if new is not old}
+        for name, new in rebound.items():
+            old = state[name][0]
+            if name in self.names or list(first.values()).count(first[name]) > 1:
+                kind = "parameter" if name in self.names else "buffer that several modules share"
+                raise CaptureError(f"{_rebinding(name)} {kind}. Change its values instead. {ADVICE}")
+            if not alike(old, new):
+                was, now = (
+                    f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+                    for x in (old, new)
+                )
+                raise CaptureError(
+                    f"{_rebinding(name)} buffer of another type: {was} becomes {now}. Register it "
+                    f"as it will be. {ADVICE}"
+                )
+        given = [old for old, _ in state.values()]
+        values = {
+            name: new.detach().clone() if any(new is old for old in given) else new.detach()
+            for name, new in rebound.items()
+        }
+        with torch.no_grad():
+            for name, value in values.items():
+                state[name][0].copy_(value)
+        self.rebound = set(rebound)
+
+    def reads(self) -> tuple[Attribute, ...]:
+        """Attributes that the graph depends on; those of a repeated block count for all of them."""
+        keys: dict[str, list[str]] = {}
+        for name, key in [*self.effects.reads, *self.treatment.carried]:
+            keys.setdefault(name, []).append(key)
+        names = {id(module): name for name, module in self.model[0].named_modules()}
+        for kind in self.repeats.kinds:
+            for column in zip(*kind.modules, strict=True):
+                alike = [names[id(module)] for module in column]
+                every = dict.fromkeys(key for name in alike for key in keys.get(name, ()))
+                keys |= {name: list(every) for name in alike if every}
+        counts = self.treatment.counts
+        return tuple((n, k) for n, found in keys.items() for k in found if (n, k) not in counts)
+
     def _tensors_of(self, result: Any) -> tuple[torch.Tensor, ...]:
+        own = pytree.tree_leaves(result)
+        if written := values_of(self.effects.changes, self.effects.added):
+            result = (result, written)
         leaves, self.structure = pytree.tree_flatten(result)
         self.tensor_leaves = tuple(isinstance(x, torch.Tensor) for x in leaves)
         self.leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         self.differentiable = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
         outputs = [x for x in leaves if isinstance(x, torch.Tensor)]
-        losses = [x for x in outputs if x.requires_grad and x.dim() == 0]
+        losses = [x for x in own if isinstance(x, torch.Tensor) and x.requires_grad and not x.dim()]
         if losses and not self.all_tangents:
             outputs = [x if x.dim() == 0 else x.detach() for x in outputs]
         return tuple(outputs)
+
+
+def _rebinding(name: str) -> str:
+    return f"cannot capture the model: forward assigns to {name} another"
 
 
 def _places(model: nn.Module) -> dict[str, str]:
@@ -310,6 +452,8 @@ def _explained(model: nn.Module) -> Iterator[None]:
     """Turns whatever tracing raises into a CaptureError that names the user's line."""
     try:
         yield
+    except CaptureError:
+        raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         users = [f for f in frames if not is_library(f.filename)]
@@ -340,6 +484,10 @@ def _to_training_graph(
     for node in [n for n in graph.nodes if n.target in TRANSPARENT]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        if isinstance(new := node.args[1], fx.Node) and _alike(new, node):
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
     training = TrainingGraph(
         graph,
         tuple(_input_role(d, program) for d in inputs),
@@ -361,6 +509,12 @@ def _to_training_graph(
     training = replace(training, outputs=tuple(role for role, _ in kept))
     _keep_old_values(training)
     return training
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes yield tensors that are laid out alike."""
+    a, b = one.meta["val"], other.meta["val"]
+    return (a.shape, a.dtype, a.device, a.stride()) == (b.shape, b.dtype, b.device, b.stride())
 
 
 def _keep_old_values(graph: TrainingGraph) -> None:

@@ -32,7 +32,14 @@ PARTS = PREDICTED | {"autopar.partition", "autopar.pipeline", "autopar.plan_docu
 TEXTS = {"autopar.plan_text", "autopar.explanation", "autopar.difference"}
 PLAN = PASSES | PARTS | TEXTS | {"autopar.plan", "autopar.strategy"}
 TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
-PLAN_AND_CAPTURE = PLAN | TRACING | {"autopar.capture", "autopar.rows", "autopar.staging"}
+PYTHON_STATE = {
+    "autopar.contents",
+    "autopar.counting",
+    "autopar.effects",
+    "autopar.guards",
+    "autopar.side_effects",
+}
+PLAN_AND_CAPTURE = PLAN | TRACING | PYTHON_STATE | {"autopar.capture", "autopar.rows", "autopar.staging"}
 
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
@@ -41,7 +48,8 @@ MAY_IMPORT = {
     "autopar.provenance": GROUND,
     "autopar.repeats": GROUND,
     "autopar.expansion": GROUND | {"autopar.repeats"},
-    "autopar.capture": GROUND | TRACING | {"autopar.capture"},
+    **dict.fromkeys(PYTHON_STATE, GROUND | PYTHON_STATE | {"autopar.provenance"}),
+    "autopar.capture": GROUND | TRACING | PYTHON_STATE | {"autopar.capture"},
     "autopar.pairs": GROUND,
     "autopar.one_row": GROUND | {"autopar.capture", "autopar.pairs"},
     "autopar.rows": GROUND | {"autopar.capture", "autopar.one_row", "autopar.pairs"},

@@ -130,6 +130,8 @@ class DistributedModule(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        if not self._fallback:
+            self._setting.look()
         if self.plan is None and not self._fallback:
             self.plan_for(leaves, structure)
         share = self._share(leaves, structure)
@@ -243,6 +245,19 @@ class DistributedModule(nn.Module):
             is_meta = isinstance(value, torch.device) and value.type == "meta"
             return self._device if is_meta else value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the model, unless it is one of this module's own."""
+        if name in OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._wrapped[0], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in OWN:
+            super().__delattr__(name)
+        else:
+            delattr(self._wrapped[0], name)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """A copy with its own parameters under the same plan, such as an average of weights."""
         made = memo[id(self)] = type(self).__new__(type(self))
@@ -253,6 +268,7 @@ class DistributedModule(nn.Module):
         made._setting = replace(
             self._setting, model=model, random=stream, held={}, states=self._setting.states.copied()
         )
+        made._setting.guards = self._setting.guards.copied(model)
         made._runner = made._new_runner()
         if isinstance(self._runner, Whole) and isinstance(made._runner, Whole):
             made._runner.programs = self._runner.programs
@@ -361,5 +377,22 @@ def _stream(options: Options, device: torch.device) -> RandomStream:
     own = rank() // options.tensor_ranks if options.ranks > 1 else 0
     return RandomStream(own, models, device, shared=options.tensor_ranks > 1)
 
+
+OWN = {
+    *vars(nn.Module()),
+    "_wrapped",
+    "_device",
+    "_options",
+    "_make_plan",
+    "_make_fallback",
+    "_fallback",
+    "plan",
+    "mesh",
+    "_hold",
+    "_states_to_come",
+    "_setting",
+    "_runner",
+}
+"""Attributes of the module itself; all others are the model's."""
 
 SHARED = {"plan", "mesh", "_device", "_options", "_make_plan", "_make_fallback"}

@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from autopar._torch import keeps_graph, pytree
+from autopar._torch import keeps_graph
 from autopar.graph import Input, Parameter
 from autopar.plan import Plan
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
@@ -70,11 +70,14 @@ class Pipes:
         buffers = setting.inside.buffers()
         with torch.no_grad():
             for name, value in call.updates.items():
-                buffers[name].copy_(value)
+                if name in pipe.program.capture.rebound:
+                    setting.rebind(name, value.clone())
+                else:
+                    buffers[name].copy_(value)
         result = list(pipe.program.capture.leaves)
         for index, value in zip(call.returned, outputs, strict=True):
             result[index] = value
-        return pytree.tree_unflatten(result, pipe.program.capture.structure)
+        return setting.result_of(pipe.program.capture, result)
 
     def _agree(self, leaves: Sequence[Any], share: Share) -> None:
         """Ranks that share rows must have been given the same, before anything is sent.

@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import laid_as
+from autopar._torch import laid_as, pytree
 from autopar.capture import Call, Capture, capture
 from autopar.graph import Input, Parameter, ParameterInfo
+from autopar.guards import Guards
 from autopar.plan import Plan
 from autopar.rows import mark_rows
 from autopar.runtime.batch import Share
@@ -66,12 +67,38 @@ class Setting:
 
     @cached_property
     def inside(self) -> Inside:
-        """What the model holds, looked up once: calls are many, and modules do not change."""
-        return Inside.of(self.model)
+        """What the model holds, looked up once: calls are many, and modules seldom change."""
+        return Inside.of(self.model, self.guards.carried)
+
+    @cached_property
+    def guards(self) -> Guards:
+        """The Python state that captures depend on."""
+        return Guards(self.model, self.parameters)
+
+    def look(self) -> None:
+        """Learns what changed in Python since the last call; before every call."""
+        if self.guards.look():
+            self.__dict__.pop("inside", None)
 
     def look_again(self) -> None:
         """Forgets what the model held: its parameters were replaced."""
         self.__dict__.pop("inside", None)
+        self.guards.forget()
+
+    def rebind(self, name: str, value: torch.Tensor) -> None:
+        """Gives a buffer, or an attribute that is carried as one, a new tensor."""
+        module, key = self.inside.places[name]
+        holder = module._buffers if key in module._buffers else vars(module)
+        self.guards.rebind(holder, key, value)
+
+    def result_of(self, capture: Capture, leaves: list[Any]) -> Any:
+        """The model's result out of the flattened outputs; what forward writes is written."""
+        result = pytree.tree_unflatten(leaves, capture.structure)
+        if capture.writes:
+            result, values = result
+            for write, value in zip(capture.writes, values, strict=True):
+                write.apply(self.model, value)
+        return result
 
     def capture(self, share: Share, for_planning: bool = False) -> Capture:
         """Captures a call; the backward too, if it may be wanted."""
@@ -79,7 +106,9 @@ class Setting:
         key = (*self.key(share), differentiate)
         if key not in self.captures:
             known = self.attempts if for_planning else {}
-            self.captures[key] = self._capture(share, differentiate, known)
+            made = self._capture(share, differentiate, known)
+            key = (*self.key(share), differentiate)  # what it reads may make the state another
+            self.captures[key] = made
         return self.captures[key]
 
     def _capture(self, share: Share, differentiate: bool, known: dict[Any, Capture]) -> Capture:
@@ -100,7 +129,10 @@ class Setting:
                     differentiate=differentiate,
                     all_tangents=self.all_tangents,
                     loss_fn=self.options.loss_fn,
+                    carried=self.guards.carried,
                 )
+            self.guards.watch(made.reads, made.classes, made.carried)
+            self.__dict__.pop("inside", None)
             known[key] = replace(made, graph=replace(made.graph, parameters=self.parameters))
             return known[key]
 
@@ -127,7 +159,7 @@ class Setting:
         modes = tuple(m.training for m in self.inside.modules)
         called = (*share.call.key, share.total, share.slices)
         trained = tuple(p.requires_grad for p in self.inside.parameters.values())
-        return (*called, autocast, modes, trained, self.all_tangents)
+        return (*called, autocast, modes, trained, self.all_tangents, self.guards.state)
 
     def differentiable(self, share: Share) -> tuple[tuple[Differentiable, ...], list[torch.Tensor]]:
         """What autograd is told that a call depends on: parameters held here, and inputs."""

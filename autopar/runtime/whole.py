@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from autopar._torch import pytree
 from autopar.graph import Buffer, Evidence, Input, Parameter, RowWeight
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
 from autopar.runtime.calls import ways_of_call
@@ -57,11 +56,11 @@ class Whole:
             else:
                 running.differentiable, tensors = setting.differentiable(share)
                 outputs = Step.apply(running, *tensors)
-        self._finish(running, share)
+        self._finish(running, share, program.capture.rebound)
         result = list(program.capture.leaves)
         for index, value in zip(program.returned, outputs, strict=True):
             result[index] = value
-        return pytree.tree_unflatten(result, program.capture.structure)
+        return setting.result_of(program.capture, result)
 
     def _program(self, share: Share, hold: bool = False, held: tuple[str, ...] = ()) -> Program:
         setting, plan = self.setting, self.setting.plan
@@ -121,7 +120,7 @@ class Whole:
         with torch.enable_grad():
             return self._program(share, hold)
 
-    def _finish(self, running: Running, share: Share) -> None:
+    def _finish(self, running: Running, share: Share, rebound: frozenset[str]) -> None:
         options = self.setting.options
         for axis, verdict in running.verdicts.items():
             if axis:
@@ -132,6 +131,9 @@ class Whole:
         inputs = dict(zip(share.call.places, share.tensors, strict=True))
         with torch.no_grad():
             for of, value in running.updates.items():
+                if isinstance(of, Buffer) and of.name in rebound:
+                    self.setting.rebind(of.name, value.clone())
+                    continue
                 target = buffers[of.name] if isinstance(of, Buffer) else inputs[of.index]
                 target.copy_(value)
         running.updates.clear()  # the caller may hold the loss, and by it all this, for a step more
