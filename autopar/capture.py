@@ -12,7 +12,7 @@ import functools
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from autopar.graph import (
     TrainingGraph,
     Update,
 )
+from autopar.outside import Variable, outside_of
 from autopar.provenance import Annotate, annotate_nodes, is_library
 from autopar.repeats import Repeats
 from autopar.side_effects import (
@@ -139,6 +140,7 @@ class Capture:
         writes: Python values that every call leaves in the model.
         reads: plain attributes that the graph depends on, by module and name.
         classes: attributes of classes that it depends on.
+        outside: variables outside of the model that it depends on.
         carried: plain tensors among the attributes that the graph has as buffers.
         rebound: buffers that get a new tensor at every call, rather than new values.
     """
@@ -151,6 +153,7 @@ class Capture:
     writes: tuple[Write, ...] = ()
     reads: tuple[Attribute, ...] = ()
     classes: tuple[tuple[type, str], ...] = ()
+    outside: Mapping[str, Variable] = field(default_factory=dict)
     carried: tuple[Attribute, ...] = ()
     rebound: frozenset[str] = frozenset()
 
@@ -211,6 +214,7 @@ def capture(
         writes=writes_of(effects.changes, effects.added),
         reads=program.reads(),
         classes=tuple(effects.classes),
+        outside=program.outside,
         carried=tuple(sorted(program.treatment.carried)),
         rebound=frozenset(program.rebound),
     )
@@ -315,8 +319,9 @@ class _Program(nn.Module):
                 spec = TensorSpec(tuple(buffer.shape), buffer.dtype, device)
                 self.register_buffer(f"b{index}", spec.fake())
             self.inputs = [self._input(call.leaves[i], device) for i in self.positions]
+        self.outside = outside_of(model, loss_fn)
         self.effects = Effects(model)
-        self.rebound: set[str] = set()
+        self.rebound: tuple[str, ...] = ()
         self.leaves: tuple[Any, ...] = ()
         self.tensor_leaves: tuple[bool, ...] = ()
         self.differentiable: tuple[bool, ...] = ()
@@ -336,7 +341,9 @@ class _Program(nn.Module):
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         first = _places(model) | {name: name for name in self.carried}
         state = {name: known[other] for name, other in first.items()}
-        self.effects = effects = Effects(model, {}, self.treatment.counts, self.keep)
+        self.effects = effects = Effects(
+            model, self.outside, self.treatment.counts, self.keep
+        )
         with contextlib.ExitStack() as stack:
             annotate = stack.enter_context(Annotate(model))
             stack.enter_context(_torch.compiling())
@@ -351,13 +358,18 @@ class _Program(nn.Module):
             if loss_fn is not None:
                 annotate.module = ""
                 result = loss_fn(result, target)
-        self._keep_rebound({name: (known[o], state[name]) for name, o in first.items()}, first)
-        return self._tensors_of(result)
+        self._check_rebound({name: (known[o], state[name]) for name, o in first.items()}, first)
+        new = (state[name].detach() for name in self.rebound)
+        return (*self._tensors_of(result), *new)
 
-    def _keep_rebound(
+    def _check_rebound(
         self, state: Mapping[str, tuple[torch.Tensor, Any]], first: Mapping[str, str]
     ) -> None:
-        """Writes what forward rebound into the buffers, so that it is an update of them."""
+        """Finds the buffers that forward rebound; their new values are returned as updates.
+
+        Raises:
+            CaptureError: one of them changes its type, is shared or is a parameter.
+        """
         rebound = {name: new for name, (old, new) in state.items() if new is not old}
         for name, new in rebound.items():
             old = state[name][0]
@@ -373,15 +385,7 @@ class _Program(nn.Module):
                     f"{_rebinding(name)} buffer of another type: {was} becomes {now}. Register it "
                     f"as it will be. {ADVICE}"
                 )
-        given = [old for old, _ in state.values()]
-        values = {
-            name: new.detach().clone() if any(new is old for old in given) else new.detach()
-            for name, new in rebound.items()
-        }
-        with torch.no_grad():
-            for name, value in values.items():
-                state[name][0].copy_(value)
-        self.rebound = set(rebound)
+        self.rebound = tuple(rebound)
 
     def reads(self) -> tuple[Attribute, ...]:
         """Attributes that the graph depends on; those of a repeated block count for all of them."""
@@ -484,10 +488,6 @@ def _to_training_graph(
     for node in [n for n in graph.nodes if n.target in TRANSPARENT]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
-        if isinstance(new := node.args[1], fx.Node) and _alike(new, node):
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
     training = TrainingGraph(
         graph,
         tuple(_input_role(d, program) for d in inputs),
@@ -496,11 +496,12 @@ def _to_training_graph(
         constants={n.target: getattr(module, n.target) for n in graph.find_nodes(op="get_attr")},
         history=(f"captured from {type(program.model[0]).__name__}",),
     )
-    kept = [
-        (_output_role(d, program), value)
+    roles = {
+        _output_role(d, program): value  # a buffer changed in place, then rebound, has the latter
         for d, value in zip(outputs, output.args[0], strict=True)
         if d is not None and isinstance(value, fx.Node)
-    ]
+    }
+    kept = list(roles.items())
     output.args = ([value for _, value in kept],)
     graph.eliminate_dead_code()
     for role, value in kept:
@@ -509,12 +510,6 @@ def _to_training_graph(
     training = replace(training, outputs=tuple(role for role, _ in kept))
     _keep_old_values(training)
     return training
-
-
-def _alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes yield tensors that are laid out alike."""
-    a, b = one.meta["val"], other.meta["val"]
-    return (a.shape, a.dtype, a.device, a.stride()) == (b.shape, b.dtype, b.device, b.stride())
 
 
 def _keep_old_values(graph: TrainingGraph) -> None:
@@ -549,6 +544,9 @@ def _input_role(desc: Any, program: _Program) -> InputRole:
 
 def _output_role(desc: Any, program: _Program) -> OutputRole:
     if isinstance(desc, _torch.PlainAOTOutput):
+        place = desc.idx - sum(program.tensor_leaves)
+        if place >= 0:
+            return Update(Buffer(program.rebound[place]))
         return Output(_output_index(desc, program))
     if isinstance(desc, _torch.GradAOTOutput):
         of = _input_role(desc.grad_of, program)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.contents import INTERNAL, MISSING, TABLES, Change, Place, Snapshot
+from autopar.contents import INTERNAL, MISSING, TABLES, Change, Place, Snapshot, equal
 from autopar.counting import Count
+from autopar.outside import Variable
 from autopar.provenance import is_library
 
 Attribute = tuple[str, str]
@@ -27,7 +28,7 @@ class Effects:
 
     Attributes:
         model: the model that runs.
-        outside: names and values that its code reads outside of it.
+        outside: variables that its code reads outside of it.
         counts: int attributes that a `Count` stands for.
         keep: leave the changes in the model.
         reads: attributes that the run depends on, with the user's file and line.
@@ -38,7 +39,7 @@ class Effects:
     """
 
     model: nn.Module
-    outside: Mapping[str, Any] = field(default_factory=dict)
+    outside: Mapping[str, Variable] = field(default_factory=dict)
     counts: frozenset[Attribute] = frozenset()
     keep: bool = False
     reads: dict[Attribute, tuple[str, int]] = field(default_factory=dict)
@@ -50,13 +51,17 @@ class Effects:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watches the run inside, and takes its changes back."""
-        snapshot = Snapshot(self.model, self.outside.items())
+        before = {name: variable.value for name, variable in self.outside.items()}
+        snapshot = Snapshot(self.model, before.items())
         for module, key in self.counts:
             attributes = vars(self.model.get_submodule(module))
             attributes[key] = Count(attributes[key], self.uses)
         try:
             with self._recording(snapshot):
                 yield
+            for name, old in before.items():
+                if not equal(old, new := self.outside[name].value):
+                    self.changes.append(Change(Place("", (name,)), {}, name, old, new))
             for change in snapshot.changes():
                 if type(change.new) is Count:
                     key = change.place.module, change.place.steps[0]
@@ -66,6 +71,9 @@ class Effects:
         finally:
             if not self.keep:
                 snapshot.restore()
+                for name, old in before.items():
+                    if self.outside[name].value is not old:
+                        self.outside[name].set(old)
 
     @contextlib.contextmanager
     def _recording(self, snapshot: Snapshot) -> Iterator[None]:

@@ -23,6 +23,7 @@ from autopar.contents import HOOKS, MISSING, PLAIN, Container, Place, contents, 
 from autopar.effects import Attribute
 from autopar.errors import PlanError
 from autopar.graph import ParameterInfo
+from autopar.outside import Variable
 
 DEPTH, MOST = 6, 500
 """Levels below an attribute, and containers, that are compared."""
@@ -49,6 +50,7 @@ class Guards:
         self._model, self._parameters = model, parameters
         self._reads: dict[Attribute, None] = {}
         self._classes: dict[tuple[type, str], None] = {}
+        self._outside: dict[str, Variable] = {}
         self.carried: frozenset[Attribute] = frozenset()
         self._known: dict[Any, int] = {}
         self._seen: _Seen | None = None
@@ -59,6 +61,7 @@ class Guards:
         """The guards of a copy of the model, which has the same programs."""
         made = Guards(model, self._parameters)
         made._reads, made._classes = dict(self._reads), dict(self._classes)
+        made._outside = dict(self._outside)
         made._known, made.state, made.carried = self._known, self.state, self.carried
         return made
 
@@ -66,6 +69,7 @@ class Guards:
         self,
         reads: Iterable[Attribute],
         classes: Iterable[tuple[type, str]],
+        outside: Mapping[str, Variable],
         carried: Iterable[Attribute],
     ) -> None:
         """Makes what a capture depends on part of the state.
@@ -74,6 +78,7 @@ class Guards:
         """
         self._reads |= dict.fromkeys(reads)
         self._classes |= dict.fromkeys(classes)
+        self._outside |= outside
         more = not self.carried.issuperset(carried)
         self.carried = self.carried.union(carried)
         self._see()
@@ -94,7 +99,7 @@ class Guards:
         now, fresh = dict(self._named()), self._values not in self._known
         self.state = self._known.setdefault(self._values, len(self._known))
         if fresh and len(set(self._known.values())) == MANY:
-            changed = sorted(str(p) for p in now if before.get(p, MISSING) != now[p]) or ["a hook"]
+            changed = sorted(name for name in now if before.get(name, MISSING) != now[name]) or ["a hook"]
             warnings.warn(
                 f"{', '.join(changed[:3])} of {type(self._model).__name__} changed: it is the "
                 f"{MANY}th Python state that the model is captured for, and each capture takes "
@@ -114,12 +119,12 @@ class Guards:
             self._seen.expect(holder, key, value)
 
     def _see(self) -> None:
-        self._seen = _Seen(self._model, self._reads, self._classes)
+        self._seen = _Seen(self._model, self._reads, self._classes, self._outside)
         self._values = self._fingerprint()
 
-    def _named(self) -> Iterator[tuple[Place, Any]]:
-        places = (Place(module, (key,)) for module, key in self._reads)
-        return zip(places, self._values[: len(self._reads)], strict=False)
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        attributes = (str(Place(module, (key,))) for module, key in self._reads)
+        return zip([*attributes, *self._outside], self._values, strict=False)
 
     def _fingerprint(self) -> tuple[Any, ...]:
         """The state as a value that is equal exactly if the programs are the same."""
@@ -130,8 +135,9 @@ class Guards:
             value = vars(modules[name]).get(key, MISSING) if name in modules else MISSING
             is_carried = (name, key) in self.carried and isinstance(value, torch.Tensor)
             read.append(_type(value) if is_carried else freeze(value))
+        outside = [freeze(variable.value) for variable in self._outside.values()]
         classes = [_Same(_of_class(kind, key)[1]) for kind, key in self._classes]
-        return (*read, *classes, *(_structure(name, module) for name, module in modules.items()))
+        return (*read, *outside, *classes, *(_structure(name, module) for name, module in modules.items()))
 
     def _check_parameters(self) -> None:
         """Refuses parameters that are others than those that the plan was made for."""
@@ -161,6 +167,7 @@ class _Seen:
         model: nn.Module,
         reads: Iterable[Attribute],
         classes: Iterable[tuple[type, str]],
+        outside: Mapping[str, Variable],
     ) -> None:
         modules = dict(model.named_modules())
         cells: list[tuple[Any, Any, Any]] = []
@@ -169,6 +176,14 @@ class _Seen:
             holder = vars(modules[name]) if name in modules else {}
             cells.append((holder, key, holder.get(key, MISSING)))
             self._nested += _containers(holder.get(key))
+        self._cells: list[tuple[Variable, Any]] = []
+        for variable in outside.values():
+            value = variable.value
+            if isinstance(variable.holder, dict):
+                cells.append((variable.holder, variable.name, value))
+            else:
+                self._cells.append((variable, value))
+            self._nested += _containers(value)
         self._empty: list[dict[Any, Any]] = []
         self._sized: list[dict[Any, Any]] = []
         for module in modules.values():
@@ -201,6 +216,7 @@ class _Seen:
             and all(map(is_, members, self._members))
             and list(map(_dtype, self._parameters)) == self._dtypes
             and all(_unchanged(container, copy) for container, copy in self._nested)
+            and all(variable.value is value for variable, value in self._cells)
         )
 
     def expect(self, holder: Any, key: str, value: Any) -> None:

@@ -37,6 +37,7 @@ PYTHON_STATE = {
     "autopar.counting",
     "autopar.effects",
     "autopar.guards",
+    "autopar.outside",
     "autopar.side_effects",
 }
 PLAN_AND_CAPTURE = PLAN | TRACING | PYTHON_STATE | {"autopar.capture", "autopar.rows", "autopar.staging"}

@@ -131,7 +131,7 @@ class Setting:
                     loss_fn=self.options.loss_fn,
                     carried=self.guards.carried,
                 )
-            self.guards.watch(made.reads, made.classes, made.carried)
+            self.guards.watch(made.reads, made.classes, made.outside, made.carried)
             self.__dict__.pop("inside", None)
             known[key] = replace(made, graph=replace(made.graph, parameters=self.parameters))
             return known[key]
