@@ -1,8 +1,8 @@
 """Capture: one call of a model becomes one joint forward and backward graph with roles.
 
 The model is run once on fake tensors under AOTAutograd, without Dynamo: what torch.export does
-by default. Data-dependent Python stops the capture with the user's line in the error. Changes that
-forward makes to Python values become updates, are replayed after every call, or are refused by name.
+by default. Data-dependent Python stops the capture with the user's line in the error. Changes of
+Python values by forward become updates, are replayed after every call, or are refused by name.
 """
 
 from __future__ import annotations
@@ -26,33 +26,20 @@ from autopar.contents import Snapshot
 from autopar.effects import Attribute, Effects
 from autopar.errors import CaptureError, StrategyError
 from autopar.expansion import expand
-from autopar.graph import (
-    Buffer,
-    Gradient,
-    Input,
-    InputRole,
-    Output,
-    OutputRole,
-    Parameter,
-    ParameterInfo,
-    Tangent,
-    TrainingGraph,
-    Update,
-)
+from autopar.graph import ParameterInfo, TrainingGraph
+from autopar.joint import Interface, with_roles
 from autopar.outside import Variable, outside_of
-from autopar.provenance import Annotate, annotate_nodes, is_library
+from autopar.provenance import Annotate, is_library
 from autopar.repeats import Repeats
 from autopar.side_effects import (
-    ADVICE,
     Treatment,
     Write,
-    alike,
     check_changes,
+    for_all,
+    rebound,
     values_of,
     writes_of,
 )
-
-TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 @dataclass(frozen=True)
@@ -206,7 +193,7 @@ def capture(
     effects = program.effects
     check_changes(effects, functools.partial(_second_run, make, program.treatment))
     return Capture(
-        _to_training_graph(module, program, parameters),
+        with_roles(module, program.interface(), parameters, type(model).__name__),
         program.leaves,
         program.tensor_leaves,
         program.differentiable,
@@ -341,9 +328,7 @@ class _Program(nn.Module):
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         first = _places(model) | {name: name for name in self.carried}
         state = {name: known[other] for name, other in first.items()}
-        self.effects = effects = Effects(
-            model, self.outside, self.treatment.counts, self.keep
-        )
+        self.effects = effects = Effects(model, self.outside, self.treatment.counts, self.keep)
         with contextlib.ExitStack() as stack:
             annotate = stack.enter_context(Annotate(model))
             stack.enter_context(_torch.compiling())
@@ -358,48 +343,22 @@ class _Program(nn.Module):
             if loss_fn is not None:
                 annotate.module = ""
                 result = loss_fn(result, target)
-        self._check_rebound({name: (known[o], state[name]) for name, o in first.items()}, first)
-        new = (state[name].detach() for name in self.rebound)
-        return (*self._tensors_of(result), *new)
+        before = {name: known[other] for name, other in first.items()}
+        self.rebound = rebound(type(model).__name__, before, state, self.names)
+        return (*self._tensors_of(result), *(state[name].detach() for name in self.rebound))
 
-    def _check_rebound(
-        self, state: Mapping[str, tuple[torch.Tensor, Any]], first: Mapping[str, str]
-    ) -> None:
-        """Finds the buffers that forward rebound; their new values are returned as updates.
-
-        Raises:
-            CaptureError: one of them changes its type, is shared or is a parameter.
-        """
-        rebound = {name: new for name, (old, new) in state.items() if new is not old}
-        for name, new in rebound.items():
-            old = state[name][0]
-            if name in self.names or list(first.values()).count(first[name]) > 1:
-                kind = "parameter" if name in self.names else "buffer that several modules share"
-                raise CaptureError(f"{_rebinding(name)} {kind}. Change its values instead. {ADVICE}")
-            if not alike(old, new):
-                was, now = (
-                    f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
-                    for x in (old, new)
-                )
-                raise CaptureError(
-                    f"{_rebinding(name)} buffer of another type: {was} becomes {now}. Register it "
-                    f"as it will be. {ADVICE}"
-                )
-        self.rebound = tuple(rebound)
+    def interface(self) -> Interface:
+        """The inputs and outputs of the last run."""
+        return Interface(
+            self.names, self.buffer_names, self.positions, self.tensor_leaves, self.rebound
+        )
 
     def reads(self) -> tuple[Attribute, ...]:
         """Attributes that the graph depends on; those of a repeated block count for all of them."""
-        keys: dict[str, list[str]] = {}
-        for name, key in [*self.effects.reads, *self.treatment.carried]:
-            keys.setdefault(name, []).append(key)
-        names = {id(module): name for name, module in self.model[0].named_modules()}
-        for kind in self.repeats.kinds:
-            for column in zip(*kind.modules, strict=True):
-                alike = [names[id(module)] for module in column]
-                every = dict.fromkeys(key for name in alike for key in keys.get(name, ()))
-                keys |= {name: list(every) for name in alike if every}
-        counts = self.treatment.counts
-        return tuple((n, k) for n, found in keys.items() for k in found if (n, k) not in counts)
+        names = {module: name for name, module in self.model[0].named_modules()}
+        columns = [[names[m] for m in column] for column in self.repeats.columns()]
+        found = [*self.effects.reads, *self.treatment.carried]
+        return tuple(a for a in for_all(found, columns) if a not in self.treatment.counts)
 
     def _tensors_of(self, result: Any) -> tuple[torch.Tensor, ...]:
         own = pytree.tree_leaves(result)
@@ -414,10 +373,6 @@ class _Program(nn.Module):
         if losses and not self.all_tangents:
             outputs = [x if x.dim() == 0 else x.detach() for x in outputs]
         return tuple(outputs)
-
-
-def _rebinding(name: str) -> str:
-    return f"cannot capture the model: forward assigns to {name} another"
 
 
 def _places(model: nn.Module) -> dict[str, str]:
@@ -472,101 +427,3 @@ def _explained(model: nn.Module) -> Iterator[None]:
             f"cannot capture {type(model).__name__}{where}: {reason}. Express it with tensor "
             "operations (torch.where, masks), or let autopar fall back (fallback=True)."
         ) from error
-
-
-def _to_training_graph(
-    module: fx.GraphModule, program: _Program, parameters: Mapping[str, ParameterInfo]
-) -> TrainingGraph:
-    """AOTAutograd's joint graph with descriptors as a TrainingGraph with roles."""
-    graph = fx.Graph()
-    output = graph.output(graph.graph_copy(module.graph, {}))
-    old_output = next(iter(reversed(module.graph.nodes)))
-    inputs = [n.meta["desc"] for n in graph.find_nodes(op="placeholder")]
-    outputs = list(old_output.meta["desc"])
-    output.args = (list(output.args[0]),)
-    annotate_nodes(graph, parameters)
-    for node in [n for n in graph.nodes if n.target in TRANSPARENT]:
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
-    training = TrainingGraph(
-        graph,
-        tuple(_input_role(d, program) for d in inputs),
-        (),
-        dict(parameters),
-        constants={n.target: getattr(module, n.target) for n in graph.find_nodes(op="get_attr")},
-        history=(f"captured from {type(program.model[0]).__name__}",),
-    )
-    roles = {
-        _output_role(d, program): value  # a buffer changed in place, then rebound, has the latter
-        for d, value in zip(outputs, output.args[0], strict=True)
-        if d is not None and isinstance(value, fx.Node)
-    }
-    kept = list(roles.items())
-    output.args = ([value for _, value in kept],)
-    graph.eliminate_dead_code()
-    for role, value in kept:
-        if value.meta["val"] is not None and value.meta["val"].layout is not torch.strided:
-            raise CaptureError(f"{role} is a sparse tensor; use dense ones (sparse=False)")
-    training = replace(training, outputs=tuple(role for role, _ in kept))
-    _keep_old_values(training)
-    return training
-
-
-def _keep_old_values(graph: TrainingGraph) -> None:
-    """Lets the backward read copies of what is updated in place before it runs."""
-    updated = {role.of for role in graph.outputs if isinstance(role, Update)}
-    first = next(iter(graph.calls()), None)
-    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
-        late = [u for u in node.users if u.op != "output" and u.meta["phase"] == "backward"]
-        if role not in updated or not late or first is None:
-            continue
-        with graph.graph.inserting_before(first):
-            copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = {**node.meta, "phase": "forward", "seq_nr": None}
-        for user in late:
-            user.replace_input_with(node, copy)
-
-
-def _input_role(desc: Any, program: _Program) -> InputRole:
-    if isinstance(desc, _torch.ParamAOTInput):
-        return Parameter(program.names[int(desc.target.removeprefix("values."))])
-    if isinstance(desc, _torch.BufferAOTInput):
-        return Buffer(program.buffer_names[int(desc.target.removeprefix("b"))])
-    if isinstance(desc, _torch.PlainAOTInput):
-        return Input(program.positions[desc.idx])
-    if isinstance(desc, _torch.TangentAOTInput):
-        return Tangent(_output_index(desc.output, program))
-    raise CaptureError(
-        f"the captured graph has an input that autopar does not know: {desc}. The model probably "
-        "returns a view of an argument that it also changes in place; return a copy instead."
-    )
-
-
-def _output_role(desc: Any, program: _Program) -> OutputRole:
-    if isinstance(desc, _torch.PlainAOTOutput):
-        place = desc.idx - sum(program.tensor_leaves)
-        if place >= 0:
-            return Update(Buffer(program.rebound[place]))
-        return Output(_output_index(desc, program))
-    if isinstance(desc, _torch.GradAOTOutput):
-        of = _input_role(desc.grad_of, program)
-        assert isinstance(of, (Parameter, Input))
-        return Gradient(of)
-    if isinstance(desc, _torch.InputMutationAOTOutput):
-        of = _input_role(desc.mutated_input, program)
-        if isinstance(of, (Buffer, Input)):
-            return Update(of)
-    raise CaptureError(
-        f"the captured graph has an output that autopar does not know: {desc}. The model probably "
-        "changes a parameter in place; do so outside of forward, under torch.no_grad()."
-    )
-
-
-def _output_index(desc: Any, program: _Program) -> int:
-    if not isinstance(desc, _torch.PlainAOTOutput):
-        raise CaptureError(
-            f"the model changes in place what gradients flow into ({type(desc).__name__}): a "
-            "parameter, or an input that requires them. Change a copy, or do so outside of forward."
-        )
-    tensors = [i for i, is_tensor in enumerate(program.tensor_leaves) if is_tensor]
-    return tensors[desc.idx]

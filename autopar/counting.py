@@ -1,4 +1,4 @@
-"""`Count`: a whole number that a model may count up while it is traced, and do nothing else with."""
+"""`Count`: a whole number that forward may count up while it is traced, and not use."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ def _used(name: str) -> Any:
     return method
 
 
-for _name in (
-    "__bool__ __int__ __index__ __float__ __complex__ __hash__ __str__ __repr__ __format__ __neg__ "
-    "__pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __mul__ __rmul__ "
-    "__truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __divmod__ __rdivmod__ "
-    "__pow__ __rpow__ __rsub__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__ "
-    "__rlshift__ __rshift__ __rrshift__ __round__"
-).split():
-    setattr(Count, _name, _used(_name))
+USES = (
+    "bool int index float complex hash str repr format neg pos abs invert eq ne lt le gt ge mul "
+    "rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow rsub and rand or "
+    "ror xor rxor lshift rlshift rshift rrshift round"
+)
+"""Methods of int, without their underscores, that need the number itself."""
+
+for _name in USES.split():
+    setattr(Count, f"__{_name}__", _used(f"__{_name}__"))

@@ -18,6 +18,9 @@ from autopar.counting import Count
 from autopar.outside import Variable
 from autopar.provenance import is_library
 
+BASE = INTERNAL | vars(nn.Module).keys() - {"forward"}
+"""Names that every module has from torch."""
+
 Attribute = tuple[str, str]
 """The name of a module, and of an attribute of it."""
 
@@ -64,8 +67,9 @@ class Effects:
                     self.changes.append(Change(Place("", (name,)), {}, name, old, new))
             for change in snapshot.changes():
                 if type(change.new) is Count:
-                    key = change.place.module, change.place.steps[0]
-                    self.added[key] = change.new.counted - change.old
+                    self.added[change.place.module, change.place.steps[0]] = (
+                        change.new.counted - change.old
+                    )
                 else:
                     self.changes.append(change)
         finally:
@@ -82,13 +86,13 @@ class Effects:
 
         def read(module: nn.Module, key: str) -> Any:
             name = names.get(id(module))
-            if name is not None and key not in INTERNAL and key[:2] != "__":
+            if name is not None and key not in BASE and key[:2] != "__":
                 self._note(module, name, key, snapshot)
             elif name is not None and key == "__dict__":
                 self._note_all(module, name, snapshot)
             return object.__getattribute__(module, key)
 
-        nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+        nn.Module.__getattribute__ = read  # type: ignore[assignment,method-assign]
         try:
             yield
         finally:

@@ -12,12 +12,13 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, contains, getitem, is_
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from autopar.contents import HOOKS, MISSING, PLAIN, Container, Place, contents, items
 from autopar.effects import Attribute
@@ -53,7 +54,9 @@ class Guards:
         self._outside: dict[str, Variable] = {}
         self.carried: frozenset[Attribute] = frozenset()
         self._known: dict[Any, int] = {}
-        self._seen: _Seen | None = None
+        self._structure: _Structure | None = None
+        self._shape: tuple[Any, ...] = ()
+        self._seen: _Values | None = None
         self._values: tuple[Any, ...] = ()
         self.state = 0
 
@@ -91,59 +94,60 @@ class Guards:
         Raises:
             PlanError: parameters were replaced by others, which the plan does not know.
         """
+        if self._structure is None or not self._structure.same():
+            self._check_parameters()
+            self._structure = self._seen = None
         if self._seen is not None and self._seen.same():
             return False
         before = dict(self._named())
-        self._check_parameters()
         self._see()
         now, fresh = dict(self._named()), self._values not in self._known
         self.state = self._known.setdefault(self._values, len(self._known))
         if fresh and len(set(self._known.values())) == MANY:
-            changed = sorted(name for name in now if before.get(name, MISSING) != now[name]) or ["a hook"]
+            changed = sorted(name for name in now if before.get(name, MISSING) != now[name])
             warnings.warn(
-                f"{', '.join(changed[:3])} of {type(self._model).__name__} changed: it is the "
-                f"{MANY}th Python state that the model is captured for, and each capture takes "
-                "seconds. Keep what changes at every step in a buffer, and fill it in place.",
+                f"{', '.join(changed[:3]) or 'a hook'} of {type(self._model).__name__} changed: it "
+                f"is the {MANY}th Python state that the model is captured for, and each capture "
+                "takes seconds. Keep what changes at every step in a buffer, and fill it in place.",
                 stacklevel=5,
             )
         return True
 
     def forget(self) -> None:
         """Looks everything up again at the next look: parameters were replaced on purpose."""
-        self._seen = None
+        self._structure = None
 
     def rebind(self, holder: dict[str, Any], key: str, value: Any) -> None:
         """Writes a value of the same type as before, which is no change of state."""
         holder[key] = value
-        if self._seen is not None:
-            self._seen.expect(holder, key, value)
+        if self._structure is not None and self._seen is not None:
+            self._structure.cells.expect(holder, key, value)
+            self._seen.cells.expect(holder, key, value)
 
     def _see(self) -> None:
-        self._seen = _Seen(self._model, self._reads, self._classes, self._outside)
-        self._values = self._fingerprint()
-
-    def _named(self) -> Iterator[tuple[str, Any]]:
-        attributes = (str(Place(module, (key,))) for module, key in self._reads)
-        return zip([*attributes, *self._outside], self._values, strict=False)
-
-    def _fingerprint(self) -> tuple[Any, ...]:
-        """The state as a value that is equal exactly if the programs are the same."""
-        modules = dict(self._model.named_modules())
+        if self._structure is None:
+            self._structure = _Structure(self._model)
+            self._shape = self._structure.fingerprint()
+        modules, outside = self._structure.modules, list(self._outside.values())
+        self._seen = _Values(modules, self._reads, self._classes, outside)
         freeze = _Freezer()
         read = []
         for name, key in self._reads:
             value = vars(modules[name]).get(key, MISSING) if name in modules else MISSING
             is_carried = (name, key) in self.carried and isinstance(value, torch.Tensor)
-            read.append(_type(value) if is_carried else freeze(value))
-        outside = [freeze(variable.value) for variable in self._outside.values()]
+            read.append(_type(value) if is_carried else freeze(value))  # type: ignore[arg-type]
+        variables = [freeze(variable.value) for variable in outside]
         classes = [_Same(_of_class(kind, key)[1]) for kind, key in self._classes]
-        return (*read, *outside, *classes, *(_structure(name, module) for name, module in modules.items()))
+        self._values = *read, *variables, *classes, self._shape
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        """The last look's values by name."""
+        attributes = (str(Place(module, (key,))) for module, key in self._reads)
+        return zip([*attributes, *self._outside], self._values, strict=False)
 
     def _check_parameters(self) -> None:
         """Refuses parameters that are others than those that the plan was made for."""
-        now = {
-            name: (tuple(p.shape), p.dtype) for name, p in self._model.named_parameters()
-        }
+        now = {name: (tuple(p.shape), p.dtype) for name, p in self._model.named_parameters()}
         planned = {name: (info.shape, info.dtype) for name, info in self._parameters.items()}
         if now == planned:
             return
@@ -159,70 +163,112 @@ class Guards:
         )
 
 
-class _Seen:
-    """The objects that a state consists of, as they were looked up."""
+class _Cells:
+    """Items of dicts, and the objects that they are to be."""
+
+    def __init__(self, cells: Iterable[tuple[dict[Any, Any], Any]]) -> None:
+        present: list[tuple[dict[Any, Any], Any]] = []
+        absent: list[tuple[dict[Any, Any], Any]] = []
+        for cell in cells:
+            (present if cell[1] in cell[0] else absent).append(cell)
+        self._holders, self._keys = [c[0] for c in present], [c[1] for c in present]
+        self._objects = [holder[key] for holder, key in present]
+        self._without, self._names = [c[0] for c in absent], [c[1] for c in absent]
+        self._at = {(id(holder), key): index for index, (holder, key) in enumerate(present)}
+
+    def same(self) -> bool:
+        """Whether every item is the same object, and what was not there is still not there."""
+        try:
+            found = map(getitem, self._holders, self._keys)
+            return all(map(is_, found, self._objects)) and not any(
+                map(contains, self._without, self._names)
+            )
+        except KeyError:
+            return False
+
+    def expect(self, holder: Any, key: str, value: Any) -> None:
+        """Takes a value for the one that was there."""
+        if (index := self._at.get((id(holder), key))) is not None:
+            self._objects[index] = value
+
+
+class _Structure:
+    """The modules, parameters, buffers and hooks of a model, as they were looked up."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        found = list(self.modules.values())
+        tables = [t for m in found for t in (m._modules, m._parameters, m._buffers)]
+        self.cells = _Cells((table, key) for table in tables for key in table)
+        self._tables = [module._modules for module in found if module._modules]
+        self._sizes = list(map(len, self._tables))
+        self._parameters = list(model.parameters())
+        self._dtypes = list(map(_dtype, self._parameters))
+        hooks = [getattr(module, table) for module in found for table in HOOKS]
+        self._hooked = [(table, dict(table)) for table in hooks if table]
+        self._unhooked = [table for table in hooks if not table]
+        self._hooks = RemovableHandle.next_id
+
+    def same(self) -> bool:
+        """Whether all of it is what it was."""
+        return (
+            self.cells.same()
+            and list(map(len, self._tables)) == self._sizes
+            and list(map(_dtype, self._parameters)) == self._dtypes
+            and all(_unchanged(table, copy) for table, copy in self._hooked)
+            and not self._has_new_hooks()
+        )
+
+    def _has_new_hooks(self) -> bool:
+        """Whether a hook was added: torch counts the hooks of this process."""
+        if self._hooks == RemovableHandle.next_id:
+            return False
+        if any(self._unhooked):
+            return True
+        self._hooks = RemovableHandle.next_id
+        return False
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """A value that is equal for models of equal structure."""
+        return tuple(_structure(name, module) for name, module in self.modules.items())
+
+
+class _Values:
+    """The attributes and variables that programs depend on, as they were looked up."""
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Mapping[str, nn.Module],
         reads: Iterable[Attribute],
         classes: Iterable[tuple[type, str]],
-        outside: Mapping[str, Variable],
+        outside: Iterable[Variable],
     ) -> None:
-        modules = dict(model.named_modules())
-        cells: list[tuple[Any, Any, Any]] = []
-        self._nested: list[tuple[Container, Any]] = []
-        for name, key in reads:
-            holder = vars(modules[name]) if name in modules else {}
-            cells.append((holder, key, holder.get(key, MISSING)))
-            self._nested += _containers(holder.get(key))
-        self._cells: list[tuple[Variable, Any]] = []
-        for variable in outside.values():
-            value = variable.value
-            if isinstance(variable.holder, dict):
-                cells.append((variable.holder, variable.name, value))
-            else:
-                self._cells.append((variable, value))
-            self._nested += _containers(value)
-        self._empty: list[dict[Any, Any]] = []
-        self._sized: list[dict[Any, Any]] = []
-        for module in modules.values():
-            for table in (module._modules, module._parameters, module._buffers):
-                cells += [(table, key, value) for key, value in table.items()]
-            self._sized.append(module._modules)
-            for hooks in (getattr(module, table) for table in HOOKS):
-                if hooks:
-                    self._nested.append((hooks, dict(hooks)))
-                else:
-                    self._empty.append(hooks)
-        self._sizes = list(map(len, self._sized))
-        self._parameters = list(model.parameters())
-        self._dtypes = list(map(_dtype, self._parameters))
-        self._holders, self._keys = [c[0] for c in cells], [c[1] for c in cells]
-        self._objects = [c[2] for c in cells]
-        self._at = {(id(holder), key): index for index, (holder, key, _) in enumerate(cells)}
+        held = [(vars(modules[name]) if name in modules else {}, key) for name, key in reads]
+        variables = [(v.holder, v.name) for v in outside if isinstance(v.holder, dict)]
+        self.cells = _Cells([*held, *variables])
+        self._closed = [(v, v.value) for v in outside if not isinstance(v.holder, dict)]
+        self._nested = [
+            pair
+            for value in (
+                *(holder.get(key) for holder, key in held),
+                *(variable.value for variable in outside),
+            )
+            if not isinstance(value, PLAIN)
+            for pair in _containers(value)
+        ]
         found = [_of_class(kind, key) for kind, key in classes]
         self._classes = [holder for holder, _ in found]
         self._names, self._members = [key for _, key in classes], [value for _, value in found]
 
     def same(self) -> bool:
         """Whether all of them are what they were."""
-        cells = map(dict.get, self._holders, self._keys, repeat(MISSING))
         members = map(MappingProxyType.get, self._classes, self._names, repeat(MISSING))
         return (
-            all(map(is_, cells, self._objects))
-            and not any(self._empty)
-            and list(map(len, self._sized)) == self._sizes
+            self.cells.same()
             and all(map(is_, members, self._members))
-            and list(map(_dtype, self._parameters)) == self._dtypes
             and all(_unchanged(container, copy) for container, copy in self._nested)
-            and all(variable.value is value for variable, value in self._cells)
+            and all(variable.value is value for variable, value in self._closed)
         )
-
-    def expect(self, holder: Any, key: str, value: Any) -> None:
-        """Takes a value for the one that was there."""
-        if (index := self._at.get((id(holder), key))) is not None:
-            self._objects[index] = value
 
 
 def _unchanged(container: Any, copy: Any) -> bool:
@@ -318,5 +364,5 @@ def _of_class(kind: type, key: str) -> tuple[MappingProxyType[str, Any], Any]:
     """The class that has an attribute, as its dict, and the attribute; its own dict for none."""
     for base in kind.__mro__:
         if key in vars(base):
-            return vars(base), vars(base)[key]  # type: ignore[return-value]
-    return vars(kind), MISSING  # type: ignore[return-value]
+            return vars(base), vars(base)[key]
+    return vars(kind), MISSING

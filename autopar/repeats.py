@@ -96,6 +96,11 @@ class Repeats:
         self.traced: dict[int, list[Traced]] = {}
         self.calls = 0
 
+    def columns(self) -> Iterator[tuple[nn.Module, ...]]:
+        """Modules that stand at the same place in blocks of one kind."""
+        for kind in self.kinds:
+            yield from zip(*kind.modules, strict=True)
+
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
         """Marks the calls made inside, of one run of the model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,3 +158,56 @@ def writes_of(changes: Sequence[Change], added: dict[Attribute, int]) -> tuple[W
     """Where they belong."""
     counted = (Write(Place(module, (key,)), adds=True) for module, key in added)
     return (*(Write(change.place) for change in changes), *counted)
+
+
+def rebound(
+    model: str,
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, Any],
+    parameters: Sequence[str],
+) -> tuple[str, ...]:
+    """The buffers that a run rebound to other tensors of the same type.
+
+    Args:
+        model: name of the model, for errors.
+        before: parameters and buffers at the start of the run.
+        after: the same at its end.
+        parameters: names of the parameters among them.
+
+    Raises:
+        CaptureError: one is a parameter, is held by several modules, or changes its type.
+    """
+    found = tuple(name for name, old in before.items() if after[name] is not old)
+    for name in found:
+        kind = "parameter" if name in parameters else "buffer"
+        shared = sum(other is before[name] for other in before.values()) > 1
+        why = ""
+        if kind == "parameter":
+            why = "a parameter can only be changed by an optimizer or in place"
+        elif shared:
+            why = "several modules hold it; change it in place"
+        elif not alike(before[name], after[name]):
+            was, now = _text(before[name]), _text(after[name])
+            why = f"it was {was} and becomes {now}; register it as it will be"
+        if why:
+            raise CaptureError(
+                f"cannot capture {model}: forward rebinds {kind} {name}: {why}. {ADVICE}"
+            )
+    return found
+
+
+def for_all(reads: Iterable[Attribute], columns: Iterable[Sequence[str]]) -> list[Attribute]:
+    """Attributes, and the same ones of all modules that stand for the modules that were read.
+
+    Args:
+        reads: attributes.
+        columns: names of modules of which only some were run, in place of all.
+    """
+    keys: dict[str, dict[str, None]] = {}
+    for name, key in reads:
+        keys.setdefault(name, {})[key] = None
+    for column in columns:
+        every = {key: None for name in column for key in keys.get(name, ())}
+        if every:
+            keys |= dict.fromkeys(column, every)
+    return [(name, key) for name, found in keys.items() for key in found]

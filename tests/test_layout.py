@@ -31,7 +31,7 @@ PREDICTED = {"autopar.error_bars", "autopar.picture", "autopar.prediction", "aut
 PARTS = PREDICTED | {"autopar.partition", "autopar.pipeline", "autopar.plan_document"}
 TEXTS = {"autopar.plan_text", "autopar.explanation", "autopar.difference"}
 PLAN = PASSES | PARTS | TEXTS | {"autopar.plan", "autopar.strategy"}
-TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
+TRACING = {"autopar.joint", "autopar.provenance", "autopar.repeats", "autopar.expansion"}
 PYTHON_STATE = {
     "autopar.contents",
     "autopar.counting",
@@ -40,13 +40,16 @@ PYTHON_STATE = {
     "autopar.outside",
     "autopar.side_effects",
 }
-PLAN_AND_CAPTURE = PLAN | TRACING | PYTHON_STATE | {"autopar.capture", "autopar.rows", "autopar.staging"}
+PLAN_AND_CAPTURE = (
+    PLAN | TRACING | PYTHON_STATE | {"autopar.capture", "autopar.rows", "autopar.staging"}
+)
 
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "autopar.cost_model": COST_MODEL,
     "autopar.passes": PASSES,
     "autopar.provenance": GROUND,
+    "autopar.joint": GROUND | {"autopar.provenance"},
     "autopar.repeats": GROUND,
     "autopar.expansion": GROUND | {"autopar.repeats"},
     **dict.fromkeys(PYTHON_STATE, GROUND | PYTHON_STATE | {"autopar.provenance"}),
