@@ -8,6 +8,7 @@ only where that fails.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.contents import HOOKS, MISSING, PLAIN, Container, Place, contents, items
 from autopar.effects import Attribute
-from autopar.errors import PlanError
+from autopar.errors import CaptureError, PlanError
 from autopar.graph import ParameterInfo
 from autopar.outside import Variable
 
@@ -58,6 +59,7 @@ class Guards:
         self._shape: tuple[Any, ...] = ()
         self._seen: _Values | None = None
         self._values: tuple[Any, ...] = ()
+        self._is_now = True
         self.state = 0
 
     def copied(self, model: nn.Module) -> Guards:
@@ -112,6 +114,35 @@ class Guards:
                 stacklevel=5,
             )
         return True
+
+    @contextlib.contextmanager
+    def as_of(self, state: int) -> Iterator[None]:
+        """Looks programs up for an earlier state, as a backward needs them."""
+        if state == self.state:
+            yield
+            return
+        now, self.state, self._is_now = self.state, state, False
+        try:
+            yield
+        finally:
+            self.state, self._is_now = now, True
+
+    def check_now(self) -> None:
+        """Refuses a capture after the Python state has changed.
+
+        Raises:
+            CaptureError: the state is no longer that of the call that needs the capture.
+        """
+        if self._structure is None or self._seen is None:
+            self.look()
+        elif self._is_now and self._structure.same() and self._seen.same():
+            return
+        else:
+            raise CaptureError(
+                f"the backward of {type(self._model).__name__} needs another capture of its "
+                "forward, but attributes that forward read have changed since. Run the backward "
+                "before the change, or call the model once more after it."
+            )
 
     def forget(self) -> None:
         """Looks everything up again at the next look: parameters were replaced on purpose."""

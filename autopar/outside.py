@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.contents import HOOKS, MISSING, PLAIN, contents
+from autopar.contents import HOOKS, INTERNAL, MISSING, PLAIN, contents
 from autopar.provenance import is_library
 
 MOST = 400
@@ -59,6 +59,11 @@ def outside_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Mapping[
     seen: set[CodeType] = set()
     for kind, function in _entries(model, loss_fn):
         _look_through(function, kind, found, seen)
+    if isinstance(loss_fn, nn.Module):
+        for name, module in loss_fn.named_modules(prefix="loss_fn"):
+            tables = vars(module), module._buffers
+            keys = ((t, key) for t in tables for key in t if key not in INTERNAL)
+            found |= {f"{name}.{key}": Variable(table, key) for table, key in keys}
     return found
 
 

@@ -112,7 +112,7 @@ def check_changes(effects: Effects, again: Callable[[], Effects]) -> None:
 def _unfit(change: Change, effects: Effects) -> str:
     """The reason why a change cannot be replayed; "" if it can."""
     if effects.is_outside(change.place):
-        return "it belongs to no module"
+        return "it is a variable outside of the model"
     table = change.place.steps[0]
     if table in ("_parameters", "_modules", "_buffers"):
         kind = {"_parameters": "parameter", "_modules": "submodule", "_buffers": "buffer"}[table]

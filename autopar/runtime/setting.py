@@ -105,6 +105,7 @@ class Setting:
         differentiate = for_planning or torch.is_grad_enabled()
         key = (*self.key(share), differentiate)
         if key not in self.captures:
+            self.guards.check_now()
             known = self.attempts if for_planning else {}
             made = self._capture(share, differentiate, known)
             key = (*self.key(share), differentiate)  # what it reads may make the state another

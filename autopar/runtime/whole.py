@@ -38,12 +38,13 @@ class Whole:
             hold: keep gradients on this rank.
         """
         setting, program = self.setting, self._program(share, hold)
+        state = setting.guards.state
         running = Running(
             program,
             self._arguments(program, leaves, share),
             differentiable=(),
-            backward_half=lambda p: self._backward(p, share, hold),
-            general=lambda: self._general(share, hold),
+            backward_half=lambda p: self._backward(p, share, hold, state),
+            general=lambda: self._general(share, hold, state),
             held=setting.held,
             states=setting.states,
             wrap=setting.wrap,
@@ -104,20 +105,20 @@ class Whole:
                     values.append(evidence(leaves, share.rows, mode, setting.device))
         return values
 
-    def _backward(self, program: Program, share: Share, hold: bool) -> Half:
+    def _backward(self, program: Program, share: Share, hold: bool, state: int) -> Half:
         """The backward that adds what is held at the time that it runs."""
         if hold or not self.setting.held:
             half = program.backward
         else:
-            with torch.enable_grad():
+            with torch.enable_grad(), self.setting.guards.as_of(state):
                 half = self._program(share, False, tuple(sorted(self.setting.held))).backward
         assert half is not None
         return half
 
-    def _general(self, share: Share, hold: bool) -> Program:
+    def _general(self, share: Share, hold: bool, state: int) -> Program:
         """The call with gradients entering by every output, from now on."""
         self.setting.all_tangents = True
-        with torch.enable_grad():
+        with torch.enable_grad(), self.setting.guards.as_of(state):
             return self._program(share, hold)
 
     def _finish(self, running: Running, share: Share, rebound: frozenset[str]) -> None:
