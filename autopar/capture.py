@@ -11,6 +11,7 @@ import contextlib
 import functools
 import random
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -183,8 +184,15 @@ def capture(
         _Program, model, call, parameters, device, all_tangents, loss_fn, differentiate
     )
     random_state = _random_state()
-    with _explained(model):
+    with _explained(model), _torch.counting_checkpoints() as checkpoints:
         program, module = _treated(make, Treatment(carried))
+    if checkpoints:
+        warnings.warn(
+            f"{type(model).__name__} calls torch.utils.checkpoint, which has no effect in a "
+            "captured graph: the plan decides which activations are computed again. Give "
+            'autopar.compile memory=, or Strategy(recompute="selective" or "full").',
+            stacklevel=2,
+        )
     if _random_state() != random_state:
         raise CaptureError(
             f"{type(model).__name__} draws numbers from Python's or numpy's `random` while it "

@@ -11,24 +11,23 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter, contains, getitem, is_
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from autopar.contents import HOOKS, MISSING, PLAIN, Container, Place, contents, items
+from autopar.cells import Cells, containers_in, unchanged
+from autopar.contents import HOOKS, MISSING, PLAIN, Place
 from autopar.effects import Attribute
 from autopar.errors import CaptureError, PlanError
+from autopar.fingerprints import Freezer, Same, member_of, structure_of, type_of
 from autopar.graph import ParameterInfo
 from autopar.outside import Variable
-
-DEPTH, MOST = 6, 500
-"""Levels below an attribute, and containers, that are compared."""
 
 MANY = 8
 """Captured states after which a warning says what keeps changing."""
@@ -98,6 +97,8 @@ class Guards:
         """
         if self._structure is None or not self._structure.same():
             self._check_parameters()
+            if self._structure is not None:
+                self._check_layouts(self._structure.layouts)
             self._structure = self._seen = None
         if self._seen is not None and self._seen.same():
             return False
@@ -161,14 +162,14 @@ class Guards:
             self._shape = self._structure.fingerprint()
         modules, outside = self._structure.modules, list(self._outside.values())
         self._seen = _Values(modules, self._reads, self._classes, outside)
-        freeze = _Freezer()
+        freeze = Freezer()
         read = []
         for name, key in self._reads:
             value = vars(modules[name]).get(key, MISSING) if name in modules else MISSING
             is_carried = (name, key) in self.carried and isinstance(value, torch.Tensor)
-            read.append(_type(value) if is_carried else freeze(value))  # type: ignore[arg-type]
+            read.append(type_of(value) if is_carried else freeze(value))  # type: ignore[arg-type]
         variables = [freeze(variable.value) for variable in outside]
-        classes = [_Same(_of_class(kind, key)[1]) for kind, key in self._classes]
+        classes = [Same(member_of(kind, key)[1]) for kind, key in self._classes]
         self._values = *read, *variables, *classes, self._shape
 
     def _named(self) -> Iterator[tuple[str, Any]]:
@@ -193,34 +194,15 @@ class Guards:
             "autopar.compile, or compile the changed model."
         )
 
-
-class _Cells:
-    """Items of dicts, and the objects that they are to be."""
-
-    def __init__(self, cells: Iterable[tuple[dict[Any, Any], Any]]) -> None:
-        present: list[tuple[dict[Any, Any], Any]] = []
-        absent: list[tuple[dict[Any, Any], Any]] = []
-        for cell in cells:
-            (present if cell[1] in cell[0] else absent).append(cell)
-        self._holders, self._keys = [c[0] for c in present], [c[1] for c in present]
-        self._objects = [holder[key] for holder, key in present]
-        self._without, self._names = [c[0] for c in absent], [c[1] for c in absent]
-        self._at = {(id(holder), key): index for index, (holder, key) in enumerate(present)}
-
-    def same(self) -> bool:
-        """Whether every item is the same object, and what was not there is still not there."""
-        try:
-            found = map(getitem, self._holders, self._keys)
-            return all(map(is_, found, self._objects)) and not any(
-                map(contains, self._without, self._names)
-            )
-        except KeyError:
-            return False
-
-    def expect(self, holder: Any, key: str, value: Any) -> None:
-        """Takes a value for the one that was there."""
-        if (index := self._at.get((id(holder), key))) is not None:
-            self._objects[index] = value
+    def _check_layouts(self, planned: Mapping[str, Any]) -> None:
+        """Refuses parameters that do not lie as those did that they stand for."""
+        for name, parameter in self._model.named_parameters():
+            if _layout(parameter) != planned[name]:
+                raise PlanError(
+                    f"parameter {name} of {type(self._model).__name__} was replaced by one that is "
+                    "not sharded as the plan says. Replace modules before autopar.compile, or load "
+                    "other values by load_state_dict."
+                )
 
 
 class _Structure:
@@ -230,10 +212,11 @@ class _Structure:
         self.modules = dict(model.named_modules())
         found = list(self.modules.values())
         tables = [t for m in found for t in (m._modules, m._parameters, m._buffers)]
-        self.cells = _Cells((table, key) for table in tables for key in table)
+        self.cells = Cells((table, key) for table in tables for key in table)
         self._tables = [module._modules for module in found if module._modules]
         self._sizes = list(map(len, self._tables))
         self._parameters = list(model.parameters())
+        self.layouts = {name: _layout(p) for name, p in model.named_parameters()}
         self._dtypes = list(map(_dtype, self._parameters))
         hooks = [getattr(module, table) for module in found for table in HOOKS]
         self._hooked = [(table, dict(table)) for table in hooks if table]
@@ -246,7 +229,7 @@ class _Structure:
             self.cells.same()
             and list(map(len, self._tables)) == self._sizes
             and list(map(_dtype, self._parameters)) == self._dtypes
-            and all(_unchanged(table, copy) for table, copy in self._hooked)
+            and all(unchanged(table, copy) for table, copy in self._hooked)
             and not self._has_new_hooks()
         )
 
@@ -261,7 +244,7 @@ class _Structure:
 
     def fingerprint(self) -> tuple[Any, ...]:
         """A value that is equal for models of equal structure."""
-        return tuple(_structure(name, module) for name, module in self.modules.items())
+        return tuple(structure_of(name, module) for name, module in self.modules.items())
 
 
 class _Values:
@@ -276,7 +259,7 @@ class _Values:
     ) -> None:
         held = [(vars(modules[name]) if name in modules else {}, key) for name, key in reads]
         variables = [(v.holder, v.name) for v in outside if isinstance(v.holder, dict)]
-        self.cells = _Cells([*held, *variables])
+        self.cells = Cells([*held, *variables])
         self._closed = [(v, v.value) for v in outside if not isinstance(v.holder, dict)]
         self._nested = [
             pair
@@ -285,9 +268,9 @@ class _Values:
                 *(variable.value for variable in outside),
             )
             if not isinstance(value, PLAIN)
-            for pair in _containers(value)
+            for pair in containers_in(value)
         ]
-        found = [_of_class(kind, key) for kind, key in classes]
+        found = [member_of(kind, key) for kind, key in classes]
         self._classes = [holder for holder, _ in found]
         self._names, self._members = [key for _, key in classes], [value for _, value in found]
 
@@ -297,103 +280,12 @@ class _Values:
         return (
             self.cells.same()
             and all(map(is_, members, self._members))
-            and all(_unchanged(container, copy) for container, copy in self._nested)
+            and all(unchanged(container, copy) for container, copy in self._nested)
             and all(variable.value is value for variable, value in self._closed)
         )
 
 
-def _unchanged(container: Any, copy: Any) -> bool:
-    if isinstance(container, set):
-        return bool(container == copy)
-    if len(container) != len(copy):
-        return False
-    if isinstance(container, dict):
-        return all(map(is_, container.values(), copy.values())) and list(container) == list(copy)
-    return all(map(is_, container, copy))
-
-
-def _containers(value: Any) -> list[tuple[Container, Any]]:
-    """Every container that a value leads to, with a copy of its items."""
-    found: dict[int, tuple[Container, Any]] = {}
-
-    def visit(value: Any, depth: int) -> None:
-        if isinstance(value, tuple):
-            for part in value:
-                visit(part, depth)
-            return
-        container = contents(value)
-        if container is None or id(container) in found or depth == 0 or len(found) == MOST:
-            return
-        kind = next((k for k in (dict, set) if isinstance(container, k)), list)
-        found[id(container)] = container, kind(container)
-        for _, part in items(container):
-            visit(part, depth - 1)
-
-    visit(value, DEPTH)
-    return list(found.values())
-
-
-@dataclass(frozen=True, eq=False)
-class _Same:
-    """Equal to what holds the same object, which it keeps alive."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-class _Freezer:
-    """Makes hashable values of a model's attributes.
-
-    Equal contents give equal values. Objects that cannot be looked into are equal to themselves.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-
-    def __call__(self, value: Any, depth: int = DEPTH) -> Any:
-        if isinstance(value, float):
-            return float, value.hex()
-        if isinstance(value, PLAIN):
-            return type(value), value
-        if isinstance(value, tuple):
-            return (type(value), *(self(part, depth) for part in value))
-        container = contents(value)
-        if container is None or (not container and container is not value):
-            return _Same(value)
-        if (number := self._seen.get(id(container))) is not None:
-            return "container", number
-        if depth == 0 or len(self._seen) == MOST:
-            return _Same(value)
-        self._seen[id(container)] = len(self._seen)
-        if isinstance(container, set):
-            return type(value), frozenset(self(part, depth - 1) for part in container)
-        pairs = ((_key(key), self(part, depth - 1)) for key, part in items(container))
-        return type(value), *pairs
-
-
-def _key(key: Any) -> Any:
-    return key if isinstance(key, PLAIN) else _Same(key)
-
-
-def _type(tensor: torch.Tensor | None) -> Any:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
-
-
-def _structure(name: str, module: nn.Module) -> Any:
-    """What a module consists of beside its attributes."""
-    hooks = tuple(_Same(hook) for table in HOOKS for hook in getattr(module, table).values())
-    buffers = tuple((key, _type(buffer)) for key, buffer in module._buffers.items())
-    return name, type(module), tuple(module._modules), tuple(module._parameters), buffers, hooks
-
-
-def _of_class(kind: type, key: str) -> tuple[MappingProxyType[str, Any], Any]:
-    """The class that has an attribute, as its dict, and the attribute; its own dict for none."""
-    for base in kind.__mro__:
-        if key in vars(base):
-            return vars(base), vars(base)[key]
-    return vars(kind), MISSING
+def _layout(parameter: torch.Tensor) -> Any:
+    """Device type, and placements of a DTensor."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else None
+    return parameter.device.type, placements

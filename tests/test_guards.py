@@ -354,10 +354,10 @@ def changes_a_type(self: Any, h: Tensor) -> Any:
 
 
 REFUSED = {
-    reads_a_counter: r"self\.k at test_guards.py:\d+: return self.k: .* 2 is 3 afterwards",
+    reads_a_counter: r"self\.k at test_guards.py:\d+: self.k \+= 1: .* 2 is 3 after",
     reads_a_count_in_python: r"self\.k at test_guards.py:\d+: .*3 afterwards",
     appends: r"self\.ks\[2\] at test_guards.py:\d+: self.ks.append\(3\): the contents of a list",
-    grows: r"self\.queue at .*: forward reads it, and a float64 tensor of shape \[6, 4\]",
+    grows: r"self\.queue at .*: forward reads it, and a float64 tensor of shape \[7, 4\]",
     leaks: r"SEEN\[0\]: it is a variable outside of the model",
     makes_a_buffer: r"self\.late.*a buffer that was nothing becomes a float64 tensor",
     changes_a_type: r"buffer ema: it was a float64 tensor .* becomes a float32 tensor",
@@ -397,10 +397,12 @@ def test_parameters_that_the_plan_does_not_know_are_refused(change: Callable[[An
 
 def test_a_state_that_changes_at_every_step_is_told() -> None:
     m = autopar.compile(model(reads_everything)().double(), strategy=fixed(0))
+    for step in range(7):
+        m.k = step
+        m(torch.ones(6, 4).double())
+    m.k = 7
     with pytest.warns(UserWarning, match=r"self\.k of Reads.* changed: it is the 8th"):
-        for step in range(8):
-            m.k = step
-            m(torch.ones(6, 4).double())
+        m(torch.ones(6, 4).double())
 
 
 # -- state and other features ---------------------------------------------------------------------
@@ -428,14 +430,9 @@ def enable(m: Any, step: int) -> None:
     m.gradient_checkpointing = step == 2
 
 
-def operators(m: Any) -> list[int]:
-    return [len(list(p.graph.calls())) for p in m._runner.programs.values()]
-
-
-def test_gradient_checkpointing_takes_effect() -> None:
-    _, m = alike(Checkpointed, enable)
-    before, after = operators(m)
-    assert after > before
+def test_gradient_checkpointing_is_told_to_have_no_effect() -> None:
+    with pytest.warns(UserWarning, match=r"Checkpointed calls torch.utils.checkpoint.*recompute="):
+        alike(Checkpointed, enable)
 
 
 def test_a_copy_has_state_of_its_own() -> None:

@@ -33,9 +33,11 @@ TEXTS = {"autopar.plan_text", "autopar.explanation", "autopar.difference"}
 PLAN = PASSES | PARTS | TEXTS | {"autopar.plan", "autopar.strategy"}
 TRACING = {"autopar.joint", "autopar.provenance", "autopar.repeats", "autopar.expansion"}
 PYTHON_STATE = {
+    "autopar.cells",
     "autopar.contents",
     "autopar.counting",
     "autopar.effects",
+    "autopar.fingerprints",
     "autopar.guards",
     "autopar.outside",
     "autopar.side_effects",

@@ -136,8 +136,8 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
         id(p): _parameter(p, DTensor.from_local(p.detach(), mesh, whole))
         for p in model.parameters()
     }
-    for parameter in model.parameters():
-        _keep_hooks(replicated[id(parameter)], _hooks_of(parameter))
+    for plain in model.parameters():
+        _keep_hooks(replicated[id(plain)], _hooks_of(plain))
     refuse_optimizers_of(model.parameters())
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
