@@ -280,13 +280,15 @@ def train(m: Any, between: Between | None = None) -> tuple[list[float], dict[str
     return losses, state
 
 
-def alike(make: Callable[[], Any], between: Between | None = None, zero: int = 0) -> Any:
+def alike(
+    make: Callable[[], Any], between: Between | None = None, zero: int = 0, **options: Any
+) -> Any:
     """Trains a model plain and compiled: all is the same. Returns both."""
     global SCALE
     plain = make().double()
     want = train(plain, between)
     SCALE = 1.0
-    m = autopar.compile(make().double(), strategy=fixed(zero), fallback=False)
+    m = autopar.compile(make().double(), strategy=fixed(zero, **options), fallback=False)
     have = train(m, between)
     SCALE = 1.0
     errors = {n: relative_error(have[1][n], want[1][n]) for n in want[1]}
@@ -495,6 +497,21 @@ def hooked() -> nn.Module:
     made = Layer().double()
     made.layer.weight.register_hook(lambda gradient: gradient * 2)
     return made
+
+
+def keep_rows(rank: int, world_size: int) -> None:
+    def keeps_rows(self: Any, h: Tensor) -> Any:
+        self.aux = h
+        return 1.0
+
+    m = autopar.compile(model(keeps_rows)().double(), strategy=fixed(0))
+    with pytest.warns(UserWarning, match=r"self\.aux of KeepsRows gets this rank's rows"):
+        m(torch.ones(6, 4).double())
+    assert m.aux.shape == (3, 4)
+
+
+def test_attributes_that_get_own_rows_are_told() -> None:
+    run(keep_rows, 2)
 
 
 @pytest.mark.parametrize("zero", [0, 3])

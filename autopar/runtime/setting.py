@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import laid_as, pytree
+from autopar._torch import laid_as
 from autopar.capture import Call, Capture, capture
 from autopar.graph import Input, Parameter, ParameterInfo
 from autopar.guards import Guards
@@ -27,6 +27,7 @@ from autopar.runtime.parameters import is_elsewhere
 from autopar.runtime.random import RandomStream
 from autopar.runtime.states import States
 from autopar.runtime.step import Differentiable
+from autopar.runtime.written import tell_parts
 
 
 @dataclass
@@ -91,15 +92,6 @@ class Setting:
         holder = module._buffers if key in module._buffers else vars(module)
         self.guards.rebind(holder, key, value)
 
-    def result_of(self, capture: Capture, leaves: list[Any]) -> Any:
-        """The model's result out of the flattened outputs; what forward writes is written."""
-        result = pytree.tree_unflatten(leaves, capture.structure)
-        if capture.writes:
-            result, values = result
-            for write, value in zip(capture.writes, values, strict=True):
-                write.apply(self.model, value)
-        return result
-
     def capture(self, share: Share, for_planning: bool = False) -> Capture:
         """Captures a call; the backward too, if it may be wanted."""
         differentiate = for_planning or torch.is_grad_enabled()
@@ -139,7 +131,9 @@ class Setting:
 
         if share.slices == 1:
             return attempt(share.call)
-        return mark_rows(attempt, share.call, share.rows, share.total, share.slices)
+        marked = mark_rows(attempt, share.call, share.rows, share.total, share.slices)
+        tell_parts(marked, self.model)
+        return marked
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision that the model is captured in."""

@@ -15,6 +15,7 @@ from autopar.runtime.parameters import local
 from autopar.runtime.program import Half, Program, build, with_axes
 from autopar.runtime.setting import Setting
 from autopar.runtime.step import Running, Step, run_forward
+from autopar.runtime.written import result_of
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Whole:
         result = list(program.capture.leaves)
         for index, value in zip(program.returned, outputs, strict=True):
             result[index] = value
-        return setting.result_of(program.capture, result)
+        return result_of(program.capture, result, setting.model)
 
     def _program(self, share: Share, hold: bool = False, held: tuple[str, ...] = ()) -> Program:
         setting, plan = self.setting, self.setting.plan
