@@ -473,6 +473,34 @@ def test_evaluation_sees_what_training_left() -> None:
     assert m.seen == pytest.approx(plain.seen, rel=1e-12)
 
 
+class Scaled(nn.Module):
+    """A loss with an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, h: Tensor, target: Tensor) -> Tensor:
+        return (h - target).square().mean() * self.scale
+
+
+def test_constants_and_loss_functions_are_guarded() -> None:
+    def reads_constants(self: Any, h: Tensor) -> Any:
+        return 1 + self.last + self.queue[0]
+
+    def change(m: Any, step: int) -> None:
+        m.last = torch.full((4,), float(step)).double()
+        m.queue.fill_(step)
+
+    alike(model(reads_constants), change)
+    loss_fn = Scaled()
+    m = autopar.compile(nn.Linear(4, 4), strategy=fixed(0), loss_fn=loss_fn)
+    x = torch.ones(2, 4)
+    first = m(x, x)
+    loss_fn.scale = 3.0
+    assert m(x, x).item() == pytest.approx(3 * first.item())
+
+
 def test_a_backward_after_a_change_is_the_old_one() -> None:
     plain = model(reads_everything)().double()
     m = autopar.compile(model(reads_everything)().double(), strategy=fixed(0))

@@ -65,7 +65,9 @@ class Pipes:
             if pipe.program.differentiates:
                 roles, tensors = setting.differentiable(share)
                 tensors.append(torch.zeros((), requires_grad=True))  # if nothing here is trained
-                outputs = _Run.apply(_Under(self, call, shares, hold, roles, setting.guards.state), *tensors)
+                outputs = _Run.apply(
+                    _Under(self, call, shares, hold, roles, setting.guards.state), *tensors
+                )
             else:
                 outputs = call.run()
         buffers = setting.inside.buffers()
