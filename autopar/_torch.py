@@ -4,6 +4,7 @@ Supported: torch 2.11 to 2.13. A release that moves one of these breaks here and
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -49,6 +50,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -71,7 +73,9 @@ def unread_masks() -> Iterator[None]:
     """
     from torch.nn.modules import transformer
 
-    def is_causal_by_hint(mask: Tensor | None, is_causal: bool | None = None, *_: object) -> bool:
+    def is_causal_by_hint(
+        mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+    ) -> bool:
         return is_causal is True
 
     before = transformer._detect_is_causal_mask
@@ -102,6 +106,24 @@ def without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def counting_checkpoints() -> Iterator[list[object]]:
+    """Grows by an item for every call of `torch.utils.checkpoint.checkpoint` inside."""
+    calls: list[object] = []
+    begin = checkpoint._checkpoint_without_reentrant_generator
+
+    @functools.wraps(begin)
+    def counted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(function)
+        return begin(function, *args, **kwargs)
+
+    checkpoint._checkpoint_without_reentrant_generator = counted  # type: ignore[assignment]
+    try:
+        yield calls
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = begin
 
 
 def inductor_compile(
@@ -162,6 +184,7 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "compiling",
     "copied_graph",
+    "counting_checkpoints",
     "default_partition",
     "default_store",
     "format_argument",

@@ -1,16 +1,18 @@
 """Capture: one call of a model becomes one joint forward and backward graph with roles.
 
 The model is run once on fake tensors under AOTAutograd, without Dynamo: what torch.export does
-by default. Data-dependent Python stops the capture with the user's line in the error; Python
-side effects happen once, at capture.
+by default. Data-dependent Python stops the capture with the user's line in the error. Changes of
+Python values by forward become updates, are replayed after every call, or are refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,26 +23,24 @@ from torch.fx import traceback as fx_traceback
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.containers import flatten, hidden_tensors
+from autopar.contents import Snapshot
+from autopar.effects import Attribute, Effects
 from autopar.errors import AutoparError, CaptureError, ModelError, StrategyError
 from autopar.expansion import expand
-from autopar.graph import (
-    Buffer,
-    Gradient,
-    Input,
-    InputRole,
-    Output,
-    OutputRole,
-    Parameter,
-    ParameterInfo,
-    Tangent,
-    TrainingGraph,
-    Update,
-    dense_strides,
-)
-from autopar.provenance import Annotate, annotate_nodes, first_line, user_frame
+from autopar.graph import ParameterInfo, TrainingGraph, dense_strides
+from autopar.joint import Interface, with_roles
+from autopar.outside import Variable, outside_of
+from autopar.provenance import Annotate, first_line, user_frame
 from autopar.repeats import Repeats
-
-TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+from autopar.side_effects import (
+    Treatment,
+    Write,
+    check_changes,
+    for_all,
+    rebound,
+    values_of,
+    writes_of,
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,14 @@ class Capture:
         leaves: flattened outputs; None in the place of tensors, other values as they are.
         tensor_leaves: which outputs are tensors.
         differentiable: which outputs the model itself would let gradients enter by.
-        structure: how the outputs unflatten.
+        structure: how the outputs unflatten; with `writes`, as a pair of the model's own result and
+            the values to write.
+        writes: Python values that every call leaves in the model.
+        reads: plain attributes that the graph depends on, by module and name.
+        classes: attributes of classes that it depends on.
+        outside: variables outside of the model that it depends on.
+        carried: plain tensors among the attributes that the graph has as buffers.
+        rebound: buffers that get a new tensor at every call, rather than new values.
         whole: the graph of the whole batch, where `graph` is one slice's; None where it is whole.
     """
 
@@ -138,6 +145,12 @@ class Capture:
     tensor_leaves: tuple[bool, ...]
     differentiable: tuple[bool, ...]
     structure: Any
+    writes: tuple[Write, ...] = ()
+    reads: tuple[Attribute, ...] = ()
+    classes: tuple[tuple[type, str], ...] = ()
+    outside: Mapping[str, Variable] = field(default_factory=dict)
+    carried: tuple[Attribute, ...] = ()
+    rebound: frozenset[str] = frozenset()
     whole: TrainingGraph | None = None
 
     @property
@@ -155,6 +168,7 @@ def capture(
     differentiate: bool = True,
     all_tangents: bool = False,
     loss_fn: Callable[..., Any] | None = None,
+    carried: frozenset[Attribute] = frozenset(),
 ) -> Capture:
     """Captures one call of `model`.
 
@@ -167,9 +181,11 @@ def capture(
         all_tangents: let gradients enter by every floating-point output. Otherwise, when there
             are scalar outputs (losses), only by these.
         loss_fn: called as `loss_fn(model(*args[:-1]), args[-1])` in place of the model.
+        carried: plain tensors among attributes that other calls of the model change.
 
     Raises:
-        CaptureError: the model depends on values in Python, or cannot be traced.
+        CaptureError: the model depends on values in Python, cannot be traced, or changes Python
+            values in a way that cannot be replayed.
         StrategyError: `loss_fn` has parameters of its own.
     """
     if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
@@ -177,39 +193,87 @@ def capture(
             f"loss_fn={type(loss_fn).__name__}(...) has parameters, which would not be trained: "
             "make it part of the model and let the model return the loss."
         )
-    with _torch.FakeTensorMode(allow_non_fake_inputs=True):
-        program = _Program(model, call, parameters, device, all_tangents, loss_fn)
-        specs = [leaf for leaf in call.leaves if isinstance(leaf, TensorSpec)]
-        inputs = [
-            (replace(spec, device=device) if spec.device.type == "meta" else spec).fake()
-            for spec in specs
-        ]
-        if not differentiate:
-            program.requires_grad_(False)
-            inputs = [tensor.detach() for tensor in inputs]
+    make = functools.partial(
+        _Program, model, call, parameters, device, all_tangents, loss_fn, differentiate
+    )
     random_state = _random_state()
-    with _explained(model):
-        module = _traced(program, tuple(inputs), differentiate)
+    with _explained(model), _torch.counting_checkpoints() as checkpoints:
+        program, module = _treated(make, Treatment(carried))
+    if checkpoints:
+        warnings.warn(
+            f"{type(model).__name__} calls torch.utils.checkpoint, which has no effect in a "
+            "captured graph: the plan decides which activations are computed again. Give "
+            'autopar.compile memory=, or Strategy(recompute="selective" or "full").',
+            stacklevel=2,
+        )
     if _random_state() != random_state:
         raise CaptureError(
             f"{type(model).__name__} draws numbers from Python's or numpy's `random` while it "
             "runs; a graph would repeat the first draw for ever. Draw with torch instead."
         )
-    graph = _to_training_graph(module, program, parameters)
+    effects = program.effects
+    check_changes(effects, functools.partial(_second_run, make, program.treatment))
     return Capture(
-        graph, program.leaves, program.tensor_leaves, program.differentiable, program.structure
+        with_roles(module, program.interface(), parameters, type(model).__name__),
+        program.leaves,
+        program.tensor_leaves,
+        program.differentiable,
+        program.structure,
+        writes=writes_of(effects.changes, effects.added),
+        reads=program.reads(),
+        classes=tuple(effects.classes),
+        outside=program.outside,
+        carried=tuple(sorted(program.treatment.carried)),
+        rebound=frozenset(program.rebound),
     )
 
 
-def _traced(
-    program: _Program, inputs: tuple[torch.Tensor, ...], differentiate: bool
-) -> fx.GraphModule:
+def _treated(
+    make: Callable[..., _Program], treatment: Treatment
+) -> tuple[_Program, fx.GraphModule]:
+    """The traced call, with the treatment that its changes of Python values call for."""
+    repeat = True
+    while True:
+        program = make(treatment)
+        if not repeat:
+            program.repeats = Repeats(program.model[0], ())
+        try:
+            module = _traced(program)
+        except Exception:
+            following = treatment.after_error(program.effects)
+            if following == treatment:
+                raise
+        else:
+            following = treatment.after(program.effects)
+            in_block = repeat and bool(program.repeats.kinds and program.effects.changes)
+            if following == treatment and not in_block:
+                return program, module
+            repeat = repeat and not in_block
+        treatment = following
+
+
+def _second_run(make: Callable[..., _Program], treatment: Treatment) -> Effects:
+    """The effects of a call that follows on another."""
+    first, second = (make(replace(treatment, counts=frozenset())) for _ in range(2))
+    snapshot = Snapshot(first.model[0])
+    try:
+        with first.fake_mode, torch.no_grad():
+            for program in (first, second):
+                program.keep, program.repeats = True, Repeats(program.model[0], ())
+                program(*program.inputs)
+    finally:
+        snapshot.restore()
+    return second.effects
+
+
+def _traced(program: _Program) -> fx.GraphModule:
     """The joint graph; repeated blocks are traced once if they turn out to be alike."""
 
     def attempt() -> fx.GraphModule:
         with contextlib.ExitStack() as stack, fx_traceback.preserve_node_meta():
-            stack.enter_context(torch.set_grad_enabled(differentiate))
+            stack.enter_context(torch.set_grad_enabled(program.differentiate))
             stack.enter_context(_without_autocast_cache())
+            inputs = tuple(program.inputs)
             return _torch.aot_export_joint_with_descriptors(stack, program, inputs).graph_module
 
     if program.repeats.kinds:
@@ -233,6 +297,8 @@ class _Program(nn.Module):
         device: torch.device,
         all_tangents: bool,
         loss_fn: Callable[..., Any] | None,
+        differentiate: bool,
+        treatment: Treatment,
     ) -> None:
         super().__init__()
         self.model = (model,)  # in a tuple, so that its own parameters are not this module's
@@ -241,19 +307,37 @@ class _Program(nn.Module):
         self.repeats = Repeats(model, tuple(blocks))
         self.call, self.all_tangents = call, all_tangents
         self.names = tuple(parameters)
-        self.values = nn.ParameterList(
-            nn.Parameter(TensorSpec(p.shape, p.dtype, device).fake(), requires_grad=p.requires_grad)
-            for p in parameters.values()
-        )
-        self.buffer_names = tuple(name for name, _ in model.named_buffers())
-        for index, (_, buffer) in enumerate(model.named_buffers()):
-            fake = TensorSpec(tuple(buffer.shape), buffer.dtype, device).fake()
-            self.register_buffer(f"b{index}", fake)
+        self.differentiate, self.treatment, self.keep = differentiate, treatment, False
+        self.fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        state = dict(model.named_buffers())
+        carried = {place: ".".join(filter(None, place)) for place in sorted(treatment.carried)}
+        self.carried = tuple(carried.values())
+        state |= {name: vars(model.get_submodule(m))[key] for (m, key), name in carried.items()}
+        self.buffer_names = tuple(state)
         self.positions = [i for i, x in enumerate(call.leaves) if isinstance(x, TensorSpec)]
+        with self.fake_mode:
+            self.values = nn.ParameterList(
+                nn.Parameter(
+                    TensorSpec(p.shape, p.dtype, device).fake(),
+                    requires_grad=p.requires_grad and differentiate,
+                )
+                for p in parameters.values()
+            )
+            for index, buffer in enumerate(state.values()):
+                spec = TensorSpec(tuple(buffer.shape), buffer.dtype, device)
+                self.register_buffer(f"b{index}", spec.fake())
+            self.inputs = [self._input(call.leaves[i], device) for i in self.positions]
+        self.outside = outside_of(model, loss_fn)
+        self.effects = Effects(model)
+        self.rebound: tuple[str, ...] = ()
         self.leaves: tuple[Any, ...] = ()
         self.tensor_leaves: tuple[bool, ...] = ()
         self.differentiable: tuple[bool, ...] = ()
         self.structure: Any = None
+
+    def _input(self, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+        fake = (replace(spec, device=device) if spec.device.type == "meta" else spec).fake()
+        return fake if self.differentiate else fake.detach()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = list(self.call.leaves)
@@ -263,13 +347,15 @@ class _Program(nn.Module):
         (model,), (loss_fn,) = self.model, self.loss_fn
         known = dict(zip(self.names, self.values, strict=True))
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
-        state = {name: known[first] for name, first in _places(model).items()}
-        with (
-            Annotate(model) as annotate,
-            _torch.compiling(),
-            _torch.unread_masks(),
-            self.repeats.marking(),
-        ):
+        first = _places(model) | {name: name for name in self.carried}
+        state = {name: known[other] for name, other in first.items()}
+        self.effects = effects = Effects(model, self.outside, self.treatment.counts, self.keep)
+        with contextlib.ExitStack() as stack:
+            annotate = stack.enter_context(Annotate(model))
+            stack.enter_context(_torch.compiling())
+            stack.enter_context(_torch.unread_masks())
+            stack.enter_context(self.repeats.marking())
+            stack.enter_context(effects.watching())
             target = None
             if loss_fn is not None:
                 *args, target = args
@@ -279,9 +365,27 @@ class _Program(nn.Module):
             if loss_fn is not None:
                 annotate.module = ""
                 result = loss_fn(result, target)
-        return self._tensors_of(result)
+        before = {name: known[other] for name, other in first.items()}
+        self.rebound = rebound(type(model).__name__, before, state, self.names)
+        return (*self._tensors_of(result), *(state[name].detach() for name in self.rebound))
+
+    def interface(self) -> Interface:
+        """The inputs and outputs of the last run."""
+        return Interface(
+            self.names, self.buffer_names, self.positions, self.tensor_leaves, self.rebound
+        )
+
+    def reads(self) -> tuple[Attribute, ...]:
+        """Attributes that the graph depends on; those of a repeated block count for all of them."""
+        names = {module: name for name, module in self.model[0].named_modules()}
+        columns = [[names[m] for m in column] for column in self.repeats.columns()]
+        found = [*self.effects.reads, *self.treatment.carried]
+        return tuple(a for a in for_all(found, columns) if a not in self.treatment.counts)
 
     def _tensors_of(self, result: Any) -> tuple[torch.Tensor, ...]:
+        own, _ = flatten(result)
+        if written := values_of(self.effects.changes, self.effects.added):
+            result = (result, written)
         leaves, self.structure = flatten(result)
         for leaf in leaves:
             if hidden_tensors(leaf):
@@ -294,7 +398,7 @@ class _Program(nn.Module):
         self.leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         self.differentiable = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
         outputs = [x for x in leaves if isinstance(x, torch.Tensor)]
-        losses = [x for x in outputs if x.requires_grad and x.dim() == 0]
+        losses = [x for x in own if isinstance(x, torch.Tensor) and x.requires_grad and not x.dim()]
         if losses and not self.all_tangents:
             outputs = [x if x.dim() == 0 else x.detach() for x in outputs]
         return tuple(outputs)
@@ -349,97 +453,3 @@ def _explained(model: nn.Module) -> Iterator[None]:
             f"cannot capture {type(model).__name__}{where}: {reason}. Express it with tensor "
             "operations (torch.where, masks)."
         ) from error
-
-
-def _to_training_graph(
-    module: fx.GraphModule, program: _Program, parameters: Mapping[str, ParameterInfo]
-) -> TrainingGraph:
-    """AOTAutograd's joint graph with descriptors as a TrainingGraph with roles."""
-    graph = fx.Graph()
-    output = graph.output(graph.graph_copy(module.graph, {}))
-    old_output = next(iter(reversed(module.graph.nodes)))
-    inputs = [n.meta["desc"] for n in graph.find_nodes(op="placeholder")]
-    outputs = list(old_output.meta["desc"])
-    output.args = (list(output.args[0]),)
-    annotate_nodes(graph, parameters)
-    for node in [n for n in graph.nodes if n.target in TRANSPARENT]:
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
-    training = TrainingGraph(
-        graph,
-        tuple(_input_role(d, program) for d in inputs),
-        (),
-        dict(parameters),
-        constants={n.target: getattr(module, n.target) for n in graph.find_nodes(op="get_attr")},
-        history=(f"captured from {type(program.model[0]).__name__}",),
-    )
-    kept = [
-        (_output_role(d, program), value)
-        for d, value in zip(outputs, output.args[0], strict=True)
-        if d is not None and isinstance(value, fx.Node)
-    ]
-    output.args = ([value for _, value in kept],)
-    graph.eliminate_dead_code()
-    for role, value in kept:
-        if value.meta["val"] is not None and value.meta["val"].layout is not torch.strided:
-            raise CaptureError(f"{role} is a sparse tensor; use dense ones (sparse=False)")
-    training = replace(training, outputs=tuple(role for role, _ in kept))
-    _keep_old_values(training)
-    return training
-
-
-def _keep_old_values(graph: TrainingGraph) -> None:
-    """Lets the backward read copies of what is updated in place before it runs."""
-    updated = {role.of for role in graph.outputs if isinstance(role, Update)}
-    first = next(iter(graph.calls()), None)
-    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
-        late = [u for u in node.users if u.op != "output" and u.meta["phase"] == "backward"]
-        if role not in updated or not late or first is None:
-            continue
-        with graph.graph.inserting_before(first):
-            copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = {**node.meta, "phase": "forward", "seq_nr": None}
-        for user in late:
-            user.replace_input_with(node, copy)
-
-
-def _input_role(desc: Any, program: _Program) -> InputRole:
-    if isinstance(desc, _torch.ParamAOTInput):
-        return Parameter(program.names[int(desc.target.removeprefix("values."))])
-    if isinstance(desc, _torch.BufferAOTInput):
-        return Buffer(program.buffer_names[int(desc.target.removeprefix("b"))])
-    if isinstance(desc, _torch.PlainAOTInput):
-        return Input(program.positions[desc.idx])
-    if isinstance(desc, _torch.TangentAOTInput):
-        return Tangent(_output_index(desc.output, program))
-    raise CaptureError(
-        f"the captured graph has an input that autopar does not know: {desc}. The model probably "
-        "returns a view of an argument that it also changes in place; return a copy instead."
-    )
-
-
-def _output_role(desc: Any, program: _Program) -> OutputRole:
-    if isinstance(desc, _torch.PlainAOTOutput):
-        return Output(_output_index(desc, program))
-    if isinstance(desc, _torch.GradAOTOutput):
-        of = _input_role(desc.grad_of, program)
-        assert isinstance(of, (Parameter, Input))
-        return Gradient(of)
-    if isinstance(desc, _torch.InputMutationAOTOutput):
-        of = _input_role(desc.mutated_input, program)
-        if isinstance(of, (Buffer, Input)):
-            return Update(of)
-    raise CaptureError(
-        f"the captured graph has an output that autopar does not know: {desc}. The model probably "
-        "changes a parameter in place; do so outside of forward, under torch.no_grad()."
-    )
-
-
-def _output_index(desc: Any, program: _Program) -> int:
-    if not isinstance(desc, _torch.PlainAOTOutput):
-        raise CaptureError(
-            f"the model changes in place what gradients flow into ({type(desc).__name__}): a "
-            "parameter, or an input that requires them. Change a copy, or do so outside of forward."
-        )
-    tensors = [i for i, is_tensor in enumerate(program.tensor_leaves) if is_tensor]
-    return tensors[desc.idx]

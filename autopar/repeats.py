@@ -96,6 +96,11 @@ class Repeats:
         self.traced: dict[int, list[Traced]] = {}
         self.calls = 0
 
+    def columns(self) -> Iterator[tuple[nn.Module, ...]]:
+        """Modules that stand at the same place in blocks of one kind."""
+        for kind in self.kinds:
+            yield from zip(*kind.modules, strict=True)
+
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
         """Marks the calls made inside, of one run of the model."""
@@ -127,7 +132,10 @@ class Repeats:
             entered = _Border.apply("enter", self.calls, *_tensors(leaves))
             state, args, kwargs = pytree.tree_unflatten(_filled(leaves, entered), structure)
             with _hidden(kind, block), _unchanged(block, entered), _unpatched(block, forward):
+                given_state = dict(state)
                 result = torch.func.functional_call(block, state, args, kwargs, tie_weights=False)
+            if any(state[name] is not tensor for name, tensor in given_state.items()):
+                raise Unlike("a block rebinds a buffer")
             returned, shape = pytree.tree_flatten(result)
             returned = _left(self.calls, returned, entered)
             alike.append(Traced(self.calls, given, structure, tuple(returned), shape))

@@ -35,15 +35,22 @@ PREDICTED = {"autopar.error_bars", "autopar.picture", "autopar.prediction", "aut
 PARTS = PREDICTED | {"autopar.partition", "autopar.pipeline", "autopar.plan_document"}
 TEXTS = {"autopar.plan_text", "autopar.explanation", "autopar.difference"}
 PLAN = PASSES | PARTS | TEXTS | {"autopar.plan", "autopar.strategy"}
-TRACING = {"autopar.provenance", "autopar.repeats", "autopar.expansion"}
+TRACING = {"autopar.joint", "autopar.provenance", "autopar.repeats", "autopar.expansion"}
+PYTHON_STATE = {
+    "autopar.cells",
+    "autopar.contents",
+    "autopar.counting",
+    "autopar.effects",
+    "autopar.fingerprints",
+    "autopar.guards",
+    "autopar.outside",
+    "autopar.side_effects",
+}
 PLAN_AND_CAPTURE = (
     PLAN
     | TRACING
-    | {
-        "autopar.batch_slices",
-        "autopar.capture",
-        "autopar.staging",
-    }
+    | PYTHON_STATE
+    | {"autopar.batch_slices", "autopar.capture", "autopar.staging"}
 )
 
 MAY_IMPORT = {
@@ -51,9 +58,11 @@ MAY_IMPORT = {
     "autopar.cost_model": COST_MODEL,
     "autopar.passes": PASSES,
     "autopar.provenance": GROUND,
+    "autopar.joint": GROUND | {"autopar.provenance"},
     "autopar.repeats": GROUND,
     "autopar.expansion": GROUND | {"autopar.repeats"},
-    "autopar.capture": GROUND | TRACING | {"autopar.capture"},
+    **dict.fromkeys(PYTHON_STATE, GROUND | PYTHON_STATE | {"autopar.provenance"}),
+    "autopar.capture": GROUND | TRACING | PYTHON_STATE | {"autopar.capture"},
     "autopar.batch_slices": PASSES | {"autopar.capture"},
     "autopar.partition": PASSES,
     "autopar.pipeline": GROUND,

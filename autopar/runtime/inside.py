@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +15,23 @@ class Inside:
 
     modules: tuple[nn.Module, ...]
     parameters: Mapping[str, nn.Parameter]
-    places: Mapping[str, tuple[nn.Module, str]]
+    places: dict[str, tuple[nn.Module, str]]
 
     @staticmethod
-    def of(model: nn.Module) -> Inside:
+    def of(model: nn.Module, carried: Iterable[tuple[str, str]]) -> Inside:
+        """The modules, parameters and buffers; plain tensors that are carried count as buffers."""
         places = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, _ in model.named_buffers()
         }
+        for module, key in carried:
+            places[f"{module}.{key}" if module else key] = (model.get_submodule(module), key)
         return Inside(tuple(model.modules()), dict(model.named_parameters()), places)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as they are now: assigning to one replaces it."""
-        return {name: module._buffers[key] for name, (module, key) in self.places.items()}  # type: ignore[misc]
+        found = {}
+        for name, (module, key) in self.places.items():
+            buffer = module._buffers.get(key)
+            found[name] = vars(module)[key] if buffer is None else buffer
+        return found

@@ -136,6 +136,8 @@ class DistributedModule(nn.Module):
                 return self.forward(*args, **kwargs)
         leaves, structure = flatten((args, kwargs))
         check_seen(leaves)
+        if not self._fallback:
+            self._setting.look()
         number = self._agree_on_call(leaves, structure)
         if self.plan is None and not self._fallback:
             self.plan_for(leaves, structure)
@@ -333,6 +335,18 @@ class DistributedModule(nn.Module):
             "model.state_dict(), with torch.save or torch.distributed.checkpoint, and load it into "
             "a model that was compiled again."
         )
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the model, unless it is one of this module's own."""
+        if name in OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._wrapped[0], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in OWN:
+            super().__delattr__(name)
+        else:
+            delattr(self._wrapped[0], name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """A copy with its own parameters under the same plan, such as an average of weights."""
@@ -346,6 +360,7 @@ class DistributedModule(nn.Module):
         )
         protocol = self._protocol
         made._protocol = replace(protocol, steps=Steps()) if protocol is not None else None
+        made._setting.guards = self._setting.guards.copied(model)
         made._runner = made._new_runner()
         if isinstance(self._runner, Whole) and isinstance(made._runner, Whole):
             made._runner.programs = self._runner.programs
@@ -473,5 +488,22 @@ def _stream(options: Options, device: torch.device) -> RandomStream:
     own = rank() // options.tensor_ranks if options.ranks > 1 else 0
     return RandomStream(own, models, device, shared=options.tensor_ranks > 1)
 
+
+OWN = {
+    *vars(nn.Module()),
+    "_wrapped",
+    "_device",
+    "_options",
+    "_make_plan",
+    "_make_fallback",
+    "_fallback",
+    "plan",
+    "mesh",
+    "_hold",
+    "_states_to_come",
+    "_setting",
+    "_runner",
+}
+"""Attributes of the module itself; all others are the model's."""
 
 SHARED = {"plan", "mesh", "_device", "_options", "_make_plan", "_make_fallback"}

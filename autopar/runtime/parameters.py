@@ -136,6 +136,8 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
         id(p): _parameter(p, DTensor.from_local(p.detach(), mesh, whole))
         for p in model.parameters()
     }
+    for plain in model.parameters():
+        _keep_hooks(replicated[id(plain)], _hooks_of(plain))
     refuse_optimizers_of(model.parameters())
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -163,12 +165,20 @@ def lay_out(model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]) -
 
 def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Swaps tensors in place; the user's hooks stay."""
-    hooks = {name: getattr(parameter, name, None) for name in HOOKS}
+    hooks = _hooks_of(parameter)
     try:
         torch.utils.swap_tensors(parameter, other)
     except RuntimeError:  # an old graph, not collected yet, still has hands on it
         gc.collect()
         torch.utils.swap_tensors(parameter, other)
+    _keep_hooks(parameter, hooks)
+
+
+def _hooks_of(parameter: nn.Parameter) -> dict[str, Any]:
+    return {name: getattr(parameter, name, None) for name in HOOKS}
+
+
+def _keep_hooks(parameter: nn.Parameter, hooks: Mapping[str, Any]) -> None:
     for name, table in hooks.items():
         if table:
             setattr(parameter, name, table)  # tells autograd of them

@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from autopar._torch import keeps_graph, pytree
+from autopar._torch import keeps_graph
 from autopar.errors import CoupledRowsError
 from autopar.graph import Input, Parameter
 from autopar.plan import Plan
@@ -26,6 +26,7 @@ from autopar.runtime.program import with_axes
 from autopar.runtime.setting import Setting
 from autopar.runtime.staged import build_staged
 from autopar.runtime.step import Differentiable
+from autopar.runtime.written import result_of
 
 
 @dataclass
@@ -67,17 +68,22 @@ class Pipes:
             if pipe.program.differentiates:
                 roles, tensors = setting.differentiable(share)
                 tensors.append(torch.zeros((), requires_grad=True))  # if nothing here is trained
-                outputs = _Run.apply(_Under(self, call, shares, hold, roles), *tensors)
+                outputs = _Run.apply(
+                    _Under(self, call, shares, hold, roles, setting.guards.state), *tensors
+                )
             else:
                 outputs = call.run()
         buffers = setting.inside.buffers()
         with torch.no_grad():
             for name, value in call.updates.items():
-                buffers[name].copy_(value)
+                if name in pipe.program.capture.rebound:
+                    setting.rebind(name, value.clone())
+                else:
+                    buffers[name].copy_(value)
         result = list(pipe.program.capture.leaves)
         for index, value in zip(call.returned, outputs, strict=True):
             result[index] = value
-        return pytree.tree_unflatten(result, pipe.program.capture.structure)
+        return result_of(pipe.program.capture, result, setting.model)
 
     def _agree(self, leaves: Sequence[Any], share: Share) -> None:
         """Ranks that share rows must have been given the same, before anything is sent.
@@ -163,10 +169,10 @@ class Pipes:
             self.known[key] = Pipe(program, self.plan, rank(), self.setting.device, group)
         return self.known[key]
 
-    def general(self, shares: list[Share], hold: bool) -> Call:
+    def general(self, shares: list[Share], hold: bool, state: int) -> Call:
         """A call again, up to its backward, with gradients entering by every output."""
         self.setting.all_tangents = True
-        with torch.enable_grad():
+        with torch.enable_grad(), self.setting.guards.as_of(state):
             call = self._call(shares, hold)
         call.run()
         return call
@@ -181,6 +187,7 @@ class _Under:
     shares: list[Share]
     hold: bool
     roles: tuple[Differentiable, ...]
+    state: int
 
 
 class _Run(torch.autograd.Function):
@@ -207,7 +214,7 @@ class _Run(torch.autograd.Function):
         pairs = zip(call.returned, gradients, strict=True)
         given = {index: gradient for index, gradient in pairs if gradient is not None}
         if not call.pipe.tangents.issuperset(given):
-            call = pipes.general(under.shares, under.hold)
+            call = pipes.general(under.shares, under.hold, under.state)
         again = keeps_graph()
         call.backward(given, again)
         if call.at_once and given:

@@ -17,6 +17,7 @@ from autopar._torch import laid_as
 from autopar.batch_slices import capture_slice
 from autopar.capture import Call, Capture, capture
 from autopar.graph import Input, Parameter, ParameterInfo
+from autopar.guards import Guards
 from autopar.plan import Plan
 from autopar.runtime.agreement import together
 from autopar.runtime.batch import Share
@@ -28,6 +29,7 @@ from autopar.runtime.parameters import is_elsewhere
 from autopar.runtime.random import RandomStream
 from autopar.runtime.states import States
 from autopar.runtime.step import Differentiable
+from autopar.runtime.written import tell_parts
 
 
 @dataclass
@@ -68,20 +70,40 @@ class Setting:
 
     @cached_property
     def inside(self) -> Inside:
-        """What the model holds, looked up once: calls are many, and modules do not change."""
-        return Inside.of(self.model)
+        """What the model holds, looked up once: calls are many, and modules seldom change."""
+        return Inside.of(self.model, self.guards.carried)
+
+    @cached_property
+    def guards(self) -> Guards:
+        """The Python state that captures depend on."""
+        return Guards(self.model, self.parameters)
+
+    def look(self) -> None:
+        """Learns what changed in Python since the last call; before every call."""
+        if self.guards.look():
+            self.__dict__.pop("inside", None)
 
     def look_again(self) -> None:
         """Forgets what the model held: its parameters were replaced."""
         self.__dict__.pop("inside", None)
+        self.guards.forget()
+
+    def rebind(self, name: str, value: torch.Tensor) -> None:
+        """Gives a buffer, or an attribute that is carried as one, a new tensor."""
+        module, key = self.inside.places[name]
+        holder = module._buffers if key in module._buffers else vars(module)
+        self.guards.rebind(holder, key, value)
 
     def capture(self, share: Share, for_planning: bool = False) -> Capture:
         """Captures a call; the backward too, if it may be wanted."""
         differentiate = for_planning or torch.is_grad_enabled()
         key = (*self.key(share), differentiate)
         if key not in self.captures:
+            self.guards.check_now()
             known = self.attempts if for_planning else {}
-            self.captures[key] = self._capture(share, differentiate, known)
+            made = self._capture(share, differentiate, known)
+            key = (*self.key(share), differentiate)  # what it reads may make the state another
+            self.captures[key] = made
         return self.captures[key]
 
     def agreed_capture(self, share: Share) -> Capture:
@@ -113,11 +135,17 @@ class Setting:
                     differentiate=differentiate,
                     all_tangents=self.all_tangents,
                     loss_fn=self.options.loss_fn,
+                    carried=self.guards.carried,
                 )
+            self.guards.watch(made.reads, made.classes, made.outside, made.carried)
+            self.__dict__.pop("inside", None)
             known[key] = replace(made, graph=replace(made.graph, parameters=self.parameters))
             return known[key]
 
-        return capture_slice(attempt, share.call, share.slices, local=self.options.local)
+        made = capture_slice(attempt, share.call, share.slices, local=self.options.local)
+        if share.count > 1:
+            tell_parts(made, self.model)
+        return made
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision that the model is captured in."""
@@ -138,7 +166,7 @@ class Setting:
         modes = tuple(m.training for m in self.inside.modules)
         called = (*share.call.key, share.total, share.count, share.in_time)
         trained = tuple(p.requires_grad for p in self.inside.parameters.values())
-        return (*called, autocast, modes, trained, self.all_tangents)
+        return (*called, autocast, modes, trained, self.all_tangents, self.guards.state)
 
     def differentiable(self, share: Share) -> tuple[tuple[Differentiable, ...], list[torch.Tensor]]:
         """What autograd is told that a call depends on: parameters held here, and inputs."""

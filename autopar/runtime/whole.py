@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from autopar._torch import pytree
 from autopar.graph import BatchIndex, Buffer, Evidence, Input, Parameter, RowWeight
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
 from autopar.runtime.calls import ways_of_call
@@ -16,6 +15,7 @@ from autopar.runtime.parameters import local
 from autopar.runtime.program import Half, Program, build, with_axes
 from autopar.runtime.setting import Setting
 from autopar.runtime.step import Running, Step, run_forward
+from autopar.runtime.written import result_of
 
 
 @dataclass
@@ -39,12 +39,13 @@ class Whole:
             hold: keep gradients on this rank.
         """
         setting, program = self.setting, self._program(share, hold)
+        state = setting.guards.state
         running = Running(
             program,
             self._arguments(program, leaves, share),
             differentiable=(),
-            backward_half=lambda p: self._backward(p, share, hold),
-            general=lambda: self._general(share, hold),
+            backward_half=lambda p: self._backward(p, share, hold, state),
+            general=lambda: self._general(share, hold, state),
             held=setting.held,
             states=setting.states,
             wrap=setting.wrap,
@@ -57,11 +58,11 @@ class Whole:
             else:
                 running.differentiable, tensors = setting.differentiable(share)
                 outputs = Step.apply(running, *tensors)
-        self._finish(running, share)
+        self._finish(running, share, program.capture.rebound)
         result = list(program.capture.leaves)
         for index, value in zip(program.returned, outputs, strict=True):
             result[index] = value
-        return pytree.tree_unflatten(result, program.capture.structure)
+        return result_of(program.capture, result, setting.model)
 
     def _program(self, share: Share, hold: bool = False, held: tuple[str, ...] = ()) -> Program:
         setting, plan = self.setting, self.setting.plan
@@ -107,23 +108,23 @@ class Whole:
                     values.append(evidence(leaves, share.rows, mode, setting.device))
         return values
 
-    def _backward(self, program: Program, share: Share, hold: bool) -> Half:
+    def _backward(self, program: Program, share: Share, hold: bool, state: int) -> Half:
         """The backward that adds what is held at the time that it runs."""
         if hold or not self.setting.held:
             half = program.backward
         else:
-            with torch.enable_grad():
+            with torch.enable_grad(), self.setting.guards.as_of(state):
                 half = self._program(share, False, tuple(sorted(self.setting.held))).backward
         assert half is not None
         return half
 
-    def _general(self, share: Share, hold: bool) -> Program:
+    def _general(self, share: Share, hold: bool, state: int) -> Program:
         """The call with gradients entering by every output, from now on."""
         self.setting.all_tangents = True
-        with torch.enable_grad():
+        with torch.enable_grad(), self.setting.guards.as_of(state):
             return self._program(share, hold)
 
-    def _finish(self, running: Running, share: Share) -> None:
+    def _finish(self, running: Running, share: Share, rebound: frozenset[str]) -> None:
         options = self.setting.options
         for axis, verdict in running.verdicts.items():
             if axis:
@@ -134,6 +135,9 @@ class Whole:
         inputs = dict(zip(share.call.places, share.tensors, strict=True))
         with torch.no_grad():
             for of, value in running.updates.items():
+                if isinstance(of, Buffer) and of.name in rebound:
+                    self.setting.rebind(of.name, value.clone())
+                    continue
                 target = buffers[of.name] if isinstance(of, Buffer) else inputs[of.index]
                 target.copy_(value)
         running.updates.clear()  # the caller may hold the loss, and by it all this, for a step more

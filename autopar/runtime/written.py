@@ -1,0 +1,38 @@
+"""Python values that a call leaves in the model: written after it, told where they are parts."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from autopar._torch import pytree
+from autopar.capture import Capture
+from autopar.graph import Output
+
+
+def result_of(capture: Capture, leaves: list[Any], model: nn.Module) -> Any:
+    """The model's result out of the flattened outputs; what forward writes is written."""
+    result = pytree.tree_unflatten(leaves, capture.structure)
+    if capture.writes:
+        result, values = result
+        for write, value in zip(capture.writes, values, strict=True):
+            write.apply(model, value)
+    return result
+
+
+def tell_parts(capture: Capture, model: nn.Module) -> None:
+    """Warns of attributes that get this rank's rows where the plain model's get all rows."""
+    if not capture.writes:
+        return
+    indices = pytree.tree_unflatten(list(range(len(capture.leaves))), capture.structure)[1]
+    roles = dict(zip(capture.graph.outputs, capture.graph.results, strict=True))
+    for write, own in zip(capture.writes, indices, strict=True):
+        nodes = (roles.get(Output(index)) for index in pytree.tree_leaves(own))
+        if any(any(node.meta.get("rows", ())) for node in nodes if node is not None):
+            warnings.warn(
+                f"{write.place} of {type(model).__name__} gets this rank's rows at every call; on "
+                "one device it would get those of the whole batch. Return it instead.",
+                stacklevel=2,
+            )
