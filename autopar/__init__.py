@@ -5,14 +5,20 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.measure import measure
 from autopar.errors import (
     AutoparError,
+    AutoparWarning,
     BatchError,
     CaptureError,
     CommunicationError,
     DisagreementError,
+    FallbackWarning,
+    LossyWarning,
+    MeasurementWarning,
+    NumericsWarning,
     OutOfMemoryError,
     PassError,
     PlanError,
     StrategyError,
+    VerificationError,
 )
 from autopar.placement import Replicate, Shard
 from autopar.plan import Plan
@@ -24,12 +30,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoparError",
+    "AutoparWarning",
     "BatchError",
     "CaptureError",
     "Cluster",
     "CommunicationError",
     "DisagreementError",
     "DistributedModule",
+    "FallbackWarning",
+    "LossyWarning",
+    "MeasurementWarning",
+    "NumericsWarning",
     "OutOfMemoryError",
     "PassError",
     "Plan",
@@ -39,6 +50,7 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "Verification",
+    "VerificationError",
     "compile",
     "measure",
     "plan",

@@ -9,7 +9,6 @@ of call, under the same plan.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -20,12 +19,14 @@ from torch import nn
 from autopar.captures import Known, capture_of_rank, flattened
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.measure import measure
-from autopar.errors import CaptureError, StrategyError
+from autopar.errors import CaptureError, FallbackWarning, LossyWarning, StrategyError
 from autopar.graph import TrainingGraph
+from autopar.notices import warn_once
 from autopar.partition import Partition, Ways, in_turn, rows_of, scaled
 from autopar.passes.keep_gathered import ONCE
 from autopar.passes.runner import run_passes
 from autopar.plan import Plan, fingerprint
+from autopar.plan_text import compressed
 from autopar.planner.choose_stages import captured_at
 from autopar.planner.deadline import Deadline
 from autopar.planner.decide import Graphs, Question, decide, drafted, measured
@@ -36,7 +37,7 @@ from autopar.planner.rescue import on_more_ranks, once, rescued
 from autopar.profiling import Profiler, profiler
 from autopar.runtime.agreement import decided_by_first, same_everywhere, together
 from autopar.runtime.batch import last_part
-from autopar.runtime.fallback import fall_back
+from autopar.runtime.fallback import differences, fall_back
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
 from autopar.runtime.module import Captured, DistributedModule
 from autopar.runtime.options import Options
@@ -182,6 +183,8 @@ def compile(
             plans = _choose(question, captured, time_limit_s, recorder, count)
             chosen = fastest_of(module, plans, call, optimizer)
         same_everywhere({"plan": chosen.digest()}, "Give every rank the same plan.")
+        for line in compressed(chosen):
+            warn_once(LossyWarning, f"autopar's plan is lossy: {line}")
         if recorder is not None:
             recorder.plan = chosen
         return chosen
@@ -390,7 +393,8 @@ def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn
     """Torch's own DDP, or fully_shard where whole states exceed the cap."""
     ranks = question.world_size
     if ranks == 1:
-        warnings.warn(f"autopar runs the model as it is: {reason}", stacklevel=4)
+        message = f"autopar runs the model as it is, in plain PyTorch: {reason}"
+        warn_once(FallbackWarning, message)
         return model
     copies = 2 + question.base().optimizer_state_ratio
     needed = total_bytes(question.parameters.values()) * copies
@@ -400,7 +404,8 @@ def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn
     name = "fully_shard" if shard else "DistributedDataParallel"
     wanted = question.strategy.tensor_ranks * question.strategy.pipeline_ranks
     undivided = " and does not divide the model" if wanted > 1 else ""
-    warnings.warn(f"autopar trains with torch's {name} instead{undivided}: {reason}", stacklevel=4)
+    message = f"autopar trains with torch's {name} instead{undivided}: {reason}"
+    warn_once(FallbackWarning, f"{message}\n{differences(model)}")
     mesh = make_mesh(question.device, (("dp_shard", ranks),))
     assert mesh is not None
     return fall_back(model, mesh, shard=shard)

@@ -6,10 +6,12 @@ import hashlib
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from autopar.errors import MeasurementWarning
+from autopar.notices import warn_once
 
 
 def cache_directory() -> Path:
@@ -48,4 +50,4 @@ def write_json(path: Path, data: Any) -> None:
             os.unlink(draft)
             raise
     except OSError as error:
-        warnings.warn(f"autopar could not keep its measurements in {path}: {error}", stacklevel=2)
+        warn_once(MeasurementWarning, f"autopar could not keep its measurements in {path}: {error}")

@@ -22,6 +22,7 @@ GROUND = frozenset(
         "autopar.errors",
         "autopar.graph",
         "autopar.levels",
+        "autopar.notices",
         "autopar.placement",
     }
 )

@@ -9,6 +9,7 @@ import torch
 
 from autopar._torch import pytree
 from autopar.graph import Buffer, Evidence, Input, Parameter, RowWeight
+from autopar.notices import warn_of_differences
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
 from autopar.runtime.calls import ways_of_call
 from autopar.runtime.groups import backend_of, rank
@@ -82,6 +83,7 @@ class Whole:
                 held=held,
                 recorder=setting.options.recorder,
             )
+            warn_of_differences(self.programs[key].graph.notes)
         return self.programs[key]
 
     def _arguments(self, program: Program, leaves: list[Any], share: Share) -> list[Any]:
