@@ -23,6 +23,7 @@ from autopar.graph import (
     elements,
     user_line,
 )
+from autopar.notices import Difference
 from autopar.one_row import Captures, one_as_more
 from autopar.pairs import operator_name, paired
 from autopar.placement import even_rows
@@ -127,8 +128,9 @@ def _alike_at(
     return None if pairs is None else _Other(second, pairs)
 
 
-def _noted(capture: Capture, note: str) -> Capture:
-    return replace(capture, graph=replace(capture.graph, notes=(*capture.graph.notes, note)))
+def _noted(capture: Capture, text: str) -> Capture:
+    notes = (*capture.graph.notes, Difference(text))
+    return replace(capture, graph=replace(capture.graph, notes=notes))
 
 
 def _mark_by_comparison(second: _Other, rows: int, other: int) -> None:

@@ -26,6 +26,7 @@ from autopar.graph import (
     tensors,
     user_line,
 )
+from autopar.notices import Difference
 from autopar.passes.base import PassResult
 from autopar.passes.build import add_input, aten, call, fake_like, is_random
 from autopar.passes.collectives import collective, start_all_reduce
@@ -174,7 +175,8 @@ class Typing:
             applies = applies or node.target in SHAPE_ONLY
         if not applies:
             if node.meta["phase"] == "backward" and one_dim and not self.is_of_local(node):
-                self.notes.append(f"{node.target} counts a rank's own rows ({user_line(node)})")
+                text = f"{node.target} counts a rank's own rows ({user_line(node)})"
+                self.notes.append(Difference(text))
             return
         self.whole.add(node.meta["seq_nr"])
         if node.op == "get_attr":
@@ -249,7 +251,8 @@ class Typing:
             if tensors(node)[0].is_floating_point():
                 own[role] = node
             elif isinstance(role, Update):
-                self.notes.append(f"{role.of} is an integer that differs between ranks")
+                text = f"{role.of} is an integer that differs between ranks"
+                self.notes.append(Difference(text))
         if not own:
             return
         self.fx.inserting_before(self.last_forward().next)
@@ -387,10 +390,8 @@ class Typing:
         if node.meta["phase"] == "backward":
             return  # the forward has been noted
         line = user_line(node)
-        self.notes.append(
-            f"{node.target} {what}: each rank does so for its own rows, as under DDP"
-            + (f" ({line})" if line else "")
-        )
+        text = f"{node.target} {what}: each rank does so for its own rows, as under DDP"
+        self.notes.append(Difference(f"{text} ({line})" if line else text))
 
 
 EVIDENCE_SIZE = 4
