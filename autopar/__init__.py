@@ -3,6 +3,7 @@
 from autopar.api import compile, plan
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.measure import measure
+from autopar.deviation import Deviation, Verification
 from autopar.errors import (
     AutoparError,
     AutoparWarning,
@@ -24,7 +25,7 @@ from autopar.placement import Replicate, Shard
 from autopar.plan import Plan
 from autopar.runtime.module import DistributedModule
 from autopar.strategy import Strategy
-from autopar.verification import Verification, verify
+from autopar.verification import verify
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "CaptureError",
     "Cluster",
     "CommunicationError",
+    "Deviation",
     "DisagreementError",
     "DistributedModule",
     "FallbackWarning",

@@ -83,6 +83,7 @@ def compile(
     timeout_s: float = 300.0,
     time_limit_s: float | None = 60.0,
     trials: int | None = None,
+    verify: bool = False,
 ) -> DistributedModule:
     """The model, training across all ranks, exactly as it would on one device.
 
@@ -113,11 +114,10 @@ def compile(
         fallback: train under torch's DDP or fully_shard, with a warning, if the model cannot be
             captured; otherwise raise.
         timeout_s: seconds after which a collective fails, if the process group is made here.
-        time_limit_s: seconds after which no further mesh is looked at; None for all that could be
-            faster.
-        trials: of how many plans that are predicted to be nearly as fast as the best a few steps
-            are run, on copies of the model, to take the one that is; as many as fit into half of
-            the free memory. None for 6 where the mesh is searched, else none.
+        time_limit_s: seconds after which no further mesh is looked at; None for no limit.
+        trials: number of top-ranked plans to run for some steps, on copies of the model, as far as
+            half of the free memory allows; None for 6 where the mesh is searched, else none.
+        verify: hold steps on the first batch against the plain model's first (`autopar.verify`).
 
     Raises:
         StrategyError: options that contradict each other or what is running.
@@ -125,6 +125,7 @@ def compile(
         PlanError: `plan` is for another model or world.
         OutOfMemoryError: nothing fits under `memory`.
         CaptureError: the model cannot be captured and `fallback` is off.
+        VerificationError: the first call does not train as the plain model does.
     """
     ranks = ensure_process_group(world_size, timeout_s)
     check_plain(model)
@@ -167,6 +168,7 @@ def compile(
         "precision": question.precision,
         "backend": backend,
         "memory cap": question.memory,
+        "verification": verify,
         "optimizer": question.base().optimizer,
         "idea of what is given (example_inputs, loss_fn, cluster, plan)": [
             given is not None for given in (example_inputs, loss_fn, cluster, plan)
@@ -207,6 +209,10 @@ def compile(
         module.plan_for(*flattened(example_inputs))
     elif plan is not None:
         module.adopt(make_plan(lambda *_: None, None))  # type: ignore[arg-type]
+    if verify:
+        from autopar.verification import verify_first_call  # imports this module
+
+        module.before_training = verify_first_call
     return module
 
 
@@ -393,8 +399,7 @@ def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn
     """Torch's own DDP, or fully_shard where whole states exceed the cap."""
     ranks = question.world_size
     if ranks == 1:
-        message = f"autopar runs the model as it is, in plain PyTorch: {reason}"
-        warn_once(FallbackWarning, message)
+        warn_once(FallbackWarning, f"autopar runs the model as it is, in plain PyTorch: {reason}")
         return model
     copies = 2 + question.base().optimizer_state_ratio
     needed = total_bytes(question.parameters.values()) * copies
@@ -404,8 +409,8 @@ def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn
     name = "fully_shard" if shard else "DistributedDataParallel"
     wanted = question.strategy.tensor_ranks * question.strategy.pipeline_ranks
     undivided = " and does not divide the model" if wanted > 1 else ""
-    message = f"autopar trains with torch's {name} instead{undivided}: {reason}"
-    warn_once(FallbackWarning, f"{message}\n{differences(model)}")
+    told = f"autopar trains with torch's {name} instead{undivided}: {reason}\n{differences(model)}"
+    warn_once(FallbackWarning, told)
     mesh = make_mesh(question.device, (("dp_shard", ranks),))
     assert mesh is not None
     return fall_back(model, mesh, shard=shard)

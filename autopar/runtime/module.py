@@ -48,6 +48,8 @@ how many its stages lie on, and into how many micro-batches the rows of a rank a
 MakePlan = Callable[[Captured, Any], Plan]
 """Plans a call, which is given too: its arguments and keyword arguments."""
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
+CheckCall = Callable[["DistributedModule", list[Any], Any], None]
+"""Looks at the module and the flattened arguments of a call before it runs, or raises."""
 
 
 class DistributedModule(nn.Module):
@@ -59,6 +61,7 @@ class DistributedModule(nn.Module):
     Attributes:
         plan: the plan; None until the first call if there were no example inputs.
         mesh: the DeviceMesh of the plan; None for one rank.
+        before_training: runs once, before the first call with gradients, under the plan.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class DistributedModule(nn.Module):
         self.mesh: DeviceMesh | None = None
         self._hold = False
         self._states_to_come: Mapping[str, Any] | None = None
+        self.before_training: CheckCall | None = None
         infos, stream = dict(parameters), _stream(options, device)
         self._setting = Setting(model, infos, device, options, stream, make_ways)
         self._runner: Whole | Pipes | None = None
@@ -130,8 +134,13 @@ class DistributedModule(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        check = self.before_training if torch.is_grad_enabled() else None
+        if check is not None:
+            self.before_training = None  # copies that planning makes are not to check
         if self.plan is None and not self._fallback:
             self.plan_for(leaves, structure)
+        if check is not None:
+            check(self, leaves, structure)
         share = self._share(leaves, structure)
         if self._fallback:
             return self._run_fallback(leaves, share)
