@@ -186,7 +186,7 @@ def compile(
             chosen = fastest_of(module, plans, call, optimizer)
         same_everywhere({"plan": chosen.digest()}, "Give every rank the same plan.")
         for line in compressed(chosen):
-            warn_once(LossyWarning, f"autopar's plan is lossy: {line}")
+            warn_once(LossyWarning, f"under autopar's plan {line}")
         if recorder is not None:
             recorder.plan = chosen
         return chosen

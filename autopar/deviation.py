@@ -11,6 +11,9 @@ from torch import Tensor
 
 from autopar.runtime.agreement import from_everywhere, is_live
 
+KINDS = ("loss", "gradient", "parameter", "buffer")
+"""In the order of a step."""
+
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-9,
     torch.float32: 1e-5,
@@ -61,6 +64,7 @@ class Verification:
         dtype: least precise dtype that the plain model computes in.
         steps: number of steps.
         ranks: number of ranks.
+        first: the first tensor beyond the tolerance, of which later ones may follow; None on PASS.
         draws: random operators that both sides ran with constants instead of random numbers.
         notes: limits of the comparison.
     """
@@ -73,6 +77,7 @@ class Verification:
     dtype: torch.dtype
     steps: int
     ranks: int
+    first: Deviation | None = None
     draws: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -101,6 +106,7 @@ class Verification:
             f"{'PASS' if self.passed else 'FAIL'}: {steps} on {ranks} {same} "
             f"(tolerance {self.tolerance:.0e}, {str(self.dtype)[6:]})",
             f"worst: {self.worst}",
+            *([f"first: {self.first}"] if self.first else []),
             f"by kind: {each}{'' if self.buffer else ', no buffers'}",
         ]
         if self.draws:
@@ -116,12 +122,14 @@ class Comparison:
         tolerance: decides, with `eps`, up to which norm a tensor is zero but for rounding.
         eps: of the dtype that is computed in.
         worst: by kind.
+        first: earliest beyond the tolerance.
         missing: names that this rank did not have, by kind and step.
     """
 
     tolerance: float
     eps: float
     worst: dict[str, Deviation] = field(default_factory=dict)
+    first: Deviation | None = None
     missing: dict[tuple[str, int], set[str]] = field(default_factory=dict)
 
     def add(
@@ -139,10 +147,10 @@ class Comparison:
 
     def everywhere(self) -> dict[str, Deviation]:
         """The worst of each kind over all ranks, each of which holds some of the tensors."""
-        mine = self.worst, self.missing
+        mine = [*self.worst.values(), *([self.first] if self.first else [])], self.missing
         found = from_everywhere(mine) if is_live() else [mine]
-        for worst, _ in found:
-            for deviation in worst.values():
+        for deviations, _ in found:
+            for deviation in deviations:
                 self._keep(deviation)
         for (kind, step), names in self.missing.items():
             nowhere = names.intersection(*(missing[kind, step] for _, missing in found))
@@ -154,6 +162,8 @@ class Comparison:
         known = self.worst.get(deviation.kind)
         if known is None or deviation.error > known.error:
             self.worst[deviation.kind] = deviation
+        if deviation.error > self.tolerance:
+            self.first = min(self.first or deviation, deviation, key=_order)
 
     def _floor(self, kind: str) -> float:
         """Norm below which a tensor is rounding alone, over that of the largest of its kind.
@@ -162,6 +172,11 @@ class Comparison:
         takes it: it is held against the others, and its gradient more closely.
         """
         return 0.1 if kind == "parameter" else min(1.0, 10 * self.eps / self.tolerance)
+
+
+def _order(deviation: Deviation) -> tuple[int, int, float]:
+    """Order in time; of one kind in one step the largest comes first."""
+    return deviation.step, KINDS.index(deviation.kind), -deviation.error
 
 
 def _difference(have: Tensor, want: Tensor, floor: float) -> tuple[float, tuple[int, ...]]:

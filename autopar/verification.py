@@ -22,8 +22,9 @@ from autopar.cost_model.optimizer import Optimizer, make_optimizer
 from autopar.deviation import TOLERANCES, Comparison, Deviation, Verification
 from autopar.draws import ConstantDraws
 from autopar.errors import FallbackWarning, StrategyError, VerificationError
-from autopar.notices import warn_once
+from autopar.notices import Difference, warn_once
 from autopar.plan import Plan, fingerprint
+from autopar.plan_text import compressed
 from autopar.runtime.agreement import from_everywhere, is_live
 from autopar.runtime.batch import share_of
 from autopar.runtime.groups import ensure_process_group, rank
@@ -278,9 +279,20 @@ def _compared(
         dtype,
         steps,
         _world_size(),
+        comparison.first,
         tuple(plain_draws.names),
-        tuple(notes),
+        (*notes, *_known_differences(parallel)),
     )
+
+
+def _known_differences(parallel: DistributedModule) -> list[str]:
+    """Reasons to differ that were told before."""
+    plan = parallel.plan
+    if plan is None:
+        alone = _world_size() == 1
+        return [] if alone else ["the model trained without a plan, under torch's data parallelism"]
+    found = [note for note in plan.notes if isinstance(note, Difference)]
+    return [*found, *(f"under the plan {line}" for line in compressed(plan))]
 
 
 def _found_loss(result: Any) -> tuple[Tensor, bool]:

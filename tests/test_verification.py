@@ -126,6 +126,8 @@ def test_a_broken_plan_fails_by_the_right_tensor(
     assert first == second
     assert text.startswith("FAIL")
     assert worst in text
+    assert first.first is not None
+    assert (first.first.kind, first.first.step) == (kind, 1)
     bad = {d.kind for d in first.deviations if d.error > first.tolerance}
     assert {kind, *others} <= bad
 
@@ -155,6 +157,7 @@ def test_a_fallback_is_held_against_the_plain_model_too() -> None:
     result = run(under_ddp, 2, ragged=True)[0][0]
     assert not result.passed
     assert result.loss.error > 1e-3
+    assert result.notes == ("the model trained without a plan, under torch's data parallelism",)
 
 
 def test_what_only_one_side_has_fails() -> None:
