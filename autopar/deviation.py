@@ -106,7 +106,7 @@ class Verification:
             f"{'PASS' if self.passed else 'FAIL'}: {steps} on {ranks} {same} "
             f"(tolerance {self.tolerance:.0e}, {str(self.dtype)[6:]})",
             f"worst: {self.worst}",
-            *([f"first: {self.first}"] if self.first else []),
+            *([f"first: {self.first}"] if self.first not in (None, self.worst) else []),
             f"by kind: {each}{'' if self.buffer else ', no buffers'}",
         ]
         if self.draws:

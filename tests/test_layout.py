@@ -283,6 +283,17 @@ def test_private_torch_names_stand_in_one_module(source: Source) -> None:
         assert not private_names(source)
 
 
+# -- warnings --------------------------------------------------------------------------------------
+
+GIVES_WARNINGS = "autopar.notices"
+
+
+def test_one_module_gives_warnings() -> None:
+    """`warn_once` alone: other warnings would come from every rank, and again."""
+    found = {source.name for source in SOURCES if "warnings.warn(" in source.path.read_text()}
+    assert found == {GIVES_WARNINGS}
+
+
 # -- the checks themselves ---------------------------------------------------------------------
 
 

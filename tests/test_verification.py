@@ -273,6 +273,12 @@ def test_a_wrong_first_batch_raises_on_every_rank() -> None:
         assert "gradient of norm.weight differs" in answer.message
 
 
+def test_what_trains_without_a_plan_is_told_of() -> None:
+    model = autopar.compile(Branching().double(), verify=True)
+    with pytest.warns(autopar.FallbackWarning, match="verify=True does not compare"):
+        model(rows_of_step(0)).backward()
+
+
 MAKE = """
 import torch
 class Model(torch.nn.Module):

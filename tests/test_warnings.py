@@ -69,7 +69,19 @@ def falling_back() -> None:
     train(Branching, 4, strategy="ddp")
 
 
-KINDS = {"differing": differing, "compressing": compressing, "falling back": falling_back}
+def on_trial() -> None:
+    inputs = (torch.ones(4, 64),)
+    plan = autopar.plan(Net(), 2, example_inputs=inputs, strategy=fixed(0))
+    with patch.object(whole, "build", noted(whole.build)):
+        autopar.compile(Net(), strategy=fixed(0)).copied_under(plan)(*inputs)
+
+
+KINDS = {
+    "differing": differing,
+    "compressing": compressing,
+    "falling back": falling_back,
+    "on trial": on_trial,
+}
 
 
 def said(rank: int, world_size: int, *, kind: str) -> Said:
@@ -95,6 +107,10 @@ def test_each_kind_is_said_once_by_rank_0(kind: str, category: str, parts: list[
     assert name == category
     assert all(part in message for part in parts)
     assert file == "test_warnings.py"  # the line that called autopar, not one inside of it
+
+
+def test_plans_on_trial_say_nothing() -> None:
+    assert run(said, 2, kind="on trial") == [[], []]
 
 
 def as_errors(rank: int, world_size: int) -> None:

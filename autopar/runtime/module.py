@@ -270,7 +270,7 @@ class DistributedModule(nn.Module):
     def copied_under(self, plan: Plan) -> DistributedModule:
         """A copy with its own parameters that follows a plan, while there is none here yet."""
         made = copy.deepcopy(self)
-        made._options = made._setting.options = replace(made._options, recorder=None)
+        made._options = made._setting.options = replace(made._options, recorder=None, on_trial=True)
         made.adopt(plan)
         return made
 

@@ -24,6 +24,7 @@ class Options:
         tensor_ranks: over how many of them the model itself is partitioned.
         pipeline_ranks: over how many of them the stages of a pipeline lie.
         recorder: is told when each operator of each step runs, if the backend is "eager".
+        on_trial: whether the module is a copy that tries a plan, and gives no warnings.
     """
 
     batch: str = "global"
@@ -34,6 +35,7 @@ class Options:
     tensor_ranks: int = 1
     pipeline_ranks: int = 1
     recorder: Recorder | None = None
+    on_trial: bool = False
 
     def data_rank(self, rank: int) -> int:
         """Which of these parts a rank of the world has."""

@@ -145,7 +145,8 @@ class Pipes:
                 held=held,
             )
             for stage in program.cut.stages:
-                warn_of_differences(stage.notes)
+                if not self.setting.options.on_trial:
+                    warn_of_differences(stage.notes)
             mesh, group = self.setting.mesh, None
             if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
                 group = mesh.get_group("pp")

@@ -83,7 +83,8 @@ class Whole:
                 held=held,
                 recorder=setting.options.recorder,
             )
-            warn_of_differences(self.programs[key].graph.notes)
+            if not setting.options.on_trial:
+                warn_of_differences(self.programs[key].graph.notes)
         return self.programs[key]
 
     def _arguments(self, program: Program, leaves: list[Any], share: Share) -> list[Any]:
