@@ -3,35 +3,48 @@
 from autopar.api import compile, plan
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.measure import measure
+from autopar.deviation import Deviation, Verification
 from autopar.errors import (
     AutoparError,
+    AutoparWarning,
     BatchError,
     CaptureError,
     CommunicationError,
     DisagreementError,
+    FallbackWarning,
+    LossyWarning,
+    MeasurementWarning,
     ModelError,
+    NumericsWarning,
     OutOfMemoryError,
     PassError,
     PlanError,
     StrategyError,
+    VerificationError,
 )
 from autopar.placement import Replicate, Shard
 from autopar.plan import Plan
 from autopar.runtime.module import DistributedModule
 from autopar.strategy import Strategy
-from autopar.verification import Verification, verify
+from autopar.verification import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AutoparError",
+    "AutoparWarning",
     "BatchError",
     "CaptureError",
     "Cluster",
     "CommunicationError",
+    "Deviation",
     "DisagreementError",
     "DistributedModule",
+    "FallbackWarning",
+    "LossyWarning",
+    "MeasurementWarning",
     "ModelError",
+    "NumericsWarning",
     "OutOfMemoryError",
     "PassError",
     "Plan",
@@ -41,6 +54,7 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "Verification",
+    "VerificationError",
     "compile",
     "measure",
     "plan",

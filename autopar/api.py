@@ -9,7 +9,6 @@ of call, under the same plan.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -21,12 +20,14 @@ from autopar.arguments import check, memory_of, precision_of
 from autopar.captures import Known, capture_of_rank, flattened
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.measure import measure
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, FallbackWarning, LossyWarning
 from autopar.graph import TrainingGraph
+from autopar.notices import warn_once
 from autopar.partition import Partition, Ways, in_turn, rows_of, scaled
 from autopar.passes.keep_gathered import ONCE
 from autopar.passes.runner import run_passes
 from autopar.plan import Plan, fingerprint
+from autopar.plan_text import compressed
 from autopar.planner.choose_stages import captured_at
 from autopar.planner.deadline import Deadline
 from autopar.planner.decide import Graphs, Question, decide, drafted, measured
@@ -37,7 +38,7 @@ from autopar.planner.rescue import on_more_ranks, once, rescued
 from autopar.profiling import Profiler, profiler
 from autopar.runtime.agreement import decided_by_first, same_everywhere, together
 from autopar.runtime.batch import last_part
-from autopar.runtime.fallback import fall_back
+from autopar.runtime.fallback import differences, fall_back
 from autopar.runtime.graph_agreement import agree_on_graph, versions
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
 from autopar.runtime.module import Captured, DistributedModule, check_new
@@ -82,6 +83,7 @@ def compile(
     timeout_s: float = 300.0,
     time_limit_s: float | None = 60.0,
     trials: int | None = None,
+    verify: bool = False,
 ) -> DistributedModule:
     """The model, training across all ranks, exactly as it would on one device.
 
@@ -113,11 +115,10 @@ def compile(
         fallback: train under torch's DDP or fully_shard, with a warning, if the model cannot be
             captured; otherwise raise.
         timeout_s: seconds after which a collective fails, if the process group is made here.
-        time_limit_s: seconds after which no further mesh is looked at; None for all that could be
-            faster.
-        trials: of how many plans that are predicted to be nearly as fast as the best a few steps
-            are run, on copies of the model, to take the one that is; as many as fit into half of
-            the free memory. None for 6 where the mesh is searched, else none.
+        time_limit_s: seconds after which no further mesh is looked at; None for no limit.
+        trials: number of top-ranked plans to run for some steps, on copies of the model, as far as
+            half of the free memory allows; None for 6 where the mesh is searched, else none.
+        verify: hold steps on the first batch against the plain model's first (`autopar.verify`).
 
     Raises:
         StrategyError: an argument that makes no sense, or contradicts others or what is running.
@@ -125,6 +126,7 @@ def compile(
         PlanError: `plan` is for another model or world.
         OutOfMemoryError: nothing fits under `memory`.
         CaptureError: the model cannot be captured and `fallback` is off.
+        VerificationError: the first call does not train as the plain model does.
     """
     check(
         model=model,
@@ -144,6 +146,7 @@ def compile(
         timeout_s=timeout_s,
         time_limit_s=time_limit_s,
         trials=trials,
+        verify=verify,
     )
     ranks = ensure_process_group(world_size, timeout_s)
     check_new(model)
@@ -189,6 +192,7 @@ def compile(
         "precision": question.precision,
         "backend": backend,
         "memory cap": question.memory,
+        "verification": verify,
         "optimizer": question.base().optimizer,
         "idea of what is given (example_inputs, loss_fn, cluster, plan)": [
             given is not None for given in (example_inputs, loss_fn, cluster, plan)
@@ -205,6 +209,8 @@ def compile(
             plans = _choose(question, captured, time_limit_s, recorder, count)
             chosen = fastest_of(module, plans, call, optimizer)
         same_everywhere({"plan": chosen.digest()}, "Give every rank the same plan.")
+        for line in compressed(chosen):
+            warn_once(LossyWarning, f"under autopar's plan {line}")
         if recorder is not None:
             recorder.plan = chosen
         return chosen
@@ -227,6 +233,10 @@ def compile(
         module.plan_for(*flattened(example_inputs))
     elif plan is not None:
         module.adopt(make_plan(lambda *_: None, None))  # type: ignore[arg-type]
+    if verify:
+        from autopar.verification import verify_first_call  # imports this module
+
+        module.before_training = verify_first_call
     return module
 
 
@@ -434,7 +444,7 @@ def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn
     """Torch's own DDP, or fully_shard where whole states exceed the cap."""
     ranks = question.world_size
     if ranks == 1:
-        warnings.warn(f"autopar runs the model as it is: {reason}", stacklevel=4)
+        warn_once(FallbackWarning, f"autopar runs the model as it is, in plain PyTorch: {reason}")
         return model
     copies = 2 + question.base().optimizer_state_ratio
     needed = total_bytes(question.parameters.values()) * copies
@@ -444,7 +454,8 @@ def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn
     name = "fully_shard" if shard else "DistributedDataParallel"
     wanted = question.strategy.tensor_ranks * question.strategy.pipeline_ranks
     undivided = " and does not divide the model" if wanted > 1 else ""
-    warnings.warn(f"autopar trains with torch's {name} instead{undivided}: {reason}", stacklevel=4)
+    told = f"autopar trains with torch's {name} instead{undivided}: {reason}\n{differences(model)}"
+    warn_once(FallbackWarning, told)
     mesh = make_mesh(question.device, (("dp_shard", ranks),))
     assert mesh is not None
     return fall_back(model, mesh, shard=shard)

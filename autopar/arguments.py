@@ -137,6 +137,8 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "backend": _backend,
     "fallback": flag,
     "double": flag,
+    "verify": flag,
+    "steps": count,
     "timeout_s": seconds,
     "time_limit_s": lambda name, value: seconds(name, value, zero=True),
     "trials": lambda name, value: count(name, value, 0, MOST_TRIALS),

@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | show | diff | run | profile | measure | collectives | ...`."""
+"""The command line: `autopar plan | show | diff | run | verify | profile | measure | ...`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from autopar.commands import (
     profile,
     scale,
     show,
+    verify,
 )
 from autopar.commands.launch import add_script, launch
 from autopar.commands.plain_console import PlainConsole
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     add_script(run)
     run.set_defaults(command=run_script)
 
+    verify.add_to(commands)
     profile.add_to(commands)
     measure.add_to(commands)
     collectives.add_to(commands)

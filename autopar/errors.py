@@ -1,4 +1,4 @@
-"""Every error autopar raises on purpose, as one tree.
+"""Every error that autopar raises on purpose, and every warning that it gives, as two trees.
 
     AutoparError
     ├── CaptureError        the model cannot be traced into one graph
@@ -10,9 +10,17 @@
     ├── OutOfMemoryError       nothing fits under the memory cap
     ├── DisagreementError   the ranks hold, are given or do different things
     ├── CommunicationError  a collective failed: another rank died or left
+    ├── VerificationError   a plan trained to other numbers than the plain model
     └── PassError           a graph pass broke its contract (a bug in autopar or in a user's pass)
 
-Each message says what is wrong, where, and what to change.
+    AutoparWarning
+    ├── NumericsWarning     a result differs from the single device's
+    ├── FallbackWarning     the model trains without a plan: under DDP, fully_shard or as it is
+    ├── LossyWarning        values travel compressed, or a compressor's state is lost
+    └── MeasurementWarning  measurements are out of date, left out or cannot be kept
+
+Each message says what is wrong, where, and what to change. Warnings are given by
+`autopar.notices.warn_once`: once a process, on rank 0, at the user's line.
 """
 
 from __future__ import annotations
@@ -109,3 +117,27 @@ class CommunicationError(AutoparError):
 
 class PassError(AutoparError):
     """A pass broke its contract: the graph after it is not a legal one."""
+
+
+class VerificationError(AutoparError):
+    """A plan trained to other numbers than the plain model."""
+
+
+class AutoparWarning(UserWarning):
+    """Base of all warnings of autopar."""
+
+
+class NumericsWarning(AutoparWarning):
+    """A result differs from the single device's by more than rounding."""
+
+
+class FallbackWarning(AutoparWarning):
+    """The model trains without a plan: under torch's DDP, fully_shard, or as it is."""
+
+
+class LossyWarning(AutoparWarning):
+    """Values travel compressed, or a compressor's state starts anew."""
+
+
+class MeasurementWarning(AutoparWarning):
+    """Measurements are out of date, left out or cannot be kept."""

@@ -141,6 +141,17 @@ def exposures(p: Prediction, most: int) -> list[str]:
 
 def _sent(plan: Plan) -> list[str]:
     """What travels, and what of it is compressed."""
+    lines = compressed(plan)
+    if plan.sent_bytes:
+        sizes = ", ".join(f"{human_bytes(size)} over {axis}" for axis, size in plan.sent_bytes)
+        lines.append(f"a rank sends {sizes} a step")
+    if plan.prediction is not None and plan.prediction.node_bytes:
+        lines.append(f"a node sends {human_bytes(plan.prediction.node_bytes)} a step to others")
+    return lines
+
+
+def compressed(plan: Plan) -> list[str]:
+    """A line for each kind of tensor that travels compressed, with the methods."""
     lines, chosen = [], plan.compressions
     whats = {"gradients": chosen.reduce, "parameters": (*chosen.gather, *chosen.regather)}
     for what, texts in {**whats, "activations": (chosen.activations,)}.items():
@@ -150,11 +161,6 @@ def _sent(plan: Plan) -> list[str]:
                 f"{text} ({count} of {len(texts)} buckets)" for text, count in counts.items()
             )
             lines.append(f"{what} are compressed, which is lossy: {ways}")
-    if plan.sent_bytes:
-        sizes = ", ".join(f"{human_bytes(size)} over {axis}" for axis, size in plan.sent_bytes)
-        lines.append(f"a rank sends {sizes} a step")
-    if plan.prediction is not None and plan.prediction.node_bytes:
-        lines.append(f"a node sends {human_bytes(plan.prediction.node_bytes)} a step to others")
     return lines
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,8 @@ from autopar.cost_model.devices import find_device
 from autopar.cost_model.measured import CurveKey, Measured
 from autopar.cost_model.nccl_tests import Table, read_tables
 from autopar.cost_model.slowdown import SHARED_GPU
+from autopar.errors import MeasurementWarning
+from autopar.notices import warn_once
 
 
 def import_nccl_tests(
@@ -69,9 +70,8 @@ def cluster_of(
     curves: dict[CurveKey, Measured] = {}
     for table in tables:
         if table.collective not in COLLECTIVES:
-            warnings.warn(
-                f"{table.source}: no plan issues {table.collective}, left out", stacklevel=2
-            )
+            message = f"{table.source}: no plan issues {table.collective}, left out"
+            warn_once(MeasurementWarning, message)
             continue
         if table.key in curves:
             raise ClusterError(f"{table.source}: there is another table of {table.key}")

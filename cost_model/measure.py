@@ -6,7 +6,6 @@ tells the others, so the ranks never part ways.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import date
@@ -30,7 +29,8 @@ from autopar.cost_model.measured import CurveKey, Measured
 from autopar.cost_model.sampling import Layouts, Tell, sample
 from autopar.cost_model.slowdown import APART, SHARED_GPU
 from autopar.cost_model.wiring import wired
-from autopar.errors import DisagreementError
+from autopar.errors import DisagreementError, MeasurementWarning
+from autopar.notices import warn_once
 
 KIB, MIB = 2**10, 2**20
 SIZES = (*(KIB * 4**power for power in range(8)), 32 * MIB)
@@ -195,7 +195,7 @@ def _kept_or_new(bench: Bench, request: Request, tell: Tell) -> Cluster:
         if wrong is None:
             return kept.cluster
         if bench.rank == 0:
-            warnings.warn(f"the kept measurement is out of date: {wrong}", stacklevel=4)
+            warn_once(MeasurementWarning, f"the kept measurement is out of date: {wrong}")
     cluster = _measure(bench, request, wanted, hosts[0], ranks_per_node, tell)
     if bench.rank == 0 and request.cache:
         shelf.write(Kept(cluster, request.budget_s))

@@ -7,10 +7,12 @@ import json
 import math
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+
+from autopar.errors import MeasurementWarning
+from autopar.notices import warn_once
 
 Kept = TypeVar("Kept")
 
@@ -23,7 +25,6 @@ _DAMAGED = (
     ArithmeticError,
     RecursionError,
 )
-_told: set[Path] = set()
 
 
 def cache_directory() -> Path:
@@ -53,14 +54,12 @@ def read_kept(path: Path, parse: Callable[[Any], Kept]) -> Kept | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except _DAMAGED as error:
-        if path not in _told:
-            _told.add(path)
-            why = f"{type(error).__name__}: {str(error)[:200]}"
-            warnings.warn(
-                f"autopar ignores {path}, a file of its cache that is damaged ({why}), and "
-                "measures again. It will be replaced.",
-                stacklevel=2,
-            )
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        warn_once(
+            MeasurementWarning,
+            f"autopar ignores {path}, a file of its cache that is damaged ({why}), and "
+            "measures again. It will be replaced.",
+        )
         return None
 
 
@@ -96,4 +95,4 @@ def write_json(path: Path, data: Any) -> None:
             os.unlink(draft)
             raise
     except OSError as error:
-        warnings.warn(f"autopar could not keep its measurements in {path}: {error}", stacklevel=2)
+        warn_once(MeasurementWarning, f"autopar could not keep its measurements in {path}: {error}")

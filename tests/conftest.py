@@ -1,6 +1,7 @@
 """One thread a process, and the session's own folder for what autopar keeps on disk."""
 
 import os
+import sys
 import tempfile
 
 import pytest
@@ -16,3 +17,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(cache.cleanup)
     settings.register_profile("autopar", deadline=None, derandomize=True, database=None)
     settings.load_profile("autopar")
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    """Let every test see the warnings that autopar gives once a process."""
+    if notices := sys.modules.get("autopar.notices"):
+        notices.SAID.clear()

@@ -25,6 +25,7 @@ GROUND = frozenset(
         "autopar.errors",
         "autopar.graph",
         "autopar.levels",
+        "autopar.notices",
         "autopar.placement",
         "autopar.printable",
     }
@@ -47,10 +48,7 @@ PYTHON_STATE = {
     "autopar.side_effects",
 }
 PLAN_AND_CAPTURE = (
-    PLAN
-    | TRACING
-    | PYTHON_STATE
-    | {"autopar.batch_slices", "autopar.capture", "autopar.staging"}
+    PLAN | TRACING | PYTHON_STATE | {"autopar.batch_slices", "autopar.capture", "autopar.staging"}
 )
 
 MAY_IMPORT = {
@@ -300,6 +298,17 @@ EXAMPLES = [parse(path) for path in python_files(ROOT / "examples")]
 def test_private_torch_names_stand_in_one_module(source: Source) -> None:
     if source.name != PRIVATE_TORCH:
         assert not private_names(source)
+
+
+# -- warnings --------------------------------------------------------------------------------------
+
+GIVES_WARNINGS = "autopar.notices"
+
+
+def test_one_module_gives_warnings() -> None:
+    """`warn_once` alone: other warnings would come from every rank, and again."""
+    found = {source.name for source in SOURCES if "warnings.warn(" in source.path.read_text()}
+    assert found == {GIVES_WARNINGS}
 
 
 # -- the checks themselves ---------------------------------------------------------------------

@@ -368,6 +368,8 @@ def _fresh_state() -> None:
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
     random.seed(0)
+    if notices := sys.modules.get("autopar.notices"):
+        notices.SAID.clear()
 
 
 def _leave_group() -> None:

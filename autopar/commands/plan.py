@@ -34,9 +34,31 @@ def add_to(commands: Any) -> None:
     add("script", help="Python file with make() -> (model, example inputs)")
     add("--world-size", type=ranks, help="ranks; by default those of the cluster")
     add("--nodes", type=ranks, help="nodes of a cluster that ships")
+    add_strategy(parser, "fastest")
+    add("--lossy", action="store_true", help="by bf16 or int8 where that is faster")
+    add("--memory", help="cap per rank, such as 24GiB")
+    add(
+        "--time-limit",
+        type=limit_s,
+        default=60.0,
+        metavar="SECONDS",
+        help="after which no further mesh is looked at",
+    )
+    add("--cluster", help="JSON file of a cluster, or one that ships")
+    add("--precision", help="of the forward, under autocast: bf16 or fp16")
+    add("--backend", default="eager", help="what compiles the graphs; inductor is priced fused")
+    add("--explain", action="store_true", help="say why this plan")
+    add("--out", help="write the plan as JSON")
+    add("--html", help="write the report")
+    parser.set_defaults(command=run)
+
+
+def add_strategy(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds the options that `strategy_of` reads."""
+    add = parser.add_argument
     add(
         "--strategy",
-        default="fastest",
+        default=default,
         help="fastest, auto (no pipelines), ddp, zero1, zero2, zero3",
     )
     add("--tp", type=ranks, help="ranks over which the model itself is partitioned")
@@ -54,22 +76,6 @@ def add_to(commands: Any) -> None:
     add("--pin", metavar="PARAMETER=S(DIM)|R", action="append", help="where it lies along tp or ep")
     add("--cuts", metavar="NAMES", help="what each stage but the first begins with: a,b,c")
     add("--compress", help="gradients by this method, such as int8; lossy")
-    add("--lossy", action="store_true", help="by bf16 or int8 where that is faster")
-    add("--memory", help="cap per rank, such as 24GiB")
-    add(
-        "--time-limit",
-        type=limit_s,
-        default=60.0,
-        metavar="SECONDS",
-        help="after which no further mesh is looked at",
-    )
-    add("--cluster", help="JSON file of a cluster, or one that ships")
-    add("--precision", help="of the forward, under autocast: bf16 or fp16")
-    add("--backend", default="eager", help="what compiles the graphs; inductor is priced fused")
-    add("--explain", action="store_true", help="say why this plan")
-    add("--out", help="write the plan as JSON")
-    add("--html", help="write the report")
-    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -45,6 +45,21 @@ def fall_back(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
     return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
 
 
+def differences(model: nn.Module) -> str:
+    """The results that torch's data parallelism computes otherwise than one device, in words."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    norms = [name for name, m in model.named_modules() if isinstance(m, kinds) and m.training]
+    more = f" and {len(norms) - 3} more" if len(norms) > 3 else ""
+    own = f" Batch norm takes its statistics over a rank's own rows: {', '.join(norms[:3])}{more}."
+    return (
+        "A loss that is a mean over rows trains as on one device, with uneven rows too. Others "
+        "differ: a mean over anything else (such as tokens that are not ignored) weighs each "
+        "rank's mean by its rows, a sum over rows is divided by the number of ranks, and rows "
+        "see only those of their own rank (contrastive losses, a maximum over the batch)."
+        + (own if norms else "")
+    )
+
+
 def as_ddp(model: nn.Module) -> DistributedDataParallel:
     """DDP that lets parameters go unused."""
     return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
@@ -55,8 +70,9 @@ def as_global(
 ) -> Any:
     """A result with scalars that are means over the global batch, as captured calls return them.
 
-    Gradients of a mean loss come out as on one device, even with unlike numbers of rows. The
-    ranks also find out whether they were given what they must be.
+    Gradients of a mean loss come out as on one device, even with unlike numbers of rows: of a
+    scalar here, and of a loss that is computed from returned rows. The ranks also find out whether
+    they were given what they must be.
     """
     values, structure = flatten(result)
     scalars = {
@@ -73,6 +89,10 @@ def as_global(
     weight = share.rows * ranks / share.total
     for (index, scalar), mean in zip(scalars.items(), vector[len(proof) :], strict=True):
         values[index] = _Mean.apply(scalar, mean.to(scalar.dtype), weight)
+    for index, value in enumerate(values):
+        trains = isinstance(value, torch.Tensor) and value.requires_grad
+        if trains and index not in scalars and weight != 1:
+            values[index] = _Weighed.apply(value, weight)
     return pytree.tree_unflatten(values, structure)
 
 
@@ -87,6 +107,19 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return gradients[0] * ctx.weight, None, None
+
+
+class _Weighed(torch.autograd.Function):
+    """A rank's rows, whose gradients count by its share of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.weight, None
 
 
 class AliasedDDP(nn.Module):

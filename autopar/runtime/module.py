@@ -54,6 +54,8 @@ how many its stages lie on, and into how many micro-batches the rows of a rank a
 MakePlan = Callable[[Captured, Any], Plan]
 """Plans a call, which is given too: its arguments and keyword arguments."""
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
+CheckCall = Callable[["DistributedModule", list[Any], Any], None]
+"""Looks at the module and the flattened arguments of a call before it runs, or raises."""
 
 
 class DistributedModule(nn.Module):
@@ -65,6 +67,7 @@ class DistributedModule(nn.Module):
     Attributes:
         plan: the plan; None until the first call if there were no example inputs.
         mesh: the DeviceMesh of the plan; None for one rank.
+        before_training: runs once, before the first call with gradients, under the plan.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class DistributedModule(nn.Module):
         self.mesh: DeviceMesh | None = None
         self._hold = False
         self._states_to_come: Mapping[str, Any] | None = None
+        self.before_training: CheckCall | None = None
         infos, stream = dict(parameters), _stream(options, device)
         self._setting = Setting(model, infos, device, options, stream, make_ways)
         self._protocol = Protocol.of(model)
@@ -138,9 +142,14 @@ class DistributedModule(nn.Module):
         check_seen(leaves)
         if not self._fallback:
             self._setting.look()
+        check = self.before_training if torch.is_grad_enabled() else None
+        if check is not None:
+            self.before_training = None  # copies that planning makes are not to check
         number = self._agree_on_call(leaves, structure)
         if self.plan is None and not self._fallback:
             self.plan_for(leaves, structure)
+        if check is not None:
+            check(self, leaves, structure)
         result = self._run(leaves, structure)
         if self._protocol is not None:
             compared = self._options.batch == "global"
@@ -335,6 +344,7 @@ class DistributedModule(nn.Module):
             "model.state_dict(), with torch.save or torch.distributed.checkpoint, and load it into "
             "a model that was compiled again."
         )
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the model, unless it is one of this module's own."""
         if name in OWN or hasattr(type(self), name):
@@ -369,7 +379,7 @@ class DistributedModule(nn.Module):
     def copied_under(self, plan: Plan) -> DistributedModule:
         """A copy with its own parameters that follows a plan, while there is none here yet."""
         made = copy.deepcopy(self)
-        made._options = made._setting.options = replace(made._options, recorder=None)
+        made._options = made._setting.options = replace(made._options, recorder=None, on_trial=True)
         made.adopt(plan)
         return made
 

@@ -25,6 +25,7 @@ class Options:
         pipeline_ranks: over how many of them the stages of a pipeline lie.
         recorder: is told when each operator of each step runs, if the backend is "eager".
         local: whether each rank computes what it would of its own rows alone (`batch_semantics`).
+        on_trial: whether the module is a copy that tries a plan, and gives no warnings.
     """
 
     batch: str = "global"
@@ -36,6 +37,7 @@ class Options:
     pipeline_ranks: int = 1
     recorder: Recorder | None = None
     local: bool = False
+    on_trial: bool = False
 
     def data_rank(self, rank: int) -> int:
         """Which of these parts a rank of the world has."""

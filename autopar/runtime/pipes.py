@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from autopar._torch import keeps_graph
 from autopar.errors import CoupledRowsError
 from autopar.graph import Input, Parameter
+from autopar.notices import warn_of_differences
 from autopar.plan import Plan
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
 from autopar.runtime.calls import ways_of_call
@@ -163,6 +164,9 @@ class Pipes:
                 hold=hold,
                 held=held,
             )
+            for stage in program.cut.stages:
+                if not self.setting.options.on_trial:
+                    warn_of_differences(stage.notes)
             mesh, group = self.setting.mesh, None
             if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
                 group = mesh.get_group("pp")

@@ -8,7 +8,6 @@ equal part of what all together had not sent: their sum is all that counts.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.compression import Compression
+from autopar.errors import LossyWarning
 from autopar.graph import ParameterInfo, State
 from autopar.levels import place_on
+from autopar.notices import warn_once
 from autopar.passes.ways_of_sending import kept_of
 from autopar.placement import Shard as Divided
 from autopar.placement import chunk_rows
@@ -109,10 +110,10 @@ class States:
             own.copy_(part[tuple(slice(0, size) for size in own.shape)])
         if lost:
             some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
-            warnings.warn(
-                f"what compression had kept starts anew for {len(lost)} of {len(self.known)} "
-                f"states, which the state dict lacks or has of another compression: {some}",
-                stacklevel=3,
+            warn_once(
+                LossyWarning,
+                f"the state of compression starts anew for {len(lost)} of {len(self.known)} "
+                f"states: the state dict lacks them or is of another compression ({some})",
             )
 
 

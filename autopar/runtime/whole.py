@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autopar.graph import BatchIndex, Buffer, Evidence, Input, Parameter, RowWeight
+from autopar.notices import warn_of_differences
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
 from autopar.runtime.calls import ways_of_call
 from autopar.runtime.groups import backend_of, rank
@@ -83,6 +84,8 @@ class Whole:
                 held=held,
                 recorder=setting.options.recorder,
             )
+            if not setting.options.on_trial:
+                warn_of_differences(self.programs[key].graph.notes)
         return self.programs[key]
 
     def _arguments(self, program: Program, leaves: list[Any], share: Share) -> list[Any]:

@@ -21,6 +21,7 @@ from autopar.graph import (
     elements,
     tensors,
 )
+from autopar.notices import Difference
 from autopar.passes.base import PassResult
 from autopar.passes.build import add_input, aten, call, fake_like
 from autopar.passes.collectives import collective, start_all_reduce
@@ -59,7 +60,7 @@ class LocalBatch:
             replace(
                 self._averaged(graph, weight),
                 partitioned=(*graph.partitioned, BATCH),
-                notes=(*graph.notes, LOCAL),
+                notes=(*graph.notes, Difference(LOCAL)),
             )
         )
 

@@ -27,6 +27,7 @@ from autopar.graph import (
     elements,
     user_line,
 )
+from autopar.notices import Difference
 from autopar.passes.base import PassResult
 from autopar.passes.build import call, fake_like, is_random
 from autopar.passes.collectives import STARTS, is_name, value_of
@@ -323,4 +324,4 @@ class _BatchPartitioner(Partitioner):
             yield f"{where}: {nbytes} bytes are gathered, exact"
         for name in sorted(self.placements.drawn)[:1]:
             line = user_line(nodes[name])
-            yield f"each rank draws random numbers for its own rows, first at {line}"
+            yield Difference(f"each rank draws random numbers for its own rows, first at {line}")
