@@ -1,0 +1,124 @@
+"""Whether random models train as on one device, or are told not to.
+
+    python -m benchmarks.truth --json FILE
+    python -m benchmarks.truth --seed 3 --models 60 --strategies ddp --ranks 2
+    python -m benchmarks.truth --only Queue --strategies zero3
+
+Each model is trained for three steps in float64 under ddp and two more strategies, and compared
+with one process: losses, parameters and buffers. Outcomes are "exact" (1e-9), "told" (a warning or
+an error of autopar), "noted" (a note in the plan alone), "silent" and "crash". The exit status is 1
+if a case is noted, silent or crashed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import machine, versions
+from benchmarks.truth.draw import recipe
+from benchmarks.truth.model import Recipe
+from benchmarks.truth.outcome import OUTCOMES, Case, counts
+from benchmarks.truth.run import cases
+from benchmarks.truth.strategies import SETUPS, setups_of
+
+
+def chosen(given: argparse.Namespace) -> Iterator[tuple[int, Recipe, Sequence[tuple[str, int]]]]:
+    """Numbers, recipes and setups of the models asked for."""
+    for number in given.numbers or range(given.models):
+        drawn = recipe(given.seed, number)
+        if given.only and given.only not in drawn.name:
+            continue
+        setups = setups_of(given.seed, number)
+        if given.strategies:
+            ranks = dict(setups)
+            setups = [(name, ranks.get(name, 2)) for name in given.strategies]
+        if given.ranks:
+            setups = [(n, r if len(SETUPS[n].ranks) == 1 else given.ranks) for n, r in setups]
+        yield number, drawn, setups
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sweep."""
+    given = parsed(arguments)
+    torch.set_num_threads(1)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console.print(f"seed {given.seed}")
+    begun, found = time.monotonic(), []
+    for case in cases(chosen(given)):
+        found.append(case)
+        if given.verbose or case.outcome != "exact":
+            console.print(line(case), markup=False, soft_wrap=True)
+        if given.json:
+            save(given.json, given.seed, found, time.monotonic() - begun)
+    console.print(table(found))
+    return int(any(case.outcome in ("noted", "silent", "crash") for case in found))
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.truth", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--json", type=Path, help="write cases and counts to this file")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", type=int, default=400, help="number of models")
+    parser.add_argument("--numbers", type=listed(int), help="only these models: 3,17")
+    parser.add_argument("--only", help="only models whose name contains this")
+    parser.add_argument("--strategies", type=listed(str), help=f"of {', '.join(SETUPS)}")
+    parser.add_argument("--ranks", type=int, help="instead of 2 or 3 at random")
+    parser.add_argument("--verbose", action="store_true", help="print exact cases too")
+    given = parser.parse_args(arguments)
+    if unknown := set(given.strategies or ()) - set(SETUPS):
+        parser.error(f"--strategies: {sorted(unknown)} is none of {', '.join(SETUPS)}")
+    return given
+
+
+def listed(kind: type) -> object:
+    """A parser of comma-separated values."""
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def line(case: Case) -> str:
+    """One case as text, and the first line of what was said."""
+    apart = "" if case.deviation is None else f" {case.deviation:.0e} in {case.of}"
+    said = f"\n      {case.said[0].splitlines()[0][:300]}" if case.said else ""
+    where = f"{case.strategy} on {case.ranks}, {case.rows} rows"
+    return f"{case.outcome:7} #{case.number} {case.name} | {where}{apart} {case.seconds} s{said}"
+
+
+def table(found: Sequence[Case]) -> Table:
+    """Outcomes by strategy."""
+    made = Table("strategy", *OUTCOMES, "exact %")
+    for name, row in counts(found).items():
+        share = f"{100 * row['exact'] / sum(row.values()):.1f}"
+        made.add_row(name, *(str(row[outcome]) for outcome in OUTCOMES), share)
+    return made
+
+
+def save(path: Path, seed: int, found: Sequence[Case], seconds: float) -> None:
+    """Write what is known so far."""
+    document = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "seed": seed,
+        "seconds": round(seconds, 1),
+        "counts": counts(found),
+        "cases": [asdict(case) for case in found],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

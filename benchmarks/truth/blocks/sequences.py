@@ -1,0 +1,136 @@
+"""Blocks of sequences: attention, masks by length, batch and time as one dim."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.truth.registry import STEPS_OF_TIME, WIDTH, register
+
+
+@register("sequence")
+class SelfAttention(nn.Module):
+    """Attention over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        n, t, _ = h.shape
+        q, k, v = self.qkv(h).view(n, t, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return h + self.out(mixed.transpose(1, 2).reshape(n, t, WIDTH))
+
+
+@register("sequence")
+class AcrossTheBatch(nn.Module):
+    """`MultiheadAttention` that takes the batch for time, as inter-sample attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.0)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.attention(h, h, h, need_weights=False)[0]
+
+
+@register("sequence")
+class EncoderLayer(nn.Module):
+    """A layer of torch's transformer, time-major."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.layer(h.transpose(0, 1)).transpose(0, 1)
+
+
+@register("sequence")
+def masked_by_lengths(h: Tensor, lengths: Tensor) -> Tensor:
+    """Tokens behind the end replaced by the mean of all that are not."""
+    inside = (torch.arange(h.shape[1]) < lengths[:, None])[..., None]
+    mean = (h * inside).sum((0, 1)) / inside.sum()
+    return torch.where(inside, h, mean)
+
+
+@register("sequence")
+def batch_and_time_flattened(h: Tensor) -> Tensor:
+    """Tokens of the whole batch in one dim, each with the one before."""
+    flat = h.flatten(0, 1)
+    return (flat + 0.3 * flat.roll(1, 0)).view_as(h)
+
+
+@register("sequence")
+def time_major_softmax(h: Tensor) -> Tensor:
+    """Time-major, then a softmax over dim 1, which is the batch."""
+    major = h.transpose(0, 1).contiguous()
+    return h + (major * major.softmax(1)).transpose(0, 1)
+
+
+@register("sequence")
+def batch_and_time_swapped(h: Tensor) -> Tensor:
+    """The same numbers seen as time-major by a view that is no transpose."""
+    n, t, d = h.shape
+    return h + 0.3 * h.reshape(t, n, d).tanh().transpose(0, 1)
+
+
+@register("sequence")
+def token_shift(h: Tensor) -> Tensor:
+    return h + 0.5 * F.pad(h, (0, 0, 1, -1))
+
+
+@register("sequence")
+def means_of_positions(h: Tensor) -> Tensor:
+    """Centred by the mean of the same position over the batch."""
+    return h - 0.5 * h.mean(0, keepdim=True)
+
+
+@register("sequence")
+class TokenMixer(nn.Module):
+    """A learnt matrix over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(STEPS_OF_TIME, STEPS_OF_TIME)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.mix(h.transpose(1, 2)).transpose(1, 2)
+
+
+@register("sequence")
+class CrossAttention(nn.Module):
+    """Learnt queries that all rows share attend to the tokens of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        tokens = h.reshape(-1, WIDTH)
+        summary = torch.softmax(self.queries @ tokens.t(), -1) @ tokens
+        return h + summary.mean(0)
+
+
+@register("pool_sequence")
+def mean_over_time(h: Tensor) -> Tensor:
+    return h.mean(1)
+
+
+@register("pool_sequence")
+def last_token(h: Tensor, lengths: Tensor) -> Tensor:
+    return h[torch.arange(h.shape[0]), lengths - 1]
+
+
+@register("pool_sequence")
+def mean_by_lengths(h: Tensor, lengths: Tensor) -> Tensor:
+    inside = (torch.arange(h.shape[1]) < lengths[:, None]).to(h.dtype)
+    return torch.einsum("btd,bt->bd", h, inside) / lengths[:, None]
+
+
+@register("pool_sequence")
+def time_major_max(h: Tensor) -> Tensor:
+    return h.permute(1, 0, 2).amax(0)

@@ -1,0 +1,101 @@
+"""Random recipes, and whether a model is fit to judge by."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from benchmarks.truth.model import Recipe
+from benchmarks.truth.registry import BLOCKS, Kind
+from benchmarks.truth.training import Trained, deviation, train
+
+TRAITS = ("tied", "frozen", "decay", "untouched")
+NOISE = 1e-14
+WELL_CONDITIONED = 1e-11
+SMALLEST_GRADIENT = 1e-7
+
+
+def recipe(seed: int, number: int) -> Recipe:
+    """Model `number` of a seed: the first draw of it that is sound."""
+    for attempt in range(100):
+        drawn = _drawn(random.Random(f"{seed}/{number}/{attempt}"))
+        if is_sound(drawn):
+            return drawn
+        if is_sound(other := replace(drawn, optimizer="sgd")):
+            return other
+    raise RuntimeError(f"no sound model in 100 draws: seed {seed}, number {number}")
+
+
+def recipes(seed: int, models: int) -> Iterator[Recipe]:
+    """The models of a seed."""
+    return (recipe(seed, number) for number in range(models))
+
+
+def is_sound(given: Recipe) -> bool:
+    """Whether the plain model trains, on finite numbers, and rounding stays rounding."""
+    return not why_unsound(given)
+
+
+def why_unsound(given: Recipe) -> str:
+    """What keeps a model from being a judge; empty for nothing."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            first, again = plain(given), plain(given)
+            shaken = [plain(given, noise) for noise in (NOISE, -NOISE)]
+    except (RuntimeError, ValueError, IndexError) as error:
+        return f"raises {type(error).__name__}: {error}"
+    if not all(map(math.isfinite, first.losses)):
+        return "losses are not finite"
+    if deviation(again, first)[0] > 0:
+        return "is not deterministic"
+    if (worst := max(deviation(run, first) for run in shaken))[0] > WELL_CONDITIONED:
+        return f"is ill-conditioned: {worst[0]:.0e} in {worst[1]}"
+    gradients = [g for g in first.gradients.values() if math.isfinite(g)]
+    if len([g for g in gradients if g > SMALLEST_GRADIENT]) < 2:
+        return "has no gradients"
+    return ""
+
+
+def plain(given: Recipe, noise: float = 0.0) -> Trained:
+    """The model trained by plain torch in this process."""
+    torch.manual_seed(given.seed)
+    return train(given.make(), given, noise)
+
+
+def _drawn(rng: random.Random) -> Recipe:
+    stem = rng.choices(["rows", "sequence", "tokens", "image"], [6, 2, 1, 2])[0]
+    blocks = _blocks(rng, stem)
+    traits = tuple(trait for trait in TRAITS if rng.random() < 0.1)
+    drawn = Recipe(
+        seed=rng.randrange(1 << 20),
+        stem=stem,
+        blocks=blocks,
+        traits=traits,
+        call=rng.choices(["positional", "keywords", "dict"], [6, 2, 1])[0],
+        returns=rng.choices(["loss", "tuple", "dict"], [6, 1, 1])[0],
+        optimizer=rng.choice(["adamw", "sgd"]),
+    )
+    return replace(drawn, rows=rng.choice([n for n in range(6, 13) if n % drawn.multiple == 0]))
+
+
+def _blocks(rng: random.Random, stem: str) -> tuple[str, ...]:
+    """Two to four blocks and a head."""
+    names: list[str] = []
+    if stem != "rows":
+        kind: Kind = "image" if stem == "image" else "sequence"
+        names += rng.sample(_of(kind), rng.choice([1, 2]))
+        names += rng.sample(_of("pool_image" if kind == "image" else "pool_sequence"), 1)
+        names += rng.sample(_of("rows"), rng.choice([0, 1]))
+    else:
+        names += rng.sample(_of("rows"), rng.choice([2, 2, 3, 4]))
+    return (*names, *rng.sample(_of("head"), 1))
+
+
+def _of(kind: Kind) -> Sequence[str]:
+    return [name for name, block in BLOCKS.items() if block.kind == kind]

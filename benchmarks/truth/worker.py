@@ -1,0 +1,56 @@
+"""One rank of a case."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.cost_model.cluster import Cluster
+from benchmarks.truth.model import Recipe
+from benchmarks.truth.outcome import Answer
+from benchmarks.truth.strategies import SETUPS
+from benchmarks.truth.training import Trained, train
+
+
+def answer(rank: int, world_size: int, recipe: Recipe, setup: str) -> Answer:
+    """Train a compiled model and report; errors are part of the report."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logging.disable(logging.CRITICAL)  # torch logs what it raises
+        try:
+            model = autopar.compile(
+                recipe.make(),
+                strategy=SETUPS[setup].strategy(),
+                cluster=Cluster.default(world_size, "cpu"),
+                time_limit_s=None,
+            )
+            torch.manual_seed(recipe.seed)
+            trained = _whole(train(model, recipe))
+            made = Answer(trained, notes=_notes(model))
+        except autopar.AutoparError as error:
+            made = Answer(refusal=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            made = Answer(crash=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        finally:
+            logging.disable(logging.NOTSET)
+    return made._replace(warned=tuple(str(w.message) for w in caught if _is_ours(w)))
+
+
+def _whole(trained: Trained) -> Trained:
+    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in trained.state.items()}
+    return Trained(trained.losses, {n: t.detach().clone() for n, t in state.items()})
+
+
+def _notes(model: nn.Module) -> tuple[str, ...]:
+    plan = getattr(model, "plan", None)
+    return tuple(getattr(plan, "notes", ()))
+
+
+def _is_ours(warning: warnings.WarningMessage) -> bool:
+    return warning.category.__module__.startswith("autopar") or "autopar" in str(warning.message)
