@@ -72,10 +72,7 @@ def judged(answers: Sequence[Answer], want: Trained) -> dict[str, Any]:
     states = [answer.trained for answer in answers if answer.trained]
     worst, of = max(_deviations(states, want))
     notes = tuple(dict.fromkeys(note for answer in answers for note in answer.notes))
-    if worst <= EXACT:
-        outcome = "exact"
-    else:
-        outcome = "told" if said else "noted" if notes else "silent"
+    outcome = "exact" if worst <= EXACT else "told" if said else "noted" if notes else "silent"
     return {"outcome": outcome, "deviation": worst, "of": of, "said": said or notes}
 
 
