@@ -3,6 +3,7 @@
     python -m benchmarks.truth --json FILE
     python -m benchmarks.truth --seed 3 --models 60 --strategies ddp --ranks 2
     python -m benchmarks.truth --only Queue --strategies zero3
+    python -m benchmarks.truth --again FILE --outcomes silent,crash
 
 Each model is trained for three steps in float64 under ddp and two more strategies, and compared
 with one process: losses, parameters and buffers. Outcomes are "exact" (1e-9), "told" (a warning or
@@ -48,6 +49,15 @@ def chosen(given: argparse.Namespace) -> Iterator[tuple[int, Recipe, Sequence[tu
         yield number, drawn, setups
 
 
+def again(given: argparse.Namespace) -> Iterator[tuple[int, Recipe, Sequence[tuple[str, int]]]]:
+    """Cases of a file, as they were drawn then, of the outcomes and strategies asked for."""
+    for case in json.loads(given.again.read_text())["cases"]:
+        recipe = Recipe.load(case["recipe"])
+        asked = case["outcome"] in given.outcomes and (given.only or "") in recipe.name
+        if asked and case["strategy"] in (given.strategies or SETUPS):
+            yield case["number"], recipe, [(case["strategy"], case["ranks"])]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sweep."""
     given = parsed(arguments)
@@ -55,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     console.print(f"seed {given.seed}")
     begun, found = time.monotonic(), []
-    for case in cases(chosen(given)):
+    for case in cases(again(given) if given.again else chosen(given)):
         found.append(case)
         if given.verbose or case.outcome != "exact":
             console.print(line(case), markup=False, soft_wrap=True)
@@ -77,6 +87,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help="only models whose name contains this")
     parser.add_argument("--strategies", type=listed(str), help=f"of {', '.join(SETUPS)}")
     parser.add_argument("--ranks", type=int, help="instead of 2 or 3 at random")
+    parser.add_argument("--again", type=Path, help="run cases of this JSON file again")
+    parser.add_argument(
+        "--outcomes", type=listed(str), default=["noted", "silent", "crash"], help="with --again"
+    )
     parser.add_argument("--verbose", action="store_true", help="print exact cases too")
     given = parser.parse_args(arguments)
     if unknown := set(given.strategies or ()) - set(SETUPS):
@@ -93,7 +107,7 @@ def line(case: Case) -> str:
     """One case as text, and the first line of what was said."""
     apart = "" if case.deviation is None else f" {case.deviation:.0e} in {case.of}"
     said = f"\n      {case.said[0].splitlines()[0][:300]}" if case.said else ""
-    where = f"{case.strategy} on {case.ranks}, {case.rows} rows"
+    where = f"{case.strategy} on {case.ranks}, {case.recipe['rows']} rows"
     return f"{case.outcome:7} #{case.number} {case.name} | {where}{apart} {case.seconds} s{said}"
 
 

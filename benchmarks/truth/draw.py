@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,17 @@ import torch
 from benchmarks.truth.model import Recipe
 from benchmarks.truth.registry import BLOCKS, Kind
 from benchmarks.truth.training import Trained, deviation, train
+
+PLAIN = 0.4
+"""Share of blocks that treat every row alone, where there are such of a kind."""
+
+PLAIN_BLOCKS = (
+    *(name for name, block in BLOCKS.items() if block.theme == "plain"),
+    *("Convolution", "SqueezeExcite", "GroupNorm", "max_pooled"),
+    *("SelfAttention", "LayerNorm", "token_shift", "TokenMixer", "Gru", "CellLoop", "EncoderLayer"),
+    *("CrossEntropy", "mse", "weighted_mse", "RaggedCrossEntropy", "smooth_l1", "MaskedMean"),
+    *("TokenCrossEntropy", "MeanOfRowMeans", "PixelCrossEntropy", "reconstruction"),
+)
 
 TRAITS = ("tied", "frozen", "decay", "untouched")
 NOISE = 1e-14
@@ -80,22 +91,29 @@ def _drawn(rng: random.Random) -> Recipe:
         call=rng.choices(["positional", "keywords", "dict"], [6, 2, 1])[0],
         returns=rng.choices(["loss", "tuple", "dict"], [6, 1, 1])[0],
         optimizer=rng.choice(["adamw", "sgd"]),
+        planned_early=rng.random() < 0.5,
     )
     return replace(drawn, rows=rng.choice([n for n in range(6, 13) if n % drawn.multiple == 0]))
 
 
 def _blocks(rng: random.Random, stem: str) -> tuple[str, ...]:
     """Two to four blocks and a head."""
-    names: list[str] = []
-    if stem != "rows":
-        kind: Kind = "image" if stem == "image" else "sequence"
-        names += rng.sample(_of(kind), rng.choice([1, 2]))
-        names += rng.sample(_of("pool_image" if kind == "image" else "pool_sequence"), 1)
-        names += rng.sample(_of("rows"), rng.choice([0, 1]))
-    else:
-        names += rng.sample(_of("rows"), rng.choice([2, 2, 3, 4]))
-    return (*names, *rng.sample(_of("head"), 1))
+    if stem == "rows":
+        return (*_some(rng, "rows", rng.choice([2, 2, 3, 4])), *_some(rng, "rows_head", 1))
+    kind: Kind = "image" if stem == "image" else "sequence"
+    names = _some(rng, kind, rng.choice([1, 2]))
+    if rng.random() < 0.3:
+        return (*names, *_some(rng, f"{kind}_head", 1))
+    names += _some(rng, f"{kind}_pool", 1) + _some(rng, "rows", rng.choice([0, 1]))
+    return (*names, *_some(rng, "rows_head", 1))
 
 
-def _of(kind: Kind) -> Sequence[str]:
-    return [name for name, block in BLOCKS.items() if block.kind == kind]
+def _some(rng: random.Random, kind: str, count: int) -> list[str]:
+    """Distinct blocks of a kind; those that treat every row alone come up as often as PLAIN."""
+    plain = [name for name in PLAIN_BLOCKS if BLOCKS[name].kind == kind]
+    others = [name for name, it in BLOCKS.items() if it.kind == kind and name not in plain]
+    from_plain = sum(rng.random() < PLAIN for _ in range(count)) if plain else 0
+    names = rng.sample(plain, min(from_plain, len(plain)))
+    names += rng.sample(others, count - len(names))
+    rng.shuffle(names)
+    return names

@@ -30,6 +30,7 @@ class Recipe:
         returns: what forward returns: "loss", "tuple" or "dict".
         optimizer: "adamw" or "sgd".
         rows: rows of a batch.
+        planned_early: whether `compile` is given example inputs.
     """
 
     seed: int
@@ -40,6 +41,13 @@ class Recipe:
     returns: str = "loss"
     optimizer: str = "adamw"
     rows: int = 8
+    planned_early: bool = False
+
+    @classmethod
+    def load(cls, fields: dict[str, Any]) -> Recipe:
+        """A recipe from `asdict` of one that went through JSON."""
+        tuples = {name: tuple(fields[name]) for name in ("blocks", "traits")}
+        return cls(**{**fields, **tuples})
 
     @property
     def name(self) -> str:

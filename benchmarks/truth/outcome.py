@@ -42,7 +42,7 @@ class Case:
         name: its blocks and traits.
         strategy: name of the setup.
         ranks: world size.
-        rows: rows of a batch.
+        recipe: fields of the `Recipe`.
         outcome: one of `OUTCOMES`.
         deviation: worst deviation from one process; None if it did not train.
         of: tensor that deviates most.
@@ -54,7 +54,7 @@ class Case:
     name: str
     strategy: str
     ranks: int
-    rows: int
+    recipe: dict[str, Any]
     outcome: str
     deviation: float | None = None
     of: str = ""

@@ -26,9 +26,18 @@ SIDE = 4
 CLASSES = 3
 """Classes of labels."""
 
-Kind = Literal["rows", "sequence", "image", "pool_sequence", "pool_image", "head"]
+Kind = Literal[
+    "rows",
+    "sequence",
+    "image",
+    "sequence_pool",
+    "image_pool",
+    "rows_head",
+    "sequence_head",
+    "image_head",
+]
 """Shape of the hidden state: `(B, WIDTH)`, `(B, STEPS_OF_TIME, WIDTH)` or
-`(B, WIDTH, SIDE, SIDE)`. Pools go from one of the latter two to rows, heads from rows to a loss."""
+`(B, WIDTH, SIDE, SIDE)`. Pools go from one of the latter two to rows, heads to a loss."""
 
 
 class Stateless(nn.Module):

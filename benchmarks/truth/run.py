@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import lcm
 
 from benchmarks.truth.draw import plain
@@ -18,15 +18,15 @@ PATIENCE = 60.0
 """Seconds that one case may take."""
 
 
-def suited(recipe: Recipe, setup: str) -> Recipe:
+def suited(recipe: Recipe, setup: str, ranks: int) -> Recipe:
     """The model with a number of rows that the setup can divide into micro-batches."""
-    multiple = lcm(recipe.multiple, SETUPS[setup].multiple)
+    multiple = lcm(recipe.multiple, SETUPS[setup].multiple(ranks))
     return replace(recipe, rows=recipe.rows + -recipe.rows % multiple)
 
 
 def case(number: int, recipe: Recipe, setup: str, ranks: int) -> Case:
     """Train one model under one setup on processes that stay alive for the next."""
-    recipe = suited(recipe, setup)
+    recipe = suited(recipe, setup, ranks)
     begun = time.monotonic()
     try:
         answers = run(answer, ranks, timeout=PATIENCE, recipe=recipe, setup=setup)
@@ -34,7 +34,7 @@ def case(number: int, recipe: Recipe, setup: str, ranks: int) -> Case:
     except RankError as error:
         found = {"outcome": "crash", "said": (_ended(error),)}
     seconds = round(time.monotonic() - begun, 2)
-    return Case(number, recipe.name, setup, ranks, recipe.rows, seconds=seconds, **found)
+    return Case(number, recipe.name, setup, ranks, asdict(recipe), seconds=seconds, **found)
 
 
 def cases(

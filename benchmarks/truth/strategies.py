@@ -18,12 +18,18 @@ class Setup:
     Attributes:
         options: fields of `autopar.Strategy`.
         ranks: world sizes.
-        multiple: number per rank that the number of rows must be a multiple of.
+        micro_batches: number of equal parts that the rows of all ranks together are cut into.
     """
 
     options: dict[str, Any]
     ranks: tuple[int, ...] = (2, 3)
-    multiple: int = 1
+    micro_batches: int = 1
+
+    def multiple(self, ranks: int) -> int:
+        """The number that the number of rows must be a multiple of."""
+        if self.micro_batches == 1:
+            return 1
+        return self.micro_batches * (1 if "pp" in self.options else ranks)
 
     def strategy(self) -> autopar.Strategy:
         """The strategy."""
@@ -37,7 +43,7 @@ SETUPS = {
     "cp2": Setup({"zero": 0, "cp": 2}, (2,)),
     "pp2": Setup({"zero": 0, "pp": 2, "micro_batches": 1, "schedule": "1f1b"}, (2,)),
     "pp2x2": Setup({"zero": 0, "pp": 2, "micro_batches": 2, "schedule": "1f1b"}, (2,), 2),
-    "ddpx2": Setup({"zero": 0, "micro_batches": 2}),
+    "ddpx2": Setup({"zero": 0, "micro_batches": 2}, micro_batches=2),
 }
 """Name -> setup; "x2" stands for two micro-batches."""
 

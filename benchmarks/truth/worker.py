@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ def answer(rank: int, world_size: int, recipe: Recipe, setup: str) -> Answer:
                 recipe.make(),
                 strategy=SETUPS[setup].strategy(),
                 cluster=Cluster.default(world_size, "cpu"),
+                example_inputs=_example(recipe) if recipe.planned_early else None,
                 time_limit_s=None,
             )
             torch.manual_seed(recipe.seed)
@@ -40,6 +42,11 @@ def answer(rank: int, world_size: int, recipe: Recipe, setup: str) -> Answer:
         finally:
             logging.disable(logging.NOTSET)
     return made._replace(warned=tuple(str(w.message) for w in caught if _is_ours(w)))
+
+
+def _example(recipe: Recipe) -> Any:
+    args, kwargs = recipe.batch(step=0)
+    return kwargs or args
 
 
 def _whole(trained: Trained) -> Trained:

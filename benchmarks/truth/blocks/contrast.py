@@ -17,7 +17,7 @@ class _Projected(nn.Module):
         self.project = nn.Linear(WIDTH, WIDTH)
 
 
-@register("head")
+@register("rows_head")
 class InfoNce(_Projected):
     """Each row's own target among those of the batch."""
 
@@ -26,7 +26,7 @@ class InfoNce(_Projected):
         return F.cross_entropy(a @ b.t() / 0.5, torch.arange(h.shape[0]))
 
 
-@register("head")
+@register("rows_head")
 class Clip(_Projected):
     """InfoNCE in both directions, with a learnt temperature."""
 
@@ -41,7 +41,7 @@ class Clip(_Projected):
         return (F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2
 
 
-@register("head", divides=2)
+@register("rows_head", divides=2)
 class SimClrHalves(_Projected):
     """Two halves of the batch are two views; a row is no negative of itself."""
 
@@ -52,7 +52,7 @@ class SimClrHalves(_Projected):
         return F.cross_entropy(similar, (torch.arange(n) + n // 2) % n)
 
 
-@register("head")
+@register("rows_head")
 class Siglip(_Projected):
     """A sigmoid for every pair."""
 
@@ -62,7 +62,7 @@ class Siglip(_Projected):
         return -F.logsigmoid(sign * logits).sum() / h.shape[0]
 
 
-@register("head")
+@register("rows_head")
 class SupervisedContrast(_Projected):
     """Rows with the same label are positives."""
 
@@ -74,7 +74,7 @@ class SupervisedContrast(_Projected):
         return -((log_p * same).sum(1) / same.sum(1).clamp(min=1)).mean()
 
 
-@register("head")
+@register("rows_head")
 def batch_hard_triplet(h: Tensor, labels: Tensor) -> Tensor:
     """The farthest row of the same class and the nearest of another."""
     apart = torch.cdist(h, h + 1e-3)
@@ -84,13 +84,13 @@ def batch_hard_triplet(h: Tensor, labels: Tensor) -> Tensor:
     return F.softplus(positive - negative + 0.5).mean()
 
 
-@register("head")
+@register("rows_head")
 def rolled_triplet(h: Tensor, target: Tensor) -> Tensor:
     """The next row's target is the negative."""
     return F.triplet_margin_loss(h, target, target.roll(1, 0), margin=5.0)
 
 
-@register("head")
+@register("rows_head")
 def ranked_pairs(h: Tensor, scores: Tensor) -> Tensor:
     """A margin for every pair whose scores differ."""
     out = h.sum(1)
@@ -99,7 +99,7 @@ def ranked_pairs(h: Tensor, scores: Tensor) -> Tensor:
     return (loss * better).sum() / better.sum()
 
 
-@register("head")
+@register("rows_head")
 def upper_pairs(h: Tensor, scores: Tensor) -> Tensor:
     """Pairs by `triu_indices`, through torch's margin ranking loss."""
     first, second = torch.triu_indices(h.shape[0], h.shape[0], offset=1)
@@ -108,13 +108,13 @@ def upper_pairs(h: Tensor, scores: Tensor) -> Tensor:
     return F.margin_ranking_loss(out[first], out[second], sign, margin=3.0)
 
 
-@register("head")
+@register("rows_head")
 def listwise(h: Tensor, scores: Tensor) -> Tensor:
     """ListNet: two softmaxes over the batch."""
     return -(scores.softmax(0) * h.sum(1).log_softmax(0)).sum()
 
 
-@register("head")
+@register("rows_head")
 def mmd(h: Tensor, target: Tensor) -> Tensor:
     """Maximum mean discrepancy under a Gaussian kernel."""
 
@@ -124,13 +124,13 @@ def mmd(h: Tensor, target: Tensor) -> Tensor:
     return kernel(h, h) + kernel(target, target) - 2 * kernel(h, target)
 
 
-@register("head")
+@register("rows_head")
 def coral(h: Tensor, target: Tensor) -> Tensor:
     """The distance of two covariances."""
     return (torch.cov(h.t()) - torch.cov(target.t())).square().mean()
 
 
-@register("head")
+@register("rows_head")
 def vicreg(h: Tensor, target: Tensor) -> Tensor:
     """Invariance, variance and covariance."""
     spread = F.relu(2 - torch.sqrt(h.var(0) + 1e-4)).mean()
@@ -140,7 +140,7 @@ def vicreg(h: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(h, target) + spread + off / WIDTH
 
 
-@register("head")
+@register("rows_head")
 def barlow_twins(h: Tensor, target: Tensor) -> Tensor:
     """The cross-correlation of two views is to be the identity."""
     a = (h - h.mean(0)) / (h.std(0) + 0.1)
@@ -149,20 +149,20 @@ def barlow_twins(h: Tensor, target: Tensor) -> Tensor:
     return (cross - torch.eye(WIDTH, dtype=h.dtype)).square().sum()
 
 
-@register("head")
+@register("rows_head")
 def similarity_preserved(h: Tensor, target: Tensor) -> Tensor:
     """Pairwise similarities as a teacher has them."""
     return F.mse_loss(F.normalize(h @ h.t()), F.normalize(target @ target.t()))
 
 
-@register("head")
+@register("rows_head")
 def distances_preserved(h: Tensor, target: Tensor) -> Tensor:
     """Pairwise distances, each divided by their mean."""
     given, wanted = torch.pdist(h), torch.pdist(target)
     return F.smooth_l1_loss(given / given.mean(), wanted / wanted.mean())
 
 
-@register("head")
+@register("rows_head")
 def hsic(h: Tensor, target: Tensor) -> Tensor:
     """Independence of two sets of features, by centred Gram matrices."""
     n = h.shape[0]
@@ -172,7 +172,7 @@ def hsic(h: Tensor, target: Tensor) -> Tensor:
     )
 
 
-@register("head")
+@register("rows_head")
 def uniform_on_sphere(h: Tensor, target: Tensor) -> Tensor:
     """Alignment and uniformity."""
     a, b = F.normalize(h, dim=1), F.normalize(target, dim=1)
@@ -180,7 +180,7 @@ def uniform_on_sphere(h: Tensor, target: Tensor) -> Tensor:
     return (a - b).square().sum(1).mean() + uniformity
 
 
-@register("head")
+@register("rows_head")
 def margin_from_centres(h: Tensor, labels: Tensor) -> Tensor:
     """Prototypical networks: the class mean of the batch nearest to each row."""
     hot = F.one_hot(labels, 3).to(h.dtype)
@@ -188,7 +188,7 @@ def margin_from_centres(h: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(-torch.cdist(h, centres + 1e-2).square(), labels)
 
 
-@register("head")
+@register("rows_head")
 def koleo(h: Tensor, target: Tensor) -> Tensor:
     """The nearest neighbour in the batch is to be far (DINOv2)."""
     z = F.normalize(h, dim=1)

@@ -95,22 +95,22 @@ def max_pooled(h: Tensor) -> Tensor:
     return h + F.interpolate(F.max_pool2d(h, 2), scale_factor=2)
 
 
-@register("pool_image")
+@register("image_pool")
 def mean_over_pixels(h: Tensor) -> Tensor:
     return h.mean((2, 3))
 
 
-@register("pool_image")
+@register("image_pool")
 def adaptive_pool(h: Tensor) -> Tensor:
     return F.adaptive_avg_pool2d(h, 1).flatten(1)
 
 
-@register("pool_image")
+@register("image_pool")
 def largest_pixel(h: Tensor) -> Tensor:
     return h.flatten(2).amax(-1)
 
 
-@register("pool_image")
+@register("image_pool")
 class FlattenedPixels(nn.Module):
     """A layer of all pixels."""
 

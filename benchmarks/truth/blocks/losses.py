@@ -15,7 +15,7 @@ class _Classifier(nn.Module):
         self.classify = nn.Linear(WIDTH, CLASSES)
 
 
-@register("head")
+@register("rows_head")
 class CrossEntropy(_Classifier):
     """The mean cross-entropy."""
 
@@ -23,7 +23,7 @@ class CrossEntropy(_Classifier):
         return F.cross_entropy(self.classify(h), labels)
 
 
-@register("head")
+@register("rows_head")
 class SummedCrossEntropy(_Classifier):
     """The sum over the batch, with smoothed labels."""
 
@@ -31,7 +31,7 @@ class SummedCrossEntropy(_Classifier):
         return F.cross_entropy(self.classify(h), labels, reduction="sum", label_smoothing=0.1)
 
 
-@register("head")
+@register("rows_head")
 class RaggedCrossEntropy(_Classifier):
     """Some labels are ignored: the divisor depends on the batch."""
 
@@ -39,7 +39,7 @@ class RaggedCrossEntropy(_Classifier):
         return F.cross_entropy(self.classify(h), ragged, ignore_index=-100)
 
 
-@register("head")
+@register("rows_head")
 class ClassWeightedCrossEntropy(_Classifier):
     """Classes have weights: the divisor is the sum of those of the labels."""
 
@@ -51,7 +51,7 @@ class ClassWeightedCrossEntropy(_Classifier):
         return F.cross_entropy(self.classify(h), labels, weight=self.class_weight)
 
 
-@register("head")
+@register("rows_head")
 class NllOfRows(_Classifier):
     """The negative log likelihood of each row, then a mean by hand."""
 
@@ -60,7 +60,7 @@ class NllOfRows(_Classifier):
         return -picked.sum() / h.shape[0]
 
 
-@register("head")
+@register("rows_head")
 class BinaryCrossEntropy(nn.Module):
     """Logits with a weight for every row."""
 
@@ -74,7 +74,7 @@ class BinaryCrossEntropy(nn.Module):
         )
 
 
-@register("head")
+@register("rows_head")
 class Focal(_Classifier):
     """The focal loss, divided by its own weights."""
 
@@ -84,7 +84,7 @@ class Focal(_Classifier):
         return (weight * loss).sum() / weight.sum()
 
 
-@register("head")
+@register("rows_head")
 class HardestHalf(_Classifier):
     """The mean over the rows with the largest losses."""
 
@@ -93,7 +93,7 @@ class HardestHalf(_Classifier):
         return loss.topk(h.shape[0] // 2).values.mean()
 
 
-@register("head")
+@register("rows_head")
 class MaskedMean(_Classifier):
     """The mean over rows that a mask keeps."""
 
@@ -102,40 +102,40 @@ class MaskedMean(_Classifier):
         return (loss * keep).sum() / keep.sum().clamp(min=1)
 
 
-@register("head")
+@register("rows_head")
 def weighted_mse(h: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     return ((h - target).square().mean(1) * weights).sum() / weights.sum()
 
 
-@register("head")
+@register("rows_head")
 def mse(h: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(h, target)
 
 
-@register("head")
+@register("rows_head")
 def root_mse(h: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(h, target).sqrt()
 
 
-@register("head")
+@register("rows_head")
 def smooth_l1(h: Tensor, target: Tensor) -> Tensor:
     return F.smooth_l1_loss(h, target, beta=0.7)
 
 
-@register("head")
+@register("rows_head")
 def log_of_the_mean(h: Tensor, target: Tensor) -> Tensor:
     """A function of a mean that is not linear."""
     return torch.log1p((h - target).square().mean()) + h.abs().max() * 0.1
 
 
-@register("head")
+@register("rows_head")
 def correlation(h: Tensor, scores: Tensor) -> Tensor:
     """One minus Pearson's correlation over the batch."""
     given, wanted = h.sum(1) - h.sum(1).mean(), scores - scores.mean()
     return 1 - (given * wanted).sum() / (given.norm() * wanted.norm() + 0.1)
 
 
-@register("head")
+@register("rows_head")
 def concordance(h: Tensor, scores: Tensor) -> Tensor:
     """Lin's concordance: means, variances and a covariance of the batch."""
     out = h.mean(1)
@@ -143,20 +143,20 @@ def concordance(h: Tensor, scores: Tensor) -> Tensor:
     return 1 - 2 * covariance / (out.var() + scores.var() + (out.mean() - scores.mean()) ** 2)
 
 
-@register("head")
+@register("rows_head")
 def explained_variance(h: Tensor, target: Tensor) -> Tensor:
     residual = (target - h).square().sum(0)
     return (residual / (target - target.mean(0)).square().sum(0).clamp(min=0.1)).mean()
 
 
-@register("head")
+@register("rows_head")
 def dice(h: Tensor, keep: Tensor) -> Tensor:
     """The dice loss over the batch."""
     p, q = torch.sigmoid(h.sum(1)), keep.to(h.dtype)
     return 1 - (2 * (p * q).sum() + 1) / (p.sum() + q.sum() + 1)
 
 
-@register("head")
+@register("rows_head")
 def distribution_matched(h: Tensor, labels: Tensor) -> Tensor:
     """The divergence of the mean prediction from the classes of the batch."""
     mean = h[:, :CLASSES].softmax(-1).mean(0)
@@ -164,7 +164,7 @@ def distribution_matched(h: Tensor, labels: Tensor) -> Tensor:
     return F.kl_div(mean.log(), wanted, reduction="sum") + 0.01 * h.square().mean()
 
 
-@register("head")
+@register("rows_head")
 def cox(h: Tensor, scores: Tensor, keep: Tensor) -> Tensor:
     """Cox's partial likelihood: sorted by time, a cumulative log-sum over the batch."""
     order = scores.argsort(descending=True)
@@ -172,34 +172,34 @@ def cox(h: Tensor, scores: Tensor, keep: Tensor) -> Tensor:
     return -((risk - risk.logcumsumexp(0)) * event).sum() / event.sum()
 
 
-@register("head")
+@register("rows_head")
 def sorted_regression(h: Tensor, scores: Tensor) -> Tensor:
     """The distance of two sorted samples, as a Wasserstein distance in one dimension."""
     return (h.mean(1).sort().values - scores.sort().values).square().mean()
 
 
-@register("head")
+@register("rows_head")
 def variance_penalised(h: Tensor, target: Tensor) -> Tensor:
     """The mean of the rows' losses and their variance (REx)."""
     loss = (h - target).square().mean(1)
     return loss.mean() + 0.5 * loss.var()
 
 
-@register("head")
+@register("rows_head")
 def soft_worst_case(h: Tensor, target: Tensor) -> Tensor:
     """A log-sum-exp over rows: the hardest count most."""
     loss = (h - target).square().mean(1)
     return torch.logsumexp(loss, 0)
 
 
-@register("head")
+@register("rows_head")
 def quantile_loss(h: Tensor, target: Tensor) -> Tensor:
     """The median of the rows' losses and their mean."""
     loss = (h - target).square().mean(1)
     return loss.median() + 0.1 * loss.mean()
 
 
-@register("head")
+@register("rows_head")
 def by_position(h: Tensor, target: Tensor) -> Tensor:
     """Rows weighted by their place in the batch."""
     weight = torch.linspace(0.1, 1.0, h.shape[0], dtype=h.dtype)

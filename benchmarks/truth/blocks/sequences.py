@@ -115,22 +115,22 @@ class CrossAttention(nn.Module):
         return h + summary.mean(0)
 
 
-@register("pool_sequence")
+@register("sequence_pool")
 def mean_over_time(h: Tensor) -> Tensor:
     return h.mean(1)
 
 
-@register("pool_sequence")
+@register("sequence_pool")
 def last_token(h: Tensor, lengths: Tensor) -> Tensor:
     return h[torch.arange(h.shape[0]), lengths - 1]
 
 
-@register("pool_sequence")
+@register("sequence_pool")
 def mean_by_lengths(h: Tensor, lengths: Tensor) -> Tensor:
     inside = (torch.arange(h.shape[1]) < lengths[:, None]).to(h.dtype)
     return torch.einsum("btd,bt->bd", h, inside) / lengths[:, None]
 
 
-@register("pool_sequence")
+@register("sequence_pool")
 def time_major_max(h: Tensor) -> Tensor:
     return h.permute(1, 0, 2).amax(0)
