@@ -80,6 +80,7 @@ SAMPLERS: dict[str, Sampler] = {
     "groups": _groups,
     "weights": _uniform(0.1, 2.0),
     "mixing": _uniform(0.0, 1.0),
+    "noise": _normal(WIDTH),
     "lengths": lambda rows, g: torch.randint(1, STEPS_OF_TIME + 1, (rows,), generator=g),
     "keep": lambda rows, g: _ragged(rows, g) >= 0,
     "permutation": _permutation,

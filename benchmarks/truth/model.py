@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import benchmarks.truth.blocks  # noqa: F401 (registers all blocks)
+import benchmarks.truth.blocks
+import benchmarks.truth.heads  # noqa: F401 (importing both registers all blocks)
 from benchmarks.truth.inputs import sample
 from benchmarks.truth.registry import BLOCKS, WIDTH, Block
 

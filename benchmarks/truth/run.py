@@ -14,7 +14,7 @@ from benchmarks.truth.strategies import SETUPS
 from benchmarks.truth.worker import answer
 from tests.worlds import RankError, run
 
-PATIENCE = 60.0
+PATIENCE = 150.0
 """Seconds that one case may take."""
 
 

@@ -39,7 +39,7 @@ def train(model: nn.Module, recipe: Recipe, noise: float = 0.0) -> Trained:
     with torch.no_grad():
         for parameter in model.parameters() if noise else ():
             parameter.copy_(_shaken(noise)(parameter))
-    optimizer = OPTIMIZERS[recipe.optimizer]([p for p in model.parameters() if p.requires_grad])
+    optimizer = OPTIMIZERS[recipe.optimizer](model.parameters())
     losses, gradients = [], {}
     for step in range(STEPS):
         args, kwargs = _noisy(recipe.batch(step), noise)

@@ -1,11 +1,10 @@
 """Blocks by theme; importing this package registers all of them."""
 
 from benchmarks.truth.blocks import (
-    contrast,
+    algebra,
     convolution,
-    dense,
     indices,
-    losses,
+    memory,
     norms,
     order,
     plain,
@@ -20,11 +19,10 @@ from benchmarks.truth.blocks import (
 )
 
 __all__ = [
-    "contrast",
+    "algebra",
     "convolution",
-    "dense",
     "indices",
-    "losses",
+    "memory",
     "norms",
     "order",
     "plain",

@@ -123,3 +123,74 @@ def triangle(h: Tensor) -> Tensor:
 def diagonal_shift(h: Tensor) -> Tensor:
     similar = torch.tanh(h @ h.t())
     return h + 0.3 * torch.diagonal(similar)[:, None] + 0.3 * similar.sum(1, keepdim=True)
+
+
+@register("rows")
+def strided_windows(h: Tensor) -> Tensor:
+    """Overlapping windows of two rows by `as_strided`."""
+    n = h.shape[0]
+    windows = h.contiguous().as_strided((n - 1, 2, WIDTH), (WIDTH, WIDTH, 1))
+    return torch.cat([windows.mean(1), h[-1:]])
+
+
+@register("rows")
+def reduced_by_index(h: Tensor, edges: Tensor) -> Tensor:
+    """The mean of messages, by `index_reduce`."""
+    source, target = edges.unbind(1)
+    return h + 0.5 * torch.zeros_like(h).index_reduce(0, target, h[source], "mean")
+
+
+@register("rows")
+def scattered_slices(h: Tensor) -> Tensor:
+    """The first two rows replaced by the last two."""
+    return torch.slice_scatter(h, h[-2:] * 0.5, dim=0, start=0, end=2) + 0.1 * h
+
+
+@register("rows")
+def selected_row(h: Tensor) -> Tensor:
+    return torch.select_scatter(h, h.mean(0), 0, 1) + 0.3 * h.select(0, 2)
+
+
+@register("rows")
+def filled_rows(h: Tensor) -> Tensor:
+    return h.index_fill(0, torch.tensor([0, 3]), 0.5) * h
+
+
+@register("rows")
+def masked_in_place(h: Tensor, keep: Tensor) -> Tensor:
+    """Rows zeroed in place, then the mean of what is left added."""
+    out = h.clone()
+    out.masked_fill_(~keep[:, None], 0.0)
+    return out + 0.5 * out.mean(0) + 0.1 * h
+
+
+@register("rows")
+def turned_around(h: Tensor) -> Tensor:
+    """Rows and features both in reverse."""
+    return h + 0.3 * torch.flip(h, (0, 1))
+
+
+@register("rows")
+def split_into_three(h: Tensor) -> Tensor:
+    """Uneven parts by `tensor_split`, in another order."""
+    first, second, third = torch.tensor_split(h, 3)
+    return torch.cat([third, first * 0.5, second])
+
+
+@register("rows")
+def looked_up_by_row(h: Tensor, permutation: Tensor) -> Tensor:
+    """The batch as a table that `embedding` looks up."""
+    return h + 0.4 * nn.functional.embedding(permutation, h)
+
+
+@register("rows")
+def bags_of_rows(h: Tensor, edges: Tensor) -> Tensor:
+    """Means of the rows that each row names, by `embedding_bag`."""
+    return h + 0.4 * nn.functional.embedding_bag(edges, h, mode="mean")
+
+
+@register("rows")
+def listed_in_python(h: Tensor) -> Tensor:
+    """An index that is a list."""
+    order = [(3 * i + 1) % h.shape[0] for i in range(h.shape[0])]
+    return h + 0.5 * h[order]
