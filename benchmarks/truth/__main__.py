@@ -112,11 +112,12 @@ def line(case: Case) -> str:
 
 
 def table(found: Sequence[Case]) -> Table:
-    """Outcomes by strategy."""
-    made = Table("strategy", *OUTCOMES, "exact %")
+    """Outcomes by strategy, and how many cases torch's own DDP or fully_shard trained."""
+    made = Table("strategy", *OUTCOMES, "exact %", "by torch")
     for name, row in counts(found).items():
         share = f"{100 * row['exact'] / sum(row.values()):.1f}"
-        made.add_row(name, *(str(row[outcome]) for outcome in OUTCOMES), share)
+        by_torch = sum(case.fell_back for case in found if name in (case.strategy, "all"))
+        made.add_row(name, *(str(row[outcome]) for outcome in OUTCOMES), share, str(by_torch))
     return made
 
 

@@ -22,6 +22,7 @@ class Answer(NamedTuple):
         trained: None if it raised.
         warned: warnings of autopar.
         notes: notes of the plan.
+        fell_back: whether torch's own DDP or fully_shard trained.
         refusal: class and message of an error of autopar.
         crash: traceback of any other error.
     """
@@ -29,6 +30,7 @@ class Answer(NamedTuple):
     trained: Trained | None = None
     warned: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    fell_back: bool = False
     refusal: str = ""
     crash: str = ""
 
@@ -47,6 +49,7 @@ class Case:
         deviation: worst deviation from one process; None if it did not train.
         of: tensor that deviates most.
         said: warnings, notes, or the error.
+        fell_back: whether torch's own DDP or fully_shard trained.
         seconds: wall-clock time of the distributed training.
     """
 
@@ -59,11 +62,12 @@ class Case:
     deviation: float | None = None
     of: str = ""
     said: tuple[str, ...] = ()
+    fell_back: bool = False
     seconds: float = 0.0
 
 
 def judged(answers: Sequence[Answer], want: Trained) -> dict[str, Any]:
-    """Outcome, deviation, of and said of a case whose ranks all answered."""
+    """Outcome and the rest of a case whose ranks all answered, by field."""
     if crashes := [answer.crash for answer in answers if answer.crash]:
         return {"outcome": "crash", "said": tuple(crashes[:1])}
     said = tuple(dict.fromkeys(line for answer in answers for line in answer.warned))
@@ -73,7 +77,14 @@ def judged(answers: Sequence[Answer], want: Trained) -> dict[str, Any]:
     worst, of = max(_deviations(states, want))
     notes = tuple(dict.fromkeys(note for answer in answers for note in answer.notes))
     outcome = "exact" if worst <= EXACT else "told" if said else "noted" if notes else "silent"
-    return {"outcome": outcome, "deviation": worst, "of": of, "said": said or notes}
+    fell_back = answers[0].fell_back
+    return {
+        "outcome": outcome,
+        "deviation": worst,
+        "of": of,
+        "said": said or notes,
+        "fell_back": fell_back,
+    }
 
 
 def _refused(refusals: list[str], ranks: int) -> str:

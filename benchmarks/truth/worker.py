@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
@@ -34,7 +33,7 @@ def answer(rank: int, world_size: int, recipe: Recipe, setup: str) -> Answer:
             )
             torch.manual_seed(recipe.seed)
             trained = _whole(train(model, recipe))
-            made = Answer(trained, notes=_notes(model))
+            made = Answer(trained, notes=_notes(model.plan), fell_back=model.plan is None)
         except autopar.AutoparError as error:
             made = Answer(refusal=f"{type(error).__name__}: {error}")
         except Exception as error:
@@ -54,9 +53,8 @@ def _whole(trained: Trained) -> Trained:
     return Trained(trained.losses, {n: t.detach().clone() for n, t in state.items()})
 
 
-def _notes(model: nn.Module) -> tuple[str, ...]:
-    plan = getattr(model, "plan", None)
-    return tuple(getattr(plan, "notes", ()))
+def _notes(plan: autopar.Plan | None) -> tuple[str, ...]:
+    return () if plan is None else plan.notes
 
 
 def _is_ours(warning: warnings.WarningMessage) -> bool:
