@@ -109,7 +109,7 @@ class ClassCentres(nn.Module):
         loss = (h - self.centres[labels]).square().mean()
         with torch.no_grad():
             sums = torch.zeros_like(self.centres).index_add_(0, labels, h)
-            counts = torch.bincount(labels, minlength=CLASSES)[:, None]
+            counts = F.one_hot(labels, CLASSES).sum(0)[:, None]
             self.centres = torch.where(
                 counts > 0, 0.7 * self.centres + 0.3 * sums / counts.clamp(min=1), self.centres
             )
