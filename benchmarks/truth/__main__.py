@@ -4,6 +4,7 @@
     python -m benchmarks.truth --seed 3 --models 60 --strategies ddp --ranks 2
     python -m benchmarks.truth --only Queue --strategies zero3
     python -m benchmarks.truth --again FILE --outcomes silent,crash
+    python -m benchmarks.truth --alone --strategies ddp,zero3
 
 Each model is trained for three steps in float64 under ddp and two more strategies, and compared
 with one process: losses, parameters and buffers. Outcomes are "exact" (1e-9), "told" (a warning or
@@ -27,17 +28,23 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import machine, versions
-from benchmarks.truth.draw import recipe
+from benchmarks.truth.draw import alone, recipe
 from benchmarks.truth.model import Recipe
 from benchmarks.truth.outcome import OUTCOMES, Case, counts
+from benchmarks.truth.registry import BLOCKS
 from benchmarks.truth.run import cases
 from benchmarks.truth.strategies import SETUPS, setups_of
 
 
-def chosen(given: argparse.Namespace) -> Iterator[tuple[int, Recipe, Sequence[tuple[str, int]]]]:
-    """Numbers, recipes and setups of the models asked for."""
-    for number in given.numbers or range(given.models):
-        drawn = recipe(given.seed, number)
+Asked = Iterator[tuple[int, Recipe, Sequence[tuple[str, int]]]]
+"""Numbers, recipes and setups of the models asked for."""
+
+
+def chosen(given: argparse.Namespace) -> Asked:
+    """Models of the seed, or of one block each."""
+    count = len(BLOCKS) if given.alone else given.models
+    for number in given.numbers or range(count):
+        drawn = alone(list(BLOCKS)[number]) if given.alone else recipe(given.seed, number)
         if given.only and given.only not in drawn.name:
             continue
         setups = setups_of(given.seed, number)
@@ -49,7 +56,7 @@ def chosen(given: argparse.Namespace) -> Iterator[tuple[int, Recipe, Sequence[tu
         yield number, drawn, setups
 
 
-def again(given: argparse.Namespace) -> Iterator[tuple[int, Recipe, Sequence[tuple[str, int]]]]:
+def again(given: argparse.Namespace) -> Asked:
     """Cases of a file, as they were drawn then, of the outcomes and strategies asked for."""
     for case in json.loads(given.again.read_text())["cases"]:
         recipe = Recipe.load(case["recipe"])
@@ -87,6 +94,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help="only models whose name contains this")
     parser.add_argument("--strategies", type=listed(str), help=f"of {', '.join(SETUPS)}")
     parser.add_argument("--ranks", type=int, help="instead of 2 or 3 at random")
+    parser.add_argument("--alone", action="store_true", help="models of one block each, all blocks")
     parser.add_argument("--again", type=Path, help="run cases of this JSON file again")
     parser.add_argument(
         "--outcomes", type=listed(str), default=["noted", "silent", "crash"], help="with --again"

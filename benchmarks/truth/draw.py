@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -42,9 +41,17 @@ def recipe(seed: int, number: int) -> Recipe:
     raise RuntimeError(f"no sound model in 100 draws: seed {seed}, number {number}")
 
 
-def recipes(seed: int, models: int) -> Iterator[Recipe]:
-    """The models of a seed."""
-    return (recipe(seed, number) for number in range(models))
+def alone(name: str, rows: int = 8) -> Recipe:
+    """A model of one block, with as little as possible around it."""
+    kind, _, part = BLOCKS[name].kind.partition("_")
+    if part == "head":
+        before = {"rows": "Gated", "sequence": "LayerNorm", "image": "GroupNorm"}[kind]
+        blocks = (before, name)
+    elif part == "pool" or kind == "rows":
+        blocks = (name, "mse")
+    else:
+        blocks = (name, "mean_over_time" if kind == "sequence" else "mean_over_pixels", "mse")
+    return Recipe(seed=3, stem=kind, blocks=blocks, optimizer="sgd", rows=rows)
 
 
 def is_sound(given: Recipe) -> bool:
