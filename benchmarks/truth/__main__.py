@@ -35,7 +35,6 @@ from benchmarks.truth.registry import BLOCKS
 from benchmarks.truth.run import cases
 from benchmarks.truth.strategies import SETUPS, setups_of
 
-
 Asked = Iterator[tuple[int, Recipe, Sequence[tuple[str, int]]]]
 """Numbers, recipes and setups of the models asked for."""
 
