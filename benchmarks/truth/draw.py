@@ -41,8 +41,8 @@ def recipe(seed: int, number: int) -> Recipe:
     raise RuntimeError(f"no sound model in 100 draws: seed {seed}, number {number}")
 
 
-def alone(name: str, rows: int = 8) -> Recipe:
-    """A model of one block, with as little as possible around it."""
+def alone(name: str) -> Recipe:
+    """A model of one block with little around it, at seven rows if the block allows it."""
     kind, _, part = BLOCKS[name].kind.partition("_")
     if part == "head":
         before = {"rows": "Gated", "sequence": "LayerNorm", "image": "GroupNorm"}[kind]
@@ -51,6 +51,7 @@ def alone(name: str, rows: int = 8) -> Recipe:
         blocks = (name, "mse")
     else:
         blocks = (name, "mean_over_time" if kind == "sequence" else "mean_over_pixels", "mse")
+    rows = 7 if BLOCKS[name].divides == 1 else 8
     return Recipe(seed=3, stem=kind, blocks=blocks, optimizer="sgd", rows=rows)
 
 
