@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import traceback
 import warnings
 from typing import Any
@@ -26,7 +25,6 @@ def answer(rank: int, world_size: int, recipe: Recipe, setup: str) -> Answer:
     """Train a compiled model and report; errors are part of the report."""
     given = SETUPS[setup]
     share = (rank, world_size) if given.is_local else (0, 1)
-    _forget_warnings()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         logging.disable(logging.CRITICAL)  # torch logs what it raises
@@ -62,16 +60,10 @@ def _whole(trained: Trained) -> Trained:
 
 
 def _notes(plan: autopar.Plan | None) -> tuple[str, ...]:
-    return () if plan is None else plan.notes
+    return () if plan is None else tuple(map(str, plan.notes))
 
 
 def _tells(warning: warnings.WarningMessage) -> bool:
     """Whether a warning says that numbers differ, or that autopar does not train."""
     by_class = warning.category.__name__ in TELLING
     return by_class or (warning.category is UserWarning and "autopar" in str(warning.message))
-
-
-def _forget_warnings() -> None:
-    """Let warnings that are given once a process be given again for the next case."""
-    if notices := sys.modules.get("autopar.notices"):
-        notices.SAID.clear()
