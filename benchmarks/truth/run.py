@@ -43,6 +43,8 @@ def cases(
     """All cases in turn."""
     for number, recipe, setups in models:
         for setup, ranks in setups:
+            if not SETUPS[setup].suits(recipe):
+                continue
             yield case(number, recipe, setup, ranks)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.truth.model import Recipe, loss_of
+from tests.training import rows_of
 
 STEPS = 3
 
@@ -34,15 +35,24 @@ class Trained:
     gradients: dict[str, float] = field(default_factory=dict)
 
 
-def train(model: nn.Module, recipe: Recipe, noise: float = 0.0) -> Trained:
-    """Train any model; `noise` is relative, on its parameters and floating-point inputs."""
+def train(
+    model: nn.Module, recipe: Recipe, noise: float = 0.0, share: tuple[int, int] = (0, 1)
+) -> Trained:
+    """Train any model.
+
+    Args:
+        model: plain or compiled.
+        recipe: its data and optimizer.
+        noise: relative, on parameters and floating-point inputs.
+        share: rank and number of ranks, if the model is given the rows of a rank alone.
+    """
     with torch.no_grad():
         for parameter in model.parameters() if noise else ():
             parameter.copy_(_shaken(noise)(parameter))
     optimizer = OPTIMIZERS[recipe.optimizer](model.parameters())
     losses, gradients = [], {}
     for step in range(STEPS):
-        args, kwargs = _noisy(recipe.batch(step), noise)
+        args, kwargs = _noisy(batch_of(recipe, step, share), noise)
         loss = loss_of(model(*args, **kwargs))
         loss.backward()
         for name, parameter in model.named_parameters():
@@ -54,6 +64,12 @@ def train(model: nn.Module, recipe: Recipe, noise: float = 0.0) -> Trained:
         losses.append(loss.item())
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     return Trained(losses, {n: t.detach().clone() for n, t in state.items()}, gradients)
+
+
+def batch_of(recipe: Recipe, step: int, share: tuple[int, int]) -> Any:
+    """The batch of a step, or the rows of a rank of it."""
+    batch = recipe.batch(step)
+    return batch if share[1] == 1 else rows_of(batch, *share)
 
 
 def _noisy(batch: Any, noise: float) -> Any:

@@ -15,24 +15,30 @@ from autopar.cost_model.cluster import Cluster
 from benchmarks.truth.model import Recipe
 from benchmarks.truth.outcome import Answer
 from benchmarks.truth.strategies import SETUPS
-from benchmarks.truth.training import Trained, train
+from benchmarks.truth.training import Trained, batch_of, train
+
+TELLING = ("NumericsWarning", "FallbackWarning", "LossyWarning")
+"""Classes of warnings that say that numbers differ; others may say what exactness costs."""
 
 
 def answer(rank: int, world_size: int, recipe: Recipe, setup: str) -> Answer:
     """Train a compiled model and report; errors are part of the report."""
+    given = SETUPS[setup]
+    share = (rank, world_size) if given.is_local else (0, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         logging.disable(logging.CRITICAL)  # torch logs what it raises
         try:
             model = autopar.compile(
                 recipe.make(),
-                strategy=SETUPS[setup].strategy(),
+                strategy=given.strategy(),
+                batch=given.batch,
                 cluster=Cluster.default(world_size, "cpu"),
-                example_inputs=_example(recipe) if recipe.planned_early else None,
+                example_inputs=_example(recipe, share) if recipe.planned_early else None,
                 time_limit_s=None,
             )
             torch.manual_seed(recipe.seed)
-            trained = _whole(train(model, recipe))
+            trained = _whole(train(model, recipe, share=share))
             made = Answer(trained, notes=_notes(model.plan), fell_back=model.plan is None)
         except autopar.AutoparError as error:
             made = Answer(refusal=f"{type(error).__name__}: {error}")
@@ -40,11 +46,11 @@ def answer(rank: int, world_size: int, recipe: Recipe, setup: str) -> Answer:
             made = Answer(crash=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         finally:
             logging.disable(logging.NOTSET)
-    return made._replace(warned=tuple(str(w.message) for w in caught if _is_ours(w)))
+    return made._replace(warned=tuple(str(w.message) for w in caught if _tells(w)))
 
 
-def _example(recipe: Recipe) -> Any:
-    args, kwargs = recipe.batch(step=0)
+def _example(recipe: Recipe, share: tuple[int, int]) -> Any:
+    args, kwargs = batch_of(recipe, 0, share)
     return kwargs or args
 
 
@@ -54,8 +60,10 @@ def _whole(trained: Trained) -> Trained:
 
 
 def _notes(plan: autopar.Plan | None) -> tuple[str, ...]:
-    return () if plan is None else plan.notes
+    return () if plan is None else tuple(map(str, plan.notes))
 
 
-def _is_ours(warning: warnings.WarningMessage) -> bool:
-    return warning.category.__module__.startswith("autopar") or "autopar" in str(warning.message)
+def _tells(warning: warnings.WarningMessage) -> bool:
+    """Whether a warning says that numbers differ, or that autopar does not train."""
+    by_class = warning.category.__name__ in TELLING
+    return by_class or (warning.category is UserWarning and "autopar" in str(warning.message))
