@@ -9,7 +9,7 @@ of call, under the same plan.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,9 +23,7 @@ from autopar.cost_model.measure import measure
 from autopar.errors import CaptureError, FallbackWarning, LossyWarning
 from autopar.graph import TrainingGraph
 from autopar.notices import warn_once
-from autopar.partition import Partition, Ways, in_turn, rows_of, scaled
-from autopar.passes.keep_gathered import ONCE
-from autopar.passes.runner import run_passes
+from autopar.partition import Partition, Ways
 from autopar.plan import Plan, fingerprint
 from autopar.plan_text import compressed
 from autopar.planner.choose_stages import captured_at
@@ -37,11 +35,12 @@ from autopar.planner.partitions import repartition
 from autopar.planner.rescue import on_more_ranks, once, rescued
 from autopar.profiling import Profiler, profiler
 from autopar.runtime.agreement import decided_by_first, same_everywhere, together
+from autopar.runtime.attributes import check_new
 from autopar.runtime.batch import last_part
 from autopar.runtime.fallback import differences, fall_back
 from autopar.runtime.graph_agreement import agree_on_graph, versions
 from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
-from autopar.runtime.module import Captured, DistributedModule, check_new
+from autopar.runtime.module import Captured, DistributedModule
 from autopar.runtime.options import Options
 from autopar.runtime.parameters import (
     check_plain,
@@ -52,9 +51,7 @@ from autopar.runtime.parameters import (
     materialize,
     total_bytes,
 )
-from autopar.runtime.program import with_axes
 from autopar.sketches import sketches
-from autopar.staging import cut
 from autopar.strategy import Strategy
 from autopar.trials import contestants, fastest_of, wanted
 
@@ -338,57 +335,6 @@ def plan(
         return given(on_more_ranks(question, times))
 
     return rescued(question, answer, elsewhere)
-
-
-def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int = 0) -> str:
-    """The program of one rank under a plan: provenance, then a line for every operator."""
-    parameters = describe_parameters(model)
-    plan.check(model, parameters.values(), plan.world_size)
-    backend = "gloo" if device_of(model).type == "cpu" else "nccl"
-    place = plan.place(rank)
-    graph = _capture_under(plan, model, example_inputs, place[plan.axis])
-    planned = {axis: (g, ways) for axis, g, ways in planned_ways(model, example_inputs, plan)}
-
-    def as_planned(axis: str, graph: TrainingGraph) -> Ways:
-        first, ways = planned[axis]
-        return scaled(ways, first, rows_of(first), rows_of(graph))
-
-    turns = in_turn(planned, with_axes(graph, plan), place, as_planned)
-    own = [ways for _, _, ways in turns]
-    if plan.pipeline is None:
-        return str(run_passes(with_axes(graph, plan), plan.passes(rank, backend, ways=own)))
-    stages = cut(graph, plan, rank, own, plan.pipeline.micro_batches).stages
-    passes, zero = plan.stage_passes(rank, backend), dict(plan.stages)
-    once = "; what ZeRO 1 and 2 gather, the first for all" if {*ONCE} & {*zero.values()} else ""
-    return "\n\n".join(
-        f"# stage {stage} of {plan.pipeline.stages}, for each micro-batch{once}\n"
-        f"{run_passes(stages[stage], passes)}"
-        for stage in plan.pipeline.stages_of(place.get("pp", 0))
-    )
-
-
-def planned_ways(
-    model: nn.Module, example_inputs: Any, plan: Plan
-) -> Iterator[tuple[str, TrainingGraph, Ways]]:
-    """Each axis that a plan partitions a model along, the first rank's graph before, its ways."""
-    partitions = {partition.axis: partition for partition in plan.partitions}
-
-    def find(axis: str, graph: TrainingGraph) -> Ways:
-        ways = partitions[axis].ways_of(graph, rows_of(graph))
-        return repartition(graph, partitions[axis]) if ways is None else ways
-
-    graph = with_axes(_capture_under(plan, model, example_inputs, 0), plan)
-    return in_turn(partitions, graph, plan.place(0), find)
-
-
-def _capture_under(
-    plan: Plan, model: nn.Module, example_inputs: Any, data_rank: int
-) -> TrainingGraph:
-    autocast = getattr(torch, plan.precision) if plan.precision else None
-    ranks, batch = plan.data_ranks, plan.batch
-    count = plan.pipeline.micro_batches if plan.pipeline is not None else 1
-    own = model, example_inputs, data_rank, ranks, batch, autocast, None, count
-    return capture_of_rank(*own, local=plan.batch_semantics == "local")
 
 
 def _choose(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.capture import Call, Capture
+from autopar._torch import pytree
+from autopar.call import Call
+from autopar.capture import Capture
 from autopar.errors import CoupledRowsError
 from autopar.graph import TrainingGraph, render_node, user_line
 from autopar.passes.accumulate_micro_batches import AccumulateMicroBatches
@@ -37,13 +39,26 @@ def capture_slice(capture: Captures, call: Call, slices: Slices, *, local: bool 
     if slices.count == 1:
         return capture(call)
     made = capture(call if local else call.with_rows(slices.rows))
-    partition = LocalBatch if local else PartitionBatch
-    graph = run_passes(made.graph, [partition(slices, call.has_rows)])
+
+    def partitioned(own: Slices) -> TrainingGraph:
+        if local:
+            return run_passes(made.graph, [LocalBatch(own, call.has_rows)])
+        kept = tuple(sorted(written_outputs(made)))
+        return run_passes(made.graph, [PartitionBatch(own, call.has_rows, kept)])
+
+    graph = partitioned(slices)
     if slices.in_time:
-        other = replace(slices, index=slices.index ^ 1)
-        check_alike(graph, run_passes(made.graph, [partition(other, call.has_rows)]))
+        check_alike(graph, partitioned(replace(slices, index=slices.index ^ 1)))
         run_passes(graph, [AccumulateMicroBatches()])
     return replace(made, graph=graph, whole=made.graph)
+
+
+def written_outputs(capture: Capture) -> set[int]:
+    """The outputs that every call leaves in the model's attributes."""
+    if not capture.writes:
+        return set()
+    indices = pytree.tree_unflatten(list(range(len(capture.leaves))), capture.structure)[1]
+    return set(pytree.tree_leaves(indices))
 
 
 def check_alike(graph: TrainingGraph, other: TrainingGraph) -> None:

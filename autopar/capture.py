@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,13 +21,15 @@ from torch.fx import traceback as fx_traceback
 
 from autopar import _torch
 from autopar._torch import pytree
+from autopar.call import Call, TensorSpec
 from autopar.containers import flatten, hidden_tensors
 from autopar.contents import Snapshot
 from autopar.effects import Attribute, Effects
-from autopar.errors import AutoparError, CaptureError, ModelError, StrategyError
+from autopar.errors import AutoparError, AutoparWarning, CaptureError, ModelError, StrategyError
 from autopar.expansion import expand
-from autopar.graph import ParameterInfo, TrainingGraph, dense_strides
+from autopar.graph import ParameterInfo, TrainingGraph
 from autopar.joint import Interface, with_roles
+from autopar.notices import warn_once
 from autopar.outside import Variable, outside_of
 from autopar.provenance import Annotate, first_line, user_frame
 from autopar.repeats import Repeats
@@ -41,83 +42,6 @@ from autopar.side_effects import (
     values_of,
     writes_of,
 )
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape, dtype, device and differentiability of a tensor, without its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool = False
-    stride: tuple[int, ...] | None = None
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> TensorSpec:
-        """The spec of a tensor (the whole one, for a DTensor)."""
-        return TensorSpec(
-            tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()
-        )
-
-    def with_rows(self, rows: int) -> TensorSpec:
-        """The spec at another size of dim 0, dims in memory in the same order."""
-        shape = (rows, *self.shape[1:])
-        stride = None if self.stride is None else dense_strides(shape, self.stride)
-        return replace(self, shape=shape, stride=stride)
-
-    def fake(self) -> torch.Tensor:
-        """A new tensor of this spec; inside a fake mode it holds no memory."""
-        stride = self.stride or torch.empty(self.shape, device="meta").stride()
-        return torch.empty_strided(
-            self.shape,
-            stride,
-            dtype=self.dtype,
-            device=self.device,
-            requires_grad=self.requires_grad,
-        )
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the model: its flattened arguments, tensors as specs, the rest as they are.
-
-    Attributes:
-        leaves: flattened arguments; tensors are replaced by `TensorSpec`.
-        structure: how (args, kwargs) unflatten.
-        has_rows: for each leaf, whether dim 0 runs over the rows of the batch.
-    """
-
-    leaves: tuple[Any, ...]
-    structure: Any
-    has_rows: tuple[bool, ...]
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """Where among the leaves the tensors are."""
-        return tuple(i for i, leaf in enumerate(self.leaves) if isinstance(leaf, TensorSpec))
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What tells calls apart, also of arguments that cannot be hashed."""
-        leaves = tuple(x if _hashable(x) else repr(x) for x in self.leaves)
-        return leaves, self.structure, self.has_rows
-
-    def with_rows(self, rows: int) -> Call:
-        """The same call with another number of rows."""
-        leaves = tuple(
-            leaf.with_rows(rows) if split else leaf
-            for leaf, split in zip(self.leaves, self.has_rows, strict=True)
-        )
-        return replace(self, leaves=leaves)
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -200,11 +124,11 @@ def capture(
     with _explained(model), _torch.counting_checkpoints() as checkpoints:
         program, module = _treated(make, Treatment(carried))
     if checkpoints:
-        warnings.warn(
+        warn_once(
+            AutoparWarning,
             f"{type(model).__name__} calls torch.utils.checkpoint, which has no effect in a "
             "captured graph: the plan decides which activations are computed again. Give "
             'autopar.compile memory=, or Strategy(recompute="selective" or "full").',
-            stacklevel=2,
         )
     if _random_state() != random_state:
         raise CaptureError(

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from autopar.batch_slices import capture_slice
-from autopar.capture import Call, Capture, capture
+from autopar.call import Call
+from autopar.capture import Capture, capture
 from autopar.containers import check_seen, flatten
 from autopar.graph import TrainingGraph
 from autopar.runtime.batch import share_of

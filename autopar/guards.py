@@ -9,7 +9,6 @@ only where that fails.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from operator import attrgetter, is_
@@ -24,9 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from autopar.cells import Cells, containers_in, unchanged
 from autopar.contents import HOOKS, MISSING, PLAIN, Place
 from autopar.effects import Attribute
-from autopar.errors import CaptureError, PlanError
+from autopar.errors import AutoparWarning, CaptureError, PlanError
 from autopar.fingerprints import Freezer, Same, member_of, structure_of, type_of
 from autopar.graph import ParameterInfo
+from autopar.notices import warn_once
 from autopar.outside import Variable
 
 MANY = 8
@@ -108,11 +108,11 @@ class Guards:
         self.state = self._known.setdefault(self._values, len(self._known))
         if fresh and len(set(self._known.values())) == MANY:
             changed = sorted(name for name in now if before.get(name, MISSING) != now[name])
-            warnings.warn(
+            warn_once(
+                AutoparWarning,
                 f"{', '.join(changed[:3]) or 'a hook'} of {type(self._model).__name__} changed: it "
                 f"is the {MANY}th Python state that the model is captured for, and each capture "
                 "takes seconds. Keep what changes at every step in a buffer, and fill it in place.",
-                stacklevel=5,
             )
         return True
 

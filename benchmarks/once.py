@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from autopar.capture import Call, Capture, capture
+from autopar.call import Call
+from autopar.capture import Capture, capture
 from autopar.cost_model.update import measure_update
 
 

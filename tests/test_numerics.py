@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.program_text import program_text
 from tests.models import MODELS
 from tests.reference import relative_error, to_dtype
 from tests.training import SGD, Pair, close, fixed, whole_state
@@ -47,9 +48,7 @@ def autocast(rank: int, world_size: int) -> None:
     inside.check_state(2**-6)
     close(whole_state(around.parallel), whole_state(inside.parallel), 1e-5)
     assert inside.parallel.plan.precision == "bfloat16"
-    text = autopar.api.program_text(
-        MODELS["gpt"].make(), args, plan=inside.parallel.plan, rank=rank
-    )
+    text = program_text(MODELS["gpt"].make(), args, plan=inside.parallel.plan, rank=rank)
     assert "bfloat16" in text
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
-from autopar.api import planned_ways, program_text
 from autopar.commands.option_types import rank
 from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import load
@@ -23,6 +22,7 @@ from autopar.plan import Plan
 from autopar.planner.placement_text import placement_tables
 from autopar.planner.prices import Prices
 from autopar.printable import printable
+from autopar.program_text import planned_ways, program_text
 from autopar.runtime.parameters import describe_parameters, device_of
 
 _WIDTH = 160

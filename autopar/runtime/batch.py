@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar._torch import pytree
-from autopar.capture import Call, TensorSpec
+from autopar.call import Call, TensorSpec
 from autopar.containers import flatten
 from autopar.errors import BatchError, DisagreementError
 from autopar.passes.data_parallel.slices import Slices

@@ -15,14 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
-from autopar.capture import Capture, TensorSpec
+from autopar.call import TensorSpec
+from autopar.capture import Capture
 from autopar.containers import check_seen, flatten
-from autopar.errors import CaptureError, StrategyError
+from autopar.errors import CaptureError
 from autopar.graph import (
     ParameterInfo,
 )
 from autopar.plan import Plan
 from autopar.runtime.agreement import together
+from autopar.runtime.attributes import ModelAttributes
 from autopar.runtime.batch import Share, share_of
 from autopar.runtime.blame import check_runs
 from autopar.runtime.calls import MakeWays
@@ -41,7 +43,7 @@ from autopar.runtime.parameters import (
 )
 from autopar.runtime.pipes import Pipes
 from autopar.runtime.protocol import CallState, Protocol
-from autopar.runtime.random import RandomStream
+from autopar.runtime.random import stream_of
 from autopar.runtime.replicas import Replicas, compare
 from autopar.runtime.setting import Setting
 from autopar.runtime.states import KEY, States
@@ -58,7 +60,7 @@ CheckCall = Callable[["DistributedModule", list[Any], Any], None]
 """Looks at the module and the flattened arguments of a call before it runs, or raises."""
 
 
-class DistributedModule(nn.Module):
+class DistributedModule(ModelAttributes):
     """A model that runs its share of every call under a plan.
 
     It has the parameters, buffers, submodules, names and attributes of the model it was made
@@ -93,7 +95,7 @@ class DistributedModule(nn.Module):
         self._hold = False
         self._states_to_come: Mapping[str, Any] | None = None
         self.before_training: CheckCall | None = None
-        infos, stream = dict(parameters), _stream(options, device)
+        infos, stream = dict(parameters), stream_of(options, device)
         self._setting = Setting(model, infos, device, options, stream, make_ways)
         self._protocol = Protocol.of(model)
         self._runner: Whole | Pipes | None = None
@@ -317,47 +319,6 @@ class DistributedModule(nn.Module):
         own = list(self.parameters())
         return clip_grad_norm(own, max_norm, norm_type, error_if_nonfinite, foreach, like, group)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_wrapped":
-                raise
-            value = getattr(self._wrapped[0], name)
-            # models of transformers answer with the device of their first parameter
-            is_meta = isinstance(value, torch.device) and value.type == "meta"
-            return self._device if is_meta else value
-
-    def __copy__(self) -> DistributedModule:
-        made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to be pickled: what it holds of process groups and programs cannot travel.
-
-        Raises:
-            StrategyError: always.
-        """
-        raise StrategyError(
-            "a compiled model cannot be pickled, by torch.save or otherwise. Save "
-            "model.state_dict(), with torch.save or torch.distributed.checkpoint, and load it into "
-            "a model that was compiled again."
-        )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the model, unless it is one of this module's own."""
-        if name in OWN or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self._wrapped[0], name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in OWN:
-            super().__delattr__(name)
-        else:
-            delattr(self._wrapped[0], name)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """A copy with its own parameters under the same plan, such as an average of weights."""
         made = memo[id(self)] = type(self).__new__(type(self))
@@ -415,7 +376,7 @@ class DistributedModule(nn.Module):
         options = replace(self._options, tensor_ranks=tensor_ranks, pipeline_ranks=pipeline_ranks)
         if options != self._options:
             self._options = self._setting.options = options
-            self._setting.random = _stream(options, self._device)
+            self._setting.random = stream_of(options, self._device)
 
     def _new_runner(self) -> Whole | Pipes | None:
         if self.plan is None:
@@ -481,39 +442,5 @@ class DistributedModule(nn.Module):
             result, leaves, share, mode=options.batch, ranks=options.ranks, device=self._device
         )
 
-
-def check_new(model: nn.Module) -> None:
-    """Raises StrategyError if a model, or a module in it, was compiled by autopar before."""
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedModule):
-            where = f"its submodule {name}" if name else "this model"
-            raise StrategyError(
-                f"{where} was compiled by autopar.compile before: compile the plain model once."
-            )
-
-
-def _stream(options: Options, device: torch.device) -> RandomStream:
-    """The random numbers of this rank's rows and stage."""
-    models = options.ranks // options.tensor_ranks
-    own = rank() // options.tensor_ranks if options.ranks > 1 else 0
-    return RandomStream(own, models, device, shared=options.tensor_ranks > 1)
-
-
-OWN = {
-    *vars(nn.Module()),
-    "_wrapped",
-    "_device",
-    "_options",
-    "_make_plan",
-    "_make_fallback",
-    "_fallback",
-    "plan",
-    "mesh",
-    "_hold",
-    "_states_to_come",
-    "_setting",
-    "_runner",
-}
-"""Attributes of the module itself; all others are the model's."""
 
 SHARED = {"plan", "mesh", "_device", "_options", "_make_plan", "_make_fallback"}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.capture import TensorSpec
+from autopar.call import TensorSpec
 from autopar.errors import AutoparError, BatchError
 from autopar.runtime.batch import PLAIN, Share, checksum
 from autopar.runtime.channel import Channel, Entry, channel

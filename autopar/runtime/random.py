@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from autopar.runtime.agreement import decided_by_first
+from autopar.runtime.groups import rank
+from autopar.runtime.options import Options
 
 
 class RandomStream:
@@ -83,3 +85,10 @@ class RandomStream:
             torch.cuda.set_rng_state(state, self.device)
         else:
             torch.set_rng_state(state)
+
+
+def stream_of(options: Options, device: torch.device) -> RandomStream:
+    """The random numbers of this rank's rows and stage."""
+    models = options.ranks // options.tensor_ranks
+    own = rank() // options.tensor_ranks if options.ranks > 1 else 0
+    return RandomStream(own, models, device, shared=options.tensor_ranks > 1)

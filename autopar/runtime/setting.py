@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import laid_as
 from autopar.batch_slices import capture_slice
-from autopar.capture import Call, Capture, capture
+from autopar.call import Call
+from autopar.capture import Capture, capture
 from autopar.graph import Input, Parameter, ParameterInfo
 from autopar.guards import Guards
 from autopar.plan import Plan

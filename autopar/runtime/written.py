@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch import nn
 
 from autopar._torch import pytree
 from autopar.capture import Capture
+from autopar.errors import NumericsWarning
 from autopar.graph import Output
+from autopar.notices import warn_once
 
 
 def result_of(capture: Capture, leaves: list[Any], model: nn.Module) -> Any:
@@ -31,8 +32,8 @@ def tell_parts(capture: Capture, model: nn.Module) -> None:
     for write, own in zip(capture.writes, indices, strict=True):
         nodes = (roles.get(Output(index)) for index in pytree.tree_leaves(own))
         if any(any(node.meta.get("rows", ())) for node in nodes if node is not None):
-            warnings.warn(
+            warn_once(
+                NumericsWarning,
                 f"{write.place} of {type(model).__name__} gets this rank's rows at every call; on "
                 "one device it would get those of the whole batch. Return it instead.",
-                stacklevel=2,
             )

@@ -55,15 +55,17 @@ class PartitionBatch:
     Attributes:
         slices: of the batch, and which of them this is.
         has_rows: for each flattened argument, whether its dim 0 runs over the rows.
+        kept: outputs that stay in the model, so that every rank needs all rows of them.
     """
 
     slices: Slices
     has_rows: tuple[bool, ...]
+    kept: tuple[int, ...] = ()
     tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to `graph`, which stays as it is."""
-        placements = propagate(graph, self.slices, self.has_rows)
+        placements = propagate(graph, self.slices, self.has_rows, self.kept)
         return PassResult(_BatchPartitioner(graph, self.slices, placements).run())
 
 

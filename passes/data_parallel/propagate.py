@@ -63,22 +63,31 @@ class Placements:
     drawn: frozenset[str] = frozenset()
 
 
-def propagate(graph: TrainingGraph, slices: Slices, has_rows: Sequence[bool]) -> Placements:
+def propagate(
+    graph: TrainingGraph, slices: Slices, has_rows: Sequence[bool], kept: Sequence[int] = ()
+) -> Placements:
     """Placements of every value of a graph captured at the whole batch.
 
     Args:
         graph: forward and backward of the whole batch.
         slices: of the batch.
         has_rows: for each flattened argument, whether its dim 0 runs over the rows.
+        kept: outputs that are returned whole.
     """
-    return _Propagation(graph, slices, has_rows).run()
+    return _Propagation(graph, slices, has_rows, kept).run()
 
 
 class _Propagation:
     """One walk over the graph in execution order."""
 
-    def __init__(self, graph: TrainingGraph, slices: Slices, has_rows: Sequence[bool]) -> None:
-        self.graph, self.slices, self.has_rows = graph, slices, has_rows
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        slices: Slices,
+        has_rows: Sequence[bool],
+        kept: Sequence[int],
+    ) -> None:
+        self.graph, self.slices, self.has_rows, self.kept = graph, slices, has_rows, kept
         self.at: dict[Value, Placement] = {}
         self.moved: dict[Value, set[Placement]] = {}
         self.ways: dict[str, Way] = {}
@@ -128,7 +137,8 @@ class _Propagation:
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
             if isinstance(role, Output) and node is not None:
                 placement = self.at[value_of(node)]
-                found[role.index] = placement if isinstance(placement, Shard) else WHOLE
+                has_rows = isinstance(placement, Shard) and role.index not in self.kept
+                found[role.index] = placement if has_rows else WHOLE
             elif isinstance(role, Update) and node is not None and value_of(node) in self.at:
                 self.moved.setdefault(value_of(node), set()).add(WHOLE)
         return found

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.batch_slices import capture_slice
-from autopar.capture import Call, Capture, capture
+from autopar.call import Call
+from autopar.capture import Capture, capture
 from autopar.graph import (
     BatchIndex,
     Buffer,

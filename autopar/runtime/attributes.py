@@ -1,0 +1,92 @@
+"""`ModelAttributes`: a module that answers for the model it was made from."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from autopar.errors import StrategyError
+
+OWN = {
+    *vars(nn.Module()),
+    "_wrapped",
+    "_device",
+    "_options",
+    "_make_plan",
+    "_make_fallback",
+    "_fallback",
+    "plan",
+    "mesh",
+    "_hold",
+    "_states_to_come",
+    "_setting",
+    "_protocol",
+    "before_training",
+    "_runner",
+}
+"""Attributes of the module itself; all others are the model's."""
+
+
+class ModelAttributes(nn.Module):
+    """A module whose attributes, but for its own, are those of the model that it runs.
+
+    Attributes:
+        _wrapped: the model, in a tuple, so that it is no submodule.
+        _device: device of tensors.
+    """
+
+    _wrapped: tuple[nn.Module, ...]
+    _device: torch.device
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_wrapped":
+                raise
+            value = getattr(self._wrapped[0], name)
+            # models of transformers answer with the device of their first parameter
+            is_meta = isinstance(value, torch.device) and value.type == "meta"
+            return self._device if is_meta else value
+
+    def __copy__(self) -> Self:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled: what it holds of process groups and programs cannot travel.
+
+        Raises:
+            StrategyError: always.
+        """
+        raise StrategyError(
+            "a compiled model cannot be pickled, by torch.save or otherwise. Save "
+            "model.state_dict(), with torch.save or torch.distributed.checkpoint, and load it into "
+            "a model that was compiled again."
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the model, unless it is one of this module's own."""
+        if name in OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._wrapped[0], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in OWN:
+            super().__delattr__(name)
+        else:
+            delattr(self._wrapped[0], name)
+
+
+def check_new(model: nn.Module) -> None:
+    """Raises StrategyError if a model, or a module in it, was compiled by autopar before."""
+    for name, module in model.named_modules():
+        if isinstance(module, ModelAttributes):
+            where = f"its submodule {name}" if name else "this model"
+            raise StrategyError(
+                f"{where} was compiled by autopar.compile before: compile the plain model once."
+            )
