@@ -48,7 +48,7 @@ PYTHON_STATE = {
     "autopar.side_effects",
 }
 PLAN_AND_CAPTURE = (
-    PLAN | TRACING | PYTHON_STATE | {"autopar.batch_slices", "autopar.capture", "autopar.staging"}
+    PLAN | TRACING | PYTHON_STATE | {"autopar.batch_slices", "autopar.call", "autopar.capture", "autopar.staging"}
 )
 
 MAY_IMPORT = {
@@ -60,8 +60,9 @@ MAY_IMPORT = {
     "autopar.repeats": GROUND,
     "autopar.expansion": GROUND | {"autopar.repeats"},
     **dict.fromkeys(PYTHON_STATE, GROUND | PYTHON_STATE | {"autopar.provenance"}),
-    "autopar.capture": GROUND | TRACING | PYTHON_STATE | {"autopar.capture"},
-    "autopar.batch_slices": PASSES | {"autopar.capture"},
+    "autopar.call": GROUND,
+    "autopar.capture": GROUND | TRACING | PYTHON_STATE | {"autopar.call", "autopar.capture"},
+    "autopar.batch_slices": PASSES | {"autopar.call", "autopar.capture"},
     "autopar.partition": PASSES,
     "autopar.pipeline": GROUND,
     "autopar.picture": COST_MODEL,

@@ -66,11 +66,13 @@ def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None
     graph = run_passes(two_layers().graph(0), passes)
     assert graph.history == (
         "captured from TwoLayers",
-        "synchronize_statistics(axis='dp', batch_semantics='global', agree=True)",
+        "partition_batch(slices=Slices(count=2, index=0, rows=4, in_time=False), "
+        "has_rows=(True,), kept=())",
+        "assign_batch_axis(axis='dp', agree=True)",
         "shard_parameters(axis='dp', rank=1, stages=(('blocks.0', 0), ('blocks.1', 0))): declined, "
         "every block is stage 0: parameters stay whole",
     )
-    assert str(graph).startswith("# captured from TwoLayers\n# synchronize_statistics(")
+    assert str(graph).startswith("# captured from TwoLayers\n# partition_batch(")
 
 
 def test_passes_print_their_options() -> None:
@@ -93,7 +95,7 @@ def test_observers_see_every_pass() -> None:
         [AssignBatchAxis(AXIS), SynchronizeGradients(AXIS, 0)],
         lambda name, graph, seconds: seen.append((name, len(graph.history), seconds >= 0)),
     )
-    assert seen == [("synchronize_statistics", 2, True), ("synchronize_gradients", 3, True)]
+    assert seen == [("assign_batch_axis", 3, True), ("synchronize_gradients", 4, True)]
 
 
 def test_a_failing_pass_leaves_a_reproducer() -> None:
@@ -103,14 +105,14 @@ def test_a_failing_pass_leaves_a_reproducer() -> None:
     with pytest.raises(PassError, match="on purpose") as error:
         run_passes(two_layers().graph(0), [AssignBatchAxis(AXIS), Change(fail)])
     assert isinstance(error.value.__cause__, ZeroDivisionError)
-    assert "passes before it: synchronize_statistics;" in str(error.value)
+    assert "passes before it: assign_batch_axis;" in str(error.value)
     (path,) = re.findall(r"pipeline are in (\S+)", str(error.value))
     assert Path(path).parent == Path(os.environ["AUTOPAR_REPRODUCERS"])  # gone with the session
     lines = Path(path).read_text().splitlines()
-    assert lines[0].startswith("#    synchronize_statistics(axis='dp'")
+    assert lines[0].startswith("#    assign_batch_axis(axis='dp'")
     assert lines[1].startswith("# -> change(does=")
     assert "# captured from TwoLayers" in lines
-    assert any("start_all_reduce([%mul_tensor], dp)" in line for line in lines)
+    assert any("start_all_reduce([%div_scalar], dp)" in line for line in lines)
 
 
 # -- legality ----------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ def test_a_sum_too_many() -> None:
     """All-reducing what is whole already would count it once a rank."""
 
     def twice(graph: TrainingGraph) -> None:
-        (start,) = [s for s in starts(graph) if s.args[0] == [node(graph, "mul_tensor")]]
+        (start,) = [s for s in starts(graph) if s.args[0] == [node(graph, "div_scalar")]]
         done = wait_of(start)
         (result,) = done.users
         graph.graph.inserting_before(graph.backward_start)
@@ -147,7 +149,7 @@ def test_a_sum_too_many() -> None:
 def test_a_missing_wait() -> None:
     def forget(graph: TrainingGraph) -> None:
         graph.graph.inserting_before(graph.backward_start)
-        call(graph.graph, node(graph, "mean"), start_all_reduce, [node(graph, "mean")], AXIS)
+        call(graph.graph, node(graph, "mean_default"), start_all_reduce, [node(graph, "mean_default")], AXIS)
 
     assert "has 0 waits instead of one" in fails(statistics(), forget)
 
@@ -171,18 +173,18 @@ def test_a_lowered_collective_is_waited_for_once(waits: int) -> None:
 
 def test_a_returned_value_that_differs_between_ranks() -> None:
     def return_own(graph: TrainingGraph) -> TrainingGraph:
-        return graph.with_results({Output(0): node(graph, "mean")})
+        return graph.with_results({Output(0): node(graph, "mean_default")})
 
     message = fails(statistics(), return_own)
-    assert "mean is returned without rows, but differs between ranks" in message
+    assert "mean_default is returned without rows, but differs between ranks" in message
 
 
 def test_a_returned_part_of_a_sum() -> None:
     def return_part(graph: TrainingGraph) -> TrainingGraph:
-        return graph.with_results({Output(0): node(graph, "mul_tensor")})
+        return graph.with_results({Output(0): node(graph, "div_scalar")})
 
     message = fails(statistics(), return_part)
-    assert "mul_tensor is returned, but holds only this rank's part of a sum" in message
+    assert "div_scalar is returned, but holds only this rank's part of a sum" in message
 
 
 def test_forward_behind_the_backward() -> None:
