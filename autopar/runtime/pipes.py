@@ -133,9 +133,10 @@ class Pipes:
         return gcd(planned, rows) if rows < self.plan.pipeline.rows else planned
 
     def _call(self, shares: list[Share], hold: bool) -> Call:
-        inside = self.setting.inside
+        pipe = self._pipe(shares[0], len(shares), hold)
+        inside = self.setting.inside  # a capture may add to what it holds
         return Call(
-            self._pipe(shares[0], len(shares), hold),
+            pipe,
             shares,
             {n: local(p).detach() for n, p in inside.parameters.items() if not is_elsewhere(p)},
             inside.buffers(),
