@@ -132,6 +132,7 @@ def _sent(item: Traffic, x: Scale, y: Scale) -> list[Markup]:
     for nbytes, times, each in sorted(item.sent, key=lambda row: -row[1] * row[2]):
         said = f"{times} × {human_bytes(nbytes)}, {seconds_text(each)} each"
         radius = 3.0 + 7.0 * math.sqrt(times * each / total)
-        at = {"cx": round(x(nbytes), 1), "cy": round(y(nbytes / each), 1), "r": round(radius, 1)}
+        rate = nbytes / each if each > 0 else 0.0
+        at = {"cx": round(x(nbytes), 1), "cy": round(y(rate), 1), "r": round(radius, 1)}
         found.append(tag("circle", tag("title", said), class_="sent", **at))
     return found
