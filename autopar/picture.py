@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.documents import Amount, Count, Positive, Seconds
+from autopar.documents import Amount, Count, Duration, Positive, Seconds
 
 MOST_POINTS = 512
 """Of a memory curve: more than a page has pixels for."""
@@ -33,8 +33,8 @@ class Traffic:
     groups: str
     dtype: str
     provenance: str
-    measured: tuple[tuple[Positive, Seconds], ...] = ()
-    modelled: tuple[tuple[Positive, Seconds, Amount], ...] = ()
+    measured: tuple[tuple[Positive, Duration], ...] = ()
+    modelled: tuple[tuple[Positive, Duration, Amount], ...] = ()
     sent: tuple[tuple[Count, Count, Seconds], ...] = ()
 
 

@@ -441,13 +441,15 @@ FREE = {"graph"}  # networkx's own, of any content
 
 
 def places(document: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """Every place in a document, of a list only the first element."""
+    """Every place in a document; of a list of lists or objects only the first of them."""
     if path:
         yield path, document
     if path and path[-1] in FREE:
         return
     items = document.items() if isinstance(document, dict) else ()
-    items = enumerate(document[:1]) if isinstance(document, list) else items
+    if isinstance(document, list):
+        nested = document[:1] and isinstance(document[0], (dict, list))
+        items = enumerate(document[: 1 if nested else 6])
     for key, value in items:
         yield from places(value, (*path, key))
 

@@ -61,7 +61,7 @@ class Side:
     waits: Mapping[str, Seconds]
     outside_s: float
     events: tuple[Event, ...]
-    memory: tuple[tuple[float, int], ...] = ()
+    memory: tuple[tuple[float, Count], ...] = ()
 
     @property
     def waiting_s(self) -> float:

@@ -75,7 +75,7 @@ def _figure(item: Traffic) -> Markup:
 
 def _chart(item: Traffic, name: str) -> Markup:
     points = [(n, n / s) for n, s, _ in item.modelled] + [(n, n / s) for n, s in item.measured]
-    points += [(n, n / s) for n, _, s in item.sent]
+    points += [(max(n, 1), max(n, 1) / s) for n, _, s in item.sent if s > 0]
     x = _scale([n for n, _ in points], _LEFT, _WIDE - 10)
     y = _scale([rate for _, rate in points], _TALL - _LOW, 12)
     return tag(
@@ -93,7 +93,7 @@ def _chart(item: Traffic, name: str) -> Markup:
 
 def _scale(values: Sequence[float], low: float, high: float) -> Scale:
     """A logarithmic scale with some room at its ends."""
-    least, most = (math.log(max(end, 1e-9)) for end in (min(values), max(values)))
+    least, most = math.log(min(values)), math.log(max(values))
     room = max(0.03 * (most - least), 0.2)
     least, span = least - room, most - least + 2 * room
     return lambda value: low + (math.log(max(value, 1e-9)) - least) / span * (high - low)
@@ -132,6 +132,7 @@ def _sent(item: Traffic, x: Scale, y: Scale) -> list[Markup]:
     for nbytes, times, each in sorted(item.sent, key=lambda row: -row[1] * row[2]):
         said = f"{times} × {human_bytes(nbytes)}, {seconds_text(each)} each"
         radius = 3.0 + 7.0 * math.sqrt(times * each / total)
-        at = {"cx": round(x(nbytes), 1), "cy": round(y(nbytes / each), 1), "r": round(radius, 1)}
+        rate = nbytes / each if each > 0 else 0.0
+        at = {"cx": round(x(nbytes), 1), "cy": round(y(rate), 1), "r": round(radius, 1)}
         found.append(tag("circle", tag("title", said), class_="sent", **at))
     return found
