@@ -70,7 +70,9 @@ def unread_masks() -> Iterator[None]:
     """
     from torch.nn.modules import transformer
 
-    def is_causal_by_hint(mask: Tensor | None, is_causal: bool | None = None, *_: object) -> bool:
+    def is_causal_by_hint(
+        mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+    ) -> bool:
         return is_causal is True
 
     before = transformer._detect_is_causal_mask
