@@ -1,4 +1,4 @@
-"""A Conformer block, its batch norm between two transpositions, trains as on one device."""
+"""A Conformer block, and a batch norm between two transpositions, train as on one device."""
 
 import pytest
 import torch
