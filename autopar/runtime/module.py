@@ -399,6 +399,7 @@ class DistributedModule(nn.Module):
             # ranks that bring the same rows count alike: means stay what they are
             self._options = replace(self._options, tensor_ranks=1, pipeline_ranks=1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
+            self._setting.look_again()
 
     def _share(self, leaves: list[Any], structure: Any, options: Options | None = None) -> Share:
         options = options or self._options
