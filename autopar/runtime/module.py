@@ -412,6 +412,7 @@ class DistributedModule(ModelAttributes):
             # ranks that bring the same rows count alike: means stay what they are
             self._options = replace(self._options, tensor_ranks=1, pipeline_ranks=1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
+            self._setting.look_again()
 
     def _check_runs(self, leaves: list[Any], structure: Any, reason: CaptureError) -> None:
         """Raises ModelError, on every rank, if the plain model fails at this call."""
