@@ -48,7 +48,10 @@ PYTHON_STATE = {
     "autopar.side_effects",
 }
 PLAN_AND_CAPTURE = (
-    PLAN | TRACING | PYTHON_STATE | {"autopar.batch_slices", "autopar.call", "autopar.capture", "autopar.staging"}
+    PLAN
+    | TRACING
+    | PYTHON_STATE
+    | {"autopar.batch_slices", "autopar.call", "autopar.capture", "autopar.staging"}
 )
 
 MAY_IMPORT = {

@@ -149,7 +149,13 @@ def test_a_sum_too_many() -> None:
 def test_a_missing_wait() -> None:
     def forget(graph: TrainingGraph) -> None:
         graph.graph.inserting_before(graph.backward_start)
-        call(graph.graph, node(graph, "mean_default"), start_all_reduce, [node(graph, "mean_default")], AXIS)
+        call(
+            graph.graph,
+            node(graph, "mean_default"),
+            start_all_reduce,
+            [node(graph, "mean_default")],
+            AXIS,
+        )
 
     assert "has 0 waits instead of one" in fails(statistics(), forget)
 
