@@ -45,7 +45,7 @@ def test_members_of_a_bucket_travel_together() -> None:
         collectives(after),
         """\
 start_all_gather_2: [3,4] [2,3] R = start_all_gather([blocks.0.weight, blocks.1.weight], [3, 2], dp)
-start_all_reduce_2: [4] [] R = start_all_reduce([evidence, mul_tensor], dp)
+start_all_reduce_2: [4] [] R = start_all_reduce([evidence, div_scalar], dp)
 start_reduce_scatter_2: [1,3] [2,4] S(0) = start_reduce_scatter([t_5, t_8], [1, 2], dp)""",
     )
     order = [n.name for n in after.calls()]
