@@ -19,6 +19,7 @@ from autopar.graph import (
     Parameter,
     TrainingGraph,
     Value,
+    dense_strides,
     elements,
     operands,
     tensors,
@@ -282,7 +283,31 @@ class Partitioner:
             if key not in self.converted:
                 self.converted[key] = self.convert(step, node, value.tensor.shape, reader)
             node = self.converted[key]
+        if conversion:
+            node = self.converted[value, wanted] = self.laid_as(node, value.tensor, reader)
         return node
+
+    def laid_as(self, node: fx.Node, whole: torch.Tensor, reader: fx.Node) -> fx.Node:
+        """What was redistributed, its dims in memory in the order of those of the whole.
+
+        Some kernels read wrong numbers where operands differ in memory format.
+        """
+        own = tensors(node)[0]
+        wanted = dense_strides(own.shape, whole.stride())
+        if same_layout(own, wanted):
+            return node
+        order = sorted(range(own.dim()), key=lambda dim: (-wanted[dim], dim))
+        back = [order.index(dim) for dim in range(own.dim())]
+        made = call(self.new, reader, aten.permute.default, node, order)
+        made = call(self.new, reader, aten.clone.default, made, memory_format=_CONTIGUOUS)
+        made = call(self.new, reader, aten.permute.default, made, back)
+        if "rows" in node.meta:
+            (rows,) = node.meta["rows"]
+            moved = tuple(order.index(dim) for dim in rows)
+            for copy in (made.args[0], made.args[0].args[0]):  # type: ignore[union-attr]
+                copy.meta["rows"] = (moved,)  # type: ignore[union-attr]
+            made.meta["rows"] = (rows,)
+        return made
 
     def convert(self, step: Step, node: fx.Node, whole: Sequence[int], reader: fx.Node) -> fx.Node:
         """Writes one step of a conversion of a tensor of some shape for a reader."""
@@ -333,6 +358,15 @@ class Partitioner:
 
     def keep(self, node: fx.Node, placement: Placement, copy: fx.Node) -> None:
         self.made[Value(node)] = (copy, placement)
+
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+def same_layout(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor has these strides where they matter; those of expanded dims never do."""
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return tensor.numel() == 0 or all(n < 2 or not s or have == s for n, have, s in pairs)
 
 
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
