@@ -201,9 +201,16 @@ class Partitioner:
             read = [n.meta["rows"][0] for n in operands(node)]
             twice = doubled_operator(operator, way, read, node.meta["rows"])
             mark_rows(self.since(end), shards, lambda g, x: emit(g, node, *twice, x))
+        self.inherit(end, node)
         for index, result in enumerate(made):
             if result is not None:
                 self.made[Value(node, index)] = (result, way.results[index])
+
+    def inherit(self, end: fx.Node, source: fx.Node) -> None:
+        """Types what was written since a node: along the data axis it lies as its source does."""
+        if "placement" in source.meta:
+            for node in self.since(end):
+                node.meta.setdefault("placement", source.meta["placement"])
 
     @property
     def last(self) -> fx.Node:
@@ -269,7 +276,7 @@ class Partitioner:
             return local
         contiguous = torch.contiguous_format
         copy = call(self.new, node, aten.clone.default, source, memory_format=contiguous)
-        copy.meta |= {k: source.meta[k] for k in ("rows",) if k in source.meta}
+        copy.meta |= {k: source.meta[k] for k in ("rows", "placement") if k in source.meta}
         return replace(local, args=(copy, shape, *rest))
 
     def operand(self, value: Value, wanted: Placement, reader: fx.Node) -> fx.Node:
@@ -307,6 +314,9 @@ class Partitioner:
             for copy in (made.args[0], made.args[0].args[0]):  # type: ignore[union-attr]
                 copy.meta["rows"] = (moved,)  # type: ignore[union-attr]
             made.meta["rows"] = (rows,)
+        if "placement" in node.meta:
+            for copy in (made.args[0], made.args[0].args[0], made):  # type: ignore[union-attr]
+                copy.meta["placement"] = node.meta["placement"]  # type: ignore[union-attr]
         return made
 
     def convert(self, step: Step, node: fx.Node, whole: Sequence[int], reader: fx.Node) -> fx.Node:
@@ -314,6 +324,7 @@ class Partitioner:
         place = (self.ranks, self.rank, self.axis)
         end = self.last
         result = Emission(self.new, reader, *place).emit(step, node, whole)
+        self.inherit(end, node)
         if "rows" in reader.meta:
             (rows,) = node.meta["rows"]
             twice = replace(

@@ -71,7 +71,7 @@ def described(operator: Operator) -> str:
 
 
 def _facts() -> Mapping[str, str]:
-    return {"torch": torch.__version__, "schema": "3"}
+    return {"torch": torch.__version__, "schema": "4"}
 
 
 def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields: Any) -> Loop:

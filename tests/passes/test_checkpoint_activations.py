@@ -39,11 +39,11 @@ def test_full_recomputes_what_a_block_computes() -> None:
     assert_expected_inline(
         changes(graph, checkpointed(graph, "full")),
         """\
-+ tanh_1: [2,3] = tanh(mm)
-~ mm_2: [2,3] = mm(t_2, tanh_1)
-+ t_9: [3,2] = t(blocks.1.weight)
-~ t_4: [2,3] = t(t_9)
-~ tanh_backward: [2,3] = tanh_backward(mm_3, tanh_1)""",
++ tanh_1: [2,3] V = tanh(mm)
+~ mm_2: [2,3] P(sum) = mm(t_2, tanh_1)
++ t_9: [3,2] R = t(blocks.1.weight)
+~ t_4: [2,3] R = t(t_9)
+~ tanh_backward: [2,3] V = tanh_backward(mm_3, tanh_1)""",
     )
 
 

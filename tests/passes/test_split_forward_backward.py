@@ -30,41 +30,45 @@ def test_backward_takes_what_the_forward_saves() -> None:
     assert_expected_inline(
         text(split.forward),
         """\
-blocks.0.weight: [3,4]
-blocks.1.weight: [2,3]
-in0: [2,4]
-t: [4,3] = t(blocks.0.weight)
-mm: [2,3] = mm(in0, t)
-tanh: [2,3] = tanh(mm)
-t_1: [3,2] = t(blocks.1.weight)
-mm_1: [2,2] = mm(tanh, t_1)
-pow_1: [2,2] = pow(mm_1, 2)
-mean: [] = mean(pow_1)""",
+blocks.0.weight: [3,4] R
+blocks.1.weight: [2,3] R
+in0: [2,4] V
+t: [4,3] R = t(blocks.0.weight)
+mm: [2,3] V = mm(in0, t)
+tanh: [2,3] V = tanh(mm)
+t_1: [3,2] R = t(blocks.1.weight)
+mm_1: [2,2] V = mm(tanh, t_1)
+pow_1: [2,2] V = pow(mm_1, 2)
+mean_default: [] V = mean(pow_1)
+div_scalar: [] P(sum) = div(mean_default, 2.0)
+start_all_reduce: [] R = start_all_reduce([div_scalar], batch)
+wait: [] R = wait(start_all_reduce)
+getitem: [] R = getitem(wait, 0)""",
     )
     assert_expected_inline(
         text(split.backward),
         """\
-saved mm_1: [2,2]
-saved tanh: [2,3]
-saved t_1: [3,2]
-saved primals_3: [2,4]
-tangent0: []
-expand: [2,2] = expand(tangent0, [2, 2])
-div: [2,2] = div(expand, 4)
-pow_2: [2,2] = pow(saved mm_1, 1.0)
-mul: [2,2] = mul(pow_2, 2.0)
-mul_1: [2,2] = mul(div, mul)
-t_2: [2,2] = t(mul_1)
-mm_2: [2,3] = mm(t_2, saved tanh)
-t_3: [3,2] = t(mm_2)
-t_4: [2,3] = t(saved t_1)
-mm_3: [2,3] = mm(mul_1, t_4)
-t_5: [2,3] = t(t_3)
-tanh_backward: [2,3] = tanh_backward(mm_3, saved tanh)
-t_6: [3,2] = t(tanh_backward)
-mm_4: [3,4] = mm(t_6, saved primals_3)
-t_7: [4,3] = t(mm_4)
-t_8: [3,4] = t(t_7)""",
+saved mm_1: [2,2] V
+saved tanh: [2,3] V
+saved t_1: [3,2] R
+saved primals_3: [2,4] V
+tangent0: [] R
+expand: [2,2] V = expand(tangent0, [2, 2])
+div: [2,2] V = div(expand, 8)
+pow_2: [2,2] V = pow(saved mm_1, 1.0)
+mul: [2,2] V = mul(pow_2, 2.0)
+mul_1: [2,2] V = mul(div, mul)
+t_2: [2,2] V = t(mul_1)
+mm_2: [2,3] P(sum) = mm(t_2, saved tanh)
+t_3: [3,2] P(sum) = t(mm_2)
+t_4: [2,3] R = t(saved t_1)
+mm_3: [2,3] V = mm(mul_1, t_4)
+t_5: [2,3] P(sum) = t(t_3)
+tanh_backward: [2,3] V = tanh_backward(mm_3, saved tanh)
+t_6: [3,2] V = t(tanh_backward)
+mm_4: [3,4] P(sum) = mm(t_6, saved primals_3)
+t_7: [4,3] P(sum) = t(mm_4)
+t_8: [3,4] P(sum) = t(t_7)""",
     )
     assert split.forward.outputs[1:] == split.backward.inputs[:-1]
 
