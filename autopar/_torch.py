@@ -86,6 +86,26 @@ def unread_masks() -> Iterator[None]:
         transformer._detect_is_causal_mask = before
 
 
+def decomposition(target: OpOverload) -> Callable[..., Any] | None:
+    """The operator in terms of others, which check their operands; None if there is none."""
+    return torch._decomp.decomposition_table.get(target)
+
+
+@contextlib.contextmanager
+def unordered_checks() -> Iterator[None]:
+    """Keeps torch from threading a token through the checks of linear algebra while tracing."""
+    entry = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors")
+    holder = getattr(entry, "effect", None)
+    if holder is None:
+        yield
+        return
+    before, holder._effect = holder._effect, None
+    try:
+        yield
+    finally:
+        holder._effect = before
+
+
 @contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
     """Keeps torch from logging the traceback of every operator that fails on fake tensors."""
@@ -185,6 +205,7 @@ __all__ = [
     "compiling",
     "copied_graph",
     "counting_checkpoints",
+    "decomposition",
     "default_partition",
     "default_store",
     "format_argument",
@@ -198,6 +219,7 @@ __all__ = [
     "results_in",
     "start_records",
     "stop_records",
+    "unordered_checks",
     "unread_masks",
     "without_onednn",
 ]

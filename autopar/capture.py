@@ -197,6 +197,7 @@ def _traced(program: _Program) -> fx.GraphModule:
         with contextlib.ExitStack() as stack, fx_traceback.preserve_node_meta():
             stack.enter_context(torch.set_grad_enabled(program.differentiate))
             stack.enter_context(_without_autocast_cache())
+            stack.enter_context(_torch.unordered_checks())
             inputs = tuple(program.inputs)
             return _torch.aot_export_joint_with_descriptors(stack, program, inputs).graph_module
 
@@ -273,7 +274,9 @@ class _Program(nn.Module):
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         first = _places(model) | {name: name for name in self.carried}
         state = {name: known[other] for name, other in first.items()}
-        self.effects = effects = Effects(model, self.outside, self.treatment.counts, self.keep)
+        self.effects = effects = Effects(
+            model, self.outside, self.treatment.counts, self.keep, tuple(known.values())
+        )
         with contextlib.ExitStack() as stack:
             annotate = stack.enter_context(Annotate(model))
             stack.enter_context(_torch.compiling())

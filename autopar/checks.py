@@ -13,7 +13,7 @@ from autopar.errors import AutoparError, StrategyError
 MOST_RANKS = 2**20
 """Ranks of a world; plans for more are refused."""
 
-MOST_BYTES = 2**60
+MOST_BYTES = 2**62
 """Bytes of memory, buckets and messages."""
 
 MOST_SECONDS = 1e8

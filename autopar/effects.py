@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -34,6 +35,7 @@ class Effects:
         outside: variables that its code reads outside of it.
         counts: int attributes that a `Count` stands for.
         keep: leave the changes in the model.
+        state: parameters and buffers of the run; lists of them are made again by every run.
         reads: attributes that the run depends on, with the user's file and line.
         classes: attributes that were read of classes.
         changes: replaced, added and deleted values.
@@ -45,6 +47,7 @@ class Effects:
     outside: Mapping[str, Variable] = field(default_factory=dict)
     counts: frozenset[Attribute] = frozenset()
     keep: bool = False
+    state: Sequence[torch.Tensor] = ()
     reads: dict[Attribute, tuple[str, int]] = field(default_factory=dict)
     classes: dict[tuple[type, str], None] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
@@ -66,6 +69,8 @@ class Effects:
                 if not equal(old, new := self.outside[name].value):
                     self.changes.append(Change(Place("", (name,)), {}, name, old, new))
             for change in snapshot.changes():
+                if self._names_state(change.new):
+                    continue
                 if type(change.new) is Count:
                     self.added[change.place.module, change.place.steps[0]] = (
                         change.new.counted - change.old
@@ -78,6 +83,15 @@ class Effects:
                 for name, old in before.items():
                     if self.outside[name].value is not old:
                         self.outside[name].set(old)
+
+    def _names_state(self, value: Any) -> bool:
+        """Whether a value is a list of the run's own parameters and buffers, or of references."""
+        if not isinstance(value, (list, tuple)):
+            return False
+        own = {id(tensor) for tensor in self.state}
+        held = [item() if isinstance(item, weakref.ref) else item for item in value]
+        known = [item for item in held if item is not None]
+        return bool(known) and all(id(item) in own for item in known)
 
     @contextlib.contextmanager
     def _recording(self, snapshot: Snapshot) -> Iterator[None]:

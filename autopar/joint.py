@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autopar import _torch
+from autopar.checked_linalg import mark_failures
 from autopar.errors import CaptureError
 from autopar.graph import (
     Buffer,
@@ -59,6 +60,7 @@ def with_roles(
     outputs = list(old_output.meta["desc"])
     output.args = (list(output.args[0]),)
     annotate_nodes(graph, parameters)
+    mark_failures(graph)
     for node in [n for n in graph.nodes if n.target in TRANSPARENT]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)

@@ -99,7 +99,8 @@ def verify(
             plain, leaves = plain.double(), [_double(leaf) for leaf in leaves]
             plan = None if plan is None else _in_double(plan, plain)
         if optimizer is not None:
-            options = {"optimizer": optimizer, **options}
+            made = isinstance(optimizer, torch.optim.Optimizer)
+            options = {"optimizer": type(optimizer) if made else optimizer, **options}
         if plan is None:
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             options["example_inputs"] = kwargs if kwargs else args

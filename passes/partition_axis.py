@@ -19,6 +19,7 @@ from autopar.graph import (
     Parameter,
     TrainingGraph,
     Value,
+    dense_strides,
     elements,
     operands,
     tensors,
@@ -200,9 +201,16 @@ class Partitioner:
             read = [n.meta["rows"][0] for n in operands(node)]
             twice = doubled_operator(operator, way, read, node.meta["rows"])
             mark_rows(self.since(end), shards, lambda g, x: emit(g, node, *twice, x))
+        self.inherit(end, node)
         for index, result in enumerate(made):
             if result is not None:
                 self.made[Value(node, index)] = (result, way.results[index])
+
+    def inherit(self, end: fx.Node, source: fx.Node) -> None:
+        """Types what was written since a node: along the data axis it lies as its source does."""
+        if "placement" in source.meta:
+            for node in self.since(end):
+                node.meta.setdefault("placement", source.meta["placement"])
 
     @property
     def last(self) -> fx.Node:
@@ -268,7 +276,7 @@ class Partitioner:
             return local
         contiguous = torch.contiguous_format
         copy = call(self.new, node, aten.clone.default, source, memory_format=contiguous)
-        copy.meta |= {k: source.meta[k] for k in ("rows",) if k in source.meta}
+        copy.meta |= {k: source.meta[k] for k in ("rows", "placement") if k in source.meta}
         return replace(local, args=(copy, shape, *rest))
 
     def operand(self, value: Value, wanted: Placement, reader: fx.Node) -> fx.Node:
@@ -282,13 +290,41 @@ class Partitioner:
             if key not in self.converted:
                 self.converted[key] = self.convert(step, node, value.tensor.shape, reader)
             node = self.converted[key]
+        if conversion:
+            node = self.converted[value, wanted] = self.laid_as(node, value.tensor, reader)
         return node
+
+    def laid_as(self, node: fx.Node, whole: torch.Tensor, reader: fx.Node) -> fx.Node:
+        """What was redistributed, its dims in memory in the order of those of the whole.
+
+        Some kernels read wrong numbers where operands differ in memory format.
+        """
+        own = tensors(node)[0]
+        wanted = dense_strides(own.shape, whole.stride())
+        if same_layout(own, wanted):
+            return node
+        order = sorted(range(own.dim()), key=lambda dim: (-wanted[dim], dim))
+        back = [order.index(dim) for dim in range(own.dim())]
+        made = call(self.new, reader, aten.permute.default, node, order)
+        made = call(self.new, reader, aten.clone.default, made, memory_format=_CONTIGUOUS)
+        made = call(self.new, reader, aten.permute.default, made, back)
+        if "rows" in node.meta:
+            (rows,) = node.meta["rows"]
+            moved = tuple(order.index(dim) for dim in rows)
+            for copy in (made.args[0], made.args[0].args[0]):  # type: ignore[union-attr]
+                copy.meta["rows"] = (moved,)  # type: ignore[union-attr]
+            made.meta["rows"] = (rows,)
+        if "placement" in node.meta:
+            for copy in (made.args[0], made.args[0].args[0], made):  # type: ignore[union-attr]
+                copy.meta["placement"] = node.meta["placement"]  # type: ignore[union-attr]
+        return made
 
     def convert(self, step: Step, node: fx.Node, whole: Sequence[int], reader: fx.Node) -> fx.Node:
         """Writes one step of a conversion of a tensor of some shape for a reader."""
         place = (self.ranks, self.rank, self.axis)
         end = self.last
         result = Emission(self.new, reader, *place).emit(step, node, whole)
+        self.inherit(end, node)
         if "rows" in reader.meta:
             (rows,) = node.meta["rows"]
             twice = replace(
@@ -333,6 +369,15 @@ class Partitioner:
 
     def keep(self, node: fx.Node, placement: Placement, copy: fx.Node) -> None:
         self.made[Value(node)] = (copy, placement)
+
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+def same_layout(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor has these strides where they matter; those of expanded dims never do."""
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return tensor.numel() == 0 or all(n < 2 or not s or have == s for n, have, s in pairs)
 
 
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})

@@ -945,7 +945,9 @@ def _kinds(kind: type[Loop]) -> Iterator[type[Loop]]:
 
 
 SCENARIOS = {
-    kind.__name__: kind for kind in dict.fromkeys(_kinds(Loop)) if "." not in kind.__qualname__
+    kind.__name__: kind
+    for kind in dict.fromkeys(_kinds(Loop))
+    if "." not in kind.__qualname__ and not vars(kind).get("abstract")
 }
 
 

@@ -533,12 +533,11 @@ def keep_rows(rank: int, world_size: int) -> None:
         return 1.0
 
     m = autopar.compile(model(keeps_rows)().double(), strategy=fixed(0))
-    with pytest.warns(UserWarning, match=r"self\.aux of KeepsRows gets this rank's rows"):
-        m(torch.ones(6, 4).double())
-    assert m.aux.shape == (3, 4)
+    m(torch.ones(6, 4).double())
+    assert m.aux.shape == (6, 4)
 
 
-def test_attributes_that_get_own_rows_are_told() -> None:
+def test_attributes_get_the_rows_of_all_ranks() -> None:
     run(keep_rows, 2)
 
 

@@ -97,7 +97,7 @@ def spoiled_gradient(name: str) -> Callable[..., Tensor]:
     return spoiled
 
 
-def forgotten_updates(whole: Whole, running: Any, share: Any) -> None:
+def forgotten_updates(whole: Whole, running: Any, share: Any, rebound: Any) -> None:
     running.updates.clear()
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain, takewhile
 from typing import Any, TypeVar
 
+from autopar.checks import MOST_RANKS
 from autopar.cost_model.cluster import Cluster
 from autopar.errors import AutoparError, Change, OutOfMemoryError
 from autopar.plan import Plan
@@ -191,6 +192,7 @@ class _Rescue:
             yield from self.first_of(
                 self.remedy(f"{n * now} micro-batches", {"micro_batches": n * now}, states=False)
                 for n in self.parts(memory)
+                if n * now <= MOST_RANKS
             )
         if not strategy.search and self.question.batch == "global":
             yield from self.first_of(

@@ -29,12 +29,13 @@ def check_runs(
     """Runs a call of the plain model as it would run without autopar, and forgets the result.
 
     Parameters, buffers, inputs and random generators are left as they were. Nothing is run where
-    the reason can only be tracing, or parameters are sharded already.
+    autopar itself refused the model, the reason can only be tracing, or parameters are sharded.
 
     Raises:
         ModelError: the model raises; its error is the cause.
     """
-    if isinstance(reason.__cause__, _OF_TRACING) or _is_sharded(model):
+    own = reason.__cause__ is None or isinstance(reason.__cause__, _OF_TRACING)
+    if own or _is_sharded(model):
         return
     state = {name: _copied(tensor) for name, tensor in _state(model).items()}
     copies = [_copied(x) if isinstance(x, torch.Tensor) else x for x in leaves]

@@ -30,11 +30,18 @@ from autopar.graph import (
 from autopar.notices import Difference
 from autopar.passes.base import PassResult
 from autopar.passes.build import call, fake_like, is_random
-from autopar.passes.collectives import STARTS, is_name, value_of
+from autopar.passes.collectives import (
+    STARTS,
+    is_name,
+    start_all_to_all,
+    start_reduce_scatter,
+    value_of,
+)
 from autopar.passes.data_parallel.propagate import Placements, propagate, rows_after
 from autopar.passes.data_parallel.redistribute import Redistribution, moves
 from autopar.passes.data_parallel.slices import BATCH, Slices
 from autopar.passes.partition_axis import Partitioner
+from autopar.passes.rules.batch import draws
 from autopar.passes.rules.local import local_shape
 from autopar.passes.rules.loops import Operator, Way
 from autopar.passes.rules.own import OWN
@@ -135,7 +142,7 @@ class _BatchPartitioner(Partitioner):
     def operator(self, node: fx.Node) -> None:
         """One operator on what this slice holds; what all draw whole, the first slice draws."""
         super().operator(node)
-        if is_name(node) or not is_random(node):
+        if is_name(node) or not is_random(node) or not draws(Operator.of(node)):
             return
         way = self.ways.get(node.name)
         if way is None or not any(isinstance(p, Shard) for p in way.results):
@@ -167,6 +174,8 @@ class _BatchPartitioner(Partitioner):
         self.mark(end, own=True)
         for place, result in enumerate(made):
             if result is not None:
+                result = self.laid_as(result, elements(node)[place], node)
+                self.mark(end, own=True)
                 self.typed(result, way.results[place])
                 self.made[Value(node, place)] = (result, way.results[place])
 
@@ -211,6 +220,9 @@ class _BatchPartitioner(Partitioner):
             if key not in self.converted:
                 end = self.last
                 made = self.redistribution(reader).write(move, node, tuple(value.tensor.shape))
+                if move[2] == wanted:
+                    self.mark(end)
+                    made = self.laid_as(made, value.tensor, reader)
                 self.mark(end)
                 self.converted[key] = self.typed(made, move[2])
             node = self.converted[key]
@@ -293,6 +305,9 @@ class _BatchPartitioner(Partitioner):
                 continue
             kinds = {n.meta["placement"] for n in node.all_input_nodes} - {WHOLE}
             rows: tuple[tuple[int, ...], ...] = ((),) * len(elements(node))
+            if node.target in (start_reduce_scatter, start_all_to_all):
+                node.meta |= {"placement": V, "rows": rows}
+                continue
             received = node.target in STARTS or (not kinds and is_name(node))
             if received or not (kinds or own):
                 node.meta |= {"placement": WHOLE, "rows": rows}

@@ -29,13 +29,14 @@ from autopar.graph import (
     elements,
     operands,
 )
-from autopar.passes.build import is_random, is_view
+from autopar.passes.build import is_view
 from autopar.passes.collectives import is_name, value_of
 from autopar.passes.data_parallel.redistribute import LATENCY, NETWORK, Move, cost, moves
 from autopar.passes.data_parallel.slices import Slices
-from autopar.passes.rules.batch import batch_loops
-from autopar.passes.rules.linear import linear_ways
+from autopar.passes.rules.batch import batch_loops, batch_ways, draws
+from autopar.passes.rules.linear import TOGETHER, linear_ways
 from autopar.passes.rules.loops import At, Loop, Operator, Way, replicated, split
+from autopar.passes.rules.table import is_known
 from autopar.placement import Partial, Placement, Replicate, Shard
 
 WHOLE, PART = Replicate(), Partial()
@@ -95,11 +96,7 @@ class _Propagation:
         self.drawn: set[str] = set()
         self.loops: dict[object, list[Loop]] = {}
         self.chosen: dict[object, Way] = {}
-        self.final = {
-            value_of(node)
-            for role, node in zip(graph.outputs, graph.results, strict=True)
-            if isinstance(role, Gradient) and isinstance(role.of, Parameter) and node is not None
-        }
+        self.final = _only_gradients(graph)
 
     def run(self) -> Placements:
         inputs = dict(zip(self.graph.placeholders, self.graph.inputs, strict=True))
@@ -166,11 +163,12 @@ class _Propagation:
         """Gives an operator on whole operands the strategy of the one shard that is read."""
         shard = next(iter(wanted), None)
         whole = node.name not in self.ways and all(self.at[value] == WHOLE for value in reads)
-        if len(wanted) > 1 or not isinstance(shard, Shard) or not whole or is_random(node):
+        if len(wanted) > 1 or not isinstance(shard, Shard) or not whole or draws(Operator.of(node)):
             return
         if len(elements(node)) > 1 or not all(isinstance(v.tensor, torch.Tensor) for v in reads):
             return
-        for loop in self.loops_of(Operator.of(node), _likeness(node)):
+        known = is_known(node.target)
+        for loop in self.loops_of(Operator.of(node), _likeness(node)) if known else ():
             (at,) = loop.results
             if loop.own or not isinstance(at, At) or at.dim != shard.dim:
                 continue
@@ -193,7 +191,7 @@ class _Propagation:
             self.move(node, value, wanted)
         if way != replicated(Operator.of(node)):
             self.ways[node.name] = way
-        if is_random(node) and any(isinstance(p, Shard) for p in way.results):
+        if draws(Operator.of(node)) and any(isinstance(p, Shard) for p in way.results):
             self.drawn.add(node.name)
         for place, placement in enumerate(way.results):
             self.at[Value(node, place)] = placement
@@ -223,21 +221,26 @@ class _Propagation:
         last = any(Value(node, place) in self.final for place in range(len(elements(node))))
         key = (likeness, have, known, same, last)
         if key not in self.chosen:
-            options = list(self.strategies(node, likeness, have))
+            options = list(self.strategies(node, likeness, have, whole))
             prices = [self.price(node, reads, way, whole, last, likeness) for way in options]
             self.chosen[key] = options[prices.index(min(prices))]
         return self.chosen[key]
 
     def strategies(
-        self, node: fx.Node, likeness: object, have: Sequence[Placement]
+        self, node: fx.Node, likeness: object, have: Sequence[Placement], whole: bool
     ) -> Iterator[Way]:
-        """Every strategy of an operator that whole units of the batch allow."""
+        """Every strategy of an operator that whole units of the batch allow.
+
+        An operator without a rule is not run to find one where all its operands are whole.
+        """
         operator = Operator.of(node)
         found = [replicated(operator)]
-        for loop in self.loops_of(operator, likeness):
+        known = not whole or is_known(operator.target)
+        for loop in self.loops_of(operator, likeness) if known else ():
             found += [split(cut) for cut in self.cuts(loop, have)]
-        if not is_random(node):
-            found += linear_ways(operator)
+        if not draws(Operator.of(node)):
+            linear = linear_ways(operator) if node.meta["phase"] == "backward" else ()
+            found += [*linear, *batch_ways(operator)]
         for way in dict.fromkeys(found):
             pairs = zip(have, way.operands, strict=True)
             if all(moves(before, after, self.slices) is not None for before, after in pairs):
@@ -278,12 +281,12 @@ class _Propagation:
         divided = any(isinstance(p, Shard) for p in (*way.operands, *way.results))
         total += self.work(node, likeness) / (self.slices.count if divided else 1)
         total += (
-            LATENCY if is_random(node) and not divided else 0.0
+            LATENCY if draws(Operator.of(node)) and not divided else 0.0
         )  # slices agree on what is drawn
         made = [(p, t) for p, t in zip(way.results, elements(node), strict=True) if t is not None]
         for placement, tensor in made:
-            if placement == PART and not last:
-                total += LATENCY / 2 + 2 * NETWORK * tensor.numel() * tensor.element_size()
+            if isinstance(placement, Partial) and not last:
+                total += LATENCY + 2 * NETWORK * tensor.numel() * tensor.element_size()
             elif whole and isinstance(placement, Shard):  # readers may want it whole again
                 total += cost(("gather", placement, WHOLE), tensor, self.slices)
             elif placement == WHOLE and last:
@@ -294,9 +297,23 @@ class _Propagation:
         """Bytes that an operator moves, or its iterations in bytes if these take longer."""
         if is_view(node):
             return 0.0
-        loops = self.loops_of(Operator.of(node), likeness)
+        loops = self.loops.get(likeness, [])
         iterations = math.prod(loop.size for loop in loops if not loop.own)
         return max(float(moved_bytes(node)), iterations / FLOPS_A_BYTE)
+
+
+def _only_gradients(graph: TrainingGraph) -> frozenset[Value]:
+    """Gradients of parameters, and what nothing else is computed of: they stay Partial."""
+    found = {
+        value_of(node)
+        for role, node in zip(graph.outputs, graph.results, strict=True)
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and node is not None
+    }
+    for node in reversed(list(graph.calls())):
+        readers = [user for user in node.users if user.op != "output"]
+        if readers and all(r.target in TOGETHER and Value(r) in found for r in readers):
+            found.add(Value(node))
+    return frozenset(found)
 
 
 def _likeness(node: fx.Node) -> tuple[object, ...]:
@@ -308,7 +325,8 @@ def rows_after(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     """For each result of an operator on one slice, the dims over rows, by its rule."""
     given = [(n.meta.get("rows") or ((),))[0] for n in operands(node)]
     none: tuple[tuple[int, ...], ...] = ((),) * len(elements(node))
-    if not any(given) or not all(isinstance(n.meta["val"], torch.Tensor) for n in operands(node)):
+    known = all(isinstance(n.meta["val"], torch.Tensor) for n in operands(node))
+    if not (known and any(given) and is_known(node.target)):
         return none
     for loop in _matching(batch_loops(Operator.of(node)), given):
         return tuple((at.dim,) if isinstance(at, At) else () for at in loop.results)

@@ -16,7 +16,7 @@ comes in by `BatchIndex`, so ranks and micro-batches of equal shapes share one p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -137,8 +137,11 @@ class Redistribution:
                 return self._spread(value, before, whole)
         raise AssertionError(f"there is no move {move}")
 
-    def reduce(self, values: Sequence[fx.Node], op: str = "sum") -> list[fx.Node]:
+    def reduce(self, values: Iterable[fx.Node], op: str = "sum") -> list[fx.Node]:
         """Reduces values over all slices in one message for each dtype that travels."""
+        if op == "min":
+            return [self._turned(made) for made in self.reduce(map(self._turned, values), "max")]
+        values = list(values)
         sent = [self._widened(value, op) for value in values]
         found: dict[int, fx.Node] = {}
         for dtype in dict.fromkeys(_fake(node).dtype for node in sent):
@@ -212,6 +215,11 @@ class Redistribution:
         joined = self.op(aten.cat.default, parts)
         back = [*range(1, dim + 1), 0, *range(dim + 1, len(split))]
         return self._view(self.op(aten.permute.default, joined, back), list(whole))
+
+    def _turned(self, value: fx.Node) -> fx.Node:
+        """The value in the opposite order: what was least is greatest."""
+        is_truth = _fake(value).dtype == torch.bool
+        return self.op(aten.logical_not.default if is_truth else aten.neg.default, value)
 
     def _widened(self, value: fx.Node, op: str) -> fx.Node:
         fake = _fake(value)

@@ -34,6 +34,12 @@ def heads(operator: Operator, draws: bool = False) -> list[Loop]:
     return loops
 
 
+def has_no_dropout(operator: Operator) -> bool:
+    """Whether an operator is an attention whose dropout is off."""
+    names = [argument.name for argument in operator.target._schema.arguments]
+    return "dropout_p" in names and not _keyword(operator, "dropout_p")
+
+
 def _leading(tensor: Any, dim: int, sizes: set[int]) -> At | None:
     """The dim, in what has batch and heads in front and runs over them."""
     fits = isinstance(tensor, torch.Tensor) and tensor.dim() > 2 and tensor.shape[dim] in sizes

@@ -6,24 +6,52 @@ an axis of the model would have every rank draw all of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
+from autopar._torch import OpOverload
 from autopar.passes.rules import attention
-from autopar.passes.rules.generic import same_dims
-from autopar.passes.rules.loops import Loop, Operator
+from autopar.passes.rules.generic import reduction, same_dims
+from autopar.passes.rules.loops import Loop, Operator, Rule, Way
 from autopar.passes.rules.own_random import LIKE, OF
 from autopar.passes.rules.table import RULES, loops_of
+from autopar.placement import Partial, Placement, Replicate
 
 aten = torch.ops.aten
 
 _DRAWS = frozenset({*LIKE, *OF, aten.native_dropout.default})
 
 
+def draws(operator: Operator) -> bool:
+    """Whether an operator draws random numbers; attention without dropout does not."""
+    seeded = torch.Tag.nondeterministic_seeded in getattr(operator.target, "tags", ())
+    return seeded and not attention.has_no_dropout(operator)
+
+
+LOGICAL: Mapping[OpOverload, Rule] = {
+    aten.all.default: reduction("min"),
+    aten.any.default: reduction("max"),
+}
+"""Reductions of truth values over all dims."""
+
+ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
+"""Operators that fail where a value is false: each slice checks its own part of a conjunction."""
+
+
+def batch_ways(operator: Operator) -> Iterator[Way]:
+    """Strategies along the batch axis that take partial values, beside the linear ones."""
+    if operator.target in ASSERTIONS:
+        results: tuple[Placement, ...] = (Replicate(),) * len(operator.results)
+        yield Way((Partial("min"),), results)
+
+
 def batch_loops(operator: Operator) -> list[Loop]:
     """The loops of an operator along the batch axis."""
-    if torch.Tag.nondeterministic_seeded not in getattr(operator.target, "tags", ()):
+    if operator.target in LOGICAL:
+        return LOGICAL[operator.target](operator)
+    if not draws(operator):
         return loops_of(operator)
     if operator.target in _DRAWS:
         return same_dims(operator, range(operator.operands[0].dim()))

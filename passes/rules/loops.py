@@ -27,7 +27,7 @@ from autopar.graph import elements
 from autopar.passes.build import value
 from autopar.placement import Partial, Placement, Replicate, Shard, can_cut
 
-Reduced = Literal["sum", "max"]
+Reduced = Literal["sum", "max", "min"]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def cut(tensor: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Te
             raise PassError(f"{placement} does not cut {list(tensor.shape)} over {ranks} ranks")
         if pieces == 1:
             chunks = tensor.split(chunk_rows(size, ranks), placement.dim)
-            return [chunk.contiguous() for chunk in chunks]
+            return [chunk.clone(memory_format=torch.contiguous_format) for chunk in chunks]
         parts = tensor.unflatten(placement.dim, (pieces, ranks, size // (pieces * ranks)))
         return [
             parts.select(placement.dim + 1, rank)

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from autopar._torch import OpOverload, pytree
+from autopar._torch import FakeTensorMode, OpOverload, decomposition, pytree
 from autopar.cost_model.inputs import takes_any
 from autopar.cost_model.store import cache_directory, digest, read_kept, write_json
-from autopar.passes.rules.loops import At, Loop, Operator, split
-from autopar.passes.rules.oracle import holds, results_of
+from autopar.passes.rules.local import local_arguments
+from autopar.passes.rules.loops import At, Loop, Operator, Way, split
+from autopar.passes.rules.oracle import cut, holds, results_of
 
 RANKS = (2, 3)
 LARGEST = 1 << 16
@@ -70,7 +71,7 @@ def described(operator: Operator) -> str:
 
 
 def _facts() -> Mapping[str, str]:
-    return {"torch": torch.__version__, "schema": "2"}
+    return {"torch": torch.__version__, "schema": "4"}
 
 
 def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields: Any) -> Loop:
@@ -129,7 +130,8 @@ def _sampled(operator: Operator, size: Callable[[int], int]) -> Operator | None:
     if max(torch.Size(s).numel() for s in shapes) > LARGEST or largest == 0:
         return None
     args, kwargs = pytree.tree_map(made, (list(operator.args), operator.kwargs))
-    sample = Operator(operator.target, tuple(args), kwargs, ())
+    target = decomposition(operator.target) or operator.target
+    sample = Operator(target, tuple(args), kwargs, ())
     try:
         results = results_of(sample)
     except (RuntimeError, IndexError, ValueError, NotImplementedError):
@@ -171,10 +173,21 @@ def _dims_of(size: int, tensor: torch.Tensor, dim: int) -> list[At | None]:
     return [*(At(d) for d in sorted(same, key=lambda d: (d != dim, d))), None]
 
 
+def _check_shards(sample: Operator, way: Way, ranks: int) -> None:
+    """Runs an operator on fake shards: it raises where kernels might read beyond their operands."""
+    pairs = zip(sample.operands, way.operands, strict=True)
+    parts = [cut(tensor, placement, ranks)[0] for tensor, placement in pairs]
+    with FakeTensorMode() as mode:
+        shards = [mode.from_tensor(part) for part in parts]
+        results_of(local_arguments(sample, way, shards, ranks))
+
+
 def _holds(sample: Operator, loop: Loop) -> bool:
     """Whether shards give the whole, for each number of ranks that divides the loop."""
     tried = [ranks for ranks in RANKS if loop.size % ranks == 0 and loop.size > 1]
     try:
+        for ranks in tried:
+            _check_shards(sample, split(loop), ranks)
         return bool(tried) and all(holds(sample, split(loop), ranks) for ranks in tried)
     except (RuntimeError, IndexError, ValueError, NotImplementedError):
         return False

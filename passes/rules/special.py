@@ -82,6 +82,15 @@ def batch_norm_backward(operator: Operator) -> list[Loop]:
     return loops
 
 
+def weight_norm(operator: Operator) -> list[Loop]:
+    """(v, g, dim), and (gradient, v, g, norms, dim): the dim that is normalised by itself."""
+    place = len(operator.operands)
+    dim = int(operator.argument(place, "dim", 0))
+    at = At(dim)
+    size = operator.operands[0].shape[dim]
+    return [Loop(size, (at,) * place, (at,) * len(operator.results))]
+
+
 def _channels(operator: Operator) -> list[Loop]:
     """Dim 1 of what has more than one dim, dim 0 of what has one."""
     channels = operator.operands[0].shape[1]

@@ -128,6 +128,8 @@ RULES: Mapping[OpOverload, Rule] = {
     aten._native_batch_norm_legit.no_stats: special.batch_norm,
     aten._native_batch_norm_legit_no_training.default: special.batch_norm,
     aten.native_batch_norm_backward.default: special.batch_norm_backward,
+    aten._weight_norm_interface.default: special.weight_norm,
+    aten._weight_norm_interface_backward.default: special.weight_norm,
     # loss
     aten.nll_loss_forward.default: special.nll_loss,
     aten.nll_loss_backward.default: special.nll_loss_backward,

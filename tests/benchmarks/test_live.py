@@ -16,7 +16,7 @@ def cluster(ranks: int, seconds: dict[int, float]) -> Cluster:
     entry = Measured(curve, "measured today", "gloo")
     key = CurveKey("all_reduce", GroupShape(ranks, 1))
     return Cluster(
-        name="",
+        name="here",
         device="cpu",
         world_size=ranks,
         ranks_per_node=1,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from autopar import notices
 from autopar.cost_model import kept
 from autopar.cost_model.cluster import SCHEMA_VERSION, Cluster
 from autopar.cost_model.operators import OperatorTimes
@@ -81,7 +82,7 @@ def test_damaged_files_are_told_once_and_replaced(
     for how, content in _mangled(path.read_text()).items():
         whole = path.read_bytes()
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        monkeypatch.setattr("autopar.cost_model.store._told", set())
+        notices.SAID.clear()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             assert USERS[kind]() == want, how

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
+from autopar.batch_slices import capture_slice
 from autopar.graph import (
     Gradient,
     InputRole,
@@ -51,7 +52,10 @@ def users(graph: TrainingGraph) -> list[fx.Node]:
 
 def cut(world: World, places: Sequence[int]) -> Stages:
     """The world's model in stages, its ranks being the micro-batches."""
-    graph = replace(world.capture(0).graph, axes={BATCH: world.ranks})
+    share = world.share(0)
+    slices = replace(share.slices, in_time=True)
+    graph = capture_slice(world.attempt, share.call, slices).graph
+    graph = replace(graph, axes={BATCH: world.ranks})
     count = len(places) + 1
     passes = [PlaceStages(cut_at(graph, places), count)]
     if world.ranks > 1:

@@ -199,4 +199,4 @@ def test_what_lies_between_two_levels_sinks_with_the_second() -> None:
 
 
 def test_says_why_it_declined() -> None:
-    assert ScheduleOverlap()(two_layers().graph(0)).reason == "there is no collective"
+    assert ScheduleOverlap()(two_layers().capture(0).source).reason == "there is no collective"

@@ -41,7 +41,7 @@ def evaluator(strategy: Strategy) -> tuple[Evaluator, Evaluated]:
     graph = capture_of_rank(model, (inputs,), 0, question.data_ranks, "global", None, None, parts)
     found = evaluator_of(question, graph, measured(question, {parts: graph}))
     if strategy.pipelined:
-        found = unmeasured_pipeline(found, strategy, question.model)
+        found = unmeasured_pipeline(found, strategy, question.model, parts)
     return found, found.evaluate(first_choice(strategy, question.blocks, 3))
 
 

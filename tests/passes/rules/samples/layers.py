@@ -83,11 +83,50 @@ def batch_norm_backward(d: Draw) -> tuple[Any, ...]:
 SCALED = (aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default)
 
 
-@sample(*LOSSES)
+@sample(aten._weight_norm_interface.default)
+def weight_norm(d: Draw) -> tuple[Any, ...]:
+    rows = d.size()
+    return (d.rand(rows, d.size()), d.rand(rows, 1), 0)
+
+
+@sample(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(d: Draw) -> tuple[Any, ...]:
+    v, g, dim = weight_norm(d)
+    norms = aten._weight_norm_interface.default(v, g, dim)[1]
+    return (d.rand(*v.shape), v, g, norms, dim)
+
+
+ENTROPIES = (
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.binary_cross_entropy_backward.default,
+)
+
+
+@sample(*(target for target in LOSSES if target not in ENTROPIES))
 def mean_loss(d: Draw) -> tuple[Any, ...]:
     shape = d.sizes(1, 3)
     values = (d.rand(*shape) / 2, d.rand(*shape) / 2)
     return (*values, d.data.draw(st.sampled_from([0, 1, 2])))
+
+
+@sample(aten.binary_cross_entropy.default)
+def binary_cross_entropy(d: Draw) -> tuple[Any, ...]:
+    x, y, reduction = mean_loss(d)
+    return (x, y, d.rand(*x.shape) if d.flag() else None, reduction)
+
+
+@sample(aten.binary_cross_entropy_with_logits.default)
+def binary_cross_entropy_with_logits(d: Draw) -> tuple[Any, ...]:
+    *values, reduction = binary_cross_entropy(d)
+    return (*values, d.rand(values[0].shape[-1]) if d.flag() else None, reduction)
+
+
+@sample(aten.binary_cross_entropy_backward.default)
+def binary_cross_entropy_backward(d: Draw) -> tuple[Any, ...]:
+    *values, reduction = binary_cross_entropy(d)
+    gradient = d.rand(*values[0].shape) if reduction == 0 else d.rand()
+    return (gradient, *values, reduction)
 
 
 @sample(*SCALED)
@@ -95,7 +134,7 @@ def scaled_loss_backward(d: Draw) -> tuple[Any, ...]:
     return (*mean_loss_backward(d), 0.2)
 
 
-@sample(*(target for target in BACKWARDS if target not in SCALED))
+@sample(*(target for target in BACKWARDS if target not in (*SCALED, *ENTROPIES)))
 def mean_loss_backward(d: Draw) -> tuple[Any, ...]:
     *values, reduction = mean_loss(d)
     gradient = d.rand(*values[0].shape) if reduction == 0 else d.rand()
