@@ -8,7 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is a test extra: pip install .[test]")
 
-from tests.architectures import HEADS, INNER, LAYERS, SEQ, VOCAB, WIDTH, Architecture
+import autopar
+from tests.architectures import ARCHITECTURES, HEADS, INNER, LAYERS, SEQ, VOCAB, WIDTH, Architecture
 from tests.training import Pair, close, fixed
 from tests.worlds import run
 
@@ -48,7 +49,11 @@ def _like_bart(name: str, model: str) -> Architecture:
 MODELS = {
     it.name: it
     for it in (
+        ARCHITECTURES["t5"],
+        _like_bart("bart", "BartForConditionalGeneration"),
+        _like_bart("mbart", "MBartForConditionalGeneration"),
         _like_bart("pegasus", "PegasusForConditionalGeneration"),
+        _like_bart("m2m_100", "M2M100ForConditionalGeneration"),
         _like_bart("marian", "MarianMTModel"),
     )
 }
@@ -70,3 +75,7 @@ def train(rank: int, world_size: int, name: str, strategy: Any) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_one_row_a_rank_trains_exactly(name: str) -> None:
     run(train, 2, name=name, strategy=fixed(0))
+
+
+def test_t5_in_two_stages() -> None:
+    run(train, 2, name="t5", strategy=autopar.Strategy(pp=2))

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar._torch import pytree
 from autopar.containers import flatten
-from autopar.errors import StrategyError
+from autopar.errors import AutoparError, BatchError, StrategyError
+from autopar.provenance import first_line, user_frame
 from autopar.runtime.batch import Share, check_verdict, evidence
 from autopar.runtime.groups import failing_together
 from autopar.runtime.parameters import find_block_modules, local
@@ -224,3 +225,29 @@ class _Aliased:
     def __exit__(self, *error: object) -> None:
         for module, name, parameter, _ in self.places:
             module._parameters[name] = parameter
+
+
+@contextlib.contextmanager
+def errors_of_rows(ranks: int) -> Iterator[None]:
+    """Explains what a model raises that was given a rank's rows instead of the whole batch.
+
+    Args:
+        ranks: size of the world; alone, a rank is given the whole batch.
+
+    Raises:
+        BatchError: the model raises an error.
+    """
+    try:
+        yield
+    except AutoparError:
+        raise
+    except Exception as error:
+        where = user_frame(error)
+        if ranks == 1 or not where:
+            raise
+        raise BatchError(
+            f"the model raised {type(error).__name__}{where}: {first_line(error)}. It "
+            "could not be captured, so each rank was given its rows of every argument whose dim 0 "
+            "has the size of the batch. Change what the warning before this error names, or run "
+            "the model on one rank."
+        ) from error

@@ -29,7 +29,7 @@ from autopar.runtime.batch import Share, share_of
 from autopar.runtime.blame import check_runs
 from autopar.runtime.calls import MakeWays
 from autopar.runtime.clipping import clip_grad_norm
-from autopar.runtime.fallback import as_global
+from autopar.runtime.fallback import as_global, errors_of_rows
 from autopar.runtime.groups import make_groups, make_mesh, rank
 from autopar.runtime.holding import fetched, hold, stage_mesh
 from autopar.runtime.interleaved import support_interleaved
@@ -432,7 +432,7 @@ class DistributedModule(ModelAttributes):
         options, inner, tensors = self._options, self._fallback[0], iter(share.tensors)
         own = [next(tensors) if isinstance(x, TensorSpec) else x for x in share.call.leaves]
         args, kwargs = pytree.tree_unflatten(own, share.call.structure)
-        with self._setting.autocast():
+        with self._setting.autocast(), errors_of_rows(options.ranks):
             if options.loss_fn is None:
                 result = inner(*args, **kwargs)
             else:
