@@ -319,7 +319,7 @@ def plan(
 
         def slice_of(slices: int, known: Known) -> TrainingGraph:
             own = model, given, 0, slices, batch, autocast, loss_fn
-            return capture_of_rank(*own, known=known, local=local)
+            return capture_of_rank(*own, known=known, local=local, in_time=slices > 1)
 
         def answer(own: Question) -> Plan:
             assert own.cluster is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,17 +32,20 @@ def capture_of_rank(
     micro_batches: int = 1,
     known: Known | None = None,
     local: bool = False,
+    in_time: bool = False,
 ) -> TrainingGraph:
     """The joint graph of a micro-batch of a rank that need not be running.
 
     What is `known` of calls of this batch is not captured again, and what is captured becomes so.
-    With `local`, the rank computes what it would of its own rows alone (`batch_semantics`).
+    With `local`, the rank computes what it would of its own rows alone (`batch_semantics`). With
+    `in_time`, ranks stand for micro-batches that pass one after the other.
     """
     known = {} if known is None else known
     device = device_of(model)
     leaves, structure = flattened(example_inputs)
     share = share_of(leaves, structure, mode=batch, rank=rank, ranks=ranks)
     share = share.micro_batches(micro_batches)[0]
+    share = replace(share, in_time=share.in_time or in_time)
     parameters = describe_parameters(model)
 
     def attempt(call: Call) -> Capture:

@@ -12,7 +12,7 @@ from autopar.graph import Evidence, TrainingGraph, Verdict
 from autopar.passes.base import PassResult
 from autopar.passes.build import add_input, fake_like
 from autopar.passes.collectives import collective, start_all_reduce
-from autopar.placement import Partial, Replicate
+from autopar.placement import Partial, Varying
 
 EVIDENCE_SIZE = 4
 
@@ -57,5 +57,5 @@ def agree_on_batch(graph: TrainingGraph, axes: Sequence[str], name: str) -> Trai
         (total,) = collective(graph.graph, like, start_all_reduce, [total], axis)
         done = total.args[0]
         for node in (done.args[0], done, total):  # type: ignore[union-attr]
-            node.meta |= {"phase": "forward", "rows": ((),), "placement": Replicate()}  # type: ignore
+            node.meta |= {"phase": "forward", "rows": ((),), "placement": Varying()}  # type: ignore
     return graph.with_results({Verdict(name): total})

@@ -202,8 +202,11 @@ class Partitioner:
             twice = doubled_operator(operator, way, read, node.meta["rows"])
             mark_rows(self.since(end), shards, lambda g, x: emit(g, node, *twice, x))
         self.inherit(end, node)
+        items = {item.args[1]: item for item in node.users if item.target is getitem}
         for index, result in enumerate(made):
             if result is not None:
+                if index in items and "placement" in items[index].meta:
+                    result.meta["placement"] = items[index].meta["placement"]
                 self.made[Value(node, index)] = (result, way.results[index])
 
     def inherit(self, end: fx.Node, source: fx.Node) -> None:

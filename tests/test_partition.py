@@ -43,7 +43,7 @@ def train(rank: int, world_size: int, name: str, setups: list[dict[str, Any]]) -
         for partition in model.plan.partitions:
             assert options[partition.axis] == partition.ranks
             divided = bool(partition.parameters)
-            assert divided == (partition.axis != "cp") or name == "odd"
+            assert divided == (partition.axis != "cp") or name in ("odd", "conv")  # by rows
         found.append(Reference(losses, whole_state(model)))
     return found
 

@@ -34,7 +34,9 @@ def inputs(rows: int = ROWS) -> tuple[torch.Tensor, ...]:
 
 
 def captured(slices: int, known: Known, rows: int = ROWS) -> autopar.graph.TrainingGraph:
-    return capture_of_rank(llama(), inputs(rows), 0, slices, "global", None, None, known=known)
+    return capture_of_rank(
+        llama(), inputs(rows), 0, slices, "global", None, None, known=known, in_time=slices > 1
+    )
 
 
 def asked(strategy: Strategy) -> Question:

@@ -36,7 +36,7 @@ class Running:
 
     Attributes:
         program: what runs.
-        arguments: the arguments of its forward.
+        arguments_of: the arguments of the forward of a program of this call.
         differentiable: what the tensors given to autograd are.
         backward_half: chooses the backward when it comes (held gradients may have changed).
         general: the same call with gradients by every output, if they come unexpectedly.
@@ -48,7 +48,7 @@ class Running:
     """
 
     program: Program
-    arguments: list[torch.Tensor]
+    arguments_of: Callable[[Program], list[torch.Tensor]]
     differentiable: tuple[Differentiable, ...]
     backward_half: Callable[[Program], Half]
     general: Callable[[], Program]
@@ -62,7 +62,7 @@ class Running:
 def run_forward(running: Running, program: Program) -> tuple[list[torch.Tensor], list[Any]]:
     """Runs a forward; returns its outputs and what it saves."""
     with failing_together("forward"):
-        results = program.forward.run(list(running.arguments))
+        results = program.forward.run(running.arguments_of(program))
     outputs, saved = [], []
     for role, value in zip(program.forward.outputs, results, strict=True):
         if isinstance(role, Output):

@@ -43,7 +43,7 @@ class Whole:
         state = setting.guards.state
         running = Running(
             program,
-            self._arguments(program, leaves, share),
+            lambda program: self._arguments(program, leaves, share),
             differentiable=(),
             backward_half=lambda p: self._backward(p, share, hold, state),
             general=lambda: self._general(share, hold, state),

@@ -33,7 +33,7 @@ from autopar.passes.build import is_view
 from autopar.passes.collectives import is_name, value_of
 from autopar.passes.data_parallel.redistribute import LATENCY, NETWORK, Move, cost, moves
 from autopar.passes.data_parallel.slices import Slices
-from autopar.passes.rules.batch import batch_loops, batch_ways, draws
+from autopar.passes.rules.batch import batch_loops, batch_ways, draws, is_cast
 from autopar.passes.rules.linear import TOGETHER, linear_ways
 from autopar.passes.rules.loops import At, Loop, Operator, Way, replicated, split
 from autopar.passes.rules.table import is_known
@@ -239,8 +239,9 @@ class _Propagation:
         for loop in self.loops_of(operator, likeness) if known else ():
             found += [split(cut) for cut in self.cuts(loop, have)]
         if not draws(Operator.of(node)):
-            linear = linear_ways(operator) if node.meta["phase"] == "backward" else ()
-            found += [*linear, *batch_ways(operator)]
+            linear = [*linear_ways(operator), *batch_ways(operator)]
+            late = node.meta["phase"] == "backward"
+            found += [way for way in linear if late or PART not in way.operands]
         for way in dict.fromkeys(found):
             pairs = zip(have, way.operands, strict=True)
             if all(moves(before, after, self.slices) is not None for before, after in pairs):
@@ -311,9 +312,13 @@ def _only_gradients(graph: TrainingGraph) -> frozenset[Value]:
     }
     for node in reversed(list(graph.calls())):
         readers = [user for user in node.users if user.op != "output"]
-        if readers and all(r.target in TOGETHER and Value(r) in found for r in readers):
+        if readers and all(_is_linear(r) and Value(r) in found for r in readers):
             found.add(Value(node))
     return frozenset(found)
+
+
+def _is_linear(node: fx.Node) -> bool:
+    return node.target in TOGETHER or is_cast(Operator.of(node))
 
 
 def _likeness(node: fx.Node) -> tuple[object, ...]:

@@ -40,11 +40,20 @@ ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
 """Operators that fail where a value is false: each slice checks its own part of a conjunction."""
 
 
+def is_cast(operator: Operator) -> bool:
+    """Whether an operator changes the precision of floating-point numbers: linear to rounding."""
+    tensors = (*operator.operands, *operator.results)
+    floats = all(tensor.is_floating_point() for tensor in tensors if tensor is not None)
+    return operator.target is aten._to_copy.default and floats
+
+
 def batch_ways(operator: Operator) -> Iterator[Way]:
     """Strategies along the batch axis that take partial values, beside the linear ones."""
     if operator.target in ASSERTIONS:
         results: tuple[Placement, ...] = (Replicate(),) * len(operator.results)
         yield Way((Partial("min"),), results)
+    if is_cast(operator):
+        yield Way((Partial(),), (Partial(),))
 
 
 def batch_loops(operator: Operator) -> list[Loop]:

@@ -13,21 +13,20 @@ from benchmarks.truth.model import Recipe
 from benchmarks.truth.outcome import Answer, counts, judged
 from benchmarks.truth.registry import BLOCKS
 from benchmarks.truth.run import case
-from benchmarks.truth.strategies import setups_of
 from benchmarks.truth.training import Trained
 
-MODELS = 14
+MODELS = 5
 SMALL = Recipe(seed=1, stem="rows", blocks=("rolled", "BatchNorm", "mse"), optimizer="sgd")
 
 
 def test_no_model_trains_to_other_numbers_in_silence() -> None:
-    """Models of a seed under ddp and one more strategy; the seed repeats it by hand."""
+    """Models of a seed under ddp and zero3; the seed repeats it by hand."""
     seed = random.SystemRandom().randrange(1 << 20)
-    print(f"python -m benchmarks.truth --models {MODELS} --seed {seed}")
+    print(f"python -m benchmarks.truth --models {MODELS} --seed {seed} --strategies ddp,zero3")
     found = [
         case(number, recipe(seed, number), setup, 2)
         for number in range(MODELS)
-        for setup, _ in setups_of(seed, number)[:2]
+        for setup in ("ddp", "zero3")
     ]
     wrong = [line(it) for it in found if it.outcome not in ("exact", "told")]
     assert not wrong, "\n".join([f"seed {seed}", *wrong])
