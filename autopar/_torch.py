@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._C._autograd import _disable_profiler_legacy as stop_records
 from torch._C._autograd import _enable_profiler_legacy as start_records
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
@@ -89,6 +89,19 @@ def unread_masks() -> Iterator[None]:
 def decomposition(target: OpOverload) -> Callable[..., Any] | None:
     """The operator in terms of others, which check their operands; None if there is none."""
     return torch._decomp.decomposition_table.get(target)
+
+
+@contextlib.contextmanager
+def without_weight_references(model: nn.Module) -> Iterator[None]:
+    """Lets parameters be swapped inside: recurrent layers keep weak references to theirs."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.RNNBase)]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._init_flat_weights()
 
 
 @contextlib.contextmanager
@@ -222,6 +235,7 @@ __all__ = [
     "unordered_checks",
     "unread_masks",
     "without_onednn",
+    "without_weight_references",
 ]
 
 

@@ -12,7 +12,7 @@ from autopar.graph import Evidence, TrainingGraph, Verdict
 from autopar.passes.base import PassResult
 from autopar.passes.build import add_input, fake_like
 from autopar.passes.collectives import collective, start_all_reduce
-from autopar.placement import Partial, Varying
+from autopar.placement import Partial, Replicate, Varying
 
 EVIDENCE_SIZE = 4
 
@@ -50,6 +50,7 @@ def agree_on_batch(graph: TrainingGraph, axes: Sequence[str], name: str) -> Trai
     fake = fake_like(graph, (EVIDENCE_SIZE,), torch.float64)
     graph, total = add_input(graph, Evidence(name), f"evidence_{name}".rstrip("_"), fake)
     total.meta |= {"phase": "forward", "rows": ((),), "placement": Partial()}
+    placement = Varying() if name else Replicate()  # the data axis is the one that is typed
     first = next(iter(graph.calls()), graph.output_node)
     like = first if first.op == "call_function" else total
     graph.graph.inserting_before(first)
@@ -57,5 +58,5 @@ def agree_on_batch(graph: TrainingGraph, axes: Sequence[str], name: str) -> Trai
         (total,) = collective(graph.graph, like, start_all_reduce, [total], axis)
         done = total.args[0]
         for node in (done.args[0], done, total):  # type: ignore[union-attr]
-            node.meta |= {"phase": "forward", "rows": ((),), "placement": Varying()}  # type: ignore
+            node.meta |= {"phase": "forward", "rows": ((),), "placement": placement}  # type: ignore
     return graph.with_results({Verdict(name): total})

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar._torch import without_weight_references
 from autopar.pipeline import Pipeline
 from autopar.runtime.groups import failing_together
 from autopar.runtime.layout import from_local
@@ -43,9 +44,10 @@ def hold(model: nn.Module, held: frozenset[str]) -> None:
     and never a gradient, and the optimizer's next step forgets it.
     """
     gone = [p for name, p in model.named_parameters() if name not in held]
-    for parameter in gone:
-        if not is_elsewhere(parameter):
-            swap(parameter, _placeholder(parameter))
+    with without_weight_references(model):
+        for parameter in gone:
+            if not is_elsewhere(parameter):
+                swap(parameter, _placeholder(parameter))
     release(gone)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.nn.parallel import DistributedDataParallel
 
+from autopar._torch import without_weight_references
 from autopar.errors import StrategyError
 from autopar.graph import ParameterInfo
 from autopar.provenance import block_of
@@ -155,12 +156,13 @@ def lay_out(model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]) -
         as_dtensors(model, mesh)
     else:
         expect_states(model.parameters())
-    for name, parameter in model.named_parameters():
-        placements = torch_placements(layouts[name], mesh)
-        assert isinstance(parameter, DTensor)
-        if parameter.device_mesh != mesh or parameter.placements != placements:
-            part = laid_out(local(parameter.detach()), mesh, placements)
-            swap(parameter, _parameter(parameter, part))
+    with without_weight_references(model):
+        for name, parameter in model.named_parameters():
+            placements = torch_placements(layouts[name], mesh)
+            assert isinstance(parameter, DTensor)
+            if parameter.device_mesh != mesh or parameter.placements != placements:
+                part = laid_out(local(parameter.detach()), mesh, placements)
+                swap(parameter, _parameter(parameter, part))
 
 
 def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
@@ -170,7 +172,14 @@ def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
         torch.utils.swap_tensors(parameter, other)
     except RuntimeError:  # an old graph, not collected yet, still has hands on it
         gc.collect()
-        torch.utils.swap_tensors(parameter, other)
+        try:
+            torch.utils.swap_tensors(parameter, other)
+        except RuntimeError as error:
+            raise StrategyError(
+                "a parameter cannot be sharded in place, since something keeps a weak reference to "
+                "it, as recurrent layers do. Give autopar.compile example_inputs, or a strategy "
+                "that leaves parameters whole."
+            ) from error
     _keep_hooks(parameter, hooks)
 
 

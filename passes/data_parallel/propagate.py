@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.cost_model.signature import described, moved_bytes
 from autopar.graph import (
+    Buffer,
     Gradient,
     Input,
     Output,
@@ -34,7 +36,7 @@ from autopar.passes.collectives import is_name, value_of
 from autopar.passes.data_parallel.redistribute import LATENCY, NETWORK, Move, cost, moves
 from autopar.passes.data_parallel.slices import Slices
 from autopar.passes.rules.batch import batch_loops, batch_ways, draws, is_cast
-from autopar.passes.rules.linear import TOGETHER, linear_ways
+from autopar.passes.rules.linear import EACH, TOGETHER, linear_ways
 from autopar.passes.rules.loops import At, Loop, Operator, Way, replicated, split
 from autopar.passes.rules.table import is_known
 from autopar.placement import Partial, Placement, Replicate, Shard
@@ -42,6 +44,10 @@ from autopar.placement import Partial, Placement, Replicate, Shard
 WHOLE, PART = Replicate(), Partial()
 FLOPS_A_BYTE = 8.0
 """Iterations of an operator's loops that cost as much as moving one byte of memory."""
+
+
+PENDING = 0.9 * LATENCY
+"""Cost of a partial value's later sum, which may share a message with others."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +293,7 @@ class _Propagation:
         made = [(p, t) for p, t in zip(way.results, elements(node), strict=True) if t is not None]
         for placement, tensor in made:
             if isinstance(placement, Partial) and not last:
-                total += LATENCY + 2 * NETWORK * tensor.numel() * tensor.element_size()
+                total += PENDING + 2 * NETWORK * tensor.numel() * tensor.element_size()
             elif whole and isinstance(placement, Shard):  # readers may want it whole again
                 total += cost(("gather", placement, WHOLE), tensor, self.slices)
             elif placement == WHOLE and last:
@@ -310,15 +316,35 @@ def _only_gradients(graph: TrainingGraph) -> frozenset[Value]:
         for role, node in zip(graph.outputs, graph.results, strict=True)
         if isinstance(role, Gradient) and isinstance(role.of, Parameter) and node is not None
     }
+    fixed = _of_parameters(graph)
     for node in reversed(list(graph.calls())):
         readers = [user for user in node.users if user.op != "output"]
-        if readers and all(_is_linear(r) and Value(r) in found for r in readers):
+        if readers and all(Value(r) in found and _is_linear(r, node, fixed) for r in readers):
             found.add(Value(node))
     return frozenset(found)
 
 
-def _is_linear(node: fx.Node) -> bool:
-    return node.target in TOGETHER or is_cast(Operator.of(node))
+def _of_parameters(graph: TrainingGraph) -> frozenset[fx.Node]:
+    """Nodes that are computed of parameters, buffers and constants alone."""
+    found: set[fx.Node] = set()
+    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            known = isinstance(roles[node], (Parameter, Buffer))
+        else:
+            known = found.issuperset(node.all_input_nodes)
+        if known:
+            found.add(node)
+    return frozenset(found)
+
+
+def _is_linear(reader: fx.Node, node: fx.Node, fixed: frozenset[fx.Node]) -> bool:
+    """Whether partial values of a node pass through a reader, its other operands being fixed."""
+    if reader.target in TOGETHER or is_cast(Operator.of(reader)):
+        return True
+    places = [place for place, source in enumerate(operands(reader)) if source is node]
+    each = len(places) == 1 and places[0] in dict[Any, Any](EACH).get(reader.target, ())
+    return each and fixed.issuperset(n for n in operands(reader) if n is not node)
 
 
 def _likeness(node: fx.Node) -> tuple[object, ...]:

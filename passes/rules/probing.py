@@ -134,7 +134,7 @@ def _sampled(operator: Operator, size: Callable[[int], int]) -> Operator | None:
     sample = Operator(target, tuple(args), kwargs, ())
     try:
         results = results_of(sample)
-    except (RuntimeError, IndexError, ValueError, NotImplementedError):
+    except Exception:  # whatever an operator has against these tensors
         return None
     want = [[size(n) for n in t.shape] for t in operator.results]
     if [list(t.shape) for t in results] != want:
@@ -189,5 +189,5 @@ def _holds(sample: Operator, loop: Loop) -> bool:
         for ranks in tried:
             _check_shards(sample, split(loop), ranks)
         return bool(tried) and all(holds(sample, split(loop), ranks) for ranks in tried)
-    except (RuntimeError, IndexError, ValueError, NotImplementedError):
+    except Exception:  # whatever an operator has against these shards
         return False
