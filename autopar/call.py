@@ -61,12 +61,12 @@ class Call:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where among the leaves the tensors are."""
+        """Indices of the tensors among the leaves."""
         return tuple(i for i, leaf in enumerate(self.leaves) if isinstance(leaf, TensorSpec))
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells calls apart, also of arguments that cannot be hashed."""
+        """A hashable key of the call; arguments that cannot be hashed enter by their repr."""
         leaves = tuple(x if _hashable(x) else repr(x) for x in self.leaves)
         return leaves, self.structure, self.has_rows
 

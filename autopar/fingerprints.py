@@ -67,7 +67,7 @@ def type_of(tensor: torch.Tensor | None) -> Any:
 
 
 def structure_of(name: str, module: nn.Module) -> Any:
-    """What a module consists of beside its attributes."""
+    """The structure of a module: its type, children, parameters, buffers and hooks."""
     hooks = tuple(Same(hook) for table in HOOKS for hook in getattr(module, table).values())
     buffers = tuple((key, type_of(buffer)) for key, buffer in module._buffers.items())
     return name, type(module), tuple(module._modules), tuple(module._parameters), buffers, hooks

@@ -50,6 +50,11 @@ def encoder() -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), last)
 
 
+def squared_distances(a: Tensor, b: Tensor) -> Tensor:
+    """Squared Euclidean distances of every row of `a` to every row of `b`."""
+    return (a[:, None] - b[None]).square().sum(-1)
+
+
 @coupled("InfoNCE over the batch", "x", "other")
 class InfoNce(nn.Module):
     """Every row is to find its own view among those of all rows."""
@@ -118,7 +123,7 @@ class Triplets(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         z = self.encoder(x)
-        apart = (z[:, None] - z[None]).square().sum(-1)
+        apart = squared_distances(z, z)
         same = labels[:, None] == labels[None]
         valid = same[:, :, None] & ~same[:, None, :]
         loss = F.relu(apart[:, :, None] - apart[:, None, :] + 0.5) * valid
@@ -135,7 +140,7 @@ class BatchHard(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         z = self.encoder(x)
-        apart = (z[:, None] - z[None]).square().sum(-1)
+        apart = squared_distances(z, z)
         same = labels[:, None] == labels[None]
         farthest = apart.masked_fill(~same, 0.0).max(dim=1).values
         nearest = apart.masked_fill(same, 1e3).min(dim=1).values
@@ -156,7 +161,7 @@ class Mmd(nn.Module):
 
     @staticmethod
     def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return torch.exp(-(a[:, None] - b[None]).square().sum(-1)).mean()
+        return torch.exp(-squared_distances(a, b)).mean()
 
 
 @coupled("a queue in a buffer (MoCo)", "x", "other")

@@ -20,7 +20,7 @@ def is_live() -> bool:
 
 
 def from_everywhere(value: Any, event: str = "exchanges values with the others") -> list[Any]:
-    """What every rank holds, by rank.
+    """Gathers a value from every rank, by rank.
 
     Args:
         value: anything that can be pickled.

@@ -161,7 +161,7 @@ class Channel:
         return table
 
     def _payloads(self, own: bytes, sizes: Sequence[int]) -> list[bytes]:
-        """What every rank sends, by rank; nothing travels if all is empty."""
+        """Gathers the bytes of every rank, by rank; nothing travels if all are empty."""
         if not any(sizes):
             return []
         padded = bytearray(own.ljust(max(sizes), b"\0"))

@@ -38,7 +38,7 @@ STEP_ALIKE = "Make the same optimizer steps with the same learning rates on ever
 
 @dataclass
 class Protocol:
-    """What a module tells the other ranks before it communicates.
+    """Messages of a module to the other ranks, sent before it communicates.
 
     Attributes:
         name: of the module, in errors.
@@ -135,7 +135,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class CallState:
-    """What a rank brings to a call.
+    """The state of one rank at a call.
 
     Attributes:
         leaves: the flattened arguments.
