@@ -159,6 +159,34 @@ def test_rows_that_are_returned_count_by_the_share_of_their_rank(early: bool) ->
     run(loss_outside, 2, early=early)
 
 
+class Tied(Branching):
+    """A weight of two blocks, one bias of a block and the model, and a block of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.bias = self.blocks[1].bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.bias)
+
+
+def train_tied(rank: int, world_size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pair = Pair(Tied, strategy="zero3", fallback=True, example_inputs=(rows(0),))
+    for step in range(3):
+        for model in pair.models:
+            model(rows(step)).backward()
+        pair.step()
+    pair.check_state()
+
+
+def test_tied_parameters_stay_tied_when_sharded() -> None:
+    run(train_tied, 2)
+
+
 def give_differently(rank: int, world_size: int) -> None:
     autopar.compile(Branching().double(), strategy="ddp")(rows(rank))
 

@@ -21,13 +21,14 @@ from autopar.errors import AutoparError, BatchError, StrategyError
 from autopar.provenance import first_line, user_frame
 from autopar.runtime.batch import Share, check_verdict, evidence
 from autopar.runtime.groups import failing_together
-from autopar.runtime.parameters import find_block_modules, local
+from autopar.runtime.parameters import find_separate_blocks, local
 
 
 def fall_back(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
     """The model under DDP, or under fully_shard block by block.
 
     What cannot be captured often branches, so that parameters go unused: DDP looks for them.
+    Blocks that share a parameter are sharded with the rest of the model.
 
     Raises:
         StrategyError: the parameters are DTensors already and would have to be sharded: an
@@ -41,7 +42,7 @@ def fall_back(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
             "this model cannot be captured and must be sharded to fit. Give autopar.compile "
             "example_inputs, so that fully_shard is applied before an optimizer is made."
         )
-    for block in find_block_modules(model):
+    for block in find_separate_blocks(model):
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
 

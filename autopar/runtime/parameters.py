@@ -226,11 +226,17 @@ def _parameter(like: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=like.requires_grad)
 
 
-def find_block_modules(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, as modules."""
-    return [
-        model.get_submodule(name) for name in dict.fromkeys(find_blocks(model).values()) if name
-    ]
+def find_separate_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks that share no parameter with the rest of the model, as modules.
+
+    Sharded block by block, a parameter that two of them share would come untied.
+    """
+    blocks = [name for name in dict.fromkeys(find_blocks(model).values()) if name]
+    holders: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(parameter, set()).add(block_of(name.rpartition(".")[0], blocks))
+    sharing = set().union(*(names for names in holders.values() if len(names) > 1))
+    return [model.get_submodule(name) for name in blocks if name not in sharing]
 
 
 def total_bytes(parameters: Iterable[ParameterInfo]) -> int:

@@ -12,6 +12,7 @@ import torch
 from benchmarks.truth.model import Recipe
 from benchmarks.truth.registry import BLOCKS, Kind
 from benchmarks.truth.training import Trained, deviation, train
+from tests.worlds import RankError, run
 
 PLAIN = 0.4
 """Share of blocks that treat every row alone, where there are such of a kind."""
@@ -61,7 +62,18 @@ def is_sound(given: Recipe) -> bool:
 
 
 def why_unsound(given: Recipe) -> str:
-    """What keeps a model from being a judge; empty for nothing."""
+    """What keeps a model from being a judge; empty for nothing.
+
+    Plain training runs in a process of its own: some of torch's kernels end it.
+    """
+    try:
+        (reason,) = run(_tried, 1, init=False, given=given)
+    except RankError as error:
+        return f"ends its process: {error.errors[0].splitlines()[0]}"
+    return str(reason)
+
+
+def _tried(rank: int, world_size: int, given: Recipe) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
