@@ -96,7 +96,7 @@ def without_weight_references(model: nn.Module) -> Iterator[None]:
     """Lets parameters be swapped inside: recurrent layers keep weak references to theirs."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.RNNBase)]
     for layer in layers:
-        layer._flat_weight_refs = []
+        layer._flat_weight_refs.clear()  # in place: guards know the list
     try:
         yield
     finally:

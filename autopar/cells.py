@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from operator import contains, getitem, is_
 from typing import Any
 
-from autopar.contents import Container, contents, items
+from autopar.contents import Container, contents, items, referent
 from autopar.fingerprints import DEPTH, MOST
 
 
@@ -39,7 +40,19 @@ class Cells:
             self._objects[index] = value
 
 
+class _Referents(list[tuple[Any, Any]]):
+    """Keys and values of a container with weak references, which it holds by their objects."""
+
+    def __init__(self, container: Container) -> None:
+        super().__init__((key, referent(value)) for key, value in items(container))
+
+
 def unchanged(container: Any, copy: Any) -> bool:
+    if isinstance(copy, _Referents):
+        pairs = zip(_Referents(container), copy, strict=False)
+        return len(container) == len(copy) and all(
+            key == known and value is before for (key, value), (known, before) in pairs
+        )
     if isinstance(container, set):
         return bool(container == copy)
     if len(container) != len(copy):
@@ -61,9 +74,11 @@ def containers_in(value: Any) -> list[tuple[Container, Any]]:
         container = contents(value)
         if container is None or id(container) in found or depth == 0 or len(found) == MOST:
             return
+        parts = [part for _, part in items(container)]
         kind = next((k for k in (dict, set) if isinstance(container, k)), list)
-        found[id(container)] = container, kind(container)
-        for _, part in items(container):
+        refers = any(isinstance(part, weakref.ref) for part in parts)
+        found[id(container)] = container, _Referents(container) if refers else kind(container)
+        for part in parts:
             visit(part, depth - 1)
 
     visit(value, DEPTH)

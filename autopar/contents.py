@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -56,6 +57,11 @@ def items(container: Iterable[Any]) -> list[tuple[Any, Any]]:
     if isinstance(container, dict):
         return list(container.items())
     return [] if isinstance(container, set) else list(enumerate(container))
+
+
+def referent(value: Any) -> Any:
+    """The object that a weak reference points to, None once it is gone; any other value itself."""
+    return value() if isinstance(value, weakref.ref) else value
 
 
 def equal(one: Any, other: Any) -> bool:

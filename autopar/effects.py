@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.contents import INTERNAL, MISSING, TABLES, Change, Place, Snapshot, equal
+from autopar.contents import INTERNAL, MISSING, TABLES, Change, Place, Snapshot, equal, referent
 from autopar.counting import Count
 from autopar.outside import Variable
 from autopar.provenance import is_library
@@ -89,7 +88,7 @@ class Effects:
         if not isinstance(value, (list, tuple)):
             return False
         own = {id(tensor) for tensor in self.state}
-        held = [item() if isinstance(item, weakref.ref) else item for item in value]
+        held = map(referent, value)
         known = [item for item in held if item is not None]
         return bool(known) and all(id(item) in own for item in known)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.contents import HOOKS, MISSING, PLAIN, contents, items
+from autopar.contents import HOOKS, MISSING, PLAIN, contents, items, referent
 
 DEPTH, MOST = 6, 500
 """Levels below an attribute, and containers, that are compared."""
@@ -31,7 +31,9 @@ class Same:
 class Freezer:
     """Makes hashable values of a model's attributes.
 
-    Equal contents give equal values. Objects that cannot be looked into are equal to themselves.
+    Equal contents give equal values. Objects that cannot be looked into are equal to themselves,
+    and weak references to those that point to the same object: torch cannot swap the contents of
+    a tensor while a weak reference to it is kept.
     """
 
     def __init__(self) -> None:
@@ -46,7 +48,7 @@ class Freezer:
             return (type(value), *(self(part, depth) for part in value))
         container = contents(value)
         if container is None or (not container and container is not value):
-            return Same(value)
+            return Same(referent(value))
         if (number := self._seen.get(id(container))) is not None:
             return "container", number
         if depth == 0 or len(self._seen) == MOST:

@@ -67,6 +67,47 @@ def test_they_train_exactly(
     assert run(train, 2, dtype=dtype, **layout) == [(), ()]
 
 
+class Stages(nn.Module):
+    """A recurrent network between linear layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layer = getattr(nn, kind)(WIDTH, WIDTH, batch_first=True)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(self.first(x))[0]
+        for block in self.blocks:
+            y = block(y).relu()
+        return y.square().mean()
+
+
+def train_divided(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
+    """Plans before an optimizer is made, and after."""
+    x = torch.randn(ROWS, SEQ, WIDTH, dtype=torch.float64)
+    for given in ({}, {"example_inputs": (x,)}):
+        pair = Pair(functools.partial(Stages, kind), strategy=fixed(**options), **given)
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            x = torch.randn(ROWS, SEQ, WIDTH, dtype=torch.float64)
+            want, have = pair.plain(x), pair.parallel(x)
+            close(have, want)
+            want.backward()
+            have.backward()
+            pair.step()
+        pair.check_state()
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("options", [{"zero": 3}, {"zero": 0, "pp": 2}])
+def test_layers_that_refer_weakly_to_their_weights_are_divided(
+    kind: str, options: dict[str, Any]
+) -> None:
+    run(train_divided, 2, kind=kind, options=options)
+
+
 def test_the_operators_of_an_lstm_are_measured(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -350,15 +350,7 @@ class DistributedModule(ModelAttributes):
         """Takes a plan: makes the mesh, lays the parameters out and keeps those of own stages."""
         self._divide(plan.tensor_ranks, plan.pipeline_ranks)
         self.mesh = mesh = make_mesh(self._device, plan.storage, ("pp", *plan.cuts))
-        model, across = self._wrapped[0], plan.pipeline_ranks > 1
-        lazy = across and any(isinstance(p, DTensor) for p in model.parameters())
-        if mesh is not None and (plan.shards_parameters or lazy):
-            layouts = {name: plan.layout(name) for name in self._setting.parameters}
-            if plan.interleaves:
-                support_interleaved()
-            lay_out(model, stage_mesh(mesh, plan.axis) if across else mesh, layouts)
-        if across and plan.pipeline is not None:
-            hold(model, plan.pipeline.held(plan.place(rank())["pp"]))
+        together(lambda: self._lay_out(plan, mesh))
         self._setting.look_again()
         self._setting.attempts.clear()
         self.plan = plan
@@ -370,6 +362,18 @@ class DistributedModule(ModelAttributes):
         self._setting.plan, self._setting.mesh = plan, mesh
         self._setting.groups = make_groups(self._device, plan.axes, mesh)
         self._runner = self._new_runner()
+
+    def _lay_out(self, plan: Plan, mesh: DeviceMesh | None) -> None:
+        """Gives this rank its parts of the parameters of its own stages."""
+        model, across = self._wrapped[0], plan.pipeline_ranks > 1
+        lazy = across and any(isinstance(p, DTensor) for p in model.parameters())
+        if mesh is not None and (plan.shards_parameters or lazy):
+            layouts = {name: plan.layout(name) for name in self._setting.parameters}
+            if plan.interleaves:
+                support_interleaved()
+            lay_out(model, stage_mesh(mesh, plan.axis) if across else mesh, layouts)
+        if across and plan.pipeline is not None:
+            hold(model, plan.pipeline.held(plan.place(rank())["pp"]))
 
     def _divide(self, tensor_ranks: int, pipeline_ranks: int) -> None:
         """Learns which ranks have the same rows, where the plan was to decide that."""
