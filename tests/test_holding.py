@@ -21,7 +21,7 @@ from autopar.plan import Plan
 from autopar.runtime.module import DistributedModule
 from tests.models import MODELS
 from tests.test_state import spoiled
-from tests.training import ADAMW, close, fixed, whole, whole_state
+from tests.training import ADAMW, Pair, close, fixed, whole, whole_state
 from tests.worlds import run
 
 GPT = MODELS["gpt"]
@@ -45,6 +45,40 @@ def plan_of(world_size: int, pp: int = 1, zero: int = 0, **axes: int) -> Plan:
     pipeline = Pipeline(pp, "1f1b", 2, uses=tuple(uses.items()))
     mesh = (("pp", pp), *plan.mesh)
     return replace(plan, world_size=world_size, mesh=mesh, pipeline=pipeline)
+
+
+class Tied(nn.Module):
+    """A model of two layers with the same parameters, which the first stage holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.linear(x).relu()).square().mean()
+
+
+def train_tied(rank: int, world_size: int, early: bool) -> bool:
+    """Whether this rank has nothing to train."""
+    x = torch.randn(6, 4, dtype=torch.float64)
+    given = {"example_inputs": (x,)} if early else {}
+    pair = Pair(Tied, strategy=fixed(0, pp=2), **given)
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(6, 4, dtype=torch.float64)
+        for model in pair.models:
+            model(x).backward()
+        nn.utils.clip_grad_norm_(pair.plain.parameters(), 1e-2)
+        pair.parallel.clip_grad_norm_(1e-2)
+        pair.step()
+    pair.check_state()
+    return all(p.is_meta for p in pair.parallel.parameters())
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_stage_without_parameters_trains(early: bool) -> None:
+    assert sum(run(train_tied, 2, early=early)) == 1
 
 
 # -- what a rank holds -------------------------------------------------------------------------

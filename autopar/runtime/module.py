@@ -230,10 +230,13 @@ class DistributedModule(ModelAttributes):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank holds: under a pipeline those of its own stages."""
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            if not is_elsewhere(parameter):
-                yield name, parameter
+        """The parameters that this rank holds: under a pipeline those of its own stages.
+
+        Where these have none, there are those of the others, without memory: torch's optimizers
+        refuse to be made for no parameters, and forget these before their first step.
+        """
+        found = list(super().named_parameters(prefix, recurse, remove_duplicate))
+        yield from [(n, p) for n, p in found if not is_elsewhere(p)] or found
 
     def requires_grad_(self, requires_grad: bool = True) -> DistributedModule:
         """Freezes the whole model or lets it be trained, on all stages."""

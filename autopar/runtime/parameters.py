@@ -109,10 +109,14 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 def broadcast_state(model: nn.Module) -> None:
-    """Gives every rank the parameters and buffers of rank 0, as DDP does."""
+    """Gives every rank the parameters and buffers of rank 0, as DDP does.
+
+    Detached, for gloo's threads hold what was sent a moment longer than `wait`, and torch swaps no
+    tensor that others hold.
+    """
     with torch.no_grad():
         work = [
-            dist.broadcast(local(t), src=0, async_op=True)
+            dist.broadcast(local(t).detach(), src=0, async_op=True)
             for t in [*model.parameters(), *model.buffers()]
         ]
         for item in work:

@@ -211,7 +211,7 @@ class CallState:
             Entry(
                 "stepped another optimizer",
                 steps.text,
-                among="one group" if steps.groups == 1 else f"stage {self.stage}",
+                among="one group" if held and steps.groups == 1 else f"stage {self.stage}",
                 advice=STEP_ALIKE,
             ),
             Entry(

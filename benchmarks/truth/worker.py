@@ -55,7 +55,9 @@ def _example(recipe: Recipe, share: tuple[int, int]) -> Any:
 
 
 def _whole(trained: Trained) -> Trained:
-    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in trained.state.items()}
+    """What this rank holds: parameters on the meta device are another stage's."""
+    held = {n: t for n, t in trained.state.items() if not t.is_meta}
+    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in held.items()}
     return Trained(trained.losses, {n: t.detach().clone() for n, t in state.items()})
 
 
