@@ -7,7 +7,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,22 +14,15 @@ from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch import without_onednn
 from autopar.graph import ParameterInfo
+from autopar.traceable import traceable
 
 LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
-_BATCH_NORMS = (nn.functional.batch_norm, torch.batch_norm)
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 class Annotate(TorchFunctionMode):
-    """Writes the user's line and the module's name beside every operator traced.
-
-    An LSTM is traced time step by time step: oneDNN's fused layer keeps a workspace only while
-    autograd records, and captured programs run without it. The input of a batch norm is made
-    contiguous, and the gradient of its result: of others torch's fake tensors predict strides
-    that kernels do not give.
-    """
+    """Writes the user's line and the module's name beside every operator traced."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -67,24 +59,7 @@ class Annotate(TorchFunctionMode):
             frame = frame.f_back
         note = {"source": (frame.f_code.co_filename, frame.f_lineno), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
-        if func in _BATCH_NORMS and args:
-            return _contiguous_norm(func, *args, **(kwargs or {}))
-        with without_onednn() if func is torch.lstm else nullcontext():
-            return func(*args, **(kwargs or {}))
-
-
-def _contiguous_norm(norm: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A batch norm of a contiguous input, to which a contiguous gradient returns.
-
-    Both in the memory format of the input: a tensor in channels-last format keeps it.
-    """
-    wanted = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if wanted is None or not x.is_contiguous(memory_format=wanted):
-        wanted = torch.contiguous_format
-    result: torch.Tensor = norm(x.contiguous(memory_format=wanted), *args, **kwargs)
-    if result.requires_grad:
-        result.register_hook(lambda gradient: gradient.contiguous(memory_format=wanted))
-    return result
+        return traceable(func)(*args, **(kwargs or {}))
 
 
 def is_library(file: str) -> bool:

@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import without_weight_references
 from autopar.pipeline import Pipeline
-from autopar.runtime.groups import failing_together
+from autopar.plan import Plan
+from autopar.runtime.groups import failing_together, rank
+from autopar.runtime.interleaved import support_interleaved
 from autopar.runtime.layout import from_local
 from autopar.runtime.optimizers import release
-from autopar.runtime.parameters import is_elsewhere, local, swap
+from autopar.runtime.parameters import is_elsewhere, lay_out, local, swap
 
 
 def stage_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -35,6 +37,19 @@ def stage_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
         return mesh[names]
     alone = mesh.mesh.view(-1, 1)
     return DeviceMesh(mesh.device_type, alone, mesh_dim_names=("pp", axis))[axis]
+
+
+def keep_own(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
+    """Leaves this rank with its parts of the parameters of its own stages."""
+    across = plan.pipeline_ranks > 1
+    waiting = across and any(isinstance(p, DTensor) for p in model.parameters())
+    if mesh is not None and (plan.shards_parameters or waiting):
+        if plan.interleaves:
+            support_interleaved()
+        layouts = {name: plan.layout(name) for name, _ in model.named_parameters()}
+        lay_out(model, stage_mesh(mesh, plan.axis) if across else mesh, layouts)
+    if across and plan.pipeline is not None:
+        hold(model, plan.pipeline.held(plan.place(rank())["pp"]))
 
 
 def hold(model: nn.Module, held: frozenset[str]) -> None:

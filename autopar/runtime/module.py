@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
 from autopar.call import TensorSpec
@@ -31,15 +30,13 @@ from autopar.runtime.calls import MakeWays
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.fallback import as_global, errors_of_rows
 from autopar.runtime.groups import make_groups, make_mesh, rank
-from autopar.runtime.holding import fetched, hold, stage_mesh
-from autopar.runtime.interleaved import support_interleaved
+from autopar.runtime.holding import fetched, keep_own, stage_mesh
 from autopar.runtime.options import Options
 from autopar.runtime.parameters import (
     as_dtensors,
     broadcast_state,
     is_elsewhere,
     laid_out_as,
-    lay_out,
 )
 from autopar.runtime.pipes import Pipes
 from autopar.runtime.protocol import CallState, Protocol
@@ -353,7 +350,7 @@ class DistributedModule(ModelAttributes):
         """Takes a plan: makes the mesh, lays the parameters out and keeps those of own stages."""
         self._divide(plan.tensor_ranks, plan.pipeline_ranks)
         self.mesh = mesh = make_mesh(self._device, plan.storage, ("pp", *plan.cuts))
-        together(lambda: self._lay_out(plan, mesh))
+        together(lambda: keep_own(self._wrapped[0], plan, mesh))
         self._setting.look_again()
         self._setting.attempts.clear()
         self.plan = plan
@@ -365,18 +362,6 @@ class DistributedModule(ModelAttributes):
         self._setting.plan, self._setting.mesh = plan, mesh
         self._setting.groups = make_groups(self._device, plan.axes, mesh)
         self._runner = self._new_runner()
-
-    def _lay_out(self, plan: Plan, mesh: DeviceMesh | None) -> None:
-        """Gives this rank its parts of the parameters of its own stages."""
-        model, across = self._wrapped[0], plan.pipeline_ranks > 1
-        lazy = across and any(isinstance(p, DTensor) for p in model.parameters())
-        if mesh is not None and (plan.shards_parameters or lazy):
-            layouts = {name: plan.layout(name) for name in self._setting.parameters}
-            if plan.interleaves:
-                support_interleaved()
-            lay_out(model, stage_mesh(mesh, plan.axis) if across else mesh, layouts)
-        if across and plan.pipeline is not None:
-            hold(model, plan.pipeline.held(plan.place(rank())["pp"]))
 
     def _divide(self, tensor_ranks: int, pipeline_ranks: int) -> None:
         """Learns which ranks have the same rows, where the plan was to decide that."""

@@ -1,0 +1,67 @@
+"""The traceable forms of torch's functions compute the same."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.traceable import traceable
+from tests.training import Pair, close, fixed
+from tests.worlds import run
+
+OBSERVATIONS = [(3, 5), (5, 3), (4, 1), (1, 4), (6,)]
+
+
+@pytest.mark.parametrize("function", [torch.cov, torch.Tensor.cov, torch.corrcoef])
+@pytest.mark.parametrize("shape", OBSERVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.int64])
+@pytest.mark.filterwarnings("ignore:cov()", "ignore:Casting complex")
+def test_covariances(
+    function: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x = (10 * torch.randn(shape, dtype=torch.complex128)).to(dtype)
+    torch.testing.assert_close(traceable(function)(x), function(x), equal_nan=True)
+
+
+def test_other_arguments_of_covariances() -> None:
+    x, weights = torch.randn(3, 5), torch.tensor([1, 2, 1, 3, 1])
+    cov = traceable(torch.cov)
+    torch.testing.assert_close(cov(x, correction=0), torch.cov(x, correction=0))
+    torch.testing.assert_close(cov(x, fweights=weights), torch.cov(x, fweights=weights))
+    with pytest.raises(RuntimeError, match="two or fewer"):
+        cov(torch.randn(2, 2, 2))
+
+
+class Decorrelating(nn.Module):
+    """A penalty on covariances and correlations of features over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.linear(x).t()
+        apart = features.cov() - torch.eye(3, dtype=x.dtype)
+        return apart.square().sum() + torch.corrcoef(features).square().mean()
+
+
+def decorrelate(rank: int, world_size: int) -> None:
+    pair = Pair(Decorrelating, strategy=fixed(0))
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(7, 4, dtype=torch.float64)
+        want, have = (model(x) for model in pair.models)
+        close(have, want)
+        want.backward()
+        have.backward()
+        pair.check_gradients()
+        pair.step()
+    assert isinstance(pair.parallel.plan, autopar.Plan)
+
+
+def test_covariances_over_the_batch_are_exact() -> None:
+    run(decorrelate, 2)
