@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -190,6 +191,7 @@ def inductor_compile(
 
 
 __all__ = [
+    "BatchNorm",
     "BoxedCodeGen",
     "BufferAOTInput",
     "DataDependentOutputException",

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from autopar.side_effects import (
     values_of,
     writes_of,
 )
+from autopar.traceable import traceable_modules
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ def capture(
             "runs; a graph would repeat the first draw for ever. Draw with torch instead."
         )
     effects = program.effects
-    check_changes(effects, functools.partial(_second_run, make, program.treatment))
+    with contextlib.closing(_later_runs(make, program.treatment)) as following:
+        check_changes(effects, following)
     return Capture(
         with_roles(module, program.interface(), parameters, type(model).__name__),
         program.leaves,
@@ -176,18 +179,21 @@ def _treated(
         treatment = following
 
 
-def _second_run(make: Callable[..., _Program], treatment: Treatment) -> Effects:
-    """The effects of a call that follows on another."""
-    first, second = (make(replace(treatment, counts=frozenset())) for _ in range(2))
-    snapshot = Snapshot(first.model[0])
+def _later_runs(make: Callable[..., _Program], treatment: Treatment) -> Generator[Effects]:
+    """The effects of the calls that follow on a first one."""
+    made = (make(replace(treatment, counts=frozenset())) for _ in itertools.count())
+    program = next(made)
+    snapshot = Snapshot(program.model[0])
     try:
-        with first.fake_mode, torch.no_grad():
-            for program in (first, second):
-                program.keep, program.repeats = True, Repeats(program.model[0], ())
+        for number in itertools.count():
+            program.keep, program.repeats = True, Repeats(program.model[0], ())
+            with program.fake_mode, torch.no_grad():
                 program(*program.inputs)
+            if number:
+                yield program.effects
+            program = next(made)
     finally:
         snapshot.restore()
-    return second.effects
 
 
 def _traced(program: _Program) -> fx.GraphModule:
@@ -281,6 +287,7 @@ class _Program(nn.Module):
             annotate = stack.enter_context(Annotate(model))
             stack.enter_context(_torch.compiling())
             stack.enter_context(_torch.unread_masks())
+            stack.enter_context(traceable_modules())
             stack.enter_context(self.repeats.marking())
             stack.enter_context(effects.watching())
             target = None

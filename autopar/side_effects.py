@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import enum
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from autopar._torch import pytree
 from autopar.contents import MISSING, PLAIN, Change, Place, contents
 from autopar.effects import Attribute, Effects, is_state
 from autopar.errors import CaptureError
+from autopar.fingerprints import Freezer
 
 ADVICE = (
     "A graph would do that once, not at every call. Keep what changes in a buffer "
@@ -88,12 +90,19 @@ def alike(one: Any, other: Any) -> bool:
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
-def check_changes(effects: Effects, again: Callable[[], Effects]) -> None:
+STATES = 8
+"""Python states that the calls of a model may lead through before one of them stays."""
+
+
+def check_changes(effects: Effects, following: Iterable[Effects]) -> None:
     """Refuses changes that cannot be replayed.
+
+    Plain values that forward reads may change a few times, or in turns: each value is a state of
+    its own, for which the model is captured when a call comes to it.
 
     Args:
         effects: the effects of a run.
-        again: runs the model after these changes; the effects of that.
+        following: the effects of the runs after it, each after the changes of those before.
 
     Raises:
         CaptureError: one of the changes, by name.
@@ -101,12 +110,25 @@ def check_changes(effects: Effects, again: Callable[[], Effects]) -> None:
     for change in effects.changes:
         if why := _unfit(change, effects):
             raise refusal(effects, change.place, why)
-    if any(effects.is_read(change.place) for change in effects.changes):
-        second = again()
-        for change in second.changes:
-            if second.is_read(change.place) and not alike(change.old, change.new):
-                now = f"{_text(change.old)} is {_text(change.new)} afterwards"
-                raise refusal(second, change.place, f"forward reads it, and {now}")
+    if not any(effects.is_read(change.place) for change in effects.changes):
+        return
+    seen: set[Any] = set()
+    for later in following:
+        changes = [c for c in later.changes if later.is_read(c.place) and not alike(c.old, c.new)]
+        state = tuple((str(c.place), Freezer()(c.new)) for c in changes)
+        if not changes or state in seen:
+            return
+        seen.add(state)
+        first = next((c for c in changes if not _is_plain(c)), changes[0])
+        if len(seen) == STATES or not _is_plain(first):
+            now = f"{_text(first.old)} is {_text(first.new)} afterwards"
+            raise refusal(later, first.place, f"forward reads it, and {now}")
+
+
+def _is_plain(change: Change) -> bool:
+    """Whether a value that guards compare by its contents takes the place of another."""
+    leaves = pytree.tree_leaves((change.old, change.new))
+    return all(isinstance(leaf, (*PLAIN, enum.Enum)) for leaf in leaves)
 
 
 def _unfit(change: Change, effects: Effects) -> str:
@@ -123,7 +145,7 @@ def _unfit(change: Change, effects: Effects) -> str:
     if change.new is MISSING:
         return "it is deleted"
     for leaf in pytree.tree_leaves(change.new):
-        if not isinstance(leaf, (torch.Tensor, type, *PLAIN)) and not callable(leaf):
+        if not isinstance(leaf, (torch.Tensor, type, enum.Enum, *PLAIN)) and not callable(leaf):
             return f"it becomes {_text(leaf)}"
     return ""
 

@@ -6,18 +6,54 @@ that fake tensors predict wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import without_onednn
+from autopar._torch import BatchNorm, without_onednn
 
 
 def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     """The form of a function of torch that can be traced; most are their own."""
     return _FORMS.get(function, function)
+
+
+@contextlib.contextmanager
+def traceable_modules() -> Iterator[None]:
+    """Lets modules of torch's own compute in a traceable form."""
+    before = BatchNorm.forward
+    BatchNorm.forward = _norm_of_all_batches(before)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BatchNorm.forward = before  # type: ignore[method-assign]
+
+
+def _norm_of_all_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A batch norm whose running statistics are means over all batches (`momentum=None`).
+
+    Torch computes the weight of a batch as a Python number, from the count in a buffer.
+    """
+
+    def counted(self: Any, x: Tensor) -> Tensor:
+        if self.momentum is not None or not self.training or self.num_batches_tracked is None:
+            return forward(self, x)
+        self._check_input_dim(x)
+        self.num_batches_tracked.add_(1)
+        kept = [self.running_mean, self.running_var]
+        own = [statistic.clone() for statistic in kept]
+        result = nn.functional.batch_norm(
+            x, own[0], own[1], self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
+        )
+        weight = 1.0 / self.num_batches_tracked.double()
+        for statistic, new in zip(kept, own, strict=True):
+            statistic.copy_(weight * new + (1 - weight) * statistic)
+        return result
+
+    return counted
 
 
 def _batch_norm(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:

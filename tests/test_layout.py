@@ -36,7 +36,13 @@ PREDICTED = {"autopar.error_bars", "autopar.picture", "autopar.prediction", "aut
 PARTS = PREDICTED | {"autopar.partition", "autopar.pipeline", "autopar.plan_document"}
 TEXTS = {"autopar.plan_text", "autopar.explanation", "autopar.difference"}
 PLAN = PASSES | PARTS | TEXTS | {"autopar.plan", "autopar.strategy"}
-TRACING = {"autopar.joint", "autopar.provenance", "autopar.repeats", "autopar.expansion"}
+TRACING = {
+    "autopar.joint",
+    "autopar.provenance",
+    "autopar.repeats",
+    "autopar.expansion",
+    "autopar.traceable",
+}
 PYTHON_STATE = {
     "autopar.cells",
     "autopar.contents",
