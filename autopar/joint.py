@@ -132,10 +132,13 @@ def _output_role(desc: Any, call: Interface) -> OutputRole:
         of = _input_role(desc.mutated_input, call)
         if isinstance(of, (Buffer, Input)):
             return Update(of)
-    raise CaptureError(
-        f"the captured graph has an output that autopar does not know: {desc}. The model probably "
-        "changes a parameter in place; do so outside of forward, under torch.no_grad()."
-    )
+        if isinstance(of, Parameter):
+            raise CaptureError(
+                f"forward changes parameter {of.name} in place, which only an optimizer may do. "
+                "Change it outside of forward, under torch.no_grad(), or make it a buffer "
+                "(self.register_buffer), which forward may change."
+            )
+    raise CaptureError(f"the captured graph has an output that autopar does not know: {desc}")
 
 
 def _output_index(desc: Any, call: Interface) -> int:

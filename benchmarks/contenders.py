@@ -7,6 +7,7 @@ peer is set up as its own documentation says.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from benchmarks import megatron, pipelining
+from benchmarks.before import NAME
 from benchmarks.models import Case
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -187,6 +189,20 @@ def build_autopar(
     return training_step(model, case, local=False)
 
 
+def build_before(case: Case, *, strategy: str, statistics: Statistics | None = None) -> Step:
+    """Return an earlier commit of autopar, unpacked by `benchmarks.before`."""
+    earlier = importlib.import_module(NAME)
+    chosen = earlier.Strategy.of(strategy)
+    if statistics:
+        own = ("batch_semantics", "batch_statistics")  # the second until November 2026
+        name = next(field for field in own if hasattr(chosen, field))
+        chosen = replace(chosen, **{name: statistics})
+    model = earlier.compile(
+        case.build(), example_inputs=case.batch(0), strategy=chosen, fallback=False
+    )
+    return training_step(model, case, local=False)
+
+
 def strategy_of(name: str, case: Case) -> autopar.Strategy:
     """Return what autopar is told: as much as the peer of that name is set up by hand."""
     ranks = dist.get_world_size()
@@ -213,6 +229,11 @@ def _autopar(
     name = f"autopar-{strategy}" + ("" if backend == "eager" else f"+{backend}")
     build = partial(build_autopar, strategy=strategy, backend=backend)
     return Contender(name, build, peers, alone, module="autopar", models=models)
+
+
+def _before(strategy: str) -> Contender:
+    build = partial(build_before, strategy=strategy)
+    return Contender(f"before-{strategy}", build, ("ddp",), module=NAME)
 
 
 def _deepspeed(stage: int) -> Contender:
@@ -251,6 +272,8 @@ CONTENDERS = (
     _autopar("zero1", "deepspeed-1", "ddp"),
     _autopar("zero2", "deepspeed-2", "fully_shard"),
     _autopar("zero3", "fully_shard"),
+    _before("ddp"),
+    _before("zero3"),
     _autopar("auto", "ddp", "plain", alone=None),
     _autopar("ddp", "ddp+compile", "torch.compile", backend="inductor", alone=None),
     _autopar("zero3", "fully_shard+compile", backend="inductor"),
@@ -282,7 +305,7 @@ def _variants(contender: Contender) -> list[Contender]:
     Statistics of all rows are not known while some of them have yet to pass the pipeline.
     """
     local = "pipelining-gpipe" if contender.micro_batched else "ddp"
-    if contender.module != "autopar":
+    if contender.module not in ("autopar", NAME):
         return [replace(contender, statistics="local", reference=local)]
     references: dict[Statistics, str] = {"global": PLAIN, "local": local}
     if contender.micro_batched:

@@ -312,6 +312,13 @@ def test_loss_fn_with_parameters_is_an_error() -> None:
 # -- what stops a capture ----------------------------------------------------------------------
 
 
+def follow_a_weight(model: nn.Module, x: Tensor) -> Tensor:
+    """Moves a frozen parameter towards a trained one."""
+    with torch.no_grad():
+        model.slow.lerp_(model.lin.weight, 0.1)
+    return loss(model, x)
+
+
 def change_a_weight(m: Model, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.lin.weight.mul_(0.9)
@@ -354,6 +361,13 @@ def test_an_error_names_the_users_line(name: str) -> None:
 def test_what_a_graph_could_not_repeat(forward: Forward, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         captured(forward)
+
+
+def test_a_frozen_parameter_that_forward_moves_is_named() -> None:
+    model = Model(follow_a_weight)
+    model.slow = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    with pytest.raises(CaptureError, match=r"parameter slow in place.* make it a buffer"):
+        captured(model)
 
 
 # -- where operators come from -----------------------------------------------------------------
