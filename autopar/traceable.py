@@ -107,10 +107,59 @@ def _corrcoef(x: Tensor) -> Tensor:
     return scaled.clamp(-1, 1)
 
 
+def _getitem(x: Tensor, index: Any) -> Tensor:
+    """An item by tensors of no dims, whose values torch would read to select a slice."""
+    if (split := _scalars_apart(x, index)) is None:
+        return torch.Tensor.__getitem__(x, index)
+    view, places = split
+    return torch.ops.aten.index.Tensor(view, places)
+
+
+def _setitem(x: Tensor, index: Any, value: Any) -> None:
+    """`_getitem`, to write there."""
+    if (split := _scalars_apart(x, index)) is None:
+        torch.Tensor.__setitem__(x, index, value)
+        return
+    view, places = split
+    given = value if isinstance(value, Tensor) else torch.tensor(value)
+    torch.ops.aten.index_put_.default(view, places, given.to(x.dtype))
+
+
+def _scalars_apart(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] | None:
+    """The view that the rest of an index gives, and the tensors without dims by its dims.
+
+    None if there is no such tensor, or one with dims beside them.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    scalars = [_is_scalar(item) for item in items]
+    if not any(scalars) or any(
+        isinstance(item, (Tensor, list, tuple, bool)) and not scalar
+        for item, scalar in zip(items, scalars, strict=True)
+    ):
+        return None
+    if not any(item is Ellipsis for item in items):
+        items, scalars = (*items, Ellipsis), [*scalars, False]
+    rest = tuple(slice(None) if s else item for item, s in zip(items, scalars, strict=True))
+    view = x[rest]
+    kept = [item for item in items if not isinstance(item, int)]
+    middle = next(i for i, item in enumerate(kept) if item is Ellipsis)
+    hidden = view.dim() - (len(kept) - 1)
+    dims = [*kept[:middle], *[Ellipsis] * hidden, *kept[middle + 1 :]]
+    return view, [item if _is_scalar(item) else None for item in dims]
+
+
+def _is_scalar(item: Any) -> bool:
+    """Whether an item of an index is a whole number in a tensor."""
+    whole = isinstance(item, Tensor) and not item.dtype.is_floating_point
+    return whole and item.dim() == 0 and item.dtype not in (torch.bool, torch.uint8)
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
     nn.functional.batch_norm: _batch_norm(nn.functional.batch_norm),
     torch.batch_norm: _batch_norm(torch.batch_norm),
     torch.lstm: _lstm,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.__setitem__: _setitem,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

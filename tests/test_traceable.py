@@ -1,6 +1,7 @@
 """The traceable forms of torch's functions compute the same."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,37 @@ def test_other_arguments_of_covariances() -> None:
         cov(torch.randn(2, 2, 2))
 
 
+ONE, ZERO, LAST = torch.tensor(1), torch.tensor(0, dtype=torch.int32), torch.tensor(-1)
+
+INDICES = [
+    ONE,
+    (ONE, ZERO),
+    (slice(None), LAST),
+    (..., ONE),
+    (0, ..., ZERO),
+    (slice(1, None), None, ONE),
+    (ONE, slice(None), LAST),
+    (None, ZERO, 1, ..., ONE),
+    (slice(None, None, 2), 1, ONE),
+    0,
+    (slice(None), [0, 1], ONE),
+    (ONE, torch.tensor([0, 1])),
+    torch.tensor(True),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_items_by_tensors_of_no_dims(index: Any) -> None:
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    get, put = traceable(Tensor.__getitem__), traceable(Tensor.__setitem__)
+    assert torch.equal(get(x, index), x[index])
+    for value in (7, 2.5, torch.tensor(3.0), torch.ones_like(x[index])):
+        one, other = x.clone(), x.clone()
+        put(one, index, value)
+        other[index] = value
+        assert torch.equal(one, other)
+
+
 class Decorrelating(nn.Module):
     """A penalty on covariances and correlations of features over the batch."""
 
@@ -62,6 +94,22 @@ def train(rank: int, world_size: int, make: type[nn.Module]) -> None:
     pair.check_state()
 
 
+class Selecting(nn.Module):
+    """A row and a feature that tensors choose, read and written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        largest = y.detach().square().sum(1).argmax()
+        z = y + 0.5 * y[largest] + y[:, largest % 3, None]
+        z[largest, 0] = 2.0
+        return z.pow(3).mean()
+
+
 class Normed(nn.Module):
     """A batch norm whose running statistics are means over all batches."""
 
@@ -74,6 +122,6 @@ class Normed(nn.Module):
         return self.norm(self.linear(x)).pow(4).mean()
 
 
-@pytest.mark.parametrize("make", [Normed, Decorrelating])
+@pytest.mark.parametrize("make", [Selecting, Normed, Decorrelating])
 def test_they_train_exactly(make: type[nn.Module]) -> None:
     run(train, 2, make=make)
