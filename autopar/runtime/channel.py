@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -88,6 +88,29 @@ class Met:
     shown: list[list[int]]
 
 
+@dataclass(frozen=True)
+class Announced:
+    """A record on its way to the other ranks.
+
+    Attributes:
+        event: what this rank is about to do.
+        entries: what must be equal on all ranks.
+        payload: is given to every rank.
+        numbers: the record.
+        table: the records of all ranks, once `work` is done.
+        work: the collective under way.
+        then: is called with what all ranks brought.
+    """
+
+    event: str
+    entries: Sequence[Entry]
+    payload: bytes
+    numbers: Sequence[int]
+    table: torch.Tensor
+    work: dist.Work
+    then: Callable[[Met], None] | None
+
+
 @dataclass
 class Channel:
     """The ranks of the world, and a process group for records alone.
@@ -98,6 +121,7 @@ class Channel:
         size: number of ranks.
         meetings: how many there have been.
         modules: how many modules have been given a number.
+        announced: the record on its way, which is settled before the next one leaves.
     """
 
     reference: weakref.ref[dist.ProcessGroup]
@@ -105,6 +129,7 @@ class Channel:
     size: int
     meetings: int = 0
     modules: int = 0
+    announced: Announced | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -140,6 +165,29 @@ class Channel:
             DisagreementError: on every rank alike, if the events or entries differ.
             CommunicationError: a rank did not come before the timeout.
         """
+        self.announce(event, entries, payload, shown)
+        met = self.settle()
+        assert met is not None
+        return met
+
+    def announce(
+        self,
+        event: str,
+        entries: Sequence[Entry] = (),
+        payload: bytes = b"",
+        shown: Sequence[int] = (),
+        then: Callable[[Met], None] | None = None,
+    ) -> None:
+        """Begins a meeting; `settle` ends it, before this rank communicates with others.
+
+        Args:
+            event, entries, payload, shown: as for `meet`.
+            then: is called with what all ranks brought.
+
+        Raises:
+            DisagreementError, CommunicationError: from the meeting before, if that was not ended.
+        """
+        self.settle()
         self.meetings += 1
         names = ",".join(entry.name for entry in entries)
         numbers = [_hashed(f"{event}|{names}"), len(payload), *shown]
@@ -147,13 +195,34 @@ class Channel:
         for entry in entries:
             numbers += [number_of(entry.value), number_of(entry.among)]
         numbers += [0] * (HEAD + 2 * ENTRIES - len(numbers))
+        own = torch.tensor(numbers)
+        table = own.new_empty(self.size, own.numel())
         with self.waiting(event):
-            table = self._gathered(torch.tensor(numbers)).tolist()
-        if any(row[0] != numbers[0] or row[HEAD:] != numbers[HEAD:] for row in table):
-            self._compare(event, entries, table)
-        with self.waiting(event):
-            payloads = self._payloads(payload, [row[1] for row in table])
-        return Met(payloads, [row[2:HEAD] for row in table])
+            work = dist.all_gather(list(table.unbind()), own, group=self.group, async_op=True)
+        self.announced = Announced(event, entries, payload, numbers, table, work, then)
+
+    def settle(self) -> Met | None:
+        """Ends the meeting that has begun; None if there is none.
+
+        Raises:
+            DisagreementError: on every rank alike, if the events or entries differ.
+            CommunicationError: a rank did not come before the timeout.
+        """
+        if self.announced is None:
+            return None
+        begun, self.announced = self.announced, None
+        with self.waiting(begun.event):
+            begun.work.wait()
+            table = begun.table.tolist()
+        own = begun.numbers
+        if any(row[0] != own[0] or row[HEAD:] != own[HEAD:] for row in table):
+            self._compare(begun.event, begun.entries, table)
+        with self.waiting(begun.event):
+            payloads = self._payloads(begun.payload, [row[1] for row in table])
+        met = Met(payloads, [row[2:HEAD] for row in table])
+        if begun.then is not None:
+            begun.then(met)
+        return met
 
     def _gathered(self, own: torch.Tensor) -> torch.Tensor:
         table = own.new_empty(self.size, own.numel())
@@ -286,6 +355,17 @@ def channel() -> Channel | None:
     if _OPEN is None or _OPEN[0]() is not world:
         _OPEN = weakref.ref(world), _opened(world)
     return _OPEN[1]
+
+
+def settle() -> None:
+    """Ends the meeting that has begun, if any: called before a program communicates.
+
+    Raises:
+        DisagreementError: on every rank alike, if ranks are about to do different things.
+        CommunicationError: a rank did not come before the timeout.
+    """
+    if _OPEN is not None:
+        _OPEN[1].settle()
 
 
 def _opened(world: dist.ProcessGroup) -> Channel:

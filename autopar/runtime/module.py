@@ -27,6 +27,7 @@ from autopar.runtime.attributes import ModelAttributes
 from autopar.runtime.batch import Share, share_of
 from autopar.runtime.blame import check_runs
 from autopar.runtime.calls import MakeWays
+from autopar.runtime.channel import settle
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.fallback import as_global, errors_of_rows
 from autopar.runtime.groups import make_groups, make_mesh, rank
@@ -145,6 +146,8 @@ class DistributedModule(ModelAttributes):
         if check is not None:
             self.before_training = None  # copies that planning makes are not to check
         number = self._agree_on_call(leaves, structure)
+        if not self._settles:
+            settle()
         if self.plan is None and not self._fallback:
             self.plan_for(leaves, structure)
         if check is not None:
@@ -152,9 +155,14 @@ class DistributedModule(ModelAttributes):
         result = self._run(leaves, structure)
         if self._protocol is not None:
             compared = self._options.batch == "global"
-            self._protocol.follow_backward(result, number, compare=compared)
+            self._protocol.follow_backward(result, number, compare=compared, settles=self._settles)
             self._protocol.steps.expect(self._setting.inside.parameters.values())
         return result
+
+    @property
+    def _settles(self) -> bool:
+        """Whether programs settle what ranks agree on, just before they communicate."""
+        return isinstance(self._runner, Whole) and self._options.backend == "eager"
 
     def _run(self, leaves: list[Any], structure: Any) -> Any:
         share = self._share(leaves, structure)

@@ -28,6 +28,7 @@ from autopar.passes.build import is_random
 from autopar.passes.runner import run_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.plan import Plan
+from autopar.runtime.channel import settle
 from autopar.runtime.compiled import Boxed, compiled, donated_by
 from autopar.runtime.recorder import Recorder
 
@@ -190,10 +191,19 @@ def generate(
         module.recompile()
         return compiled(module, compile_backend, donated)
     wrap = recorder.watched(module.graph) if recorder else None
+    _settle_first(module.graph)
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
     run = _located(module)
     return wrap(run) if wrap else run
+
+
+def _settle_first(graph: fx.Graph) -> None:
+    """Has the ranks agree on the call before the first collective, while they compute."""
+    first = next((n for n in graph.nodes if "_c10d_functional" in str(n.target)), None)
+    if first is not None:
+        with graph.inserting_before(first):
+            graph.call_function(settle)
 
 
 def _located(module: fx.GraphModule) -> Boxed:

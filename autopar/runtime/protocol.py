@@ -77,7 +77,7 @@ class Protocol:
             raise
 
     def call(self, state: CallState, replicas: Replicas) -> int:
-        """Agrees on a call of the module.
+        """Begins to agree on a call of the module; `settle` ends it.
 
         Args:
             state: of this rank.
@@ -93,18 +93,20 @@ class Protocol:
         own = replicas.samples(self.calls) if torch.is_grad_enabled() else []
         entries = state.entries(self.calls + 1, self.steps)
         numbers = [number for sample in own for number in sample.numbers]
-        met = self.channel.meet(f"calls {self.name}", entries, shown=numbers)
+        self.channel.announce(
+            f"calls {self.name}", entries, shown=numbers, then=lambda met: check(met.shown, own)
+        )
         self.calls += 1
-        check(met.shown, own)
         return self.calls
 
-    def follow_backward(self, result: Any, number: int, *, compare: bool) -> None:
+    def follow_backward(self, result: Any, number: int, *, compare: bool, settles: bool) -> None:
         """Agrees on each backward through the result of a call, as it begins.
 
         Args:
             result: of the call.
             number: of the call.
             compare: whether the ranks must scale a loss alike.
+            settles: whether the backward itself settles that before it communicates.
         """
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         outputs = [x for x in outputs if x.requires_grad and x.grad_fn is not None]
@@ -115,7 +117,10 @@ class Protocol:
         def begins(gradient: torch.Tensor | None) -> None:  # None: it enters by another output
             scale = _scale(gradient) if compare else ""
             advice = "Scale the loss alike on every rank: it is that of the global batch."
-            self.channel.meet(event, [Entry("enter with another gradient", scale, advice=advice)])
+            entry = Entry("enter with another gradient", scale, advice=advice)
+            self.channel.announce(event, [entry])
+            if not settles:
+                self.channel.settle()
 
         torch.autograd.graph.register_multi_grad_hook(outputs, begins, mode="any")
 

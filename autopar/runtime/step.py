@@ -23,6 +23,7 @@ from autopar.graph import (
     Update,
     Verdict,
 )
+from autopar.runtime.channel import settle
 from autopar.runtime.groups import failing_together
 from autopar.runtime.program import Half, Program
 from autopar.runtime.states import States
@@ -117,6 +118,7 @@ class Step(torch.autograd.Function):
         del saved
         with failing_together("backward"):
             results = half.run(arguments)
+        settle()
         return (None, *_gradients(half, results, running))
 
 

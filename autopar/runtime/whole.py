@@ -11,6 +11,7 @@ from autopar.graph import BatchIndex, Buffer, Evidence, Input, Parameter, RowWei
 from autopar.notices import warn_of_differences
 from autopar.runtime.batch import Share, check_twins, check_verdict, evidence
 from autopar.runtime.calls import ways_of_call
+from autopar.runtime.channel import settle
 from autopar.runtime.groups import backend_of, rank
 from autopar.runtime.parameters import local
 from autopar.runtime.program import Half, Program, build, with_axes
@@ -59,6 +60,7 @@ class Whole:
             else:
                 running.differentiable, tensors = setting.differentiable(share)
                 outputs = Step.apply(running, *tensors)
+        settle()  # there may have been no collective
         self._finish(running, share, program.capture.rebound)
         result = list(program.capture.leaves)
         for index, value in zip(program.returned, outputs, strict=True):
