@@ -1,11 +1,14 @@
 """How long planning takes: from a model to its plan for machines that are not here.
 
     python -m benchmarks.planning --json FILE
+    PYTHONPATH=FOLDER python -m benchmarks.planning --models gpt2-1.5b-128 --before
 
 Each model is built without memory (meta device) and planned for nodes of a shipped cluster in a
 process of its own. `seconds` runs from the built model to the plan; `cpu_seconds` is what the
 process computed meanwhile, which others on the machine change less. `peak_bytes` is the most that
 the process held, torch included.
+
+`--before` plans each whole plan with an earlier commit too, unpacked by `benchmarks.before`.
 
 The first rows are placements along one axis alone (capture, rules, prices, solver); the others are
 whole plans of one mesh.
@@ -14,12 +17,13 @@ whole plans of one mesh.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +32,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import autopar
 from autopar.captures import capture_of_rank
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.liveness import Overhead
@@ -36,8 +39,8 @@ from autopar.cost_model.operators import OperatorTimes
 from autopar.cost_model.update import UpdateCost
 from autopar.planner.machine import Machine
 from autopar.planner.placements import partition
-from autopar.strategy import Strategy
 from benchmarks import experts
+from benchmarks.before import NAME
 from benchmarks.published import gpt
 from benchmarks.report import machine, versions
 
@@ -100,7 +103,7 @@ class Case:
     make: Callable[[], tuple[nn.Module, Any]]
     cluster: str
     gpus: int
-    strategy: Strategy
+    strategy: Mapping[str, Any]
     memory: str = "1000GB"
     limit_s: float | None = None
 
@@ -108,6 +111,11 @@ class Case:
 def gpt2() -> tuple[nn.Module, Any]:
     """GPT-2 of 1.5 billion parameters."""
     return gpt.make(gpt.Form(1600, 48, 25, 50257, 1024, flash=True, dropped=False), 64)
+
+
+def gpt2_of_128_rows() -> tuple[nn.Module, Any]:
+    """The same, at a row for each of 128 ranks."""
+    return gpt.make(gpt.Form(1600, 48, 25, 50257, 1024, flash=True, dropped=False), 128)
 
 
 def llama_70b() -> tuple[nn.Module, Any]:
@@ -125,39 +133,49 @@ def mixture() -> tuple[nn.Module, Any]:
     return model, (tokens, tokens)
 
 
-BUCKETS = {"gather_bytes": 2**26, "reduce_bytes": 2**26}
+SELECTIVE = {
+    "zero": 1,
+    "recompute": "selective",
+    "prefetch": 1,
+    "gather_bytes": 2**26,
+    "reduce_bytes": 2**26,
+}
 CASES: Mapping[str, Case] = {
-    "gpt2-1.5b": Case(gpt2, "dgx-a100", 16, Strategy(), "80GB"),
+    "gpt2-1.5b": Case(gpt2, "dgx-a100", 16, {}, "80GB"),
+    "gpt2-1.5b-128": Case(gpt2_of_128_rows, "dgx-h100", 128, {}, "80GB"),
     "llama-70b-1024": Case(
         llama_70b,
         "dgx-h100",
         1024,
-        Strategy(
-            1, "selective", tp=8, pp=4, micro_batches=32, schedule="1f1b", prefetch=1, **BUCKETS
-        ),
+        {
+            "tp": 8,
+            "pp": 4,
+            "micro_batches": 32,
+            "schedule": "1f1b",
+            **SELECTIVE,
+        },
     ),
     "llama-70b-1024-searched": Case(
-        llama_70b, "dgx-h100", 1024, Strategy(search=("pp", "tp")), "80GB", 60.0
+        llama_70b, "dgx-h100", 1024, {"search": ("pp", "tp")}, "80GB", 60.0
     ),
-    "moe-8x7b-256": Case(
-        mixture, "dgx-h100", 256, Strategy(1, "selective", ep=8, prefetch=1, **BUCKETS)
-    ),
+    "moe-8x7b-256": Case(mixture, "dgx-h100", 256, {"ep": 8, **SELECTIVE}),
 }
 
 
-def whole_plan(name: str) -> Row:
-    """Makes one plan; for a process of its own."""
+def whole_plan(name: str, package: str = "autopar") -> Row:
+    """Makes one plan with a package; for a process of its own."""
     torch.set_num_threads(2)
-    case = CASES[name]
+    case, planner = CASES[name], importlib.import_module(package)
+    machines = importlib.import_module(f"{package}.cost_model.cluster").Cluster
     model, inputs = case.make()
-    nodes = max(1, case.gpus // Cluster.named(case.cluster).ranks_per_node)
+    nodes = max(1, case.gpus // machines.named(case.cluster).ranks_per_node)
     start, begun = time.perf_counter(), time.process_time()
-    made = autopar.plan(
+    made = planner.plan(
         model,
         case.gpus,
         example_inputs=inputs,
-        strategy=case.strategy,
-        cluster=Cluster.named(case.cluster, nodes),
+        strategy=planner.Strategy(**case.strategy),
+        cluster=machines.named(case.cluster, nodes),
         memory=case.memory,
         backend="inductor",
         time_limit_s=case.limit_s,
@@ -165,7 +183,8 @@ def whole_plan(name: str) -> Row:
     taken, computed = time.perf_counter() - start, time.process_time() - begun
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     axes = ", ".join(f"{axis}={size}" for axis, size in made.mesh if size > 1)
-    return Row(name, axes, taken, computed, peak, 0.0, {"plan": taken})
+    label = name if package == "autopar" else f"{name} before"
+    return Row(label, axes, taken, computed, peak, 0.0, {"plan": taken})
 
 
 def plan(name: str) -> Row:
@@ -196,16 +215,28 @@ def llama(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
+def jobs(models: Sequence[str], *, before: bool) -> Iterator[tuple[Callable[..., Row], Any]]:
+    """Functions that make a row, and their arguments."""
+    for name in models:
+        if name in LLAMA:
+            yield plan, (name,)
+            continue
+        yield whole_plan, (name,)
+        if before:
+            yield whole_plan, (name, NAME)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each model; writes all rows if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=[*LLAMA, *CASES], default=[*LLAMA, *CASES])
     parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--before", action="store_true", help="plan with autopar_before too")
     options = parser.parse_args(arguments)
     rows = []
-    for name in options.models:
+    for job in jobs(options.models, before=options.before):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = pool.apply(plan if name in LLAMA else whole_plan, (name,))
+            row = pool.apply(*job)
         rows.append(row)
         parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in row.parts.items())
         print(
