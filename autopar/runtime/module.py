@@ -146,7 +146,7 @@ class DistributedModule(ModelAttributes):
         if check is not None:
             self.before_training = None  # copies that planning makes are not to check
         number = self._agree_on_call(leaves, structure)
-        if not self._settles:
+        if check is not None or not self._settles:
             settle()
         if self.plan is None and not self._fallback:
             self.plan_for(leaves, structure)
