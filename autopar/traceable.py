@@ -7,6 +7,7 @@ that fake tensors predict wrongly.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,6 +108,15 @@ def _corrcoef(x: Tensor) -> Tensor:
     return scaled.clamp(-1, 1)
 
 
+def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """`torch.combinations`, which selects by a mask, by the places that it selects."""
+    if x.dim() != 1 or r < 1:
+        return torch.combinations(x, r, with_replacement)
+    pick = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = torch.tensor(list(pick(range(len(x)), r)), dtype=torch.long, device=x.device)
+    return x[places.view(-1, r)]
+
+
 def _getitem(x: Tensor, index: Any) -> Tensor:
     """An item by tensors of no dims, whose values torch would read to select a slice."""
     if (split := _scalars_apart(x, index)) is None:
@@ -160,6 +170,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.lstm: _lstm,
     torch.Tensor.__getitem__: _getitem,
     torch.Tensor.__setitem__: _setitem,
+    torch.combinations: _combinations,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

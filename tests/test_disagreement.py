@@ -9,10 +9,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import autopar
 from autopar.errors import DisagreementError
+from autopar.runtime.channel import channel, settle
 from autopar.runtime.replicas import Replicas, check
 from tests.disagreements import Scenario
+from tests.training import fixed
 from tests.worlds import Raised, run
 
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -101,3 +105,36 @@ def test_copies_may_differ_by_rounding(factor: float, parts: bool) -> None:
     shown = [[number for sample in own for number in sample.numbers] for own in (first, second)]
     with pytest.raises(DisagreementError, match=r"rank 1 .*'w'") if parts else nullcontext():
         check(shown, first)
+
+
+def announce(rank: int, world_size: int) -> list[str]:
+    """Each record is settled before the next leaves, and by a program before it communicates."""
+    opened, heard = channel(), list[str]()
+    assert opened is not None
+    opened.announce("begins", shown=[rank], then=lambda met: heard.append(f"{met.shown[1][0]}"))
+    opened.announce("goes on", then=lambda met: heard.append("on"))
+    assert heard == ["1"]
+    settle()
+    settle()
+    opened.announce(f"does {rank}")
+    with pytest.raises(DisagreementError, match=r": does 0; rank.*: does 1"):
+        opened.meet("ends")
+    return heard
+
+
+def test_records_travel_while_ranks_compute() -> None:
+    assert run(announce, 2) == [["1", "on"]] * 2
+
+
+def evaluate_alone(rank: int, world_size: int) -> None:
+    """The last rank evaluates while the other trains; both compute first."""
+    torch.manual_seed(0)
+    model = autopar.compile(nn.Linear(4, 4), strategy=fixed(0))
+    x = torch.ones(4, 4)
+    model(x).sum().backward()
+    with pytest.raises(DisagreementError, match="call in another mode"):
+        model.train(rank == 0)(x)
+
+
+def test_a_call_is_agreed_upon_before_its_first_collective() -> None:
+    run(evaluate_alone, 2)

@@ -35,6 +35,15 @@ def test_other_arguments_of_covariances() -> None:
         cov(torch.randn(2, 2, 2))
 
 
+@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("r", [1, 2, 3])
+@pytest.mark.parametrize("with_replacement", [False, True])
+def test_combinations(count: int, r: int, with_replacement: bool) -> None:
+    x = torch.randn(count)
+    want = torch.combinations(x, r, with_replacement)
+    assert torch.equal(traceable(torch.combinations)(x, r, with_replacement), want)
+
+
 ONE, ZERO, LAST = torch.tensor(1), torch.tensor(0, dtype=torch.int32), torch.tensor(-1)
 
 INDICES = [
@@ -95,7 +104,7 @@ def train(rank: int, world_size: int, make: type[nn.Module]) -> None:
 
 
 class Selecting(nn.Module):
-    """A row and a feature that tensors choose, read and written."""
+    """A row and a feature that tensors choose, read and written, and all pairs of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +116,8 @@ class Selecting(nn.Module):
         largest = y.detach().square().sum(1).argmax()
         z = y + 0.5 * y[largest] + y[:, largest % 3, None]
         z[largest, 0] = 2.0
-        return z.pow(3).mean()
+        first, second = torch.combinations(torch.arange(len(x))).unbind(1)
+        return z.pow(3).mean() + (z[first] - z[second]).relu().mean()
 
 
 class Normed(nn.Module):

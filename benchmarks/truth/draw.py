@@ -57,23 +57,23 @@ def alone(name: str) -> Recipe:
 
 
 def is_sound(given: Recipe) -> bool:
-    """Whether the plain model trains, on finite numbers, and rounding stays rounding."""
-    return not why_unsound(given)
+    """Whether the plain model trains, on finite numbers, and rounding stays rounding.
+
+    It is tried in a process of its own: some of torch's kernels end theirs.
+    """
+    try:
+        (reason,) = run(_reason, 1, init=False, given=given)
+    except RankError:
+        return False
+    return not reason
+
+
+def _reason(rank: int, world_size: int, given: Recipe) -> str:
+    return why_unsound(given)
 
 
 def why_unsound(given: Recipe) -> str:
-    """What keeps a model from being a judge; empty for nothing.
-
-    Plain training runs in a process of its own: some of torch's kernels end it.
-    """
-    try:
-        (reason,) = run(_tried, 1, init=False, given=given)
-    except RankError as error:
-        return f"ends its process: {error.errors[0].splitlines()[0]}"
-    return str(reason)
-
-
-def _tried(rank: int, world_size: int, given: Recipe) -> str:
+    """What keeps a model from being a judge; empty for nothing."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
