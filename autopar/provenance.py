@@ -59,7 +59,8 @@ class Annotate(TorchFunctionMode):
             frame = frame.f_back
         note = {"source": (frame.f_code.co_filename, frame.f_lineno), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
-        return traceable(func)(*args, **(kwargs or {}))
+        form = traceable(func) if args else func  # forms name their first argument otherwise
+        return form(*args, **(kwargs or {}))
 
 
 def is_library(file: str) -> bool:

@@ -138,14 +138,12 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
 def _scalars_apart(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] | None:
     """The view that the rest of an index gives, and the tensors without dims by its dims.
 
-    None if there is no such tensor, or one with dims beside them.
+    None if there is no such tensor, or beside them anything but numbers, slices, None and `...`.
     """
     items = index if isinstance(index, tuple) else (index,)
     scalars = [_is_scalar(item) for item in items]
-    if not any(scalars) or any(
-        isinstance(item, (Tensor, list, tuple, bool)) and not scalar
-        for item, scalar in zip(items, scalars, strict=True)
-    ):
+    others = [item for item, scalar in zip(items, scalars, strict=True) if not scalar]
+    if not any(scalars) or not all(map(_is_basic, others)):
         return None
     if not any(item is Ellipsis for item in items):
         items, scalars = (*items, Ellipsis), [*scalars, False]
@@ -156,6 +154,11 @@ def _scalars_apart(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] 
     hidden = view.dim() - (len(kept) - 1)
     dims = [*kept[:middle], *[Ellipsis] * hidden, *kept[middle + 1 :]]
     return view, [item if _is_scalar(item) else None for item in dims]
+
+
+def _is_basic(item: Any) -> bool:
+    """Whether an item of an index selects a view."""
+    return item is None or item is Ellipsis or type(item) is int or isinstance(item, slice)
 
 
 def _is_scalar(item: Any) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,8 @@ INDICES = [
     0,
     (slice(None), [0, 1], ONE),
     (ONE, torch.tensor([0, 1])),
+    (ONE, np.array([0, 1])),
+    (True, ONE),
     torch.tensor(True),
 ]
 
