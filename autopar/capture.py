@@ -29,7 +29,7 @@ from autopar.effects import Attribute, Effects
 from autopar.errors import AutoparError, AutoparWarning, CaptureError, ModelError, StrategyError
 from autopar.expansion import expand
 from autopar.graph import ParameterInfo, TrainingGraph
-from autopar.joint import Interface, with_roles
+from autopar.joint import Interface, changed_parameters, with_roles
 from autopar.notices import warn_once
 from autopar.outside import Variable, outside_of
 from autopar.provenance import Annotate, first_line, user_frame
@@ -61,7 +61,8 @@ class Capture:
         reads: plain attributes that the graph depends on, by module and name.
         classes: attributes of classes that it depends on.
         outside: variables outside of the model that it depends on.
-        carried: plain tensors among the attributes that the graph has as buffers.
+        carried: plain tensors among the attributes, and frozen parameters, that the graph has as
+            buffers: a call changes them.
         rebound: buffers that get a new tensor at every call, rather than new values.
         whole: the graph of the whole batch, where `graph` is one slice's; None where it is whole.
     """
@@ -107,7 +108,7 @@ def capture(
         all_tangents: let gradients enter by every floating-point output. Otherwise, when there
             are scalar outputs (losses), only by these.
         loss_fn: called as `loss_fn(model(*args[:-1]), args[-1])` in place of the model.
-        carried: plain tensors among attributes that other calls of the model change.
+        carried: plain tensors among attributes, and frozen parameters, that other calls change.
 
     Raises:
         CaptureError: the model depends on values in Python, cannot be traced, or changes Python
@@ -141,7 +142,7 @@ def capture(
     with contextlib.closing(_later_runs(make, program.treatment)) as following:
         check_changes(effects, following)
     return Capture(
-        with_roles(module, program.interface(), parameters, type(model).__name__),
+        with_roles(module, program.interface(), program.infos, type(model).__name__),
         program.leaves,
         program.tensor_leaves,
         program.differentiable,
@@ -171,7 +172,7 @@ def _treated(
             if following == treatment:
                 raise
         else:
-            following = treatment.after(program.effects)
+            following = treatment.after(program.effects, changed_parameters(module, program.infos))
             in_block = repeat and bool(program.repeats.kinds and program.effects.changes)
             if following == treatment and not in_block:
                 return program, module
@@ -237,13 +238,14 @@ class _Program(nn.Module):
         blocks = dict.fromkeys(info.block for info in parameters.values() if info.block)
         self.repeats = Repeats(model, tuple(blocks))
         self.call, self.all_tangents = call, all_tangents
-        self.names = tuple(parameters)
+        carried = {place: ".".join(filter(None, place)) for place in sorted(treatment.carried)}
+        self.carried = tuple(carried.values())
+        parameters = {n: info for n, info in parameters.items() if n not in self.carried}
+        self.infos, self.names = parameters, tuple(parameters)
         self.differentiate, self.treatment, self.keep = differentiate, treatment, False
         self.fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         state = dict(model.named_buffers())
-        carried = {place: ".".join(filter(None, place)) for place in sorted(treatment.carried)}
-        self.carried = tuple(carried.values())
-        state |= {name: vars(model.get_submodule(m))[key] for (m, key), name in carried.items()}
+        state |= {name: getattr(model.get_submodule(m), k) for (m, k), name in carried.items()}
         self.buffer_names = tuple(state)
         self.positions = [i for i, x in enumerate(call.leaves) if isinstance(x, TensorSpec)]
         with self.fake_mode:

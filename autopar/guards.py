@@ -40,7 +40,8 @@ class Guards:
 
     Attributes:
         state: number of the present state, the same on every rank that saw the same changes.
-        carried: plain tensors that programs are given, as they are given buffers.
+        carried: plain tensors, and frozen parameters that forward changes, which programs are
+            given as they are given buffers.
 
     Args:
         model: the model.
@@ -88,6 +89,11 @@ class Guards:
         self._see()
         self._known[self._values] = len(self._known) if more else self.state
         self.state = self._known[self._values]
+
+    def carry(self, names: Iterable[str]) -> None:
+        """Gives programs these frozen parameters as they are given buffers."""
+        parts = (name.rpartition(".") for name in names)
+        self.carried = self.carried.union((module, key) for module, _, key in parts)
 
     def look(self) -> bool:
         """Whether something changed since the last look; then `state` is that of now.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +88,26 @@ def with_roles(
     return training
 
 
+def changed_parameters(
+    module: fx.GraphModule, parameters: Mapping[str, ParameterInfo]
+) -> list[str]:
+    """The frozen parameters that a joint graph with descriptors changes in place.
+
+    Args:
+        module: the graph.
+        parameters: of the call, in order.
+    """
+    output, names = next(iter(reversed(module.graph.nodes))), tuple(parameters)
+    mutations = (d for d in output.meta["desc"] if isinstance(d, _torch.InputMutationAOTOutput))
+    inputs = (d.mutated_input for d in mutations)
+    changed = [_name_of(d, names) for d in inputs if isinstance(d, _torch.ParamAOTInput)]
+    return [name for name in changed if not parameters[name].requires_grad]
+
+
+def _name_of(desc: Any, parameters: Sequence[str]) -> str:
+    return parameters[int(desc.target.removeprefix("values."))]
+
+
 def _keep_old_values(graph: TrainingGraph) -> None:
     """Lets the backward read copies of what is updated in place before it runs."""
     updated = {role.of for role in graph.outputs if isinstance(role, Update)}
@@ -105,7 +125,7 @@ def _keep_old_values(graph: TrainingGraph) -> None:
 
 def _input_role(desc: Any, call: Interface) -> InputRole:
     if isinstance(desc, _torch.ParamAOTInput):
-        return Parameter(call.parameters[int(desc.target.removeprefix("values."))])
+        return Parameter(_name_of(desc, call.parameters))
     if isinstance(desc, _torch.BufferAOTInput):
         return Buffer(call.buffers[int(desc.target.removeprefix("b"))])
     if isinstance(desc, _torch.PlainAOTInput):
@@ -133,19 +153,26 @@ def _output_role(desc: Any, call: Interface) -> OutputRole:
         if isinstance(of, (Buffer, Input)):
             return Update(of)
         if isinstance(of, Parameter):
-            raise CaptureError(
-                f"forward changes parameter {of.name} in place, which only an optimizer may do. "
-                "Change it outside of forward, under torch.no_grad(), or make it a buffer "
-                "(self.register_buffer), which forward may change."
-            )
+            raise _moved(of.name)
     raise CaptureError(f"the captured graph has an output that autopar does not know: {desc}")
 
 
+def _moved(parameter: str) -> CaptureError:
+    return CaptureError(
+        f"forward changes parameter {parameter} in place, which only an optimizer may do. Change "
+        "it outside of forward, under torch.no_grad(), freeze it (requires_grad_(False)), or make "
+        "it a buffer (self.register_buffer): forward may change frozen parameters and buffers."
+    )
+
+
 def _output_index(desc: Any, call: Interface) -> int:
+    mutated = getattr(desc, "mutated_input", None)
+    if isinstance(mutated, _torch.ParamAOTInput):
+        raise _moved(_name_of(mutated, call.parameters))
     if not isinstance(desc, _torch.PlainAOTOutput):
         raise CaptureError(
-            f"the model changes in place what gradients flow into ({type(desc).__name__}): a "
-            "parameter, or an input that requires them. Change a copy, or do so outside of forward."
+            f"the model changes in place what gradients flow into ({type(desc).__name__}): an "
+            "input that requires them. Change a copy, or do so outside of forward."
         )
     tensors = [i for i, is_tensor in enumerate(call.tensor_leaves) if is_tensor]
     return tensors[desc.idx]

@@ -83,6 +83,7 @@ class Plan:
         optimizer_state_ratio: bytes of optimizer state per byte of parameter.
         memory_cap: bytes per rank that had to suffice; None for no cap.
         placements: how each parameter lies between steps, along the axis of the data.
+        changed: frozen parameters that forward changes: whole on every rank, as buffers are.
         partitions: how the model is partitioned along the axes behind that, in this order.
         pipeline: how the model is cut into stages; None if it is not.
         parameter_bytes: size of each whole parameter.
@@ -117,6 +118,7 @@ class Plan:
     optimizer_state_ratio: Amount = 2.0
     memory_cap: Positive | None = None
     placements: tuple[tuple[str, str], ...] = ()
+    changed: tuple[str, ...] = ()
     partitions: tuple[Partition, ...] = ()
     pipeline: Pipeline | None = None
     parameter_bytes: tuple[tuple[str, Count], ...] = ()

@@ -50,7 +50,8 @@ class Treatment:
     """Attributes that a model is traced with as something else than they are.
 
     Attributes:
-        carried: plain tensors that are inputs and updates of the graph, as buffers are.
+        carried: plain tensors, and frozen parameters, that are inputs and updates of the graph, as
+            buffers are.
         counts: ints that a `Count` stands for.
         counting: whether to try that at all.
     """
@@ -59,14 +60,20 @@ class Treatment:
     counts: frozenset[Attribute] = frozenset()
     counting: bool = True
 
-    def after(self, effects: Effects) -> Treatment:
-        """The treatment that a run with these effects calls for; the same one if it may stay."""
+    def after(self, effects: Effects, changed: Iterable[str]) -> Treatment:
+        """The treatment that a run calls for; the same one if it may stay.
+
+        Args:
+            effects: of the run.
+            changed: names of the frozen parameters that it changed in place.
+        """
         if self.counts and (effects.uses or self.counts != effects.added.keys()):
             return replace(self, counts=frozenset(), counting=False)
         read = [c for c in effects.changes if effects.is_read(c.place) and len(c.place.steps) == 1]
         read = [c for c in read if not effects.is_outside(c.place)]
         carried = {_attribute(c) for c in read if is_state(c.old) and alike(c.old, c.new)}
         counts = {_attribute(c) for c in read if type(c.old) is type(c.new) is int}
+        carried |= {(name.rpartition(".")[0], name.rpartition(".")[2]) for name in changed}
         more = replace(self, carried=self.carried | carried)
         return replace(more, counts=self.counts | counts) if self.counting else more
 

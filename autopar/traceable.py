@@ -108,6 +108,20 @@ def _corrcoef(x: Tensor) -> Tensor:
     return scaled.clamp(-1, 1)
 
 
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """`torch.bincount` into `minlength` bins; a value beyond them raises an error in the program.
+
+    Torch looks for the largest value, which may add bins.
+    """
+    if minlength < 1 or x.dim() != 1 or x.dtype.is_floating_point:
+        return torch.bincount(x, weights, minlength)
+    if weights is None:
+        weights = torch.ones_like(x, dtype=torch.long)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return weights.new_zeros(minlength).scatter_add(0, x.long(), weights.detach())
+
+
 def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
     """`torch.combinations`, which selects by a mask, by the places that it selects."""
     if x.dim() != 1 or r < 1:
@@ -173,6 +187,8 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.lstm: _lstm,
     torch.Tensor.__getitem__: _getitem,
     torch.Tensor.__setitem__: _setitem,
+    torch.bincount: _bincount,
+    torch.Tensor.bincount: _bincount,
     torch.combinations: _combinations,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,

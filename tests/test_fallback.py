@@ -29,6 +29,13 @@ class Branching(nn.Module):
         return x.square().mean()
 
 
+class Penalised(Branching):
+    """A model whose loss reads parameters where they are sharded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.square().sum() for p in self.parameters())
+
+
 class Choosing(nn.Module):
     """A model that chooses a block by its input, and never uses the last one."""
 
@@ -185,6 +192,17 @@ def train_tied(rank: int, world_size: int) -> None:
 
 def test_tied_parameters_stay_tied_when_sharded() -> None:
     run(train_tied, 2)
+
+
+def penalise(rank: int, world_size: int) -> None:
+    model = autopar.compile(Penalised(), strategy="zero3", example_inputs=rows(0).float())
+    model(rows(0).float()).backward()
+
+
+def test_a_sharded_loss_is_refused() -> None:
+    for error, said in run(penalise, 2, expect_errors=True):
+        assert error in ("StrategyError", "BatchError")
+        assert "DTensor" in said
 
 
 def give_differently(rank: int, world_size: int) -> None:

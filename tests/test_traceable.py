@@ -45,6 +45,22 @@ def test_combinations(count: int, r: int, with_replacement: bool) -> None:
     assert torch.equal(traceable(torch.combinations)(x, r, with_replacement), want)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64, torch.int32])
+@pytest.mark.parametrize("minlength", [0, 4, 9])
+@pytest.mark.parametrize("function", [torch.bincount, torch.Tensor.bincount])
+def test_counts(function: Any, minlength: int, dtype: torch.dtype | None) -> None:
+    x = torch.tensor([0, 3, 3, 1], dtype=torch.int32)
+    weights = None if dtype is None else torch.tensor([1, 2, 3, 4]).to(dtype)
+    want = function(x, weights, minlength=minlength)
+    have = traceable(function)(x, weights, minlength=minlength)
+    torch.testing.assert_close(have, want)
+
+
+def test_a_value_beyond_the_bins_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        traceable(torch.bincount)(torch.tensor([0, 4]), minlength=4)
+
+
 ONE, ZERO, LAST = torch.tensor(1), torch.tensor(0, dtype=torch.int32), torch.tensor(-1)
 
 INDICES = [
@@ -107,7 +123,7 @@ def train(rank: int, world_size: int, make: type[nn.Module]) -> None:
 
 
 class Selecting(nn.Module):
-    """A row and a feature that tensors choose, read and written, and all pairs of rows."""
+    """Rows that tensors choose, read and written, all pairs of rows, and counts of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +131,7 @@ class Selecting(nn.Module):
         self.linear = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
+        y = self.linear(x) * torch.bincount(x.argmax(1), minlength=4)[:3]
         largest = y.detach().square().sum(1).argmax()
         z = y + 0.5 * y[largest] + y[:, largest % 3, None]
         z[largest, 0] = 2.0

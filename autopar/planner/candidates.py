@@ -253,11 +253,15 @@ class Evaluator:
             placements=tuple(
                 (
                     name,
-                    str(Shard(0) if ranks > 1 and shards(p, stages[p.block]) else Replicate()),
+                    str(Shard(0) if ranks > 1 and self._shards(p, stages) else Replicate()),
                 )
                 for name, p in self.parameters.items()
             ),
         )
+
+    def _shards(self, info: ParameterInfo, stages: Mapping[str, int]) -> bool:
+        """Whether a parameter is sharded between steps; what forward changes is not."""
+        return info.name not in self.base.changed and shards(info, stages[info.block])
 
     @staticmethod
     def compressions(choice: Choice, buckets: Buckets) -> Compressions:

@@ -368,6 +368,11 @@ def evaluator_of(
     if question.strategy.hierarchical and not base.levels:
         note = "nothing goes by level: ranks of the data are not several on each of several nodes"
         base = replace(base, notes=(*base.notes, note))
+    base = replace(base, changed=tuple(n for n in question.parameters if n not in graph.parameters))
+    if base.changed and question.strategy.zero != 0:
+        more = f" and {len(base.changed) - 1} more" if len(base.changed) > 1 else ""
+        note = f"{base.changed[0]}{more} stay whole on every rank: forward changes them"
+        base = replace(base, notes=(*base.notes, note))
     whole, first = replace(graph, axes=dict(question.mesh)), dict.fromkeys(axes, 0)
     given = dict(zip(axes, drafts, strict=True)) if drafts is not None else None
 

@@ -267,7 +267,7 @@ class PipelineEvaluator(Evaluator):
                 StagePrediction(
                     parameter_bytes=sum(
                         info.bytes for name, info in self.parameters.items()
-                        if self.pipeline.owners[name] == index
+                        if self.pipeline.owners.get(name) == index
                     ),
                     forward_s=stage.cost.forward_s,
                     backward_s=stage.cost.backward_s,

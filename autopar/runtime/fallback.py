@@ -75,8 +75,17 @@ def as_global(
     Gradients of a mean loss come out as on one device, even with unlike numbers of rows: of a
     scalar here, and of a loss that is computed from returned rows. The ranks also find out whether
     they were given what they must be.
+
+    Raises:
+        StrategyError: a value is a DTensor.
     """
     values, structure = flatten(result)
+    if any(isinstance(x, DTensor) for x in values):
+        raise StrategyError(
+            "forward returns a DTensor, since it uses sharded parameters outside of their modules, "
+            "as a penalty on weights does. fully_shard cannot train that: give autopar.compile "
+            'strategy="ddp", or change what the warning before this error names.'
+        )
     scalars = {
         i: x
         for i, x in enumerate(values)

@@ -6,7 +6,7 @@ are captured, and state dicts have names and shapes, as if all of them were here
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import distributed as dist
@@ -49,10 +49,10 @@ def keep_own(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
         layouts = {name: plan.layout(name) for name, _ in model.named_parameters()}
         lay_out(model, stage_mesh(mesh, plan.axis) if across else mesh, layouts)
     if across and plan.pipeline is not None:
-        hold(model, plan.pipeline.held(plan.place(rank())["pp"]))
+        hold(model, {*plan.pipeline.held(plan.place(rank())["pp"]), *plan.changed})
 
 
-def hold(model: nn.Module, held: frozenset[str]) -> None:
+def hold(model: nn.Module, held: Collection[str]) -> None:
     """Lets go of all parameters but those that are held.
 
     Both stay what they were to who has them, be it an optimizer: one that is let go has no memory
@@ -83,7 +83,8 @@ def fetched(
     """
     found, under_way = {}, []
     with torch.no_grad(), failing_together("state_dict"):
-        for name, parameter in model.named_parameters():
+        owned = ((name, p) for name, p in model.named_parameters() if name in pipeline.owners)
+        for name, parameter in owned:
             part = local(parameter.detach())
             if is_elsewhere(parameter):
                 part = torch.empty_like(part, device=device)

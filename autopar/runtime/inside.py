@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from autopar.runtime.parameters import local
+
 
 @dataclass(frozen=True)
 class Inside:
@@ -19,7 +21,7 @@ class Inside:
 
     @staticmethod
     def of(model: nn.Module, carried: Iterable[tuple[str, str]]) -> Inside:
-        """The modules, parameters and buffers; plain tensors that are carried count as buffers."""
+        """The modules, parameters and buffers; what is carried counts as buffers too."""
         places = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, _ in model.named_buffers()
@@ -33,5 +35,5 @@ class Inside:
         found = {}
         for name, (module, key) in self.places.items():
             buffer = module._buffers.get(key)
-            found[name] = vars(module)[key] if buffer is None else buffer
+            found[name] = local(getattr(module, key)) if buffer is None else buffer
         return found

@@ -368,6 +368,7 @@ class DistributedModule(ModelAttributes):
             self._take_states(self._states_to_come)
             self._states_to_come = None
         self._setting.plan, self._setting.mesh = plan, mesh
+        self._setting.guards.carry(plan.changed)
         self._setting.groups = make_groups(self._device, plan.axes, mesh)
         self._runner = self._new_runner()
 

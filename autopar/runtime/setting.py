@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from autopar._torch import laid_as
 from autopar.batch_slices import capture_slice
 from autopar.call import Call
 from autopar.capture import Capture, capture
+from autopar.errors import StrategyError
 from autopar.graph import Input, Parameter, ParameterInfo
 from autopar.guards import Guards
 from autopar.plan import Plan
@@ -123,6 +124,12 @@ class Setting:
             name: replace(info, requires_grad=self.inside.parameters[name].requires_grad)
             for name, info in self.parameters.items()
         }
+        for name in self.plan.changed if self.plan is not None else ():
+            if now[name].requires_grad:
+                raise StrategyError(
+                    f"parameter {name} was frozen when the plan was made, and forward changes it: "
+                    "it cannot be trained too. Call autopar.compile after requires_grad_()."
+                )
 
         def attempt(call: Call) -> Capture:
             if (key := call.key) in known:
@@ -140,13 +147,29 @@ class Setting:
                 )
             self.guards.watch(made.reads, made.classes, made.outside, made.carried)
             self.__dict__.pop("inside", None)
-            known[key] = replace(made, graph=replace(made.graph, parameters=self.parameters))
+            graph = replace(made.graph, parameters=self._planned(made.graph.parameters))
+            known[key] = replace(made, graph=graph)
             return known[key]
 
         made = capture_slice(attempt, share.call, share.slices, local=self.options.local)
         if share.count > 1:
             tell_parts(made, self.model)
         return made
+
+    def _planned(self, captured: Iterable[str]) -> dict[str, ParameterInfo]:
+        """The parameters of a graph, as the plan knows them.
+
+        Raises:
+            StrategyError: forward changes one in this call that the plan did not know of.
+        """
+        known = {name: self.parameters[name] for name in captured}
+        changed = self.parameters.keys() - known.keys()
+        if self.plan is not None and (new := sorted(changed - set(self.plan.changed))):
+            raise StrategyError(
+                f"forward changes the frozen parameter {new[0]}, and did not in the call that the "
+                "plan was made for. Give autopar.compile example_inputs, in training mode."
+            )
+        return known
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision that the model is captured in."""
