@@ -268,10 +268,10 @@ CONTENDERS = (
     Contender("fully_shard", build_fully_shard, ("ddp",)),
     Contender("fully_shard+compile", partial(build_fully_shard, compiled=True), ("fully_shard",)),
     *(_deepspeed(stage) for stage in range(4)),
-    _autopar("ddp", "ddp", "plain", alone=None),
+    _autopar("ddp", "before-ddp", "ddp", "plain", alone=None),
     _autopar("zero1", "deepspeed-1", "ddp"),
     _autopar("zero2", "deepspeed-2", "fully_shard"),
-    _autopar("zero3", "fully_shard"),
+    _autopar("zero3", "before-zero3", "fully_shard"),
     _before("ddp"),
     _before("zero3"),
     _autopar("auto", "ddp", "plain", alone=None),
@@ -317,6 +317,11 @@ def _variants(contender: Contender) -> list[Contender]:
             build=partial(contender.build, statistics=statistics),
             statistics=statistics,
             reference=reference,
+            peers=tuple(
+                name
+                for peer in contender.peers
+                for name in (f"{peer}/{statistics}-statistics", peer)
+            ),
         )
         for statistics, reference in references.items()
     ]
