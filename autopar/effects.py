@@ -151,6 +151,12 @@ class Effects:
         return frozenset((name, key) for name, key, value in found if is_state(value))
 
 
+def attribute_of(name: str) -> Attribute:
+    """The module and attribute of a parameter or buffer by its full name."""
+    module, _, key = name.rpartition(".")
+    return module, key
+
+
 def is_state(value: Any) -> bool:
     """Whether an attribute can be carried from call to call as a buffer is."""
     plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)

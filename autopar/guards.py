@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.cells import Cells, containers_in, unchanged
 from autopar.contents import HOOKS, MISSING, PLAIN, Place
-from autopar.effects import Attribute
+from autopar.effects import Attribute, attribute_of
 from autopar.errors import AutoparWarning, CaptureError, PlanError
 from autopar.fingerprints import Freezer, Same, member_of, structure_of, type_of
 from autopar.graph import ParameterInfo
@@ -92,8 +92,7 @@ class Guards:
 
     def carry(self, names: Iterable[str]) -> None:
         """Gives programs these frozen parameters as they are given buffers."""
-        parts = (name.rpartition(".") for name in names)
-        self.carried = self.carried.union((module, key) for module, _, key in parts)
+        self.carried = self.carried.union(map(attribute_of, names))
 
     def look(self) -> bool:
         """Whether something changed since the last look; then `state` is that of now.

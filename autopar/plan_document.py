@@ -80,9 +80,9 @@ def _check_parameters(plan: Plan) -> None:
         raise FieldError("$.placements", f"lacks {min(missing)!r} of $.parameter_bytes")
     _check_unique("$.changed", plan.changed)
     _check_names("$.changed", names, plan.changed)
-    for name in plan.changed:
-        if any(dict(table).get(name, "R") != "R" for table in placed.values()):
-            raise FieldError("$.changed", f"names {name!r}, which is sharded elsewhere")
+    sharded = {name for table in placed.values() for name, text in table if text != "R"}
+    if both := sharded.intersection(plan.changed):
+        raise FieldError("$.changed", f"names {min(both)!r}, which is sharded elsewhere")
     if names and "" not in dict(plan.stages):
         raise FieldError("$.stages", 'lacks the stage of "", all that is outside of blocks')
     _check_names("$.recompute", dict(plan.stages), (block for block, _ in plan.recompute))

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar._torch import pytree
 from autopar.contents import MISSING, PLAIN, Change, Place, contents
-from autopar.effects import Attribute, Effects, is_state
+from autopar.effects import Attribute, Effects, attribute_of, is_state
 from autopar.errors import CaptureError
 from autopar.fingerprints import Freezer
 
@@ -73,7 +73,7 @@ class Treatment:
         read = [c for c in read if not effects.is_outside(c.place)]
         carried = {_attribute(c) for c in read if is_state(c.old) and alike(c.old, c.new)}
         counts = {_attribute(c) for c in read if type(c.old) is type(c.new) is int}
-        carried |= {(name.rpartition(".")[0], name.rpartition(".")[2]) for name in changed}
+        carried |= set(map(attribute_of, changed))
         more = replace(self, carried=self.carried | carried)
         return replace(more, counts=self.counts | counts) if self.counting else more
 

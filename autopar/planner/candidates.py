@@ -261,7 +261,7 @@ class Evaluator:
 
     def _shards(self, info: ParameterInfo, stages: Mapping[str, int]) -> bool:
         """Whether a parameter is sharded between steps; what forward changes is not."""
-        return info.name not in self.base.changed and shards(info, stages[info.block])
+        return info.name in self.graph.parameters and shards(info, stages[info.block])
 
     @staticmethod
     def compressions(choice: Choice, buckets: Buckets) -> Compressions:

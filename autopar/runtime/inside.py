@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from autopar.effects import attribute_of
 from autopar.runtime.parameters import local
 
 
@@ -23,8 +24,9 @@ class Inside:
     def of(model: nn.Module, carried: Iterable[tuple[str, str]]) -> Inside:
         """The modules, parameters and buffers; what is carried counts as buffers too."""
         places = {
-            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            name: (model.get_submodule(module), key)
             for name, _ in model.named_buffers()
+            for module, key in [attribute_of(name)]
         }
         for module, key in carried:
             places[f"{module}.{key}" if module else key] = (model.get_submodule(module), key)
