@@ -16,6 +16,7 @@ A graph is a value: passes copy it (`TrainingGraph.copy`) and return a new one.
 
 from __future__ import annotations
 
+import enum
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -227,6 +228,15 @@ class ParameterInfo:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+class GraphProperty(enum.Enum):
+    """A fact about a graph that passes require of it, and ensure for those behind them."""
+
+    ROWS_DIVIDED = "rows lie over the ranks of the data axis, and gradients are partial sums"
+    PARAMETERS_SHARDED = "parameters lie as `layouts` says, gathered before their first use"
+    GRADIENTS_SYNCHRONIZED = "gradients of parameters are whole sums, laid out as their parameters"
+    COLLECTIVES_BUCKETED = "collectives of one bucket are one"
+
+
 @dataclass(frozen=True)
 class TrainingGraph:
     """Forward and backward of one rank.
@@ -242,7 +252,8 @@ class TrainingGraph:
             one rank's parts, and all conversions between them are written.
         layouts: where it is not Replicate, how a parameter lies between steps.
         constants: tensors that the model made in its code, by the name of their get_attr.
-        history: one line for every pass applied: what made this graph.
+        properties: facts that the passes applied so far ensure.
+        history: one line for every pass applied, for people.
         notes: what passes declined to do, and limits the user should know of.
         free: whether nobody else looks at it any more, so that a copy is not needed.
     """
@@ -255,6 +266,7 @@ class TrainingGraph:
     partitioned: tuple[str, ...] = ()
     layouts: Mapping[str, Placement] = field(default_factory=lambda: MappingProxyType({}))
     constants: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
+    properties: frozenset[GraphProperty] = frozenset()
     history: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     free: bool = False

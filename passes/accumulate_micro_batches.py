@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from torch import fx
 
 from autopar.errors import CoupledRowsError
 from autopar.graph import (
+    GraphProperty,
     Part,
     Total,
     TrainingGraph,
@@ -17,7 +17,7 @@ from autopar.graph import (
     tensors,
     user_line,
 )
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import add_input
 from autopar.passes.collectives import (
     axis_of,
@@ -32,7 +32,7 @@ from autopar.passes.dependence import kinds_of
 
 
 @dataclass(frozen=True)
-class AccumulateMicroBatches:
+class AccumulateMicroBatches(Pass):
     """Replaces each sum over the batch by what a micro-batch adds, and the total.
 
     Before: the graph of one micro-batch, with sums over `BATCH` where the whole batch is reduced
@@ -40,7 +40,7 @@ class AccumulateMicroBatches:
     the inputs alone, and late ones, known when all forwards have run. Tier: exact.
     """
 
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+    ensures = frozenset({GraphProperty.ROWS_DIVIDED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`.

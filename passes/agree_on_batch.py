@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
 from autopar.graph import Evidence, TrainingGraph, Verdict
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import add_input, fake_like
 from autopar.passes.collectives import collective, start_all_reduce
 from autopar.placement import Partial, Replicate, Varying
@@ -18,7 +17,7 @@ EVIDENCE_SIZE = 4
 
 
 @dataclass(frozen=True)
-class AgreeOnBatch:
+class AgreeOnBatch(Pass):
     """Adds up evidence of what each rank of a model was given.
 
     Before: the graph of ranks that are to be given the same rows. After: it takes `Evidence` of
@@ -30,7 +29,6 @@ class AgreeOnBatch:
     """
 
     axes: tuple[str, ...]
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

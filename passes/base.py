@@ -1,12 +1,13 @@
-"""What a pass is: a frozen dataclass, called on a graph, that returns a `PassResult`."""
+"""`Pass`: a frozen dataclass, called on a graph, that returns a `PassResult`."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
-from autopar.graph import TrainingGraph
+from autopar.graph import GraphProperty, TrainingGraph
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,22 @@ class PassResult:
         return not self.reason
 
 
-class Pass(Protocol):
-    """A frozen dataclass whose fields are its options.
+class Pass(ABC):
+    """A graph transformation: a frozen dataclass whose fields are its options.
 
-    Its docstring says what must hold before, what holds after, and its tier: `exact` passes
-    change nothing but the order of sums, `lossy` ones change numerics.
+    Attributes:
+        tier: "exact" passes change nothing but the order of sums, "lossy" ones change numerics.
+        requires: properties that the graph must have before.
+        ensures: properties that the graph has after, also where the pass declines.
     """
 
-    tier: ClassVar[Literal["exact", "lossy"]]
+    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+    requires: ClassVar[frozenset[GraphProperty]] = frozenset()
+    ensures: ClassVar[frozenset[GraphProperty]] = frozenset()
 
+    @abstractmethod
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
-        ...
 
 
 def pass_name(item: Pass) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from torch import fx
 
-from autopar.graph import TrainingGraph, tensor_bytes, tensors
-from autopar.passes.base import PassResult
+from autopar.graph import GraphProperty, TrainingGraph, tensor_bytes, tensors
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.collectives import (
     axis_of,
     collective,
@@ -53,7 +52,7 @@ class Buckets:
 
 
 @dataclass(frozen=True)
-class BucketCollectives:
+class BucketCollectives(Pass):
     """Merges gathers and reductions by the plan's buckets, and small statistics that can wait.
 
     Before: one collective for each tensor. After: those of one bucket are one. Names that the
@@ -65,7 +64,7 @@ class BucketCollectives:
     """
 
     buckets: Buckets
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+    ensures = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from torch import fx
 
 from autopar.graph import TrainingGraph, tensor_bytes, tensors
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.bucket_collectives import merge
 from autopar.passes.build import is_view
 from autopar.passes.collectives import axis_of, op_of, results_of, starts
 
 
 @dataclass(frozen=True)
-class BucketSums:
+class BucketSums(Pass):
     """Merges sums of gradients, which nothing but the optimizer waits for, into buckets.
 
     Before: a partitioned graph, in which a gradient is summed where it is made. After: sums of
@@ -31,7 +30,6 @@ class BucketSums:
 
     axis: str
     nbytes: int
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

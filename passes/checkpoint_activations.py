@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
 from autopar.graph import TrainingGraph, Update, tensor_bytes, tensors
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import aten, is_random, is_view
 from autopar.passes.collectives import STARTS, start_all_gather, wait
 
@@ -52,7 +52,7 @@ FUSED = frozenset(
 
 
 @dataclass(frozen=True)
-class CheckpointActivations:
+class CheckpointActivations(Pass):
     """Lets the backward compute forward values again instead of keeping them.
 
     Before: a joint graph. After: forward values that the backward uses are those that a minimum
@@ -72,7 +72,6 @@ class CheckpointActivations:
     level: Level | tuple[tuple[str, Level], ...] = "none"
     budget: int | None = None
     fuses: bool = False
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import fx
 
 from autopar.compression import Compression
 from autopar.graph import OutputRole, Received, Sent, TrainingGraph, tensors
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import aten, call, value
 from autopar.passes.collectives import axis_of, op_of, results_of, starts, wait_of
 
@@ -21,7 +20,7 @@ WIDTH = 16
 
 
 @dataclass(frozen=True)
-class CompressActivations:
+class CompressActivations(Pass):
     """Casts what is sent along the axes that a model is partitioned along, and between its stages.
 
     Before: collectives of partitioned axes, and values that stages send, in the model's own types.
@@ -33,7 +32,7 @@ class CompressActivations:
     """
 
     compression: str
-    tier: ClassVar[Literal["exact", "lossy"]] = "lossy"
+    tier = "lossy"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

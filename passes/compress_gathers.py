@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, fx
 
 from autopar.compression import Compression
-from autopar.graph import TrainingGraph, tensors
-from autopar.passes.base import PassResult
+from autopar.graph import GraphProperty, TrainingGraph, tensors
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.bucket_collectives import Group
 from autopar.passes.collectives import (
     axis_of,
@@ -28,7 +27,7 @@ from autopar.passes.inline import inline
 
 
 @dataclass(frozen=True)
-class CompressGathers:
+class CompressGathers(Pass):
     """Gathers the parameters of some buckets as smaller messages (ZeRO++'s quantised weights).
 
     Before: gathers of whole buckets. After: a rank encodes its chunks, and decodes those of all,
@@ -42,7 +41,8 @@ class CompressGathers:
 
     gather: tuple[tuple[Group, str], ...]
     regather: tuple[tuple[Group, str], ...]
-    tier: ClassVar[Literal["exact", "lossy"]] = "lossy"
+    tier = "lossy"
+    requires = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
 
 from torch import fx
 
 from autopar.compression import Compression
-from autopar.graph import OutputRole, TrainingGraph, tensors
+from autopar.graph import GraphProperty, OutputRole, TrainingGraph, tensors
 from autopar.levels import WITHIN, Levels, place_on
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.bucket_collectives import Group
 from autopar.passes.collectives import axis_of, message_bytes, op_of, results_of, starts
 from autopar.passes.ways_of_sending import WAYS
 
 
 @dataclass(frozen=True)
-class CompressGradients:
+class CompressGradients(Pass):
     """Sends the sums of gradients as smaller messages.
 
     Before: sums of gradients are collectives of whole buckets. After: those of the buckets that
@@ -37,7 +36,8 @@ class CompressGradients:
     compressions: tuple[str, ...]
     rank: int
     levels: tuple[Levels, ...] = ()
-    tier: ClassVar[Literal["exact", "lossy"]] = "lossy"
+    tier = "lossy"
+    requires = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

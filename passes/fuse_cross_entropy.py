@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from torch import fx
 
 from autopar.graph import TrainingGraph, tensors
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import aten, call
 
 MEAN, SUM = 1, 2
 
 
 @dataclass(frozen=True)
-class FuseCrossEntropy:
+class FuseCrossEntropy(Pass):
     """Computes the gradient of logits as (softmax - one-hot) x scale, in place.
 
     Before: `nll_loss_backward` fills a tensor of the size of the logits with one number a row,
@@ -23,8 +23,6 @@ class FuseCrossEntropy:
     targets in its own buffer; ignored rows have scale zero. Class weights are left alone.
     Tier: exact.
     """
-
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

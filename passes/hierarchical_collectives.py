@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.graph import TrainingGraph, tensors
+from autopar.graph import GraphProperty, TrainingGraph, tensors
 from autopar.levels import BETWEEN, WITHIN, Levels, level
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import aten, call
 from autopar.passes.collectives import (
     axis_of,
@@ -39,7 +39,7 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class HierarchicalCollectives:
+class HierarchicalCollectives(Pass):
     """Writes a collective over an axis as several, each over one level of it.
 
     Before: collectives over the axis. After: those of at least so many bytes are, for n ranks of
@@ -58,7 +58,7 @@ class HierarchicalCollectives:
     """
 
     levels: Levels
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+    requires = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

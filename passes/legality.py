@@ -11,6 +11,7 @@ from torch import fx
 from autopar.errors import PassError
 from autopar.graph import (
     Gradient,
+    GraphProperty,
     Held,
     Output,
     Parameter,
@@ -94,7 +95,7 @@ def lowered_are_waited(graph: TrainingGraph) -> None:
 
 def gradients_fit(graph: TrainingGraph) -> None:
     """Once gradients are synchronised, each lies as its parameter does: a sum is never missing."""
-    if not any("synchronize_gradients" in line for line in graph.history):
+    if GraphProperty.GRADIENTS_SYNCHRONIZED not in graph.properties:
         return
     for role, node in zip(graph.outputs, graph.results, strict=True):
         if isinstance(role, Held) or node is None:
@@ -112,7 +113,7 @@ def gradients_have_shapes(graph: TrainingGraph) -> None:
     inputs = dict(zip(graph.inputs, graph.placeholders, strict=True))
     for role, node in zip(graph.outputs, graph.results, strict=True):
         if isinstance(role, Gradient) and node is not None and role.of in inputs:
-            if "synchronize_gradients" not in " ".join(graph.history) and graph.layouts:
+            if GraphProperty.GRADIENTS_SYNCHRONIZED not in graph.properties and graph.layouts:
                 continue
             (want,), (have,) = tensors(inputs[role.of]), tensors(node)
             if want.shape != have.shape or want.dtype != have.dtype:

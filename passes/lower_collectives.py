@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from autopar.graph import TrainingGraph
 from autopar.levels import axis_of_level, place_on
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.collectives import axis_of, starts
 from autopar.passes.lowering import Lowering
 from autopar.passes.lowering_gloo import GlooLowering
@@ -20,7 +19,7 @@ def emitted(kind: str, backend: str) -> str:
 
 
 @dataclass(frozen=True)
-class LowerCollectives:
+class LowerCollectives(Pass):
     """Writes every collective as copies into a buffer, one functional collective, and views.
 
     Before: abstract collectives. After: none; functional collectives named by their axis, each
@@ -37,7 +36,6 @@ class LowerCollectives:
     backend: str
     rank: int
     axis: str = ""
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

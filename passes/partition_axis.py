@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from operator import getitem
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,7 +24,7 @@ from autopar.graph import (
     operands,
     tensors,
 )
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import aten, call
 from autopar.passes.build import value as fakes
 from autopar.passes.collectives import (
@@ -48,7 +48,7 @@ WHOLE = Replicate()
 
 
 @dataclass(frozen=True)
-class PartitionAxis:
+class PartitionAxis(Pass):
     """Turns a graph on whole tensors into that of one rank of an axis.
 
     Before: a graph as captured, or as partitioned along another axis. After: parameters are this
@@ -66,7 +66,6 @@ class PartitionAxis:
     axis: str
     rank: int
     ways: tuple[tuple[str, Way], ...]
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to `graph`, which stays as it is."""

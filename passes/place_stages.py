@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from torch import fx
 
 from autopar.graph import TrainingGraph
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import aten
 from autopar.passes.collectives import is_name
 from autopar.passes.dependence import Kind, kinds_of, packet, stages_by_use
 
 
 @dataclass(frozen=True)
-class PlaceStages:
+class PlaceStages(Pass):
     """Writes `meta["stage"]` on every operator that only one stage runs.
 
     Before: the graph as captured. After: an operator of the forward has the stage of the last use
@@ -29,7 +28,6 @@ class PlaceStages:
 
     uses: tuple[tuple[str, tuple[int, ...]], ...]
     stages: int
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

@@ -39,9 +39,11 @@ def run_passes(
     for index, item in enumerate(passes):
         begin = time.perf_counter()
         try:
+            _check_required(item, graph)
             result = item(graph)
             line = describe(item) + (f": declined, {result.reason}" if result.reason else "")
-            after = replace(result.graph, history=(*graph.history, line))
+            facts, told = graph.properties | item.ensures, (*graph.history, line)
+            after = replace(result.graph, properties=facts, history=told)
             check(after)
         except StrategyError:
             raise  # what was asked for cannot be: no pass is at fault
@@ -57,6 +59,11 @@ def run_passes(
             observe(pass_name(item), graph, time.perf_counter() - begin)
         graph = replace(graph, free=observe is None and graph.graph is not given.graph)
     return replace(graph, free=False)
+
+
+def _check_required(item: Pass, graph: TrainingGraph) -> None:
+    if missing := sorted(fact.name for fact in item.requires - graph.properties):
+        raise PassError(f"the graph lacks {', '.join(missing)}: put a pass that ensures it before")
 
 
 def _again(graph: TrainingGraph, passes: Iterable[Pass]) -> TrainingGraph:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from torch import fx
 
 from autopar.documents import Count
 from autopar.graph import TrainingGraph
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.chains import AT_MARK, Half, Unit, halves, sink_waits
 from autopar.passes.collectives import starts
 
@@ -39,7 +38,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class ScheduleOverlap:
+class ScheduleOverlap(Pass):
     """Issues collectives early and waits for them late, as a plan says or by two numbers.
 
     Before: each collective is waited for at once. After: a gather starts so many stretches before
@@ -62,7 +61,6 @@ class ScheduleOverlap:
     prefetch: int = 1
     in_flight: int = 0
     overlaps: tuple[Overlap, ...] = ()
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

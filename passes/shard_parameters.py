@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
 
 import torch
 from torch import fx
 
-from autopar.graph import Parameter, ParameterInfo, TrainingGraph
-from autopar.passes.base import PassResult
+from autopar.graph import GraphProperty, Parameter, ParameterInfo, TrainingGraph
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import is_random
 from autopar.passes.collectives import collective, start_all_gather
 from autopar.placement import Replicate, Shard, chunk_rows
 
 
 @dataclass(frozen=True)
-class ShardParameters:
+class ShardParameters(Pass):
     """Shards the parameters of each block over an axis by its ZeRO stage.
 
     Before: parameters are whole. After: those of stages 1 to 3 are inputs sharded on dim 0
@@ -35,7 +34,7 @@ class ShardParameters:
     axis: str
     rank: int
     stages: tuple[tuple[str, int], ...]
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+    ensures = frozenset({GraphProperty.PARAMETERS_SHARDED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

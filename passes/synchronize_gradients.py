@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
 
 from torch import fx
 
-from autopar.graph import Accumulated, Gradient, Held, Parameter, TrainingGraph
+from autopar.graph import Accumulated, Gradient, GraphProperty, Held, Parameter, TrainingGraph
 from autopar.levels import BETWEEN, level, place_on
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import add_input, aten, call, fake_like
 from autopar.passes.collectives import collective, start_all_reduce, start_reduce_scatter
 from autopar.placement import Partial, Placement, Replicate, Shard, chunk_rows
 
 
 @dataclass(frozen=True)
-class SynchronizeGradients:
+class SynchronizeGradients(Pass):
     """Turns Partial gradients of parameters into gradients of the parameters' own layout.
 
     Before: gradients of parameters are Partial over the axis. After: those of whole parameters
@@ -37,7 +36,8 @@ class SynchronizeGradients:
     hold: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
     shard_axis: str = ""
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+    requires = frozenset({GraphProperty.ROWS_DIVIDED})
+    ensures = frozenset({GraphProperty.GRADIENTS_SYNCHRONIZED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

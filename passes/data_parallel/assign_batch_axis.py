@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
-from autopar.graph import TrainingGraph
+from autopar.graph import GraphProperty, TrainingGraph
 from autopar.passes.agree_on_batch import agree_on_batch
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.collectives import axis_of, start_all_gather, start_reduce_scatter, starts
 from autopar.passes.data_parallel.slices import BATCH
 
 
 @dataclass(frozen=True)
-class AssignBatchAxis:
+class AssignBatchAxis(Pass):
     """Turns collectives over the batch axis into collectives over a mesh axis.
 
     Before: the graph of one slice of the batch. After: its collectives are over `axis`, and the
@@ -27,7 +26,7 @@ class AssignBatchAxis:
 
     axis: str
     agree: bool = True
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
+    ensures = frozenset({GraphProperty.ROWS_DIVIDED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

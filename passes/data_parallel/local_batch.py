@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
 
 import torch
 from torch import fx
@@ -22,7 +21,7 @@ from autopar.graph import (
     tensors,
 )
 from autopar.notices import Difference
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import add_input, aten, call, fake_like
 from autopar.passes.collectives import collective, start_all_reduce
 from autopar.passes.data_parallel.slices import BATCH, Slices
@@ -32,7 +31,7 @@ WHOLE, PART, V = Replicate(), Partial(), Varying()
 
 
 @dataclass(frozen=True)
-class LocalBatch:
+class LocalBatch(Pass):
     """Averages over slices what each computes of its own rows, as DistributedDataParallel does.
 
     Before: the graph as captured at one slice's rows. After: gradients of parameters are Partial,
@@ -47,7 +46,6 @@ class LocalBatch:
 
     slices: Slices
     has_rows: tuple[bool, ...]
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

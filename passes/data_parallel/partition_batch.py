@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +28,7 @@ from autopar.graph import (
     user_line,
 )
 from autopar.notices import Difference
-from autopar.passes.base import PassResult
+from autopar.passes.base import Pass, PassResult
 from autopar.passes.build import call, fake_like, is_random
 from autopar.passes.collectives import (
     STARTS,
@@ -51,7 +51,7 @@ WHOLE, PART, V = Replicate(), Partial(), Varying()
 
 
 @dataclass(frozen=True)
-class PartitionBatch:
+class PartitionBatch(Pass):
     """Turns a graph captured at the whole batch into that of one slice.
 
     Before: the graph of the whole batch. After: inputs with rows, and all that is computed row by
@@ -68,7 +68,6 @@ class PartitionBatch:
     slices: Slices
     has_rows: tuple[bool, ...]
     kept: tuple[int, ...] = ()
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to `graph`, which stays as it is."""

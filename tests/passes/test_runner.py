@@ -5,15 +5,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
 from autopar.errors import PassError
-from autopar.graph import Output, TrainingGraph
-from autopar.passes.base import PassResult, describe, pass_name
+from autopar.graph import GraphProperty, Output, TrainingGraph
+from autopar.passes.base import Pass, PassResult, describe, pass_name
 from autopar.passes.build import call
 from autopar.passes.collectives import collective, start_all_reduce, starts, wait_of
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
@@ -26,14 +26,14 @@ from tests.passes.golden import two_layers
 from tests.passes.parity import AXIS
 
 aten = torch.ops.aten
+STAGE_0 = (("blocks.0", 0), ("blocks.1", 0))
 
 
 @dataclass(frozen=True)
-class Change:
+class Change(Pass):
     """A pass that does whatever a test wants."""
 
     does: Callable[[TrainingGraph], object]
-    tier: ClassVar[Literal["exact", "lossy"]] = "exact"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         graph = graph.copy()
@@ -115,11 +115,24 @@ def test_a_failing_pass_leaves_a_reproducer() -> None:
     assert any("start_all_reduce([%div_scalar], dp)" in line for line in lines)
 
 
+def test_a_pass_that_comes_too_early_is_refused() -> None:
+    passes = [SynchronizeGradients(AXIS, 0), AssignBatchAxis(AXIS)]
+    with pytest.raises(PassError, match="the graph lacks ROWS_DIVIDED: put a pass that ensures it"):
+        run_passes(two_layers().graph(0), passes)
+
+
+def test_a_pass_ensures_its_properties_where_it_declines_too() -> None:
+    graph = run_passes(two_layers().graph(0), [ShardParameters(AXIS, 0, STAGE_0)])
+    assert graph.history[-1].endswith("declined, every block is stage 0: parameters stay whole")
+    assert graph.properties == {GraphProperty.PARAMETERS_SHARDED}
+
+
 # -- legality ----------------------------------------------------------------------------------
 
 
 def claims_to_sum(graph: TrainingGraph) -> TrainingGraph:
-    return replace(graph, history=(*graph.history, "synchronize_gradients()"))
+    facts = graph.properties | {GraphProperty.GRADIENTS_SYNCHRONIZED}
+    return replace(graph, properties=facts)
 
 
 def test_a_forgotten_sum_shows_the_neighbourhood_and_the_users_line() -> None:
