@@ -15,6 +15,7 @@ from torch import fx, nn
 from autopar._torch import aot_backend, default_partition, make_boxed_func
 from autopar.graph import (
     Gradient,
+    GraphProperty,
     Input,
     InputRole,
     Output,
@@ -114,7 +115,12 @@ def as_training_graph(
         node.meta |= {**keep, "block": "", "source": None}
     output.args = (list(outputs.values()),)
     made = TrainingGraph(
-        graph, tuple(inputs), tuple(outputs), parameters, axes={AXIS: dist.get_world_size()}
+        graph,
+        tuple(inputs),
+        tuple(outputs),
+        parameters,
+        axes={AXIS: dist.get_world_size()},
+        properties=frozenset({GraphProperty.ROWS_DIVIDED}),
     )
     for role, node in outputs.items():
         if isinstance(role, Gradient):
