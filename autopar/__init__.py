@@ -1,9 +1,8 @@
 """autopar: an ordinary single-device PyTorch model, trained across all the machines at hand."""
 
 from autopar.api import compile, plan
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.measure import measure
-from autopar.deviation import Deviation, Verification
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.measurement.measure import measure
 from autopar.errors import (
     AutoparError,
     AutoparWarning,
@@ -22,11 +21,12 @@ from autopar.errors import (
     StrategyError,
     VerificationError,
 )
-from autopar.placement import Replicate, Shard
-from autopar.plan import Plan
+from autopar.ir.placement import Replicate, Shard
+from autopar.plan.strategy import Strategy
+from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
-from autopar.strategy import Strategy
-from autopar.verification import verify
+from autopar.verification.deviation import Deviation, Verification
+from autopar.verification.verify import verify
 
 __version__ = "0.1.0"
 

@@ -17,43 +17,47 @@ import torch
 from torch import nn
 
 from autopar.arguments import check, memory_of, precision_of
-from autopar.captures import Known, capture_of_rank, flattened
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.measure import measure
+from autopar.autotune.autotune import benchmark_and_pick, num_plans_to_benchmark, plans_to_benchmark
+from autopar.capture.batch_shards import last_part
+from autopar.capture.model_info import describe_buffers, describe_parameters, device_of, total_bytes
+from autopar.capture.offline import Known, capture_of_rank, flattened
+from autopar.common.notices import warn_once
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.measurement.measure import measure
 from autopar.errors import CaptureError, FallbackWarning, LossyWarning
-from autopar.graph import TrainingGraph
-from autopar.notices import warn_once
-from autopar.partition import Partition, Ways
-from autopar.plan import Plan, fingerprint
-from autopar.plan_text import compressed
-from autopar.planner.choose_stages import captured_at
+from autopar.ir.graph import TrainingGraph
+from autopar.plan.partition import NodeStrategies, Partition
+from autopar.plan.spec import fingerprint
+from autopar.plan.strategy import Strategy
 from autopar.planner.deadline import Deadline
-from autopar.planner.decide import Graphs, Question, decide, drafted, measured
 from autopar.planner.machine import Machine, ranks_of
-from autopar.planner.meshes import Progressed, fastest_mesh, time_of_a_mesh
-from autopar.planner.partitions import repartition
-from autopar.planner.rescue import on_more_ranks, once, rescued
-from autopar.profiling import Profiler, profiler
-from autopar.runtime.agreement import decided_by_first, same_everywhere, together
+from autopar.planner.placement.unmeasured import repartition
+from autopar.planner.search.estimate_captures import mesh_estimator
+from autopar.planner.search.fixed_mesh import (
+    Graphs,
+    PlanningProblem,
+    measured,
+    plan_fixed_mesh,
+    provisional_strategies,
+)
+from autopar.planner.search.mesh_search import ReportProgress, deadline_per_mesh, fastest_mesh
+from autopar.planner.search.oom_advice import memoize_by_strategy, on_more_ranks, plan_or_advise
+from autopar.planner.search.pipeline_search import captured_at
+from autopar.profiler.profiler import Profiler, profiler
+from autopar.report.plan import Plan
+from autopar.report.table import compressed
+from autopar.runtime.agreement.captured_graph import agree_on_graph, versions
+from autopar.runtime.agreement.consensus import (
+    assert_same_across_ranks,
+    broadcast_from_rank0,
+    run_on_all_ranks,
+)
 from autopar.runtime.attributes import check_new
-from autopar.runtime.batch import last_part
 from autopar.runtime.fallback import differences, fall_back
-from autopar.runtime.graph_agreement import agree_on_graph, versions
-from autopar.runtime.groups import backend_of, ensure_process_group, make_mesh
 from autopar.runtime.module import Captured, DistributedModule
 from autopar.runtime.options import Options
-from autopar.runtime.parameters import (
-    check_plain,
-    describe_buffers,
-    describe_parameters,
-    device_of,
-    make_contiguous,
-    materialize,
-    total_bytes,
-)
-from autopar.sketches import sketches
-from autopar.strategy import Strategy
-from autopar.trials import contestants, fastest_of, wanted
+from autopar.runtime.parameters.distribute import check_plain, make_contiguous, materialize
+from autopar.runtime.process_groups import backend_of, ensure_process_group, make_mesh
 
 Batch = Literal["global", "local"]
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -153,8 +157,8 @@ def compile(
     make_contiguous(model)
     parameters = describe_parameters(model)
     ours = (fingerprint(parameters.values()), describe_buffers(model))
-    same_everywhere(versions(), "Install the same versions on every rank.")
-    same_everywhere({"model": ours}, "Build the same model on every rank.")
+    assert_same_across_ranks(versions(), "Install the same versions on every rank.")
+    assert_same_across_ranks({"model": ours}, "Build the same model on every rank.")
     recorder = profiler(optimizer, device)
     chosen = _strategy(strategy, batch, lossy)
     given = plan if plan is not None else chosen
@@ -164,12 +168,12 @@ def compile(
         precision_of(precision),
         backend,
         ranks,
-        given.tensor_ranks,
-        given.pipeline_ranks,
+        given.model_parallel_size,
+        given.pp_size,
         recorder,
         local=given.batch_semantics == "local",
     )
-    question = Question(
+    problem = PlanningProblem(
         model=type(model).__name__,
         parameters=parameters,
         world_size=ranks,
@@ -185,27 +189,27 @@ def compile(
     )
     alike = {
         "batch mode": batch,  # on which the strategy depends
-        "strategy": question.strategy,
-        "precision": question.precision,
+        "strategy": problem.strategy,
+        "precision": problem.precision,
         "backend": backend,
-        "memory cap": question.memory,
+        "memory cap": problem.memory,
         "verification": verify,
-        "optimizer": question.base().optimizer,
+        "optimizer": problem.base().optimizer,
         "idea of what is given (example_inputs, loss_fn, cluster, plan)": [
             given is not None for given in (example_inputs, loss_fn, cluster, plan)
         ],
     }
-    same_everywhere(alike, "Call autopar.compile alike on every rank.")
+    assert_same_across_ranks(alike, "Call autopar.compile alike on every rank.")
     if plan is not None:
-        together(lambda: plan.check(model, parameters.values(), ranks))
+        run_on_all_ranks(lambda: plan.check(model, parameters.values(), ranks))
 
     def make_plan(captured: Captured, call: Any) -> Plan:
         chosen = plan
         if chosen is None:
-            count = wanted(trials, question)
-            plans = _choose(question, captured, time_limit_s, recorder, count)
-            chosen = fastest_of(module, plans, call, optimizer)
-        same_everywhere({"plan": chosen.digest()}, "Give every rank the same plan.")
+            count = num_plans_to_benchmark(trials, problem)
+            plans = _choose(problem, captured, time_limit_s, recorder, count)
+            chosen = benchmark_and_pick(module, plans, call, optimizer)
+        assert_same_across_ranks({"plan": chosen.digest()}, "Give every rank the same plan.")
         for line in compressed(chosen):
             warn_once(LossyWarning, f"under autopar's plan {line}")
         if recorder is not None:
@@ -215,23 +219,23 @@ def compile(
     def make_fallback(inner: nn.Module, reason: CaptureError) -> nn.Module:
         if not fallback:
             raise reason
-        return _fall_back(inner, question, reason)
+        return _fall_back(inner, problem, reason)
 
-    def make_ways(graph: TrainingGraph, partition: Partition) -> Ways:
-        return decided_by_first(lambda: repartition(graph, partition))
+    def make_strategies(graph: TrainingGraph, partition: Partition) -> NodeStrategies:
+        return broadcast_from_rank0(lambda: repartition(graph, partition))
 
     module = DistributedModule(
-        model, parameters, device, options, make_plan, make_fallback, make_ways
+        model, parameters, device, options, make_plan, make_fallback, make_strategies
     )
-    sharded = chosen.zero != 0 or options.tensor_ranks > 1 or bool(chosen.search)
+    sharded = chosen.zero != 0 or options.model_parallel_size > 1 or bool(chosen.search)
     late = plan is None and example_inputs is None and sharded
     module.prepare(replicated_dtensors=late)
     if example_inputs is not None:
         module.plan_for(*flattened(example_inputs))
     elif plan is not None:
-        module.adopt(make_plan(lambda *_: None, None))  # type: ignore[arg-type]
+        module.apply_plan(make_plan(lambda *_: None, None))  # type: ignore[arg-type]
     if verify:
-        from autopar.verification import verify_first_call  # imports this module
+        from autopar.verification.verify import verify_first_call  # imports this module
 
         module.before_training = verify_first_call
     return module
@@ -252,7 +256,7 @@ def plan(
     lossy: bool | Sequence[str] = False,
     time_limit_s: float | None = None,
     backend: str = "eager",
-    progress: Progressed = lambda looked: None,
+    progress: ReportProgress = lambda looked: None,
 ) -> Plan:
     """The plan for `world_size` ranks that need not be running; needs no process group.
 
@@ -281,7 +285,7 @@ def plan(
     check_new(model)
     device = device_of(model)
     autocast = precision_of(precision)
-    question = Question(
+    problem = PlanningProblem(
         model=type(model).__name__,
         parameters=describe_parameters(model),
         world_size=world_size,
@@ -299,31 +303,33 @@ def plan(
 
     in_time = Deadline(time_limit_s)
 
-    def asking(given: Any) -> Callable[[Question], Plan]:
+    def asking(given: Any) -> Callable[[PlanningProblem], Plan]:
         attempts: Known = {}
-        local = question.strategy.batch_semantics == "local"
+        local = problem.strategy.batch_semantics == "local"
 
         @functools.cache
         def captured(ranks: int, micro_batches: int) -> TrainingGraph:
             own = model, given, 0, ranks, batch, autocast, loss_fn, micro_batches
             return capture_of_rank(*own, known=attempts, local=local)
 
-        @once
-        def prepared(own: Question) -> tuple[Graphs, Machine | None]:
-            graphs = captured_at(own.strategy, functools.partial(captured, own.data_ranks))
+        @memoize_by_strategy
+        def prepared(own: PlanningProblem) -> tuple[Graphs, Machine | None]:
+            graphs = captured_at(own.strategy, functools.partial(captured, own.dp_size))
             return graphs, measured(own, graphs)
 
-        def look(own: Question) -> Plan:
+        def look(own: PlanningProblem) -> Plan:
             ready = prepared(own)
-            return decide(replace(own, in_time=time_of_a_mesh(question, in_time)), *ready)
+            return plan_fixed_mesh(
+                replace(own, deadline=deadline_per_mesh(problem, in_time)), *ready
+            )
 
         def slice_of(slices: int, known: Known) -> TrainingGraph:
             own = model, given, 0, slices, batch, autocast, loss_fn
             return capture_of_rank(*own, known=known, local=local, in_time=slices > 1)
 
-        def answer(own: Question) -> Plan:
+        def answer(own: PlanningProblem) -> Plan:
             assert own.cluster is not None
-            sketch, near = sketches(own, slice_of, model), own.cluster.ranks_per_node
+            sketch, near = mesh_estimator(own, slice_of, model), own.cluster.ranks_per_node
             return fastest_mesh(own, look, sketch, near, in_time, progress)
 
         return answer
@@ -332,13 +338,13 @@ def plan(
 
     def elsewhere(times: int, parts: int) -> Plan:
         given = answer if parts == 1 else asking(last_part(example_inputs, parts))
-        return given(on_more_ranks(question, times))
+        return given(on_more_ranks(problem, times))
 
-    return rescued(question, answer, elsewhere)
+    return plan_or_advise(problem, answer, elsewhere)
 
 
 def _choose(
-    question: Question,
+    problem: PlanningProblem,
     captured: Captured,
     time_limit_s: float | None,
     recorder: Profiler | None = None,
@@ -350,59 +356,65 @@ def _choose(
         The plan, and behind it those that are worth a trial, if any are wanted.
     """
     if trials > 1:
-        question = replace(question, rivals=[])
+        problem = replace(problem, autotune_candidates=[])
 
-    @once
-    def prepared(own: Question) -> tuple[Graphs, Machine | None]:
-        at = own.strategy.tensor_ranks, own.strategy.pipeline_ranks
-        graphs = together(lambda: captured_at(own.strategy, lambda n: captured(*at, n).graph))
+    @memoize_by_strategy
+    def prepared(own: PlanningProblem) -> tuple[Graphs, Machine | None]:
+        at = own.strategy.model_parallel_size, own.strategy.pp_size
+        graphs = run_on_all_ranks(
+            lambda: captured_at(own.strategy, lambda n: captured(*at, n).graph)
+        )
         agree_on_graph(next(iter(graphs.values())), even=False)
         if recorder is not None:
             recorder.asked.append((own, graphs))
-        drafts = decided_by_first(lambda: drafted(own, graphs))
-        return graphs, together(lambda: measured(own, graphs, drafts))
+        drafts = broadcast_from_rank0(lambda: provisional_strategies(own, graphs))
+        return graphs, run_on_all_ranks(lambda: measured(own, graphs, drafts))
 
-    def look(own: Question) -> Plan:
+    def look(own: PlanningProblem) -> Plan:
         ready = prepared(own)
-        timed = replace(own, in_time=time_of_a_mesh(question, in_time))
-        return decided_by_first(lambda: decide(timed, *ready))
+        timed = replace(own, deadline=deadline_per_mesh(problem, in_time))
+        return broadcast_from_rank0(lambda: plan_fixed_mesh(timed, *ready))
 
-    def answer(own: Question) -> Plan:
+    def answer(own: PlanningProblem) -> Plan:
         if not own.strategy.search:
             return look(own)
         own = replace(own, cluster=own.cluster or measure(budget_s=MEASURING_S))
         assert own.cluster is not None
-        sharing = together(lambda: ranks_of(live=True).sharing) if own.device.type == "cpu" else 1
-        sketch = sketches(own, lambda n, _: captured(own.world_size, 1, n).graph, sharing=sharing)
+        sharing = (
+            run_on_all_ranks(lambda: ranks_of(live=True).sharing) if own.device.type == "cpu" else 1
+        )
+        sketch = mesh_estimator(
+            own, lambda n, _: captured(own.world_size, 1, n).graph, sharing=sharing
+        )
         return fastest_mesh(
             own,
             look,
-            lambda each: decided_by_first(lambda: sketch(each)),
+            lambda each: broadcast_from_rank0(lambda: sketch(each)),
             own.cluster.ranks_per_node,
-            lambda: decided_by_first(in_time),
+            lambda: broadcast_from_rank0(in_time),
         )
 
     in_time = Deadline(time_limit_s)
-    return contestants(question, rescued(question, answer), trials)
+    return plans_to_benchmark(problem, plan_or_advise(problem, answer), trials)
 
 
-def _fall_back(model: nn.Module, question: Question, reason: CaptureError) -> nn.Module:
+def _fall_back(model: nn.Module, problem: PlanningProblem, reason: CaptureError) -> nn.Module:
     """Torch's own DDP, or fully_shard where whole states exceed the cap."""
-    ranks = question.world_size
+    ranks = problem.world_size
     if ranks == 1:
         warn_once(FallbackWarning, f"autopar runs the model as it is, in plain PyTorch: {reason}")
         return model
-    copies = 2 + question.base().optimizer_state_ratio
-    needed = total_bytes(question.parameters.values()) * copies
-    fixed = question.strategy.zero
-    shard = bool(fixed) if fixed is not None else question.memory is not None
-    shard = shard and (fixed is not None or needed > (question.memory or needed))
+    copies = 2 + problem.base().optimizer_state_ratio
+    needed = total_bytes(problem.parameters.values()) * copies
+    fixed = problem.strategy.zero
+    shard = bool(fixed) if fixed is not None else problem.memory is not None
+    shard = shard and (fixed is not None or needed > (problem.memory or needed))
     name = "fully_shard" if shard else "DistributedDataParallel"
-    wanted = question.strategy.tensor_ranks * question.strategy.pipeline_ranks
+    wanted = problem.strategy.model_parallel_size * problem.strategy.pp_size
     undivided = " and does not divide the model" if wanted > 1 else ""
     told = f"autopar trains with torch's {name} instead{undivided}: {reason}\n{differences(model)}"
     warn_once(FallbackWarning, told)
-    mesh = make_mesh(question.device, (("dp_shard", ranks),))
+    mesh = make_mesh(problem.device, (("dp_shard", ranks),))
     assert mesh is not None
     return fall_back(model, mesh, shard=shard)
 

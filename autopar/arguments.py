@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.captures import flattened
-from autopar.checks import (
+from autopar.capture.offline import flattened
+from autopar.common.checks import (
     MOST_RANKS,
     choice,
     count,
@@ -22,9 +22,9 @@ from autopar.checks import (
     seconds,
     texts,
 )
-from autopar.cost_model.cluster import Cluster
-from autopar.plan import Plan
-from autopar.strategy import Strategy
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.plan.strategy import Strategy
+from autopar.report.plan import Plan
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MOST_TRIALS = 1000

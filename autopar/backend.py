@@ -13,26 +13,17 @@ from torch import distributed as dist
 from torch import fx, nn
 
 from autopar._torch import aot_backend, default_partition, make_boxed_func
-from autopar.graph import (
-    Gradient,
-    GraphProperty,
-    Input,
-    InputRole,
-    Output,
-    Parameter,
-    ParameterInfo,
-    Tangent,
-    TrainingGraph,
-)
-from autopar.passes.base import Pass
-from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
-from autopar.passes.build import aten, call
-from autopar.passes.lower_collectives import LowerCollectives
-from autopar.passes.runner import run_passes
-from autopar.passes.schedule_overlap import ScheduleOverlap
-from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.placement import Partial, Replicate, Varying
-from autopar.runtime.agreement import is_live
+from autopar.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
+from autopar.ir.placement import Partial, Replicate, Varying
+from autopar.ir.roles import Gradient, Input, InputRole, Output, Parameter, Tangent
+from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
+from autopar.passes.communication.lower_collectives import LowerCollectives
+from autopar.passes.communication.schedule_overlap import ScheduleOverlap
+from autopar.passes.core.node_builder import aten, call
+from autopar.passes.core.pass_base import Pass
+from autopar.passes.core.runner import run_passes
+from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
+from autopar.runtime.agreement.consensus import is_live
 
 AXIS = "dp_replicate"
 BUCKET_BYTES = 16 * 2**20

@@ -21,8 +21,8 @@ from autopar.commands import (
 from autopar.commands.launch import add_script, launch
 from autopar.commands.plain_console import PlainConsole
 from autopar.errors import AutoparError, OutOfMemoryError
-from autopar.plan import Plan
-from autopar.printable import printable
+from autopar.formatting import printable
+from autopar.report.plan import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

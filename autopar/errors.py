@@ -20,7 +20,7 @@
     └── MeasurementWarning  measurements are out of date, left out or cannot be kept
 
 Each message says what is wrong, where, and what to change. Warnings are given by
-`autopar.notices.warn_once`: once a process, on rank 0, at the user's line.
+`autopar.common.notices.warn_once`: once a process, on rank 0, at the user's line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.printable import printable
+from autopar.formatting import printable
 
 
 class AutoparError(Exception):

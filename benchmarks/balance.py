@@ -28,16 +28,17 @@ from torch import distributed as dist
 from torch import nn
 
 import autopar
-from autopar.captures import capture_of_rank
-from autopar.graph import Buffer, Input, Parameter, Saved, TrainingGraph
-from autopar.passes.dependence import uses
-from autopar.passes.runner import run_passes
+from autopar.capture.offline import capture_of_rank
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.roles import Buffer, Input, Parameter, Saved
+from autopar.passes.core.runner import run_passes
+from autopar.passes.pipeline_parallel.stage_dependence import uses
 from autopar.passes.split_forward_backward import split_forward_backward
-from autopar.pipeline import Pipeline
-from autopar.planner.segments import Places
-from autopar.runtime.program import Half, generate
-from autopar.runtime.stage import Stage
-from autopar.staging import cut, passes_of_stage
+from autopar.passes.stage_lowering import build_microbatch_pipelines, split_plan_stages
+from autopar.plan.pipeline import Pipeline
+from autopar.planner.evaluate.cut_points import CutPoints
+from autopar.runtime.codegen.program import Half, generate
+from autopar.runtime.pipeline.stage import Stage
 from benchmarks.models import CASES
 
 MICRO_BATCHES = 4
@@ -79,7 +80,7 @@ def balance_of(case: str, rounds: int) -> Iterator[dict[str, Any]]:
     plans = {n: autopar.plan(model, n, example_inputs=inputs, strategy=strategy(case, n))
              for n in RANKS}  # fmt: skip
     graph = capture_of_rank(model, inputs, 0, 1, "global", None, None, MICRO_BATCHES)
-    places = Places.of(uses(graph), graph.parameters)
+    places = CutPoints.of(uses(graph), graph.parameters)
     last = len(places.names)
     wanted = [p for p, names in enumerate(places.names) if p and _begins(case, names)]
     chosen = {n: _cuts(plan, places) for n, plan in plans.items()}
@@ -116,7 +117,7 @@ def _begins(case: str, names: tuple[str, ...]) -> bool:
     return any(re.fullmatch(BETWEEN[case], name) for name in names)
 
 
-def _cuts(plan: autopar.Plan, places: Places) -> tuple[int, ...]:
+def _cuts(plan: autopar.Plan, places: CutPoints) -> tuple[int, ...]:
     """The places where a plan's stages begin."""
     assert plan.pipeline is not None
     first: dict[int, int] = {}
@@ -130,7 +131,7 @@ def _cuts(plan: autopar.Plan, places: Places) -> tuple[int, ...]:
 def _timed(
     graph: TrainingGraph,
     plan: autopar.Plan,
-    places: Places,
+    places: CutPoints,
     run: tuple[int, int],
     model: nn.Module,
     inputs: tuple[torch.Tensor, ...],
@@ -139,8 +140,8 @@ def _timed(
     inner = tuple(place for place in run if 0 < place < len(places.names))
     pipeline = Pipeline(len(inner) + 1, "gpipe", MICRO_BATCHES, 1, places.stages(inner))
     plan = replace(plan, pipeline=pipeline, mesh=(("pp", len(inner) + 1), ("dp_replicate", 1)))
-    own = cut(graph, plan, 0, (), MICRO_BATCHES).stages[1 if run[0] else 0]
-    passes, _ = passes_of_stage(own, plan, 0, "gloo", micro_batches=MICRO_BATCHES)
+    own = split_plan_stages(graph, plan, 0, (), MICRO_BATCHES).stages[1 if run[0] else 0]
+    passes, _ = build_microbatch_pipelines(own, plan, 0, "gloo", micro_batches=MICRO_BATCHES)
     split = split_forward_backward(run_passes(own, passes))
     halves = [Half(g, generate(g, {}, "eager")) for g in (split.forward, split.backward) if g]
     given = [_given(half, model, inputs) for half in halves]

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch.utils import cpp_extension
 
-from autopar.cost_model.store import cache_directory, digest
+from autopar.cost_model.disk_cache import cache_directory, digest
 from benchmarks.memory import UNSTEADY, ProfilerCounter
 
 SOURCE = Path(__file__).with_name("counting.cpp")

@@ -18,10 +18,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from tests.coupled import COUPLED
-from tests.reference import Reference, batches, reference, train_steps, worst_error, worst_loss
-from tests.training import ADAMW, fixed, rows_of, whole_state
-from tests.worlds import RankError, run
+from tests.harness.coupled import COUPLED
+from tests.harness.reference import (
+    Reference,
+    batches,
+    reference,
+    train_steps,
+    worst_error,
+    worst_loss,
+)
+from tests.harness.training import ADAMW, fixed, rows_of, whole_state
+from tests.harness.worlds import RankError, run
 
 ROWS, RANKS, STEPS = 12, 2, 3
 

@@ -3,7 +3,7 @@
     python -m benchmarks.disagreements --json FILE
     python -m benchmarks.disagreements --only SkipsBackward,NoSyncAlone --ranks 2
 
-Each scenario of `tests/disagreements.py` runs on real gloo ranks, in fresh processes, under
+Each scenario of `tests/harness/disagreements.py` runs on real gloo ranks, in fresh processes, under
 strategies drawn in turn. The last rank does something else than the others. The exit status is 1
 if a scenario ends in anything but an error on every rank, or a legitimate one does not train.
 """
@@ -30,9 +30,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from autopar.errors import AutoparError
-from autopar.runtime.channel import Channel
+from autopar.runtime.agreement.channel import Channel
 from benchmarks.report import machine, versions
-from tests.disagreements import STRATEGIES, Loop, Scenario, scenarios
+from tests.harness.disagreements import STRATEGIES, Loop, Scenario, scenarios
 
 TIMEOUT_S = 5.0
 """Of the process group."""

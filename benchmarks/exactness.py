@@ -29,12 +29,12 @@ from rich.table import Table
 from torch import nn
 
 import autopar
-from autopar.pipeline import SCHEDULES
-from autopar.placement import Shard
+from autopar.ir.placement import Shard
+from autopar.plan.pipeline import SCHEDULES
 from benchmarks.report import machine, versions
-from tests.architectures import ARCHITECTURES
-from tests.models import MODELS, Case
-from tests.reference import (
+from tests.harness.architectures import ARCHITECTURES
+from tests.harness.models import MODELS, Case
+from tests.harness.reference import (
     Reference,
     batches,
     reference,
@@ -42,8 +42,8 @@ from tests.reference import (
     worst_error,
     worst_loss,
 )
-from tests.training import EXACT, STEPS, fixed, optimizer_of, whole_state
-from tests.worlds import RankError, run
+from tests.harness.training import EXACT, STEPS, fixed, optimizer_of, whole_state
+from tests.harness.worlds import RankError, run
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 

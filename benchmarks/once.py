@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from autopar.call import Call
-from autopar.capture import Capture, capture
-from autopar.cost_model.update import measure_update
+from autopar.capture.call import Call
+from autopar.capture.trace import Capture, capture
+from autopar.cost_model.measurement.optimizer_step import measure_update
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def captured_once() -> Iterator[None]:
             made[key] = capture(model, call, *given, **options)
         return made[key]
 
-    with mock.patch("autopar.runtime.setting.capture", known):
+    with mock.patch("autopar.runtime.context.capture", known):
         yield
 
 

@@ -33,8 +33,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autopar
-from autopar.passes.schedule_overlap import Overlap
-from autopar.plan import Plan
+from autopar.plan.overlap import Overlap
+from autopar.report.plan import Plan
 from benchmarks.cluster import Network, Unavailable
 from benchmarks.cluster.__main__ import SKIPPED
 from benchmarks.cluster.network import bits_per_second

@@ -32,13 +32,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.captures import capture_of_rank
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.liveness import Overhead
-from autopar.cost_model.operators import OperatorTimes
-from autopar.cost_model.update import UpdateCost
+from autopar.capture.offline import capture_of_rank
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.optimizer_step import UpdateCost
+from autopar.cost_model.memory.liveness import Overhead
 from autopar.planner.machine import Machine
-from autopar.planner.placements import partition
+from autopar.planner.placement.solve import partition
 from benchmarks import experts
 from benchmarks.before import NAME
 from benchmarks.published import gpt

@@ -36,7 +36,7 @@ import autopar
 from benchmarks.peers import words
 from benchmarks.report import document
 from examples.train_gpt import GPT, batch, read_stdlib
-from tests.worlds import run_isolated
+from tests.harness.worlds import run_isolated
 
 RANKS = 2
 STEPS = 500

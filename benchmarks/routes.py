@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from autopar.cost_model.exchange import pieces_of
+from autopar.cost_model.algorithms.gloo_chunks import gloo_chunks
 from benchmarks.cluster import Network, launch
 
 c10d = torch.ops._c10d_functional
@@ -160,7 +160,7 @@ def _splits(part: int, rank: int, world: int) -> list[int]:
 
 
 def _scatter_begin(x: Tensor, rank: int, world: int, group: str) -> list[Tensor]:
-    count = pieces_of(x.nbytes, world)
+    count = gloo_chunks(x.nbytes, world)
     chunks = [chunk.chunk(count) for r, chunk in enumerate(x.chunk(world)) if r != rank]
     found = []
     for parts in zip(*chunks, strict=True):
@@ -182,7 +182,7 @@ def _scatter(x: Tensor, rank: int, world: int, group: str) -> Tensor:
 
 def _gather_begin(own: Tensor, rank: int, world: int, group: str) -> list[Tensor]:
     found = []
-    for part in own.chunk(pieces_of(own.nbytes * world, world)):
+    for part in own.chunk(gloo_chunks(own.nbytes * world, world)):
         sent = part if world == 2 else part.repeat(world - 1)
         splits = _splits(len(part), rank, world)
         found.append(c10d.all_to_all_single(sent, splits, splits, group))

@@ -25,10 +25,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from autopar.cost_model.pipeline import StageCost, simulate_pipeline
-from autopar.cost_model.schedules import orders
-from autopar.runtime.schedule import Schedule
-from autopar.runtime.stage import Stage
+from autopar.cost_model.simulator.pipeline import StageCost, simulate_pipeline
+from autopar.cost_model.simulator.schedules import orders
+from autopar.runtime.pipeline.schedule import Schedule
+from autopar.runtime.pipeline.stage import Stage
 from benchmarks.contenders import build_autopar
 from benchmarks.models import CASES
 from benchmarks.peers import words

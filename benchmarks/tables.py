@@ -16,15 +16,15 @@ from pathlib import Path
 
 import networkx as nx
 
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.curves import Curve
-from autopar.cost_model.devices import find_device
-from autopar.cost_model.measured import CurveKey, Measured
-from autopar.cost_model.nccl_constants import LATEST, constants_of
-from autopar.cost_model.nccl_tests import Table, read_tables
-from autopar.cost_model.shape import GroupShape
-from autopar.cost_model.slowdown import SHARED_GPU
-from autopar.cost_model.topology import Wire, build, hosted, meshed, switched
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.cluster.interference import SHARED_GPU
+from autopar.cost_model.curves.curve import Curve
+from autopar.cost_model.curves.measured_curve import CurveKey, Measured
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.nccl.constants import LATEST, constants_of
+from autopar.cost_model.nccl.nccl_tests import Table, read_tables
+from autopar.cost_model.topology.devices import find_device
+from autopar.cost_model.topology.topology import Wire, build, hosted, meshed, switched
 
 OUTPUT = Path(__file__).resolve().parent.parent / "cost_model" / "tables"
 PER_NODE = 8

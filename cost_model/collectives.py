@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.common.documents import Amount, Rate
 from autopar.cost_model.cost import ClusterError
-from autopar.cost_model.shape import GroupShape
-from autopar.documents import Amount, Rate
-from autopar.graph import tensor_bytes, tensors
+from autopar.cost_model.group_shape import GroupShape
+from autopar.ir.graph import tensor_bytes, tensors
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 

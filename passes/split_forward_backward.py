@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.graph import (
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.roles import (
     Gradient,
-    Held,
     InputRole,
     OutputRole,
-    Received,
     Saved,
-    Sent,
+    StageInput,
+    StageOutput,
     State,
-    TrainingGraph,
+    UnreducedGrad,
     Update,
 )
 
@@ -77,14 +77,14 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
 
 def _comes_late(role: InputRole) -> bool:
     """Whether another stage sends it in the backward, whether it is read or not."""
-    return isinstance(role, Received) and role.phase == "backward"
+    return isinstance(role, StageInput) and role.phase == "backward"
 
 
 def _is_late(role: OutputRole) -> bool:
     match role:
-        case Gradient() | Held() | Update(State()):
+        case Gradient() | UnreducedGrad() | Update(State()):
             return True
-        case Sent(_, phase):
+        case StageOutput(_, phase):
             return phase == "backward"
     return False
 

@@ -22,5 +22,5 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
     """Let every test see the warnings that autopar gives once a process."""
-    if notices := sys.modules.get("autopar.notices"):
+    if notices := sys.modules.get("autopar.common.notices"):
         notices.SAID.clear()

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from tests.models import MODELS
-from tests.training import Setup, assert_same_training, close, fixed, plain, train
-from tests.worlds import run
+from tests.harness.models import MODELS
+from tests.harness.training import Setup, assert_same_training, close, fixed, plain, train
+from tests.harness.worlds import run
 
 GPT = MODELS["gpt"]
 INPUTS = GPT.batch(8, 0)[0]
@@ -102,7 +102,7 @@ def plan_early(rank: int, world_size: int) -> list[str]:
 
 def test_example_inputs_may_be_given_in_any_form() -> None:
     for answer in run(plan_early, 2):
-        stages = [dict(json.loads(text)["stages"]) for text in answer]
+        stages = [dict(json.loads(text)["zero_stages"]) for text in answer]
         assert all(set(stage.values()) == {2} for stage in stages)
 
 

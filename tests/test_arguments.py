@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.checks import nbytes
 from autopar.cli import main
-from autopar.cost_model.cluster import Cluster
-from autopar.printable import printable
-from autopar.report.profile import Profile
-from tests.nonsense import Case, all_cases, example_plan, example_profile, likely_documents, outcome
+from autopar.common.checks import nbytes
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.formatting import printable
+from autopar.profiler.report import Profile
+from tests.harness.nonsense import (
+    Case,
+    all_cases,
+    example_plan,
+    example_profile,
+    likely_documents,
+    outcome,
+)
 
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
 

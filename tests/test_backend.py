@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.worlds import run
+from tests.harness.worlds import run
 
 RESOLVES = """
 import sys, torch

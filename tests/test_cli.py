@@ -45,14 +45,14 @@ def test_plan_show_diff(make: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*plan, "--strategy", "zero3", "--out", first, "--html", str(html)]) == 0
     assert main([*plan, "--strategy", "ddp", "--out", second]) == 0
     assert "<svg" in html.read_text()
-    assert autopar.Plan.load(first).stages == (("", 3),)
+    assert autopar.Plan.load(first).zero_stages == (("", 3),)
     capsys.readouterr()
     assert main(["show", first, "--explain"]) == 0
     text = capsys.readouterr().out
     assert "sharded" in text
     assert text.count("predicted step") == 1
     assert main(["diff", first, second]) == 1
-    assert "stages: (outside of blocks) 3 -> 0" in capsys.readouterr().out
+    assert "zero_stages: (outside of blocks) 3 -> 0" in capsys.readouterr().out
     assert main(["diff", first, first]) == 0
 
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import autopar
-from autopar.captures import capture_of_rank
+from autopar.capture.offline import capture_of_rank
 from autopar.cost_model.cost import ClusterError
-from autopar.cost_model.operators import OperatorTimes
-from autopar.cost_model.rehearsal import Ranks
-from autopar.planner import decide
-from tests.models import MODELS
-from tests.training import fixed
-from tests.worlds import Raised, run, run_isolated
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.step_replay import Ranks
+from autopar.planner.search import fixed_mesh as decide
+from tests.harness.models import MODELS
+from tests.harness.training import fixed
+from tests.harness.worlds import Raised, run, run_isolated
 
 
 class Model(nn.Module):

@@ -17,75 +17,89 @@ MAX_LINES = 450
 
 GROUND = frozenset(
     {
-        "autopar.compression",
+        "autopar.plan.compression",
         "autopar._torch",
-        "autopar.checks",
-        "autopar.containers",
-        "autopar.documents",
+        "autopar.common.checks",
+        "autopar.common.containers",
+        "autopar.common.documents",
         "autopar.errors",
-        "autopar.graph",
-        "autopar.levels",
-        "autopar.notices",
-        "autopar.placement",
-        "autopar.printable",
+        "autopar.ir.graph",
+        "autopar.ir.mesh_levels",
+        "autopar.common.notices",
+        "autopar.ir.placement",
+        "autopar.formatting",
     }
 )
 COST_MODEL = GROUND | {"autopar.cost_model"}
 PASSES = COST_MODEL | {"autopar.passes"}
-PREDICTED = {"autopar.error_bars", "autopar.picture", "autopar.prediction", "autopar.throughput"}
-PARTS = PREDICTED | {"autopar.partition", "autopar.pipeline", "autopar.plan_document"}
-TEXTS = {"autopar.plan_text", "autopar.explanation", "autopar.difference"}
-PLAN = PASSES | PARTS | TEXTS | {"autopar.plan", "autopar.strategy"}
+PREDICTED = {
+    "autopar.report.error_bars",
+    "autopar.plan.report_data",
+    "autopar.plan.prediction",
+    "autopar.plan.throughput",
+}
+PARTS = PREDICTED | {"autopar.plan.partition", "autopar.plan.pipeline", "autopar.plan.reader"}
+TEXTS = {"autopar.report.table", "autopar.report.explain", "autopar.report.diff"}
+PLAN = PASSES | PARTS | TEXTS | {"autopar.plan", "autopar.plan.strategy"}
 TRACING = {
-    "autopar.joint",
-    "autopar.provenance",
-    "autopar.repeats",
-    "autopar.expansion",
-    "autopar.traceable",
+    "autopar.capture.joint",
+    "autopar.capture.provenance",
+    "autopar.capture.repeated_blocks",
+    "autopar.capture.expand_blocks",
+    "autopar.capture.traceable",
 }
 PYTHON_STATE = {
-    "autopar.cells",
-    "autopar.contents",
-    "autopar.counting",
-    "autopar.effects",
-    "autopar.fingerprints",
-    "autopar.guards",
-    "autopar.outside",
-    "autopar.side_effects",
+    "autopar.capture.state.cells",
+    "autopar.capture.state.contents",
+    "autopar.capture.state.counting",
+    "autopar.capture.state.effects",
+    "autopar.capture.state.fingerprints",
+    "autopar.capture.state.guards",
+    "autopar.capture.state.outside",
+    "autopar.capture.state.side_effects",
 }
 PLAN_AND_CAPTURE = (
     PLAN
     | TRACING
     | PYTHON_STATE
-    | {"autopar.batch_slices", "autopar.call", "autopar.capture", "autopar.staging"}
+    | {
+        "autopar.capture.batch_slices",
+        "autopar.capture.call",
+        "autopar.capture",
+        "autopar.passes.stage_lowering",
+    }
 )
 
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "autopar.cost_model": COST_MODEL,
     "autopar.passes": PASSES,
-    "autopar.traceable": GROUND,
-    "autopar.provenance": GROUND | {"autopar.traceable"},
-    "autopar.checked_linalg": GROUND,
-    "autopar.joint": GROUND | {"autopar.checked_linalg", "autopar.provenance"},
-    "autopar.repeats": GROUND,
-    "autopar.expansion": GROUND | {"autopar.repeats"},
-    **dict.fromkeys(PYTHON_STATE, GROUND | PYTHON_STATE | {"autopar.provenance"}),
-    "autopar.call": GROUND,
-    "autopar.capture": GROUND | TRACING | PYTHON_STATE | {"autopar.call", "autopar.capture"},
-    "autopar.batch_slices": PASSES | {"autopar.call", "autopar.capture"},
-    "autopar.partition": PASSES,
-    "autopar.pipeline": GROUND,
-    "autopar.picture": COST_MODEL,
-    "autopar.throughput": COST_MODEL,
-    "autopar.prediction": COST_MODEL | {"autopar.picture", "autopar.throughput"},
-    "autopar.error_bars": PREDICTED,
-    "autopar.plan_document": PASSES | PARTS,
-    "autopar.strategy_fields": PASSES | PARTS,
-    "autopar.strategy": PASSES | PARTS | {"autopar.strategy_fields"},
+    "autopar.capture.traceable": GROUND,
+    "autopar.capture.provenance": GROUND | {"autopar.capture.traceable"},
+    "autopar.capture.checked_linalg": GROUND,
+    "autopar.capture.joint": GROUND
+    | {"autopar.capture.checked_linalg", "autopar.capture.provenance"},
+    "autopar.capture.repeated_blocks": GROUND,
+    "autopar.capture.expand_blocks": GROUND | {"autopar.capture.repeated_blocks"},
+    **dict.fromkeys(PYTHON_STATE, GROUND | PYTHON_STATE | {"autopar.capture.provenance"}),
+    "autopar.capture.call": GROUND,
+    "autopar.capture": GROUND
+    | TRACING
+    | PYTHON_STATE
+    | {"autopar.capture.call", "autopar.capture"},
+    "autopar.capture.batch_slices": PASSES | {"autopar.capture.call", "autopar.capture"},
+    "autopar.plan.partition": PASSES,
+    "autopar.plan.pipeline": GROUND,
+    "autopar.plan.report_data": COST_MODEL,
+    "autopar.plan.throughput": COST_MODEL,
+    "autopar.plan.prediction": COST_MODEL | {"autopar.plan.report_data", "autopar.plan.throughput"},
+    "autopar.report.error_bars": PREDICTED,
+    "autopar.plan.reader": PASSES | PARTS,
+    "autopar.plan.strategy_fields": PASSES | PARTS,
+    "autopar.plan.strategy": PASSES | PARTS | {"autopar.plan.strategy_fields"},
     "autopar.plan": PLAN | {"autopar.report"},
     **dict.fromkeys(TEXTS, PLAN),
-    "autopar.staging": PLAN,
+    "autopar.passes.stage_lowering": PLAN,
     "autopar.planner": PLAN_AND_CAPTURE | {"autopar.planner"},
     "autopar.runtime": PLAN_AND_CAPTURE | {"autopar.runtime"},
     "autopar.report": PLAN_AND_CAPTURE | {"autopar.report"},
@@ -314,7 +328,7 @@ def test_private_torch_names_stand_in_one_module(source: Source) -> None:
 
 # -- warnings --------------------------------------------------------------------------------------
 
-GIVES_WARNINGS = "autopar.notices"
+GIVES_WARNINGS = "autopar.common.notices"
 
 
 def test_one_module_gives_warnings() -> None:
@@ -361,7 +375,7 @@ def test_public_names_are_left_alone(code: str) -> None:
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("autopar.graph", "import autopar.plan"),
+        ("autopar.ir.graph", "import autopar.plan"),
         ("autopar.cost_model.curve", "from autopar.passes.bucket import Bucket"),
         ("autopar.passes.bucket", "def f():\n    from autopar import plan"),
         ("autopar.capture", "from autopar.passes import runner"),
@@ -370,17 +384,21 @@ def test_public_names_are_left_alone(code: str) -> None:
     ],
 )
 def test_upward_imports_are_found(name: str, code: str) -> None:
-    assert upward_imports(sample(name, code), frozenset({"autopar.plan", "autopar.passes.runner"}))
+    assert upward_imports(
+        sample(name, code), frozenset({"autopar.plan", "autopar.passes.core.runner"})
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "code"),
     [
         ("autopar.passes.bucket", "from autopar.cost_model.curve import Curve"),
-        ("autopar.planner.search", "from autopar.planner import stages"),
+        ("autopar.planner.search.config_search", "from autopar.planner import stages"),
         ("autopar.api", "from autopar.runtime.module import DistributedModule"),
         ("autopar.plan", "if TYPE_CHECKING:\n    from autopar.planner import search"),
     ],
 )
 def test_downward_imports_are_left_alone(name: str, code: str) -> None:
-    assert not upward_imports(sample(name, code), frozenset({"autopar.planner.stages"}))
+    assert not upward_imports(
+        sample(name, code), frozenset({"autopar.planner.evaluate.stage_partition"})
+    )

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost_model.store import write_json
-from autopar.notices import Difference
-from autopar.runtime import whole
+from autopar.common.notices import Difference
+from autopar.cost_model.disk_cache import write_json
+from autopar.runtime.codegen.program import Program
 from autopar.runtime.fallback import differences
-from autopar.runtime.program import Program
-from tests.test_fallback import Branching
-from tests.training import fixed
-from tests.worlds import run
+from autopar.runtime.spmd import executor as whole
+from tests.harness.training import fixed
+from tests.harness.worlds import run
+from tests.runtime.test_fallback import Branching
 
 Said = list[tuple[str, str, str]]
 """Class, message and file of every warning of autopar."""

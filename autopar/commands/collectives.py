@@ -9,23 +9,23 @@ from typing import Any
 
 import networkx as nx
 
-from autopar.commands.collectives_text import Question, Row, origins, table, why
+from autopar.commands.collectives_text import Request, Row, origins, table, why
 from autopar.commands.option_types import ranks, size
 from autopar.commands.plain_console import PlainConsole
-from autopar.cost_model.cluster import Cluster, shipped_clusters
+from autopar.cost_model.algorithms.formulas import Formula, formulas
+from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
 from autopar.cost_model.collectives import COLLECTIVES, ring
 from autopar.cost_model.cost import ClusterError, Cost
-from autopar.cost_model.curves import Curve
-from autopar.cost_model.fabric import Levels, levels
-from autopar.cost_model.formulas import Formula, formulas
-from autopar.cost_model.measured import CurveKey
-from autopar.cost_model.nccl import Tuning
-from autopar.cost_model.nccl_constants import ALGORITHMS, LATEST, PROTOCOLS
-from autopar.cost_model.nccl_graphs import communicator_on
-from autopar.cost_model.nccl_tests import read_tables
-from autopar.cost_model.shape import GroupShape
-from autopar.cost_model.topology import repeated
-from autopar.cost_model.tuner import NAMES, export
+from autopar.cost_model.curves.curve import Curve
+from autopar.cost_model.curves.measured_curve import CurveKey
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.nccl.channels import communicator_on
+from autopar.cost_model.nccl.constants import ALGORITHMS, LATEST, PROTOCOLS
+from autopar.cost_model.nccl.model import Tuning
+from autopar.cost_model.nccl.nccl_tests import read_tables
+from autopar.cost_model.nccl.tuner import NAMES, export
+from autopar.cost_model.topology.link_levels import Levels, levels
+from autopar.cost_model.topology.topology import repeated
 from autopar.errors import StrategyError
 
 DEFAULT = "dgx-a100"
@@ -68,29 +68,29 @@ def run(options: argparse.Namespace) -> int:
     if options.nodes < 1 or options.ranks < 2 or options.ranks % options.nodes:
         raise StrategyError(f"{options.ranks} ranks do not fill {options.nodes} nodes evenly")
     shape = GroupShape(options.ranks, options.ranks // options.nodes, options.groups)
-    question = ask(options.collective, options.bytes, shape, options.cluster)
+    request = ask(options.collective, options.bytes, shape, options.cluster)
     console, notes = PlainConsole(), list[str]()
     if not console.is_terminal:
         console.width = max(console.width, 120)
-    seen = rows_seen(question, options.nccl, notes)
-    level = levels_of(question)
-    ways = formulas(question.collective, shape.ranks, shape.nodes)
-    modelled = rows_of(question, ways, level)
+    seen = rows_seen(request, options.nccl, notes)
+    level = levels_of(request)
+    algorithms = formulas(request.collective, shape.ranks, shape.nodes)
+    modelled = rows_of(request, algorithms, level)
     rows = [*seen, *modelled]
-    console.print(table(question, rows, modelled[0]))
+    console.print(table(request, rows, modelled[0]))
     footnotes = [f"[{number}] {origin}" for number, origin in enumerate(origins(rows), 1)]
-    for line in [*why(question, ways, level, modelled, seen), *notes, *footnotes]:
+    for line in [*why(request, algorithms, level, modelled, seen), *notes, *footnotes]:
         console.print(line, soft_wrap=True, highlight=False)
     if options.tuner:
-        tunings = [Tuning.of(_communicator(question), options.nccl)]
+        tunings = [Tuning.of(_communicator(request), options.nccl)]
         text = export(tunings, forced_of(options.forced, shape))
         Path(options.tuner).write_text(text)
         console.print(f"wrote {options.tuner}; see docs/cost-model.md for its use", highlight=False)
     return 0
 
 
-def ask(collective: str, nbytes: int, shape: GroupShape, where: str | None) -> Question:
-    """The question, with what is known of the cluster called `where`.
+def ask(collective: str, nbytes: int, shape: GroupShape, where: str | None) -> Request:
+    """The request, with what is known of the cluster called `where`.
 
     Raises:
         ClusterError: there is no such cluster, or the group does not fit on it.
@@ -103,7 +103,7 @@ def ask(collective: str, nbytes: int, shape: GroupShape, where: str | None) -> Q
     graph = cluster.topology
     if graph is not None:
         graph = repeated(graph, _machines(graph, shape))
-    return Question(collective, nbytes, shape, cluster, graph)
+    return Request(collective, nbytes, shape, cluster, graph)
 
 
 def _machines(graph: nx.Graph, shape: GroupShape) -> int:
@@ -123,8 +123,8 @@ def forced_of(texts: Sequence[str], shape: GroupShape) -> dict[tuple[str, str, s
     """
     found = {}
     for text in texts:
-        way, _, file = text.partition("=")
-        algorithm, _, protocol = way.partition("/")
+        choice, _, file = text.partition("=")
+        algorithm, _, protocol = choice.partition("/")
         if algorithm not in ALGORITHMS or protocol not in PROTOCOLS:
             raise StrategyError(f"--forced {text!r}: say ALGORITHM/PROTOCOL=FILE, as ring/ll=a.log")
         tables = read_tables(file, ranks=shape.ranks, ranks_per_node=shape.ranks_per_node)
@@ -135,21 +135,21 @@ def forced_of(texts: Sequence[str], shape: GroupShape) -> dict[tuple[str, str, s
     return found
 
 
-def levels_of(question: Question) -> Levels:
+def levels_of(request: Request) -> Levels:
     """The two levels of links, from the topology, or else from what was measured on one machine."""
-    if question.graph is not None:
-        return levels(question.graph, question.shape)
-    cluster, shape = question.cluster, question.shape
-    entry = cluster.curves.get(CurveKey(question.collective, shape))
+    if request.graph is not None:
+        return levels(request.graph, request.shape)
+    cluster, shape = request.cluster, request.shape
+    entry = cluster.curves.get(CurveKey(request.collective, shape))
     if entry is not None and shape.nodes == 1:
-        latency, rate = _fitted(entry.curve, question.collective, shape.ranks, cluster.backend)
+        latency, rate = _fitted(entry.curve, request.collective, shape.ranks, cluster.backend)
         source = f"modelled by a ring fitted to the curve {entry.provenance}"
     elif cluster.link is not None and shape.nodes == 1:
         latency, rate = cluster.link.step_s, cluster.link.bytes_per_s
         source = cluster.provenance
     else:
         raise ClusterError(
-            f"cluster {cluster.name!r} has neither a topology nor a curve of {question.collective} "
+            f"cluster {cluster.name!r} has neither a topology nor a curve of {request.collective} "
             f"over {shape} on one machine: measure it, or give a cluster that has one"
         )
     return Levels(latency, rate, latency, rate, "between neighbours", source)
@@ -162,49 +162,49 @@ def _fitted(curve: Curve, collective: str, ranks: int, backend: str) -> tuple[fl
     return first.latency_s / steps, share / max(last.seconds_per_byte, 1e-15)
 
 
-def rows_seen(question: Question, version: str, notes: list[str]) -> list[Row]:
+def rows_seen(request: Request, version: str, notes: list[str]) -> list[Row]:
     """What the cluster's curve says and what NCCL's model says, where there are such."""
     rows = []
-    if question.cluster.curves:
+    if request.cluster.curves:
         try:
-            cost = question.cluster.seconds(question.collective, question.nbytes, question.shape)
+            cost = request.cluster.seconds(request.collective, request.nbytes, request.shape)
             rows.append(Row("the cluster's curve", cost))
         except ClusterError as error:
             notes.append(f"no curve: {error}")
-    if question.collective not in NAMES:
+    if request.collective not in NAMES:
         return rows
     try:
-        communicator = _communicator(question)
+        communicator = _communicator(request)
     except ClusterError as error:
         notes.append(f"no figure by NCCL's model: {error}")
         return rows
-    choice = Tuning.of(communicator, version).pick(question.collective, question.nbytes)
+    choice = Tuning.of(communicator, version).pick(request.collective, request.nbytes)
     name = f"NCCL: {choice.algorithm}/{choice.protocol} x {choice.channels}"
     return [*rows, Row(name, choice.cost)]
 
 
-def _communicator(question: Question) -> Any:
-    cluster = question.cluster
+def _communicator(request: Request) -> Any:
+    cluster = request.cluster
     if cluster.backend != "nccl":
         raise ClusterError(f"this cluster runs {cluster.backend}")
-    if question.graph is None:
+    if request.graph is None:
         raise ClusterError("this cluster has no topology")
-    return communicator_on(question.graph, question.shape, cluster.device)
+    return communicator_on(request.graph, request.shape, cluster.device)
 
 
-def rows_of(question: Question, ways: Sequence[Formula], level: Levels) -> list[Row]:
+def rows_of(request: Request, algorithms: Sequence[Formula], level: Levels) -> list[Row]:
     """The algorithms, fastest first."""
-    shape = question.shape
+    shape = request.shape
     rows = [
         Row(
-            way.algorithm,
+            algorithm.algorithm,
             Cost(
-                way(question.nbytes, shape.ranks, shape.nodes, level),
-                f"modelled by {way.source}",
+                algorithm(request.nbytes, shape.ranks, shape.nodes, level),
+                f"modelled by {algorithm.source}",
             ),
-            way.count(question.nbytes, shape.ranks, shape.nodes, level),
+            algorithm.count(request.nbytes, shape.ranks, shape.nodes, level),
             level.bottleneck,
         )
-        for way in ways
+        for algorithm in algorithms
     ]
     return sorted(rows, key=lambda row: row.cost.seconds)

@@ -12,13 +12,13 @@ from rich import box
 from rich.table import Table
 
 from autopar.commands.measure import in_units
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.algorithms.crossover import crossovers, fastest
+from autopar.cost_model.algorithms.formulas import Formula, alpha, alpha_N, beta, beta_N
+from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cost import Cost
-from autopar.cost_model.crossover import crossovers, fastest
-from autopar.cost_model.fabric import Levels
-from autopar.cost_model.formulas import Formula, alpha, alpha_N, beta, beta_N
-from autopar.cost_model.nccl_tests import bus_factor
-from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.nccl.nccl_tests import bus_factor
+from autopar.cost_model.topology.link_levels import Levels
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Question:
+class Request:
     """A collective on a cluster.
 
     Attributes:
@@ -62,10 +62,10 @@ def origins(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row.cost.provenance for row in rows))
 
 
-def table(question: Question, rows: Sequence[Row], pick: Row) -> Table:
+def table(request: Request, rows: Sequence[Row], pick: Row) -> Table:
     """One row for each way: time, bus bandwidth, steps, the limiting link, the origin's number."""
-    what = f"{question.collective} of {question.nbytes:,} bytes ({in_units(question.nbytes)})"
-    title = f"{what}: {question.shape}, on {question.cluster.name}"
+    what = f"{request.collective} of {request.nbytes:,} bytes ({in_units(request.nbytes)})"
+    title = f"{what}: {request.shape}, on {request.cluster.name}"
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("algorithm", no_wrap=True)
     for name in ("ms", "busbw GB/s", "steps"):
@@ -73,12 +73,12 @@ def table(question: Question, rows: Sequence[Row], pick: Row) -> Table:
     drawn.add_column("limited by", no_wrap=True)
     drawn.add_column("origin", no_wrap=True)
     notes = origins(rows)
-    share = bus_factor(question.collective, question.shape.ranks)
+    share = bus_factor(request.collective, request.shape.ranks)
     for row in rows:
         drawn.add_row(
             f"{row.name} *" if row is pick else row.name,
             f"{row.cost.seconds * 1e3:.4g}" + (f" ±{row.cost.error:.0%}" if row.cost.error else ""),
-            f"{share * question.nbytes / row.cost.seconds / 1e9:.4g}",
+            f"{share * request.nbytes / row.cost.seconds / 1e9:.4g}",
             "" if row.steps is None else str(row.steps),
             row.bottleneck,
             f"{row.cost.kind} [{notes.index(row.cost.provenance) + 1}]",
@@ -87,15 +87,15 @@ def table(question: Question, rows: Sequence[Row], pick: Row) -> Table:
 
 
 def why(
-    question: Question,
-    ways: Sequence[Formula],
+    request: Request,
+    algorithms: Sequence[Formula],
     level: Levels,
     rows: Sequence[Row],
     seen: Sequence[Row],
 ) -> list[str]:
     """Sentences: the pick, what its time is made of, and where others take over."""
-    shape, best = question.shape, rows[0]
-    chosen = next(way for way in ways if way.algorithm == best.name)
+    shape, best = request.shape, rows[0]
+    chosen = next(algorithm for algorithm in algorithms if algorithm.algorithm == best.name)
     latency = chosen(0, shape.ranks, shape.nodes, level) / best.cost.seconds
     first = (
         f"* {best.name}, as modelled: {latency:.0%} latency of {best.steps} steps, the rest bytes"
@@ -113,7 +113,7 @@ def why(
     if shape.nodes > 1:
         links.append(f"a machine {_link(level.node_latency_s, level.node_bytes_per_s)} to others")
     narrowest = f"the narrowest is {level.bottleneck}, {level.provenance}"
-    stretches = fastest(ways, shape.ranks, shape.nodes, level)
+    stretches = fastest(algorithms, shape.ranks, shape.nodes, level)
     parts = [
         name
         + (f" from {in_units(round(low))}" if low else "")
@@ -125,15 +125,15 @@ def why(
         f"{first}.",
         f"links: {', '.join(links)}; {narrowest}.",
         f"{by_size}.",
-        *_turns(ways, shape, level, [name for name, *_ in stretches]),
+        *_turns(algorithms, shape, level, [name for name, *_ in stretches]),
     ]
 
 
 def _turns(
-    ways: Sequence[Formula], shape: GroupShape, level: Levels, names: Sequence[str]
+    algorithms: Sequence[Formula], shape: GroupShape, level: Levels, names: Sequence[str]
 ) -> list[str]:
     """Where each of the fastest gives way to the next, in closed form."""
-    by_name = {way.algorithm: way for way in ways}
+    by_name = {algorithm.algorithm: algorithm for algorithm in algorithms}
     outside = level.node_bytes_per_s < level.bytes_per_s, level.node_latency_s > level.latency_s
     decided = {
         sympy.Min(beta, beta_N): beta_N if outside[0] else beta,

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from autopar.commands.option_types import ranks, size
 from autopar.commands.plain_console import PlainConsole
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.imports import import_nccl_tests
-from autopar.plan_text import human_bytes
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.cluster.import_nccl_tests import import_nccl_tests
+from autopar.formatting import human_bytes
 
 
 def add_to(commands: Any) -> None:

@@ -16,12 +16,12 @@ from rich.table import Table
 from autopar.commands.launch import launch
 from autopar.commands.option_types import budget_s, processes, ranks, size
 from autopar.commands.plain_console import PlainConsole
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.curves import Curve
-from autopar.cost_model.measure import DTYPES, SIZES, measure
-from autopar.cost_model.sampling import Tell
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.curves.curve import Curve
+from autopar.cost_model.measurement.measure import DTYPES, SIZES, measure
+from autopar.cost_model.measurement.sampling import Tell
 from autopar.errors import StrategyError
-from autopar.runtime.groups import ensure_process_group, rank
+from autopar.runtime.process_groups import ensure_process_group, rank
 
 TIMEOUT_S = 120.0
 """How long a rank waits for the others."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from autopar.errors import OutOfMemoryError
-from autopar.plan_text import human_bytes
+from autopar.formatting import human_bytes
 
 
 def tables(error: OutOfMemoryError) -> Iterator[Table]:

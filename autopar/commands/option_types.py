@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
-from autopar.checks import MOST_RANKS, count, nbytes, seconds, shown
+from autopar.common.checks import MOST_RANKS, count, nbytes, seconds, shown
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from autopar.printable import printable
+from autopar.formatting import printable
 
 
 class PlainConsole(Console):

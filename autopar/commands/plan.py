@@ -11,12 +11,12 @@ from autopar.api import plan as make_plan
 from autopar.commands.option_types import limit_s, ranks
 from autopar.commands.progress import progress_bar
 from autopar.commands.script import load
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import StrategyError
-from autopar.explanation import with_reasons
-from autopar.pipeline import SCHEDULES
-from autopar.placement import placement_of
-from autopar.strategy import MESH, Strategy
+from autopar.ir.placement import placement_of
+from autopar.plan.pipeline import SCHEDULES
+from autopar.plan.strategy import MESH, Strategy
+from autopar.report.explain import with_reasons
 
 FIXED = ("tp", "cp", "ep", "pp", "micro_batches", "schedule", "compress")
 """Options that are fields of a strategy by the same name."""
@@ -74,7 +74,7 @@ def add_strategy(parser: argparse.ArgumentParser, default: str) -> None:
     )
     add("--zero", metavar="BLOCK=STAGE", action="append", help="of a block; others are searched")
     add("--pin", metavar="PARAMETER=S(DIM)|R", action="append", help="where it lies along tp or ep")
-    add("--cuts", metavar="NAMES", help="what each stage but the first begins with: a,b,c")
+    add("--split-points", metavar="NAMES", help="what each stage but the first begins with: a,b,c")
     add("--compress", help="gradients by this method, such as int8; lossy")
 
 
@@ -120,8 +120,8 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
     if options.pin:
         pins = _pairs("--pin", options.pin)
         given["placements"] = {name: placement_of(text) for name, text in pins}
-    if options.cuts:
-        given["cuts"] = tuple(options.cuts.split(","))
+    if options.split_points:
+        given["split_points"] = tuple(options.split_points.split(","))
     return replace(found, **given)
 
 

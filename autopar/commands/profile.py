@@ -17,11 +17,11 @@ from rich.table import Table
 from autopar.commands.launch import add_script, launch
 from autopar.commands.option_types import steps
 from autopar.commands.plain_console import PlainConsole
-from autopar.cost_model.timeline import chrome_trace, write_trace
+from autopar.cost_model.simulator.chrome_trace import chrome_trace, write_trace
 from autopar.errors import StrategyError
-from autopar.printable import printable
-from autopar.profiling import COUNT, FOLDER, REFIT, WARM_STEPS
-from autopar.report.profile import Again, Profile, Side, find
+from autopar.formatting import printable
+from autopar.profiler.profiler import COUNT, FOLDER, REFIT, WARM_STEPS
+from autopar.profiler.report import Again, Profile, Side, find
 
 _SHOWN = 12  # operators
 _WIDTH = 100

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.commands.plain_console import PlainConsole
-from autopar.planner.meshes import Looked, Progressed
+from autopar.planner.search.mesh_search import ReportProgress, SearchProgress
 
 AFTER_S = 2.0
 """Seconds before there is a bar."""
@@ -22,7 +22,7 @@ EVERY_S = 10.0
 @contextmanager
 def progress_bar(
     console: Console | None = None, after_s: float = AFTER_S, every_s: float = EVERY_S
-) -> Iterator[Progressed]:
+) -> Iterator[ReportProgress]:
     """What to tell of each mesh; it is shown in place, or as a line now and then.
 
     Args:
@@ -38,7 +38,7 @@ def progress_bar(
     bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
     task, begin = bar.add_task("planning", total=None), time.monotonic()
 
-    def show(looked: Looked) -> None:
+    def show(looked: SearchProgress) -> None:
         bar.update(task, total=looked.total, completed=looked.done, description=str(looked))
         if time.monotonic() - begin >= after_s:
             bar.start()
@@ -49,12 +49,12 @@ def progress_bar(
         bar.stop()
 
 
-def _lines(console: Console, every_s: float) -> Progressed:
+def _lines(console: Console, every_s: float) -> ReportProgress:
     """Writes a line for what is looked at when the last one was some seconds ago."""
     begin = time.monotonic()
     last_s = 0.0
 
-    def tell(looked: Looked) -> None:
+    def tell(looked: SearchProgress) -> None:
         nonlocal last_s
         now_s = time.monotonic() - begin
         if now_s - last_s >= every_s:

@@ -15,12 +15,12 @@ from autopar.api import plan as make_plan
 from autopar.commands.option_types import limit_s, ranks
 from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import load
-from autopar.cost_model.cluster import Cluster
-from autopar.error_bars import STEPS
+from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError, StrategyError
-from autopar.plan import Plan
-from autopar.plan_text import human_bytes
-from autopar.strategy import SEARCHED, ZERO_OF_NAME, Strategy
+from autopar.formatting import human_bytes
+from autopar.plan.strategy import SEARCHED, ZERO_OF_NAME, Strategy
+from autopar.report.error_bars import STEPS
+from autopar.report.plan import Plan
 
 DEFAULT = ("ddp", "zero1", "zero3", "tp8+zero1")
 _FIELDS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "m": "micro_batches"}

@@ -10,20 +10,20 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
+from autopar.capture.model_info import describe_parameters, device_of
 from autopar.commands.option_types import rank
 from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import load
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.operators import OperatorTimes
-from autopar.cost_model.shape import GroupShape
-from autopar.explanation import with_reasons
-from autopar.partition import complete
-from autopar.plan import Plan
-from autopar.planner.placement_text import placement_tables
-from autopar.planner.prices import Prices
-from autopar.printable import printable
-from autopar.program_text import planned_ways, program_text
-from autopar.runtime.parameters import describe_parameters, device_of
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.driver.inspect import planned_strategies, program_text
+from autopar.formatting import printable
+from autopar.passes.tensor_parallel.partition_axes import complete
+from autopar.planner.placement.costs import PlacementCosts
+from autopar.planner.placement.table import placement_tables
+from autopar.report.explain import with_reasons
+from autopar.report.plan import Plan
 
 _WIDTH = 160
 
@@ -89,7 +89,7 @@ def placements(
     cluster = cluster or Cluster.default(plan.world_size, device_of(model).type)
     mesh, times = dict(plan.mesh), OperatorTimes.load(cluster.device)
     shapes = {axis: GroupShape.of_axis(mesh, axis, cluster.ranks_per_node) for axis in mesh}
-    for axis, graph, ways in planned_ways(model, example_inputs, plan):
+    for axis, graph, op_strategies in planned_strategies(model, example_inputs, plan):
         yield f"along {axis}, {mesh[axis]} ranks; {cluster.name}, {cluster.provenance}"
-        prices = Prices(shapes[axis], cluster, times, others=shapes)
-        yield from placement_tables(graph, complete(graph, ways), prices)
+        prices = PlacementCosts(shapes[axis], cluster, times, others=shapes)
+        yield from placement_tables(graph, complete(graph, op_strategies), prices)

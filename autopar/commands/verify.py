@@ -13,9 +13,9 @@ from autopar.commands.launch import add_script, launch
 from autopar.commands.plan import add_strategy, strategy_of
 from autopar.commands.script import load
 from autopar.errors import StrategyError
-from autopar.runtime.agreement import decided_by_first
-from autopar.runtime.groups import ensure_process_group, rank
-from autopar.verification import verify
+from autopar.runtime.agreement.consensus import broadcast_from_rank0
+from autopar.runtime.process_groups import ensure_process_group, rank
+from autopar.verification.verify import verify
 
 FOLDER = "AUTOPAR_VERIFY"
 """Environment variable: the folder where ranks find their options and rank 0 leaves its verdict."""
@@ -69,7 +69,7 @@ def run_rank(folder: Path) -> int:
     ensure_process_group(None, TIMEOUT_S)
     result = verify(
         model,
-        example_inputs=decided_by_first(lambda: inputs),
+        example_inputs=broadcast_from_rank0(lambda: inputs),
         steps=options.steps,
         double=not options.as_is,
         strategy=strategy_of(options),

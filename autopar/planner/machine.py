@@ -10,17 +10,17 @@ from torch import distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import COLLECTIVES
-from autopar.cost_model.fusion import EAGER
-from autopar.cost_model.liveness import Overhead
-from autopar.cost_model.measure import measure
-from autopar.cost_model.operators import OperatorTimes
-from autopar.cost_model.optimizer import OptimizerMemory, optimizer_state_ratio
-from autopar.cost_model.rehearsal import ALONE, Ranks
-from autopar.cost_model.scratch import Scratch
-from autopar.cost_model.update import Optimizer, UpdateCost, measure_update
-from autopar.graph import TrainingGraph
+from autopar.cost_model.kernels.fusion import EAGER
+from autopar.cost_model.measurement.measure import measure
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.optimizer_step import Optimizer, UpdateCost, measure_update
+from autopar.cost_model.measurement.step_replay import ALONE, Ranks
+from autopar.cost_model.memory.liveness import Overhead
+from autopar.cost_model.memory.optimizer_memory import OptimizerMemory, optimizer_state_ratio
+from autopar.cost_model.memory.workspace import Workspace
+from autopar.ir.graph import TrainingGraph
 
 _QUICK_S = 4.0  # for collectives, when compiling; `autopar measure` takes its time
 _GLOO_THREADS = 2  # that torch gives a group of ranks to carry its messages
@@ -81,7 +81,9 @@ def measure_machine(
     else:
         update = _modelled_update(operators, optimizer, dtype)
     overhead = measure_overhead(graphs, cluster, optimizer, dtype)
-    return Machine(cluster, operators, update, replace(overhead, lingering=_lingering(operators)))
+    return Machine(
+        cluster, operators, update, replace(overhead, retained_collectives=_lingering(operators))
+    )
 
 
 def known_machine(
@@ -106,7 +108,7 @@ def known_machine(
     operators = OperatorTimes.load(_device_of(device, cluster), sharing=sharing)
     operators = replace(operators, backend=backend)
     update = _modelled_update(operators, optimizer, dtype)
-    overhead = Overhead(device=cluster.device, lingering=_lingering(operators))
+    overhead = Overhead(device=cluster.device, retained_collectives=_lingering(operators))
     return Machine(cluster, operators, update, overhead)
 
 
@@ -117,7 +119,7 @@ def absent(device: torch.device, cluster: Cluster | None) -> bool:
 
 def _lingering(operators: OperatorTimes) -> int:
     """How many collectives gloo's threads may hold on to: where ranks outnumber cores, any."""
-    crowded = operators.crowding > operators.setting.threads
+    crowded = operators.oversubscription > operators.setting.threads
     return _GLOO_THREADS if crowded else 0
 
 
@@ -166,7 +168,7 @@ def measure_overhead(
         optimizer: class or factory of the optimizer.
         dtype: of the parameters.
     """
-    scratch = Scratch.load(cluster.device).measure(graphs)
+    scratch = Workspace.load(cluster.device).measure(graphs)
     scratch.save()
     kind = "cpu" if cluster.device == "cpu" else "cuda"
     return Overhead(OptimizerMemory.measure(optimizer, kind, dtype), scratch, cluster.device)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autopar.cost_model.streams import COMPUTE, Event
-from autopar.cost_model.timeline import chrome_trace
+from autopar.cost_model.simulator.chrome_trace import chrome_trace
+from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.errors import PlanError
-from autopar.plan import Plan
-from autopar.prediction import Prediction
+from autopar.plan.prediction import Prediction
+from autopar.plan.spec import PlanSpec
 
 
-def trace(plan: Plan) -> dict[str, Any]:
+def trace(plan: PlanSpec) -> dict[str, Any]:
     """A process for the rank that is predicted, or for each rank of a pipeline.
 
     Args:
@@ -31,7 +31,7 @@ def trace(plan: Plan) -> dict[str, Any]:
     if not p.stages:
         blocks = (
             Event(block or "outside of blocks", "blocks", start_s, end_s, phase)
-            for block, phase, start_s, end_s in p.picture.spans
+            for block, phase, start_s, end_s in p.report_data.spans
         )
         events = [*blocks, *(Event(*row) for row in p.events)]
         return chrome_trace({name: events}, {name: _memory(p)})
@@ -52,10 +52,10 @@ def _of_rank(p: Prediction, rank: int) -> Iterator[Event]:
 
 def _memory(p: Prediction) -> Iterator[tuple[float, int | Mapping[str, int]]]:
     """Bytes by category where they are known, of all tensors otherwise."""
-    if not p.picture.memory:
+    if not p.report_data.memory:
         yield from p.memory_curve
         return
-    names = [name for name, _ in p.picture.memory]
-    columns = zip(*(row for _, row in p.picture.memory), strict=True)
-    for at, column in zip(p.picture.memory_s, columns, strict=True):
+    names = [name for name, _ in p.report_data.memory]
+    columns = zip(*(row for _, row in p.report_data.memory), strict=True)
+    for at, column in zip(p.report_data.memory_s, columns, strict=True):
         yield at, dict(zip(names, column, strict=True))

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import DataDependentOutputException, DynamicOutputShapeException, pytree
+from autopar.capture.provenance import first_line, user_frame
 from autopar.errors import CaptureError, ModelError
-from autopar.provenance import first_line, user_frame
-from autopar.runtime.parameters import local
+from autopar.runtime.parameters.distribute import local
 
 _OF_TRACING = (DataDependentOutputException, DynamicOutputShapeException)
 

@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar._torch import pytree
-from autopar.containers import flatten
+from autopar.capture.batch_shards import BatchShard, batch_checksum, check_checksum_sum
+from autopar.capture.model_info import find_separate_blocks
+from autopar.capture.provenance import first_line, user_frame
+from autopar.common.containers import flatten
 from autopar.errors import AutoparError, BatchError, StrategyError
-from autopar.provenance import first_line, user_frame
-from autopar.runtime.batch import Share, check_verdict, evidence
-from autopar.runtime.groups import failing_together
-from autopar.runtime.parameters import find_separate_blocks, local
+from autopar.runtime.parameters.distribute import local
+from autopar.runtime.process_groups import failing_together
 
 
 def fall_back(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
@@ -68,7 +69,13 @@ def as_ddp(model: nn.Module) -> DistributedDataParallel:
 
 
 def as_global(
-    result: Any, leaves: Sequence[Any], share: Share, *, mode: str, ranks: int, device: torch.device
+    result: Any,
+    leaves: Sequence[Any],
+    share: BatchShard,
+    *,
+    mode: str,
+    ranks: int,
+    device: torch.device,
 ) -> Any:
     """A result with scalars that are means over the global batch, as captured calls return them.
 
@@ -91,12 +98,12 @@ def as_global(
         for i, x in enumerate(values)
         if isinstance(x, torch.Tensor) and x.dim() == 0 and x.is_floating_point()
     }
-    proof = evidence(leaves, share.rows, mode, device)
+    proof = batch_checksum(leaves, share.rows, mode, device)
     own = [x.detach().double() * (share.rows / share.total) for x in scalars.values()]
     vector = torch.cat([proof, torch.stack(own)]) if own else proof
     with torch.no_grad(), failing_together("forward"):
         dist.all_reduce(vector)
-    check_verdict(vector[: len(proof)], ranks, mode)
+    check_checksum_sum(vector[: len(proof)], ranks, mode)
     weight = share.rows * ranks / share.total
     for (index, scalar), mean in zip(scalars.items(), vector[len(proof) :], strict=True):
         values[index] = _Mean.apply(scalar, mean.to(scalar.dtype), weight)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autopar.effects import attribute_of
-from autopar.runtime.parameters import local
+from autopar.capture.state.effects import attribute_of
+from autopar.runtime.parameters.distribute import local
 
 
 @dataclass(frozen=True)
-class Inside:
+class ModuleIndex:
     """The modules and parameters of a model, and where its buffers are kept."""
 
     modules: tuple[nn.Module, ...]
@@ -21,7 +21,7 @@ class Inside:
     places: dict[str, tuple[nn.Module, str]]
 
     @staticmethod
-    def of(model: nn.Module, carried: Iterable[tuple[str, str]]) -> Inside:
+    def of(model: nn.Module, carried: Iterable[tuple[str, str]]) -> ModuleIndex:
         """The modules, parameters and buffers; what is carried counts as buffers too."""
         places = {
             name: (model.get_submodule(module), key)
@@ -30,7 +30,7 @@ class Inside:
         }
         for module, key in carried:
             places[f"{module}.{key}" if module else key] = (model.get_submodule(module), key)
-        return Inside(tuple(model.modules()), dict(model.named_parameters()), places)
+        return ModuleIndex(tuple(model.modules()), dict(model.named_parameters()), places)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as they are now: assigning to one replaces it."""

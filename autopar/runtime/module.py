@@ -14,39 +14,37 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import pytree
-from autopar.call import TensorSpec
-from autopar.capture import Capture
-from autopar.containers import check_seen, flatten
+from autopar.capture.batch_shards import BatchShard, batch_shard_of
+from autopar.capture.call import TensorSpec
+from autopar.capture.trace import Capture
+from autopar.common.containers import check_seen, flatten
 from autopar.errors import CaptureError
-from autopar.graph import (
-    ParameterInfo,
-)
-from autopar.plan import Plan
-from autopar.runtime.agreement import together
+from autopar.ir.graph import ParameterInfo
+from autopar.report.plan import Plan
+from autopar.runtime.agreement.channel import settle
+from autopar.runtime.agreement.consensus import run_on_all_ranks
+from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
+from autopar.runtime.agreement.protocol import CallState, Protocol
+from autopar.runtime.agreement.replicas import Replicas, compare
 from autopar.runtime.attributes import ModelAttributes
-from autopar.runtime.batch import Share, share_of
 from autopar.runtime.blame import check_runs
-from autopar.runtime.calls import MakeWays
-from autopar.runtime.channel import settle
-from autopar.runtime.clipping import clip_grad_norm
+from autopar.runtime.call_partitions import MakeStrategies
+from autopar.runtime.context import ExecutionContext
 from autopar.runtime.fallback import as_global, errors_of_rows
-from autopar.runtime.groups import make_groups, make_mesh, rank
-from autopar.runtime.holding import fetched, keep_own, stage_mesh
 from autopar.runtime.options import Options
-from autopar.runtime.parameters import (
+from autopar.runtime.parameters.clip_grad import clip_grad_norm
+from autopar.runtime.parameters.compression_state import KEY, CompressionState
+from autopar.runtime.parameters.distribute import (
     as_dtensors,
     broadcast_state,
-    is_elsewhere,
+    is_remote,
     laid_out_as,
 )
-from autopar.runtime.pipes import Pipes
-from autopar.runtime.protocol import CallState, Protocol
-from autopar.runtime.random import stream_of
-from autopar.runtime.replicas import Replicas, compare
-from autopar.runtime.setting import Setting
-from autopar.runtime.states import KEY, States
-from autopar.runtime.stepping import Steps
-from autopar.runtime.whole import Whole
+from autopar.runtime.pipeline.executor import PipelineExecutor
+from autopar.runtime.pipeline.stage_parameters import fetched, keep_own, stage_mesh
+from autopar.runtime.process_groups import make_groups, make_mesh, rank
+from autopar.runtime.rng import stream_of
+from autopar.runtime.spmd.executor import SpmdExecutor
 
 Captured = Callable[[int, int, int], Capture]
 """Captures what a rank does of a call, given how many ranks the model itself is partitioned over,
@@ -78,7 +76,7 @@ class DistributedModule(ModelAttributes):
         options: Options,
         make_plan: MakePlan,
         make_fallback: MakeFallback,
-        make_ways: MakeWays,
+        make_strategies: MakeStrategies,
     ) -> None:
         super().__init__()
         self._wrapped = (model,)
@@ -94,21 +92,21 @@ class DistributedModule(ModelAttributes):
         self._states_to_come: Mapping[str, Any] | None = None
         self.before_training: CheckCall | None = None
         infos, stream = dict(parameters), stream_of(options, device)
-        self._setting = Setting(model, infos, device, options, stream, make_ways)
+        self._setting = ExecutionContext(model, infos, device, options, stream, make_strategies)
         self._protocol = Protocol.of(model)
-        self._runner: Whole | Pipes | None = None
+        self._runner: SpmdExecutor | PipelineExecutor | None = None
 
     # What a training script asks of it.
 
     @property
     def data_parallel_size(self) -> int:
         """Among how many ranks the rows of a batch are divided."""
-        return self._options.data_ranks
+        return self._options.dp_size
 
     @property
     def data_parallel_rank(self) -> int:
         """Which of these ranks this one is; ranks that share a model are the same one."""
-        return self._options.data_rank(rank())
+        return self._options.dp_rank(rank())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -117,7 +115,7 @@ class DistributedModule(ModelAttributes):
         While gradients are held back, `.grad` is not changed.
         """
         inner = self._fallback[0] if self._fallback else None
-        before, self._hold = self._hold, self._options.data_ranks > 1
+        before, self._hold = self._hold, self._options.dp_size > 1
         try:
             with getattr(inner, "no_sync", contextlib.nullcontext)():
                 yield
@@ -141,7 +139,7 @@ class DistributedModule(ModelAttributes):
         leaves, structure = flatten((args, kwargs))
         check_seen(leaves)
         if not self._fallback:
-            self._setting.look()
+            self._setting.index_model()
         check = self.before_training if torch.is_grad_enabled() else None
         if check is not None:
             self.before_training = None  # copies that planning makes are not to check
@@ -156,13 +154,13 @@ class DistributedModule(ModelAttributes):
         if self._protocol is not None:
             compared = self._options.batch == "global"
             self._protocol.follow_backward(result, number, compare=compared, settles=self._settles)
-            self._protocol.steps.expect(self._setting.inside.parameters.values())
+            self._protocol.steps.expect(self._setting.index.parameters.values())
         return result
 
     @property
     def _settles(self) -> bool:
         """Whether programs settle what ranks agree on, just before they communicate."""
-        return isinstance(self._runner, Whole) and self._options.backend == "eager"
+        return isinstance(self._runner, SpmdExecutor) and self._options.backend == "eager"
 
     def _run(self, leaves: list[Any], structure: Any) -> Any:
         share = self._share(leaves, structure)
@@ -184,14 +182,15 @@ class DistributedModule(ModelAttributes):
                 leaves=leaves,
                 structure=structure,
                 share=self._share(leaves, structure),
-                options=self._options,
-                modules=self._setting.inside.modules,
-                parameters=self._setting.inside.parameters,
-                hold=self._hold,
+                batch=self._options.batch,
+                model_parallel_peers=self._options.model_parallel_peers,
+                modules=self._setting.index.modules,
+                parameters=self._setting.index.parameters,
+                no_sync=self._hold,
                 held=sorted(self._setting.held),
                 is_planned=self.plan is not None or bool(self._fallback),
                 stage=self._stage,
-                data_rank=self._options.data_rank(rank()),
+                dp_rank=self._options.dp_rank(rank()),
                 all_tangents=self._setting.all_tangents,
                 is_captured=not self._fallback,
             )
@@ -200,12 +199,12 @@ class DistributedModule(ModelAttributes):
     @property
     def _stage(self) -> int:
         """This rank's place along the pipeline."""
-        return self.plan.place(rank()).get("pp", 0) if self.plan is not None else 0
+        return self.plan.mesh_coordinate(rank()).get("pp", 0) if self.plan is not None else 0
 
     @property
     def _replicas(self) -> Replicas:
         """Parameters and buffers; torch's DDP sends buffers around by itself, at each call."""
-        inside = self._setting.inside
+        inside = self._setting.index
         return Replicas(inside.parameters, {} if self._fallback else inside.buffers())
 
     def check_replicas(
@@ -241,7 +240,7 @@ class DistributedModule(ModelAttributes):
         refuse to be made for no parameters, and forget these before their first step.
         """
         found = list(super().named_parameters(prefix, recurse, remove_duplicate))
-        yield from [(n, p) for n, p in found if not is_elsewhere(p)] or found
+        yield from [(n, p) for n, p in found if not is_remote(p)] or found
 
     def requires_grad_(self, requires_grad: bool = True) -> DistributedModule:
         """Freezes the whole model or lets it be trained, on all stages."""
@@ -255,12 +254,12 @@ class DistributedModule(ModelAttributes):
 
         Under a pipeline all ranks call this at once: they send each other what they hold.
         """
-        if self._protocol is not None and self.plan is not None and self.plan.pipeline_ranks > 1:
+        if self._protocol is not None and self.plan is not None and self.plan.pp_size > 1:
             self._protocol.save()
         found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if self.mesh is not None and (kept := self._setting.states.saved(self._own_mesh)):
             found[prefix + KEY] = kept
-        if self.plan is None or self.plan.pipeline_ranks == 1:
+        if self.plan is None or self.plan.pp_size == 1:
             return found
         assert self.mesh is not None
         assert self.plan.pipeline is not None
@@ -282,7 +281,7 @@ class DistributedModule(ModelAttributes):
         self._take_states(state_dict.pop(KEY, None))
         own = dict(self._wrapped[0].named_parameters(remove_duplicate=False))
         values = {name: laid_out_as(own.get(name), value) for name, value in state_dict.items()}
-        assign = assign and not any(is_elsewhere(parameter) for parameter in own.values())
+        assign = assign and not any(is_remote(parameter) for parameter in own.values())
         return super().load_state_dict(values, strict=strict, assign=assign)
 
     def _take_states(self, values: Mapping[str, Any] | None) -> None:
@@ -297,7 +296,7 @@ class DistributedModule(ModelAttributes):
         """The ranks that have this rank's stage."""
         assert self.mesh is not None
         assert self.plan is not None
-        return stage_mesh(self.mesh, self.plan.axis) if self.plan.pipeline_ranks > 1 else self.mesh
+        return stage_mesh(self.mesh, self.plan.axis) if self.plan.pp_size > 1 else self.mesh
 
     def clip_grad_norm_(
         self,
@@ -318,7 +317,7 @@ class DistributedModule(ModelAttributes):
         """
         if self._protocol is not None:
             self._protocol.clip(max_norm, norm_type)
-        across = self.plan is not None and self.plan.pipeline_ranks > 1
+        across = self.plan is not None and self.plan.pp_size > 1
         group = self.mesh.get_group("pp") if across and self.mesh is not None else None
         widest = functools.reduce(
             torch.promote_types, (i.dtype for i in self._setting.parameters.values())
@@ -338,10 +337,10 @@ class DistributedModule(ModelAttributes):
             self._setting, model=model, random=stream, held={}, states=self._setting.states.copied()
         )
         protocol = self._protocol
-        made._protocol = replace(protocol, steps=Steps()) if protocol is not None else None
+        made._protocol = replace(protocol, steps=OptimizerSteps()) if protocol is not None else None
         made._setting.guards = self._setting.guards.copied(model)
         made._runner = made._new_runner()
-        if isinstance(self._runner, Whole) and isinstance(made._runner, Whole):
+        if isinstance(self._runner, SpmdExecutor) and isinstance(made._runner, SpmdExecutor):
             made._runner.programs = self._runner.programs
         return made
 
@@ -349,20 +348,20 @@ class DistributedModule(ModelAttributes):
         """A copy with its own parameters that follows a plan, while there is none here yet."""
         made = copy.deepcopy(self)
         made._options = made._setting.options = replace(made._options, recorder=None, on_trial=True)
-        made.adopt(plan)
+        made.apply_plan(plan)
         return made
 
     # From a call to a program.
 
-    def adopt(self, plan: Plan) -> None:
+    def apply_plan(self, plan: Plan) -> None:
         """Takes a plan: makes the mesh, lays the parameters out and keeps those of own stages."""
-        self._divide(plan.tensor_ranks, plan.pipeline_ranks)
-        self.mesh = mesh = make_mesh(self._device, plan.storage, ("pp", *plan.cuts))
-        together(lambda: keep_own(self._wrapped[0], plan, mesh))
-        self._setting.look_again()
+        self._divide(plan.model_parallel_size, plan.pp_size)
+        self.mesh = mesh = make_mesh(self._device, plan.storage, ("pp", *plan.shard_order))
+        run_on_all_ranks(lambda: keep_own(self._wrapped[0], plan, mesh))
+        self._setting.reindex_model()
         self._setting.attempts.clear()
         self.plan = plan
-        states = States.of_plan(plan, self._setting.parameters, rank(), self._device)
+        states = CompressionState.of_plan(plan, self._setting.parameters, rank(), self._device)
         self._setting.states = states
         if self._states_to_come is not None:
             self._take_states(self._states_to_come)
@@ -374,15 +373,19 @@ class DistributedModule(ModelAttributes):
 
     def _divide(self, tensor_ranks: int, pipeline_ranks: int) -> None:
         """Learns which ranks have the same rows, where the plan was to decide that."""
-        options = replace(self._options, tensor_ranks=tensor_ranks, pipeline_ranks=pipeline_ranks)
+        options = replace(self._options, model_parallel_size=tensor_ranks, pp_size=pipeline_ranks)
         if options != self._options:
             self._options = self._setting.options = options
             self._setting.random = stream_of(options, self._device)
 
-    def _new_runner(self) -> Whole | Pipes | None:
+    def _new_runner(self) -> SpmdExecutor | PipelineExecutor | None:
         if self.plan is None:
             return None
-        return Whole(self._setting) if self.plan.pipeline is None else Pipes(self._setting)
+        return (
+            SpmdExecutor(self._setting)
+            if self.plan.pipeline is None
+            else PipelineExecutor(self._setting)
+        )
 
     def prepare(self, *, replicated_dtensors: bool) -> None:
         """Gives all ranks the parameters of rank 0, and DTensors where a plan is yet to come."""
@@ -393,42 +396,44 @@ class DistributedModule(ModelAttributes):
             mesh = make_mesh(self._device, (("dp_shard", self._options.ranks),))
             assert mesh is not None
             as_dtensors(self, mesh)
-            self._setting.look_again()
+            self._setting.reindex_model()
 
     def plan_for(self, leaves: list[Any], structure: Any) -> None:
         """Plans on the arguments of a call, or falls back."""
 
         def captured(tensor_ranks: int, pipeline_ranks: int, micro_batches: int) -> Capture:
             options = replace(
-                self._options, tensor_ranks=tensor_ranks, pipeline_ranks=pipeline_ranks
+                self._options, model_parallel_size=tensor_ranks, pp_size=pipeline_ranks
             )
             share = self._share(leaves, structure, options).micro_batches(micro_batches)[0]
             return self._setting.capture(share, for_planning=True)
 
         try:
             call = pytree.tree_unflatten(leaves, structure)
-            self.adopt(self._make_plan(captured, call))
+            self.apply_plan(self._make_plan(captured, call))
         except CaptureError as error:
             self._check_runs(leaves, structure, error)
             # ranks that bring the same rows count alike: means stay what they are
-            self._options = replace(self._options, tensor_ranks=1, pipeline_ranks=1)
+            self._options = replace(self._options, model_parallel_size=1, pp_size=1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
-            self._setting.look_again()
+            self._setting.reindex_model()
 
     def _check_runs(self, leaves: list[Any], structure: Any, reason: CaptureError) -> None:
         """Raises ModelError, on every rank, if the plain model fails at this call."""
         model, options = self._wrapped[0], self._options
         with_autocast = self._setting.autocast()
-        together(
+        run_on_all_ranks(
             lambda: check_runs(model, leaves, structure, options.loss_fn, with_autocast, reason)
         )
 
-    def _share(self, leaves: list[Any], structure: Any, options: Options | None = None) -> Share:
+    def _share(
+        self, leaves: list[Any], structure: Any, options: Options | None = None
+    ) -> BatchShard:
         options = options or self._options
-        own, ranks = options.data_rank(rank()), options.data_ranks
-        return share_of(leaves, structure, mode=options.batch, rank=own, ranks=ranks)
+        own, ranks = options.dp_rank(rank()), options.dp_size
+        return batch_shard_of(leaves, structure, mode=options.batch, rank=own, ranks=ranks)
 
-    def _run_fallback(self, leaves: list[Any], share: Share) -> Any:
+    def _run_fallback(self, leaves: list[Any], share: BatchShard) -> Any:
         """Runs torch's own data parallelism on this rank's rows."""
         options, inner, tensors = self._options, self._fallback[0], iter(share.tensors)
         own = [next(tensors) if isinstance(x, TensorSpec) else x for x in share.call.leaves]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.recorder import Recorder
+from autopar.runtime.codegen.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,22 @@ class Options:
     precision: torch.dtype | None = None
     backend: str = "eager"
     ranks: int = 1
-    tensor_ranks: int = 1
-    pipeline_ranks: int = 1
+    model_parallel_size: int = 1
+    pp_size: int = 1
     recorder: Recorder | None = None
     local: bool = False
     on_trial: bool = False
 
-    def data_rank(self, rank: int) -> int:
+    def dp_rank(self, rank: int) -> int:
         """Which of these parts a rank of the world has."""
-        return rank // self.tensor_ranks % self.data_ranks
+        return rank // self.model_parallel_size % self.dp_size
 
     @property
-    def data_ranks(self) -> int:
+    def dp_size(self) -> int:
         """Over how many ranks the rows of a batch are divided."""
-        return self.ranks // self.twins
+        return self.ranks // self.model_parallel_peers
 
     @property
-    def twins(self) -> int:
+    def model_parallel_peers(self) -> int:
         """How many ranks have the same rows."""
-        return self.tensor_ranks * self.pipeline_ranks
+        return self.model_parallel_size * self.pp_size

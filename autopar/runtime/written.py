@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.capture import Capture
+from autopar.capture.trace import Capture
+from autopar.common.notices import warn_once
 from autopar.errors import NumericsWarning
-from autopar.graph import Output
-from autopar.notices import warn_once
+from autopar.ir.roles import Output
 
 
 def result_of(capture: Capture, leaves: list[Any], model: nn.Module) -> Any:
@@ -31,7 +31,7 @@ def tell_parts(capture: Capture, model: nn.Module) -> None:
     roles = dict(zip(capture.graph.outputs, capture.graph.results, strict=True))
     for write, own in zip(capture.writes, indices, strict=True):
         nodes = (roles.get(Output(index)) for index in pytree.tree_leaves(own))
-        if any(any(node.meta.get("rows", ())) for node in nodes if node is not None):
+        if any(any(node.meta.get("batch_dims", ())) for node in nodes if node is not None):
             warn_once(
                 NumericsWarning,
                 f"{write.place} of {type(model).__name__} gets this rank's rows at every call; on "

@@ -19,11 +19,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.captures import capture_of_rank
-from autopar.cost_model.wire import node_bytes
-from autopar.passes.runner import run_passes
-from autopar.passes.schedule_overlap import Overlap
-from autopar.runtime.program import with_axes
+from autopar.capture.offline import capture_of_rank
+from autopar.cost_model.algorithms.wire_bytes import node_bytes
+from autopar.passes.core.runner import run_passes
+from autopar.passes.pipeline import build_pass_pipeline
+from autopar.plan.overlap import Overlap
+from autopar.runtime.codegen.program import with_axes
 from benchmarks.communication.horovod import Horovod
 from benchmarks.contenders import PLAIN, Contender, Step, build_ddp, my_rows, training_step
 from benchmarks.models import GPT, Case, blocks_of, next_tokens
@@ -124,7 +125,7 @@ def planned_bytes(case: Case, plan: autopar.Plan, ranks_per_node: int) -> int:
     """
     ranks, inputs = plan.world_size, case.batch(0)
     graph = capture_of_rank(case.build(), inputs, 0, ranks, plan.batch, None, None)
-    lowered = run_passes(with_axes(graph, plan), plan.passes(0, "gloo"))
+    lowered = run_passes(with_axes(graph, plan), build_pass_pipeline(plan, 0, "gloo"))
     return node_bytes(lowered, "gloo", ranks_per_node)
 
 
@@ -186,5 +187,5 @@ def strategies(ranks_per_node: int) -> dict[str, autopar.Strategy]:
 
 def contenders(ranks_per_node: int) -> tuple[Contender, ...]:
     """Return everyone, the model alone first."""
-    ways = strategies(ranks_per_node).items()
-    return (*PEERS, *(_autopar(name, strategy) for name, strategy in ways))
+    contenders = strategies(ranks_per_node).items()
+    return (*PEERS, *(_autopar(name, strategy) for name, strategy in contenders))

@@ -21,13 +21,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.cluster.import_nccl_tests import cluster_of
 from autopar.cost_model.cost import ClusterError
-from autopar.cost_model.curves import Curve
-from autopar.cost_model.imports import cluster_of
-from autopar.cost_model.measured import CurveKey
-from autopar.cost_model.nccl_tests import Table, read_tables
-from autopar.cost_model.topology import repeated
+from autopar.cost_model.curves.curve import Curve
+from autopar.cost_model.curves.measured_curve import CurveKey
+from autopar.cost_model.nccl.nccl_tests import Table, read_tables
+from autopar.cost_model.topology.topology import repeated
 from benchmarks.prediction.report import summary
 
 Case = dict[str, Any]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.group_shape import GroupShape
 from benchmarks.cluster import Unavailable
 from benchmarks.prediction.report import summary
 from benchmarks.prediction.settings import Setting, measured

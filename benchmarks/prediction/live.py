@@ -12,9 +12,9 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import COLLECTIVES
-from autopar.cost_model.measure import SIZES
+from autopar.cost_model.measurement.measure import SIZES
 from benchmarks.cluster import Unavailable
 from benchmarks.prediction.report import summary
 from benchmarks.prediction.settings import Setting, measured

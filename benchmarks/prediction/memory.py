@@ -20,17 +20,17 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.cost_model.liveness import Overhead
-from autopar.cost_model.memory import Memory, simulate_memory
-from autopar.cost_model.optimizer import OptimizerMemory
-from autopar.cost_model.scratch import Scratch
+from autopar.cost_model.memory.liveness import Overhead
+from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
+from autopar.cost_model.memory.peak import Memory, simulate_memory
+from autopar.cost_model.memory.workspace import Workspace
 from autopar.runtime.module import DistributedModule
 from benchmarks.counting import counter
 from benchmarks.models import CASES
 from benchmarks.once import captured_once
-from tests.models import MODELS
-from tests.worlds import close
-from tests.worlds import run as run_world
+from tests.harness.models import MODELS
+from tests.harness.worlds import close
+from tests.harness.worlds import run as run_world
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
@@ -129,7 +129,7 @@ def measure(rank: int, world_size: int, name: str) -> list[dict[str, Any]]:
     subject = subjects()[name]
     batches = [subject.batch(step) for step in range(subject.steps)]
     needs = {kind: OptimizerMemory.measure(make) for kind, make in OPTIMIZERS.items()}
-    scratch = Scratch.load("cpu")
+    scratch = Workspace.load("cpu")
     found = []
     with captured_once():
         for zero in STAGES:

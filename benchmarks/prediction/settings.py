@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.measure import SIZES
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.measurement.measure import SIZES
 from benchmarks.cluster import Network, RanksFailed, launch
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -1,7 +1,7 @@
 """Part `steps`: predicted against measured step times, of the models that the parity tests train.
 
-`tests/models.py` at eight times its sizes (WIDTH 256, SEQ 96; 1 to 5 million parameters; steps of
-50 to 500 ms), under every ZeRO stage and partitioned over all ranks, with and without
+`tests/harness/models.py` at eight times its sizes (WIDTH 256, SEQ 96; 1 to 5 million parameters;
+steps of 50 to 500 ms), under every ZeRO stage and partitioned over all ranks, with and without
 recomputation, on 2 and 4 processes, on one host and on the emulated cluster. In each setting the
 ranks live for all plans of a model. They measure collectives and operators, as `autopar.compile`
 does, predict, and then train all plans in turn; all this several times over, for the machine

@@ -23,17 +23,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.captures import capture_of_rank
-from autopar.cost_model.measure import measure
-from autopar.cost_model.operators import OperatorTimes
-from autopar.cost_model.rehearsal import Ranks
-from autopar.cost_model.update import measure_update
-from autopar.planner.candidates import Choice, Evaluator
-from autopar.planner.decide import Question, evaluator_of
-from autopar.planner.search import first_choice
-from autopar.runtime.parameters import describe_parameters
-from autopar.strategy import Strategy
-from tests.models import MODELS, Case
+from autopar.capture.model_info import describe_parameters
+from autopar.capture.offline import capture_of_rank
+from autopar.cost_model.measurement.measure import measure
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.optimizer_step import measure_update
+from autopar.cost_model.measurement.step_replay import Ranks
+from autopar.plan.strategy import Strategy
+from autopar.planner.evaluate.evaluator import CandidateConfig, Evaluator
+from autopar.planner.search.config_search import first_config
+from autopar.planner.search.fixed_mesh import PlanningProblem, evaluator_of
+from tests.harness.models import MODELS, Case
 
 COLLECTIVES_S, OPERATORS_S = 2.0, 0.5
 """Seconds to spend each time; three rounds at least."""
@@ -61,7 +61,7 @@ class Contender:
     tp: int
     zero: int
     recompute: str
-    choice: Choice
+    choice: CandidateConfig
     evaluator: Evaluator
     step: Callable[[int], None]
     predicted: list[float] = field(default_factory=list)
@@ -144,7 +144,7 @@ def divided(
 ) -> Iterator[Contender]:
     """The plans over so many ranks of the model's axis."""
     model = case.make()
-    question = Question(
+    problem = PlanningProblem(
         model=type(model).__name__,
         parameters=describe_parameters(model),
         world_size=dist.get_world_size(),
@@ -160,12 +160,12 @@ def divided(
     )
     args, kwargs = case.batch(rows, 0)
     inputs = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    graph = capture_of_rank(model, inputs, 0, question.mesh[0][1], "global", None, None)
-    evaluator = evaluator_of(question, graph, None)
+    graph = capture_of_rank(model, inputs, 0, problem.mesh[0][1], "global", None, None)
+    evaluator = evaluator_of(problem, graph, None)
     for zero in stages:
         for level in LEVELS:
             strategy = Strategy(zero=zero, recompute=level)  # type: ignore[arg-type]
-            choice = first_choice(strategy, question.blocks, zero)
+            choice = first_config(strategy, problem.blocks, zero)
             step = trainer(case, evaluator.plan(choice), rows)
             yield Contender(tensor_ranks, zero, level, choice, evaluator, step)
 

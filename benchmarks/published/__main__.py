@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import mean
 
 import autopar
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.schedules import orders
-from autopar.plan import Plan
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.simulator.schedules import orders
+from autopar.report.plan import Plan
 from benchmarks.published.gpt import MasterAdamW, make
 from benchmarks.published.tables import Run, read
 from benchmarks.report import machine, versions
@@ -102,7 +102,7 @@ def hidden(plan: Plan, run: Run) -> float:
     if not run.behind_products:
         return 0.0
     tp = run.strategy.tp or 1
-    sent = [item for item in p.picture.traffic if item.axis == "tp"]
+    sent = [item for item in p.report_data.traffic if item.axis == "tp"]
     sent_s = sum(count * seconds for item in sent for _, count, seconds in item.sent)
     behind_s = sent_s * (1.0 - 1.0 / tp)
     stages, micro = run.strategy.stages_per_rank or 1, run.strategy.micro_batches or 1
@@ -115,7 +115,7 @@ def activations(plan: Plan) -> float:
     p, pipeline = plan.prediction, plan.pipeline
     assert p is not None
     if pipeline is None:
-        return max(dict(p.picture.memory)["saved"]) / 2**30
+        return max(dict(p.report_data.memory)["saved"]) / 2**30
     order = orders(
         pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.stages_per_rank
     )[0]

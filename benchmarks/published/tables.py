@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.placement import Shard
-from autopar.strategy import Strategy
+from autopar.ir.placement import Shard
+from autopar.plan.strategy import Strategy
 from benchmarks.published.gpt import Form
 
 BUCKET = 64 * 2**20
@@ -180,13 +180,13 @@ def pipelined(
         hierarchical=False,
         tp=tp,
         placements={**MEGATRON, **head} if tp > 1 else {},
-        as_placed=True,
-        sequence=sequence,
+        keep_sharded=True,
+        sequence_parallel=sequence,
         pp=pp,
         micro_batches=micro,
         schedule=schedule,  # type: ignore[arg-type]
         stages_per_rank=chunks,
-        cuts=cuts if stages > 1 else None,
+        split_points=cuts if stages > 1 else None,
     )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
-from autopar.cost_model.store import cache_directory
+from autopar.cost_model.disk_cache import cache_directory
 from benchmarks.cluster import Network, Unavailable
 from benchmarks.cluster.__main__ import SKIPPED
 from benchmarks.cluster.network import bits_per_second

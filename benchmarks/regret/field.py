@@ -16,7 +16,7 @@ from functools import partial
 from torch import Tensor
 
 import autopar
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster.cluster import Cluster
 from benchmarks.contenders import (
     Contender,
     Step,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster.cluster import Cluster
 from benchmarks.contenders import Contender
 from benchmarks.launch import Job
 from benchmarks.models import Case

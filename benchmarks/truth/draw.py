@@ -12,7 +12,7 @@ import torch
 from benchmarks.truth.model import Recipe
 from benchmarks.truth.registry import BLOCKS, Kind
 from benchmarks.truth.training import Trained, deviation, train
-from tests.worlds import RankError, run
+from tests.harness.worlds import RankError, run
 
 PLAIN = 0.4
 """Share of blocks that treat every row alone, where there are such of a kind."""

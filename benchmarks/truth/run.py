@@ -12,7 +12,7 @@ from benchmarks.truth.model import Recipe
 from benchmarks.truth.outcome import Case, judged
 from benchmarks.truth.strategies import SETUPS
 from benchmarks.truth.worker import answer
-from tests.worlds import RankError, run
+from tests.harness.worlds import RankError, run
 
 PATIENCE = 150.0
 """Seconds that one case may take."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.truth.model import Recipe, loss_of
-from tests.training import rows_of
+from tests.harness.training import rows_of
 
 STEPS = 3
 

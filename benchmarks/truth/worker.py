@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster.cluster import Cluster
 from benchmarks.truth.model import Recipe
 from benchmarks.truth.outcome import Answer
 from benchmarks.truth.strategies import SETUPS

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.graph import GraphProperty, TrainingGraph
-from autopar.passes.agree_on_batch import agree_on_batch
-from autopar.passes.base import Pass, PassResult
-from autopar.passes.collectives import axis_of, start_all_gather, start_reduce_scatter, starts
-from autopar.passes.data_parallel.slices import BATCH
+from autopar.ir.batch_slicing import BATCH
+from autopar.ir.graph import GraphProperty, TrainingGraph
+from autopar.passes.core.collective_ops import (
+    axis_of,
+    start_all_gather,
+    start_reduce_scatter,
+    starts,
+)
+from autopar.passes.core.pass_base import Pass, PassResult
+from autopar.passes.data_parallel.agree_on_batch import agree_on_batch
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autopar.graph import (
+from autopar.common.notices import Difference
+from autopar.ir.batch_slicing import BATCH, Slices
+from autopar.ir.graph import TrainingGraph, elements, tensors
+from autopar.ir.placement import Partial, Replicate, Varying
+from autopar.ir.roles import (
+    BatchFraction,
     Gradient,
     Input,
     Output,
     OutputRole,
     Parameter,
-    RowWeight,
     Tangent,
-    TrainingGraph,
     Update,
-    elements,
-    tensors,
 )
-from autopar.notices import Difference
-from autopar.passes.base import Pass, PassResult
-from autopar.passes.build import add_input, aten, call, fake_like
-from autopar.passes.collectives import collective, start_all_reduce
-from autopar.passes.data_parallel.slices import BATCH, Slices
-from autopar.placement import Partial, Replicate, Varying
+from autopar.passes.core.collective_ops import collective, start_all_reduce
+from autopar.passes.core.node_builder import add_input, aten, call, fake_like
+from autopar.passes.core.pass_base import Pass, PassResult
 
 WHOLE, PART, V = Replicate(), Partial(), Varying()
 
@@ -51,8 +49,8 @@ class LocalBatch(Pass):
         """Applies the pass to a copy of `graph`."""
         graph = self._typed(graph.copy())
         weight_of = fake_like(graph, (), torch.float64)
-        graph, weight = add_input(graph, RowWeight(), "row_weight", weight_of)
-        weight.meta |= {"placement": V, "rows": ((),)}
+        graph, weight = add_input(graph, BatchFraction(), "row_weight", weight_of)
+        weight.meta |= {"placement": V, "batch_dims": ((),)}
         graph = self._weighed_tangents(graph, weight)
         return PassResult(
             replace(
@@ -80,13 +78,13 @@ class LocalBatch(Pass):
             own = own or isinstance(role, Tangent)
             own = own or any(n.meta["placement"] == V for n in node.all_input_nodes)
             node.meta["placement"] = V if own else WHOLE
-            node.meta["rows"] = tuple(
+            node.meta["batch_dims"] = tuple(
                 (0,) if own and t is not None and t.shape[:1] == (rows,) else ()
                 for t in elements(node)
             )
         for of, result in zip(graph.outputs, graph.results, strict=True):
             if of in returned and result is not None:
-                result.meta |= {"placement": PART, "rows": ((),) * len(elements(result))}
+                result.meta |= {"placement": PART, "batch_dims": ((),) * len(elements(result))}
         return graph
 
     def _weighed_tangents(self, graph: TrainingGraph, weight: fx.Node) -> TrainingGraph:
@@ -96,7 +94,7 @@ class LocalBatch(Pass):
             if isinstance(role, Tangent) and users:
                 graph.graph.inserting_before(min(users))
                 made = _times(graph.graph, min(users), node, weight)
-                made.meta["rows"] = node.meta["rows"]
+                made.meta["batch_dims"] = node.meta["batch_dims"]
                 for user in users:
                     user.replace_input_with(node, made)
         return graph
@@ -123,11 +121,11 @@ class LocalBatch(Pass):
         sums = collective(graph.graph, like, start_all_reduce, parts, BATCH)
         done = sums[0].args[0]
         for item in (done.args[0], done, *sums):  # type: ignore[union-attr]
-            item.meta |= {"placement": WHOLE, "rows": ((),) * len(elements(item))}  # type: ignore
+            item.meta |= {"placement": WHOLE, "batch_dims": ((),) * len(elements(item))}  # type: ignore
         made = {}
         for (role, node), total in zip(own.items(), sums, strict=True):
             made[role] = _cast(graph.graph, like, total, tensors(node)[0].dtype)
-            made[role].meta |= {"placement": WHOLE, "rows": ((),)}
+            made[role].meta |= {"placement": WHOLE, "batch_dims": ((),)}
         return graph.with_results(made)
 
 
@@ -140,7 +138,7 @@ LOCAL = (
 def _times(graph: fx.Graph, like: fx.Node, node: fx.Node, weight: fx.Node) -> fx.Node:
     share = _cast(graph, like, weight, tensors(node)[0].dtype)
     made = call(graph, like, aten.mul.Tensor, node, share)
-    made.meta |= {"placement": V, "rows": ((),)}
+    made.meta |= {"placement": V, "batch_dims": ((),)}
     return made
 
 
@@ -148,5 +146,5 @@ def _cast(graph: fx.Graph, like: fx.Node, node: fx.Node, dtype: torch.dtype) -> 
     if tensors(node)[0].dtype == dtype:
         return node
     made = call(graph, like, aten._to_copy.default, node, dtype=dtype)
-    made.meta |= {"placement": V, "rows": ((),)}
+    made.meta |= {"placement": V, "batch_dims": ((),)}
     return made

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import (
+from autopar.common.notices import Difference
+from autopar.ir.batch_slicing import BATCH, Slices
+from autopar.ir.graph import TrainingGraph, Value, dense_strides, elements, user_line
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Partial, Placement, Replicate, Shard, Varying
+from autopar.ir.roles import (
+    BatchFraction,
     BatchIndex,
     Gradient,
     Input,
@@ -18,34 +24,25 @@ from autopar.graph import (
     Output,
     OutputRole,
     Parameter,
-    RowWeight,
     Tangent,
-    TrainingGraph,
     Update,
-    Value,
-    dense_strides,
-    elements,
-    user_line,
 )
-from autopar.notices import Difference
-from autopar.passes.base import Pass, PassResult
-from autopar.passes.build import call, fake_like, is_random
-from autopar.passes.collectives import (
+from autopar.passes.core.collective_ops import (
     STARTS,
     is_name,
     start_all_to_all,
     start_reduce_scatter,
     value_of,
 )
+from autopar.passes.core.node_builder import call, fake_like, is_random
+from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.passes.data_parallel.propagate import Placements, propagate, rows_after
 from autopar.passes.data_parallel.redistribute import Redistribution, moves
-from autopar.passes.data_parallel.slices import BATCH, Slices
-from autopar.passes.partition_axis import Partitioner
-from autopar.passes.rules.batch import draws
-from autopar.passes.rules.local import local_shape
-from autopar.passes.rules.loops import Operator, Way
-from autopar.passes.rules.own import OWN
-from autopar.placement import Partial, Placement, Replicate, Shard, Varying
+from autopar.passes.rules.batch_loops import draws
+from autopar.passes.rules.local_args import local_shape
+from autopar.passes.rules.loops import Operator
+from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS
+from autopar.passes.tensor_parallel.partition_axis import Partitioner
 
 WHOLE, PART, V = Replicate(), Partial(), Varying()
 
@@ -57,7 +54,7 @@ class PartitionBatch(Pass):
     Before: the graph of the whole batch. After: inputs with rows, and all that is computed row by
     row, are this slice's; what couples rows stands between collectives over the batch axis.
     Gradients of parameters are Partial, returned values without rows are whole. Every node has
-    `meta["placement"]` and `meta["rows"]`. Tier: exact, but for the numbers that are drawn.
+    `meta["placement"]` and `meta["batch_dims"]`. Tier: exact, but for the numbers that are drawn.
 
     Attributes:
         slices: of the batch, and which of them this is.
@@ -79,7 +76,7 @@ class _BatchPartitioner(Partitioner):
     """One walk over the graph, which writes that of a slice."""
 
     def __init__(self, graph: TrainingGraph, slices: Slices, placements: Placements) -> None:
-        super().__init__(graph, BATCH, slices.ranks, slices.index, placements.ways)
+        super().__init__(graph, BATCH, slices.ranks, slices.index, placements.op_strategies)
         self.slices, self.placements = slices, placements
         self.extra: dict[InputRole, fx.Node] = {}
 
@@ -108,7 +105,7 @@ class _BatchPartitioner(Partitioner):
 
     def weight(self) -> fx.Node:
         """The placeholder of this slice's share of the rows."""
-        return self.extra_input(RowWeight(), "row_weight", (), torch.float64)
+        return self.extra_input(BatchFraction(), "row_weight", (), torch.float64)
 
     def extra_input(
         self, role: InputRole, name: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -120,7 +117,7 @@ class _BatchPartitioner(Partitioner):
                 node = self.new.placeholder(name)
             fake = fake_like(self.old, shape, dtype)
             node.meta = {"val": fake, "phase": "forward", "block": "", "source": None}
-            node.meta |= {"placement": V, "rows": ((),)}
+            node.meta |= {"placement": V, "batch_dims": ((),)}
             self.extra[role] = node
         return self.extra[role]
 
@@ -143,8 +140,8 @@ class _BatchPartitioner(Partitioner):
         super().operator(node)
         if is_name(node) or not is_random(node) or not draws(Operator.of(node)):
             return
-        way = self.ways.get(node.name)
-        if way is None or not any(isinstance(p, Shard) for p in way.results):
+        op_strategy = self.op_strategies.get(node.name)
+        if op_strategy is None or not any(isinstance(p, Shard) for p in op_strategy.results):
             self.agree(node)
 
     def reduce(self, node: fx.Node) -> None:
@@ -164,19 +161,21 @@ class _BatchPartitioner(Partitioner):
             self.mark(end)
             self.made[value] = (agreed, WHOLE)
 
-    def own(self, node: fx.Node, whole: Operator, way: Way, shards: list[fx.Node]) -> None:
+    def own(
+        self, node: fx.Node, whole: Operator, op_strategy: OpStrategy, shards: list[fx.Node]
+    ) -> None:
         """A custom lowering."""
         end = self.last
-        made = OWN[way.own].emit(
-            self.new, node, whole, way, shards, self.ranks, self.rank, self.axis
+        made = CUSTOM_LOWERINGS[op_strategy.lowering].emit(
+            self.new, node, whole, op_strategy, shards, self.ranks, self.rank, self.axis
         )
         self.mark(end, own=True)
         for place, result in enumerate(made):
             if result is not None:
                 result = self.laid_as(result, elements(node)[place], node)
                 self.mark(end, own=True)
-                self.typed(result, way.results[place])
-                self.made[Value(node, place)] = (result, way.results[place])
+                self.typed(result, op_strategy.results[place])
+                self.made[Value(node, place)] = (result, op_strategy.results[place])
 
     def write(
         self, node: fx.Node, target: Any, args: Any, kwargs: Any, placements: Sequence[Placement]
@@ -200,7 +199,7 @@ class _BatchPartitioner(Partitioner):
         made = super().viewable(local, node)
         for copy in self.since(end):
             source = copy.all_input_nodes[0]
-            copy.meta |= {key: source.meta[key] for key in ("placement", "rows")}
+            copy.meta |= {key: source.meta[key] for key in ("placement", "batch_dims")}
         return made
 
     # Redistribution.
@@ -291,7 +290,9 @@ class _BatchPartitioner(Partitioner):
         """Notes on a node how its results lie, and which of their dims run over rows."""
         first = placements[0] if placements else WHOLE
         node.meta["placement"] = V if isinstance(first, Shard) else first
-        node.meta["rows"] = tuple((p.dim,) if isinstance(p, Shard) else () for p in placements)
+        node.meta["batch_dims"] = tuple(
+            (p.dim,) if isinstance(p, Shard) else () for p in placements
+        )
         return node
 
     def mark(self, end: fx.Node, own: bool = False) -> None:
@@ -305,15 +306,15 @@ class _BatchPartitioner(Partitioner):
             kinds = {n.meta["placement"] for n in node.all_input_nodes} - {WHOLE}
             rows: tuple[tuple[int, ...], ...] = ((),) * len(elements(node))
             if node.target in (start_reduce_scatter, start_all_to_all):
-                node.meta |= {"placement": V, "rows": rows}
+                node.meta |= {"placement": V, "batch_dims": rows}
                 continue
             received = node.target in STARTS or (not kinds and is_name(node))
             if received or not (kinds or own):
-                node.meta |= {"placement": WHOLE, "rows": rows}
+                node.meta |= {"placement": WHOLE, "batch_dims": rows}
             else:
                 rows = rows if is_name(node) else rows_after(node)
                 node.meta |= {"placement": kinds.pop() if len(kinds) == 1 else V}
-                node.meta["rows"] = rows
+                node.meta["batch_dims"] = rows
 
     # The whole.
 

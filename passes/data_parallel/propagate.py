@@ -17,29 +17,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost_model.signature import described, moved_bytes
-from autopar.graph import (
-    Buffer,
-    Gradient,
-    Input,
-    Output,
-    Parameter,
-    Tangent,
-    TrainingGraph,
-    Update,
-    Value,
-    elements,
-    operands,
-)
-from autopar.passes.build import is_view
-from autopar.passes.collectives import is_name, value_of
+from autopar.cost_model.kernels.signature import described, moved_bytes
+from autopar.ir.batch_slicing import Slices
+from autopar.ir.graph import TrainingGraph, Value, elements, operands
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.ir.roles import Buffer, Gradient, Input, Output, Parameter, Tangent, Update
+from autopar.passes.core.collective_ops import is_name, value_of
+from autopar.passes.core.node_builder import is_view
 from autopar.passes.data_parallel.redistribute import LATENCY, NETWORK, Move, cost, moves
-from autopar.passes.data_parallel.slices import Slices
-from autopar.passes.rules.batch import batch_loops, batch_ways, draws, is_cast
-from autopar.passes.rules.linear import EACH, TOGETHER, linear_ways
-from autopar.passes.rules.loops import At, Loop, Operator, Way, replicated, split
-from autopar.passes.rules.table import is_known
-from autopar.placement import Partial, Placement, Replicate, Shard
+from autopar.passes.rules.batch_loops import batch_loops, batch_strategies, draws, is_cast
+from autopar.passes.rules.loops import DimAccess, Loop, Operator, replicated, split
+from autopar.passes.rules.operators.partial_linear import EACH, TOGETHER, linear_strategies
+from autopar.passes.rules.registry import is_known
 
 WHOLE, PART = Replicate(), Partial()
 FLOPS_A_BYTE = 8.0
@@ -55,7 +45,7 @@ class Placements:
     """Placements of a graph along the batch axis.
 
     Attributes:
-        ways: strategy of every operator that is not computed whole on every slice, by node name.
+        op_strategies: strategy of every operator that is not computed whole on every slice, by node name.
         inputs: placement of every placeholder, by node name.
         returned: placement of every output of the model, by its index.
         gathered: operators that read rows of other slices, in order, by node name; and how many
@@ -63,7 +53,7 @@ class Placements:
         drawn: names of operators that draw random numbers for their own rows.
     """
 
-    ways: Mapping[str, Way]
+    op_strategies: Mapping[str, OpStrategy]
     inputs: Mapping[str, Placement]
     returned: Mapping[int, Placement]
     gathered: Mapping[str, int] = field(default_factory=dict)
@@ -97,11 +87,11 @@ class _Propagation:
         self.graph, self.slices, self.has_rows, self.kept = graph, slices, has_rows, kept
         self.at: dict[Value, Placement] = {}
         self.moved: dict[Value, set[Placement]] = {}
-        self.ways: dict[str, Way] = {}
+        self.op_strategies: dict[str, OpStrategy] = {}
         self.gathered: dict[str, int] = {}
         self.drawn: set[str] = set()
         self.loops: dict[object, list[Loop]] = {}
-        self.chosen: dict[object, Way] = {}
+        self.chosen: dict[object, OpStrategy] = {}
         self.final = _only_gradients(graph)
 
     def run(self) -> Placements:
@@ -127,7 +117,7 @@ class _Propagation:
         returned = returned or self.returned()
         self.sink(returned)
         return Placements(
-            self.ways,
+            self.op_strategies,
             {node.name: self.at[Value(node)] for node in inputs},
             returned,
             self.gathered,
@@ -161,14 +151,18 @@ class _Propagation:
                 continue
             reads = [value_of(source) for source in operands(node)]
             self.sink_one(node, reads, wanted.get(Value(node), set()))
-            way = self.ways.get(node.name)
+            op_strategy = self.op_strategies.get(node.name)
             for place, value in enumerate(reads):
-                wanted.setdefault(value, set()).add(way.operands[place] if way else WHOLE)
+                wanted.setdefault(value, set()).add(
+                    op_strategy.operands[place] if op_strategy else WHOLE
+                )
 
     def sink_one(self, node: fx.Node, reads: Sequence[Value], wanted: set[Placement]) -> None:
         """Gives an operator on whole operands the strategy of the one shard that is read."""
         shard = next(iter(wanted), None)
-        whole = node.name not in self.ways and all(self.at[value] == WHOLE for value in reads)
+        whole = node.name not in self.op_strategies and all(
+            self.at[value] == WHOLE for value in reads
+        )
         if len(wanted) > 1 or not isinstance(shard, Shard) or not whole or draws(Operator.of(node)):
             return
         if len(elements(node)) > 1 or not all(isinstance(v.tensor, torch.Tensor) for v in reads):
@@ -176,12 +170,12 @@ class _Propagation:
         known = is_known(node.target)
         for loop in self.loops_of(Operator.of(node), _likeness(node)) if known else ():
             (at,) = loop.results
-            if loop.own or not isinstance(at, At) or at.dim != shard.dim:
+            if loop.own or not isinstance(at, DimAccess) or at.dim != shard.dim:
                 continue
             pieces, rest = divmod(shard.interleave, at.interleave)
             fits = not rest and (loop.free or pieces == 1)
             if fits and loop.size and self.slices.can_cut(loop.size, pieces):
-                self.ways[node.name] = split(loop.interleaved(pieces))
+                self.op_strategies[node.name] = split(loop.interleaved(pieces))
                 self.at[Value(node)] = shard
                 return
 
@@ -192,14 +186,14 @@ class _Propagation:
             for place in range(len(elements(node))):
                 self.at[Value(node, place)] = WHOLE
             return
-        way = self.choose(node, reads)
-        for value, wanted in zip(reads, way.operands, strict=True):
+        op_strategy = self.choose(node, reads)
+        for value, wanted in zip(reads, op_strategy.operands, strict=True):
             self.move(node, value, wanted)
-        if way != replicated(Operator.of(node)):
-            self.ways[node.name] = way
-        if draws(Operator.of(node)) and any(isinstance(p, Shard) for p in way.results):
+        if op_strategy != replicated(Operator.of(node)):
+            self.op_strategies[node.name] = op_strategy
+        if draws(Operator.of(node)) and any(isinstance(p, Shard) for p in op_strategy.results):
             self.drawn.add(node.name)
-        for place, placement in enumerate(way.results):
+        for place, placement in enumerate(op_strategy.results):
             self.at[Value(node, place)] = placement
 
     def move(self, reader: fx.Node, value: Value, wanted: Placement) -> None:
@@ -217,7 +211,7 @@ class _Propagation:
         assert found is not None, f"{value.node} cannot be moved to {wanted}"
         return found
 
-    def choose(self, node: fx.Node, reads: Sequence[Value]) -> Way:
+    def choose(self, node: fx.Node, reads: Sequence[Value]) -> OpStrategy:
         """The cheapest strategy of an operator, given where its operands lie."""
         have = tuple(self.at[value] for value in reads)
         whole = all(placement == WHOLE for placement in have)
@@ -228,13 +222,16 @@ class _Propagation:
         key = (likeness, have, known, same, last)
         if key not in self.chosen:
             options = list(self.strategies(node, likeness, have, whole))
-            prices = [self.price(node, reads, way, whole, last, likeness) for way in options]
+            prices = [
+                self.price(node, reads, op_strategy, whole, last, likeness)
+                for op_strategy in options
+            ]
             self.chosen[key] = options[prices.index(min(prices))]
         return self.chosen[key]
 
     def strategies(
         self, node: fx.Node, likeness: object, have: Sequence[Placement], whole: bool
-    ) -> Iterator[Way]:
+    ) -> Iterator[OpStrategy]:
         """Every strategy of an operator that whole units of the batch allow.
 
         An operator without a rule is not run to find one where all its operands are whole.
@@ -245,13 +242,15 @@ class _Propagation:
         for loop in self.loops_of(operator, likeness) if known else ():
             found += [split(cut) for cut in self.cuts(loop, have)]
         if not draws(Operator.of(node)):
-            linear = [*linear_ways(operator), *batch_ways(operator)]
+            linear = [*linear_strategies(operator), *batch_strategies(operator)]
             late = node.meta["phase"] == "backward"
-            found += [way for way in linear if late or PART not in way.operands]
-        for way in dict.fromkeys(found):
-            pairs = zip(have, way.operands, strict=True)
+            found += [
+                op_strategy for op_strategy in linear if late or PART not in op_strategy.operands
+            ]
+        for op_strategy in dict.fromkeys(found):
+            pairs = zip(have, op_strategy.operands, strict=True)
             if all(moves(before, after, self.slices) is not None for before, after in pairs):
-                yield way
+                yield op_strategy
 
     def loops_of(self, operator: Operator, likeness: object) -> list[Loop]:
         if likeness not in self.loops:
@@ -262,7 +261,11 @@ class _Propagation:
         """A loop in as many interleaved pieces as some operand lies in, and in one."""
         pieces = {1}
         for at, placement in zip(loop.operands, have, strict=True):
-            if isinstance(at, At) and isinstance(placement, Shard) and placement.dim == at.dim:
+            if (
+                isinstance(at, DimAccess)
+                and isinstance(placement, Shard)
+                and placement.dim == at.dim
+            ):
                 inside, rest = divmod(placement.interleave, at.interleave)
                 if not rest and loop.free:
                     pieces.add(inside)
@@ -274,23 +277,27 @@ class _Propagation:
         self,
         node: fx.Node,
         reads: Sequence[Value],
-        way: Way,
+        op_strategy: OpStrategy,
         whole: bool,
         last: bool,
         likeness: object,
     ) -> float:
         """The cost of a strategy in bytes of memory traffic, what follows from it included."""
         total = 0.0
-        for value, wanted in dict(zip(reads, way.operands, strict=True)).items():
+        for value, wanted in dict(zip(reads, op_strategy.operands, strict=True)).items():
             for move in self.path(value, wanted):
                 if move[2] not in self.moved.get(value, ()):
                     total += cost(move, value.tensor, self.slices)
-        divided = any(isinstance(p, Shard) for p in (*way.operands, *way.results))
+        divided = any(isinstance(p, Shard) for p in (*op_strategy.operands, *op_strategy.results))
         total += self.work(node, likeness) / (self.slices.count if divided else 1)
         total += (
             LATENCY if draws(Operator.of(node)) and not divided else 0.0
         )  # slices agree on what is drawn
-        made = [(p, t) for p, t in zip(way.results, elements(node), strict=True) if t is not None]
+        made = [
+            (p, t)
+            for p, t in zip(op_strategy.results, elements(node), strict=True)
+            if t is not None
+        ]
         for placement, tensor in made:
             if isinstance(placement, Partial) and not last:
                 total += PENDING + 2 * NETWORK * tensor.numel() * tensor.element_size()
@@ -354,18 +361,18 @@ def _likeness(node: fx.Node) -> tuple[object, ...]:
 
 def rows_after(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     """For each result of an operator on one slice, the dims over rows, by its rule."""
-    given = [(n.meta.get("rows") or ((),))[0] for n in operands(node)]
+    given = [(n.meta.get("batch_dims") or ((),))[0] for n in operands(node)]
     none: tuple[tuple[int, ...], ...] = ((),) * len(elements(node))
     known = all(isinstance(n.meta["val"], torch.Tensor) for n in operands(node))
     if not (known and any(given) and is_known(node.target)):
         return none
     for loop in _matching(batch_loops(Operator.of(node)), given):
-        return tuple((at.dim,) if isinstance(at, At) else () for at in loop.results)
+        return tuple((at.dim,) if isinstance(at, DimAccess) else () for at in loop.results)
     return none
 
 
 def _matching(loops: Iterable[Loop], given: Sequence[tuple[int, ...]]) -> Iterator[Loop]:
     for loop in loops:
-        places = [(at.dim,) if isinstance(at, At) else () for at in loop.operands]
+        places = [(at.dim,) if isinstance(at, DimAccess) else () for at in loop.operands]
         if list(map(tuple, given)) == places:
             yield loop

@@ -23,14 +23,14 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from autopar.graph import tensors
-from autopar.passes.build import aten, call
-from autopar.passes.collectives import collective, start_all_gather, start_all_reduce
-from autopar.passes.data_parallel.slices import BATCH, Slices
-from autopar.passes.rules.conversions import Step
-from autopar.passes.rules.emission import Emission
-from autopar.passes.rules.local import local_shape
-from autopar.placement import Partial, Placement, Replicate, Shard, even_rows
+from autopar.ir.batch_slicing import BATCH, Slices
+from autopar.ir.graph import tensors
+from autopar.ir.placement import Partial, Placement, Replicate, Shard, even_rows
+from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_reduce
+from autopar.passes.core.node_builder import aten, call
+from autopar.passes.rules.emit_redistribute import Emission
+from autopar.passes.rules.local_args import local_shape
+from autopar.passes.rules.redistribute import RedistributeStep
 
 Kind = Literal["select", "gather", "reduce", "scatter", "share", "spread", "exchange"]
 Move = tuple[Kind, Placement, Placement]
@@ -128,9 +128,13 @@ class Redistribution:
             case "reduce", Partial() as before, _:
                 return self.reduce([value], before.op)[0]
             case "scatter", before, Shard() as after:
-                return self._emission().emit(Step("reduce_scatter", before, after), value, whole)
+                return self._emission().emit(
+                    RedistributeStep("reduce_scatter", before, after), value, whole
+                )
             case "exchange", before, after:
-                return self._emission().emit(Step("all_to_all", before, after), value, whole)
+                return self._emission().emit(
+                    RedistributeStep("all_to_all", before, after), value, whole
+                )
             case "share", _, _:
                 return self.share(value)
             case "spread", Shard() as before, _:
@@ -187,7 +191,9 @@ class Redistribution:
         return self._view(made, list(whole))
 
     def _gather_even(self, value: fx.Node, shard: Shard, whole: tuple[int, ...]) -> fx.Node:
-        return self._emission().emit(Step("all_gather", shard, Replicate()), value, whole)
+        return self._emission().emit(
+            RedistributeStep("all_gather", shard, Replicate()), value, whole
+        )
 
     def _gather_uneven(self, value: fx.Node, shard: Shard, whole: tuple[int, ...]) -> fx.Node:
         """Slices travel at the rows of the largest; the rows that others lack are cut away."""

@@ -2,7 +2,7 @@
 
 An operator is a nest of loops. To split one over the ranks of an axis shards every tensor that the
 loop runs over, leaves the others whole, and makes a result that the loop is reduced out of a
-partial sum. So a rule has to say only which loops there are; `ways` derives the rest.
+partial sum. So a rule has to say only which loops there are; `strategies_of_loops` derives the rest.
 
 For `mm` of [m, k] and [k, n]:
 
@@ -23,15 +23,16 @@ import torch
 from torch import fx
 
 from autopar._torch import pytree
-from autopar.graph import elements
-from autopar.passes.build import value
-from autopar.placement import Partial, Placement, Replicate, Shard, can_cut
+from autopar.ir.graph import elements
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Partial, Placement, Replicate, Shard, can_cut
+from autopar.passes.core.node_builder import value
 
 Reduced = Literal["sum", "max", "min"]
 
 
 @dataclass(frozen=True)
-class At:
+class DimAccess:
     """Where a loop runs in a tensor: over `dim`, inside each of `interleave` equal pieces of it."""
 
     dim: int
@@ -54,8 +55,8 @@ class Loop:
     """
 
     size: int
-    operands: tuple[At | Reduced | None, ...]
-    results: tuple[At | Reduced | None, ...]
+    operands: tuple[DimAccess | Reduced | None, ...]
+    results: tuple[DimAccess | Reduced | None, ...]
     free: bool = True
     own: str = ""
     even: bool = False
@@ -64,7 +65,9 @@ class Loop:
         """The loop inside of each of `pieces` equal pieces of it."""
 
         def inside(at: Any) -> Any:
-            return replace(at, interleave=at.interleave * pieces) if isinstance(at, At) else at
+            return (
+                replace(at, interleave=at.interleave * pieces) if isinstance(at, DimAccess) else at
+            )
 
         return replace(
             self,
@@ -72,25 +75,6 @@ class Loop:
             operands=tuple(map(inside, self.operands)),
             results=tuple(map(inside, self.results)),
         )
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to compute an operator along an axis.
-
-    Attributes:
-        operands: where each tensor among the arguments must lie.
-        results: where each result then lies.
-        own: the lowering that does it (`own.OWN`), "" if the operator is run on shards.
-    """
-
-    operands: tuple[Placement, ...]
-    results: tuple[Placement, ...]
-    own: str = ""
-
-    def __str__(self) -> str:
-        text = f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
-        return f"{text} by {self.own}" if self.own else text
 
 
 @dataclass(frozen=True)
@@ -131,13 +115,15 @@ class Operator:
 Rule = Callable[[Operator], list[Loop]]
 
 
-def replicated(operator: Operator) -> Way:
+def replicated(operator: Operator) -> OpStrategy:
     """Everything whole on every rank: right for every operator."""
     whole = Replicate()
-    return Way((whole,) * len(operator.operands), (whole,) * len(operator.results))
+    return OpStrategy((whole,) * len(operator.operands), (whole,) * len(operator.results))
 
 
-def ways(loops: list[Loop], ranks: int, interleaves: Sequence[int] = (1,)) -> Iterator[Way]:
+def strategies_of_loops(
+    loops: list[Loop], ranks: int, interleaves: Sequence[int] = (1,)
+) -> Iterator[OpStrategy]:
     """The ways that splitting one loop over `ranks` allows.
 
     Args:
@@ -167,17 +153,17 @@ def fills_dims(loop: Loop, operator: Operator) -> bool:
     return all(
         at.interleave == 1 and tensor.shape[at.dim] == loop.size
         for at, tensor in zip(places, tensors, strict=False)
-        if isinstance(at, At) and tensor is not None
+        if isinstance(at, DimAccess) and tensor is not None
     )
 
 
-def split(loop: Loop) -> Way:
+def split(loop: Loop) -> OpStrategy:
     """Where the tensors lie if a loop is split over ranks."""
     operands, results = (tuple(map(_placement, at)) for at in (loop.operands, loop.results))
-    return Way(operands, results, loop.own)
+    return OpStrategy(operands, results, loop.own)
 
 
-def _placement(at: At | Reduced | None) -> Placement:
+def _placement(at: DimAccess | Reduced | None) -> Placement:
     if at is None:
         return Replicate()
-    return Shard(at.dim, at.interleave) if isinstance(at, At) else Partial(at)
+    return Shard(at.dim, at.interleave) if isinstance(at, DimAccess) else Partial(at)

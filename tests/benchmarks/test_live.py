@@ -2,11 +2,11 @@
 
 import pytest
 
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.curves import Curve
-from autopar.cost_model.measured import CurveKey, Measured
-from autopar.cost_model.shape import GroupShape
-from autopar.cost_model.slowdown import APART
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.cluster.interference import APART
+from autopar.cost_model.curves.curve import Curve
+from autopar.cost_model.curves.measured_curve import CurveKey, Measured
+from autopar.cost_model.group_shape import GroupShape
 from benchmarks.prediction import gloo, live
 from benchmarks.prediction.settings import Setting
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders import build_pipelining, build_plain
 from benchmarks.models import CASES
-from tests.worlds import run
+from tests.harness.worlds import run
 
 STEPS = 2
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.cost_model.cluster import Cluster
-from autopar.plan import Plan
-from autopar.planner import pipelines
-from autopar.planner.alike import Alike
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.planner.evaluate import pipeline_evaluator as pipelines
+from autopar.planner.evaluate.stage_dedup import StageDedup
+from autopar.report.plan import Plan
 from benchmarks.published.gpt import Form, MasterAdamW, make
 from benchmarks.published.tables import flops, pipelined, read
 
@@ -32,8 +32,8 @@ def test_stages_that_are_alike_are_priced_as_if_each_were_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shared = planned(SMALL, 2, 4, "none")
-    each = lambda graphs, plan: Alike.none(len(graphs))  # noqa: E731
-    monkeypatch.setattr(pipelines.Alike, "of", staticmethod(each))
+    each = lambda graphs, plan: StageDedup.none(len(graphs))  # noqa: E731
+    monkeypatch.setattr(pipelines.StageDedup, "of", staticmethod(each))
     alone = planned(SMALL, 2, 4, "none")
     assert shared.prediction == alone.prediction
     assert shared == alone
@@ -49,8 +49,8 @@ def test_tables_say_what_ran(tmp_path: Path) -> None:
     )
     (run,) = read(table)
     assert (run.strategy.stages, run.strategy.micro_batches) == (12, 28)
-    assert run.strategy.cuts is not None
-    assert run.strategy.cuts[:2] == ("blocks.5", "blocks.10")
+    assert run.strategy.split_points is not None
+    assert run.strategy.split_points[:2] == ("blocks.5", "blocks.10")
     h, s, layers = 10240, 2048, 60
     published = 96 * 1792 * s * layers * h**2 * (1 + s / (6 * h) + 51200 / (16 * layers * h))
     assert run.flops == pytest.approx(published)

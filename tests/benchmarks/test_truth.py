@@ -15,7 +15,7 @@ from benchmarks.truth.outcome import Answer, counts, judged
 from benchmarks.truth.registry import BLOCKS
 from benchmarks.truth.run import case
 from benchmarks.truth.training import Trained
-from tests import worlds
+from tests.harness import worlds
 
 MODELS = 5
 SMALL = Recipe(seed=1, stem="rows", blocks=("rolled", "BatchNorm", "mse"), optimizer="sgd")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost_model.shape import GroupShape
-from autopar.cost_model.wire import HEADERS, MESSAGE_BYTES, leaving, messages
+from autopar.cost_model.algorithms.wire_bytes import HEADERS, MESSAGE_BYTES, leaving, messages
+from autopar.cost_model.group_shape import GroupShape
 from benchmarks.cluster import Network, Unavailable, launch
 
 SIZES = (4096, 1 << 20)  # bytes

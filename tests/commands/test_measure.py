@@ -10,9 +10,9 @@ import pytest
 
 from autopar.cli import main
 from autopar.commands.measure import mesh_of, sizes_of
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.measured import CurveKey
-from autopar.cost_model.shape import GroupShape
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.curves.measured_curve import CurveKey
+from autopar.cost_model.group_shape import GroupShape
 
 QUICK = ["--budget", "0.2", "--sizes", "1KiB", "--no-cache"]
 

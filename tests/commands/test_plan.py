@@ -11,9 +11,9 @@ from autopar.cli import main, parser
 from autopar.commands.plan import strategy_of
 from autopar.commands.progress import progress_bar
 from autopar.errors import StrategyError
-from autopar.placement import Replicate, Shard
-from autopar.planner.meshes import Looked
-from autopar.strategy import Strategy
+from autopar.ir.placement import Replicate, Shard
+from autopar.plan.strategy import Strategy
+from autopar.planner.search.mesh_search import SearchProgress
 
 MAKE = """
 import torch
@@ -38,7 +38,7 @@ def test_options_are_a_strategy() -> None:
     pinned = asked("--tp", "2", "--pin", "*.up.weight=S(0)", "--pin", "head.weight=R")
     assert pinned.placements == {"*.up.weight": Shard(0), "head.weight": Replicate()}
     assert asked("--zero", "blocks.0=3", "--zero", "=1").zero == {"blocks.0": 3, "": 1}
-    assert asked("--pp", "3", "--cuts", "blocks.1,head").cuts == ("blocks.1", "head")
+    assert asked("--pp", "3", "--cuts", "blocks.1,head").split_points == ("blocks.1", "head")
     for wrong in (("--zero", "blocks.0=4"), ("--zero", "3"), ("--pin", "head.weight=left")):
         with pytest.raises(StrategyError, match="give a name and a value"):
             asked(*wrong)
@@ -55,14 +55,14 @@ def test_a_search_ends_in_time_and_says_what_it_left_out(
     assert "not looked at: tp=2;" in text
     assert "What would change the choice" in text
     plan = autopar.Plan.load(out)
-    assert plan.tensor_ranks == 1
+    assert plan.model_parallel_size == 1
 
 
 def test_a_bar_on_a_terminal_where_it_takes_long_and_lines_elsewhere() -> None:
     def shown(seconds: float, terminal: bool) -> str:
         console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
         with progress_bar(console, after_s=seconds, every_s=seconds) as progress:
-            progress(Looked("tp=2", 1, 4, 0.012))
+            progress(SearchProgress("tp=2", 1, 4, 0.012))
         return console.file.getvalue()  # type: ignore[attr-defined]
 
     assert "planning tp=2, best 12.0 ms" in shown(0.0, terminal=True)

@@ -8,10 +8,10 @@ from rich.console import Console
 
 from autopar.commands.scale import Cell, cells, strategy_of, table
 from autopar.errors import OutOfMemoryError, StrategyError
-from autopar.plan import Plan
-from autopar.prediction import Prediction
-from autopar.strategy import Strategy
-from autopar.throughput import Work
+from autopar.plan.prediction import Prediction
+from autopar.plan.strategy import Strategy
+from autopar.plan.throughput import Work
+from autopar.report.plan import Plan
 
 
 def plan_of(step_s: float) -> Plan:

@@ -7,7 +7,8 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensorMode
-from autopar.graph import InputRole, OutputRole, Parameter, ParameterInfo, TrainingGraph
+from autopar.ir.graph import ParameterInfo, TrainingGraph
+from autopar.ir.roles import InputRole, OutputRole, Parameter
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -8,18 +8,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.graph import (
+from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.roles import (
+    BatchChecksum,
+    BatchFraction,
     Buffer,
-    Evidence,
     Input,
     InputRole,
     OutputRole,
     Parameter,
-    RowWeight,
     Saved,
     Tangent,
-    TrainingGraph,
-    tensors,
 )
 from tests.passes.parity import World
 
@@ -116,9 +115,9 @@ def _role(role: InputRole | OutputRole) -> str:
             return f"in{index}"
         case Tangent(index):
             return f"tangent{index}"
-        case RowWeight():
+        case BatchFraction():
             return "weight"
-        case Evidence():
+        case BatchChecksum():
             return "evidence"
     kind, of = type(role).__name__.lower(), getattr(role, "of", None)
     label = _role(of) if of else getattr(role, "name", getattr(role, "index", ""))

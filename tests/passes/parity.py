@@ -9,35 +9,41 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.batch_slices import capture_slice
-from autopar.call import Call
-from autopar.capture import Capture, capture
-from autopar.graph import (
+from autopar.capture.batch_shards import (
+    BatchShard,
+    batch_checksum,
+    batch_shard_of,
+    check_checksum_sum,
+)
+from autopar.capture.batch_slices import capture_slice
+from autopar.capture.call import Call
+from autopar.capture.model_info import describe_parameters
+from autopar.capture.trace import Capture, capture
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.placement import Shard
+from autopar.ir.roles import (
+    BatchChecksum,
+    BatchFraction,
     BatchIndex,
     Buffer,
-    Evidence,
+    ChecksumSum,
     Gradient,
     Input,
     InputRole,
     Output,
     OutputRole,
     Parameter,
-    RowWeight,
     Tangent,
-    TrainingGraph,
     Update,
-    Verdict,
 )
-from autopar.passes.base import Pass
-from autopar.passes.bucket_collectives import BucketCollectives, propose_buckets
-from autopar.passes.runner import run_passes
-from autopar.placement import Shard
-from autopar.plan import Plan
-from autopar.runtime.batch import Share, check_verdict, evidence, share_of
-from autopar.runtime.parameters import describe_parameters
-from tests.models import Batch
+from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
+from autopar.passes.core.pass_base import Pass
+from autopar.passes.core.runner import run_passes
+from autopar.passes.pipeline import build_pass_pipeline
+from autopar.report.plan import Plan
+from tests.harness.models import Batch
+from tests.harness.reference import relative_error, snapshot
 from tests.passes.simulated import Results, Values, chunks, run_ranks
-from tests.reference import relative_error, snapshot
 
 AXIS = "dp"
 CPU = torch.device("cpu")
@@ -63,9 +69,11 @@ class World:
         self.captures: dict[int, Capture] = {}
         self.attempts: dict[Call, Capture] = {}
 
-    def share(self, rank: int) -> Share:
+    def share(self, rank: int) -> BatchShard:
         """A rank's rows."""
-        return share_of(self.leaves, self.structure, mode="global", rank=rank, ranks=self.ranks)
+        return batch_shard_of(
+            self.leaves, self.structure, mode="global", rank=rank, ranks=self.ranks
+        )
 
     def capture(self, rank: int) -> Capture:
         """The graph of a rank's rows."""
@@ -104,11 +112,13 @@ class World:
             fingerprint="",
             world_size=self.ranks,
             mesh=((AXIS, self.ranks),),
-            stages=tuple((block, zero) for block in blocks),
+            zero_stages=tuple((block, zero) for block in blocks),
             recompute=tuple((block, recompute) for block in blocks),  # type: ignore[misc]
             **fields,
         )
-        before = takewhile(lambda p: not isinstance(p, BucketCollectives), plan.passes(0, "gloo"))
+        before = takewhile(
+            lambda p: not isinstance(p, BucketCollectives), build_pass_pipeline(plan, 0, "gloo")
+        )
         graph = run_passes(self.graph(0), before)
         return replace(plan, buckets=propose_buckets(graph, bucket, bucket))
 
@@ -139,12 +149,12 @@ class World:
                     found[role] = self.state[name].clone()
                 case Input(index):
                     found[role] = inputs[index].detach().clone()
-                case RowWeight():
+                case BatchFraction():
                     found[role] = torch.tensor(share.rows / share.total, dtype=torch.float64)
                 case BatchIndex():
                     found[role] = share.slices.place()
-                case Evidence():
-                    found[role] = evidence(self.leaves, share.rows, "global", CPU)
+                case BatchChecksum():
+                    found[role] = batch_checksum(self.leaves, share.rows, "global", CPU)
                 case Tangent(index):
                     fake = node.meta["val"]
                     is_loss = index == self.plain().loss_index
@@ -229,7 +239,7 @@ def parity_errors(world: World, graphs: list[TrainingGraph]) -> dict[OutputRole,
                 errors[role] = max(relative_error(part, target) for part in got)
             case Update(Buffer(name)):
                 errors[role] = max(relative_error(p, want.buffers[name]) for p in parts)
-            case Verdict():
-                check_verdict(parts[0], world.ranks, "global")
+            case ChecksumSum():
+                check_checksum_sum(parts[0], world.ranks, "global")
     assert want.gradients.keys() <= gradients, want.gradients.keys() - gradients
     return errors

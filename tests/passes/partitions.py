@@ -7,17 +7,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture import capture
-from autopar.graph import Buffer, Input, InputRole, OutputRole, Parameter, TrainingGraph
-from autopar.partition import Ways
-from autopar.passes.base import Pass
-from autopar.passes.partition_axis import PartitionAxis
-from autopar.passes.rules.lockstep import run
-from autopar.passes.rules.oracle import cut, joined
-from autopar.passes.runner import run_passes
-from autopar.placement import Replicate
-from autopar.runtime.batch import share_of
-from autopar.runtime.parameters import describe_parameters
+from autopar.capture.batch_shards import batch_shard_of
+from autopar.capture.model_info import describe_parameters
+from autopar.capture.trace import capture
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.placement import Replicate
+from autopar.ir.roles import Buffer, Input, InputRole, OutputRole, Parameter
+from autopar.passes.core.pass_base import Pass
+from autopar.passes.core.runner import run_passes
+from autopar.passes.rules.proof.oracle import cut, joined
+from autopar.passes.rules.proof.spmd_interpreter import run
+from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
+from autopar.plan.partition import NodeStrategies
 
 AXIS = "tp"
 WHOLE = Replicate()
@@ -29,7 +30,7 @@ def captured(
 ) -> tuple[TrainingGraph, Values]:
     """The graph of a call of a model, over `ranks`, and what it is given."""
     leaves, structure = pytree.tree_flatten(batch)
-    call = share_of(leaves, structure, mode="global", rank=0, ranks=1).call
+    call = batch_shard_of(leaves, structure, mode="global", rank=0, ranks=1).call
     graph = capture(model, call, describe_parameters(model), device=torch.device("cpu")).graph
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values: Values = {}
@@ -45,12 +46,16 @@ def captured(
 
 
 def partitioned(
-    graph: TrainingGraph, ranks: int, ways: Ways, values: Values, *more: Pass
+    graph: TrainingGraph, ranks: int, op_strategies: NodeStrategies, values: Values, *more: Pass
 ) -> dict[OutputRole, Tensor | None]:
     """What all ranks return together after these and `more` passes; None where they disagree."""
-    graphs = [run_passes(graph, [PartitionAxis(AXIS, r, ways), *more]) for r in range(ranks)]
+    graphs = [
+        run_passes(graph, [PartitionAxis(AXIS, r, op_strategies), *more]) for r in range(ranks)
+    ]
     lies = {n.name: r for n, r in zip(graph.placeholders, graph.inputs, strict=True)}
-    placed = {lies[name]: way.results[0] for name, way in ways if name in lies}
+    placed = {
+        lies[name]: op_strategy.results[0] for name, op_strategy in op_strategies if name in lies
+    }
     parts = [cut(values[role], placed.get(role, WHOLE), ranks) for role in graph.inputs]
     found = run([module_of(g) for g in graphs], list(zip(*parts, strict=True)))
     return {

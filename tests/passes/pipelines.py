@@ -6,32 +6,32 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
-from autopar.batch_slices import capture_slice
-from autopar.graph import (
+from autopar.capture.batch_slices import capture_slice
+from autopar.ir.batch_slicing import BATCH
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.roles import (
+    BatchTotal,
     Gradient,
     InputRole,
+    MicrobatchPartial,
     Output,
     OutputRole,
     Parameter,
-    Part,
-    Received,
     Saved,
-    Sent,
-    Total,
-    TrainingGraph,
+    StageInput,
+    StageOutput,
     Update,
 )
-from autopar.passes.accumulate_micro_batches import AccumulateMicroBatches
-from autopar.passes.data_parallel.slices import BATCH
-from autopar.passes.dependence import uses
-from autopar.passes.place_stages import PlaceStages
-from autopar.passes.runner import run_passes
+from autopar.passes.core.runner import run_passes
+from autopar.passes.pipeline_parallel.accumulate_micro_batches import AccumulateMicroBatches
+from autopar.passes.pipeline_parallel.place_stages import PlaceStages
+from autopar.passes.pipeline_parallel.split_dgrad_wgrad import split_dgrad_wgrad
+from autopar.passes.pipeline_parallel.split_stages import Stages, split_stages
+from autopar.passes.pipeline_parallel.stage_dependence import uses
 from autopar.passes.split_forward_backward import split_forward_backward
-from autopar.passes.split_inputs_weights import split_inputs_weights
-from autopar.passes.split_stages import Stages, split_stages
+from tests.harness.reference import relative_error
 from tests.passes.parity import World
 from tests.passes.simulated import run_ranks
-from tests.reference import relative_error
 
 Uses = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -101,7 +101,7 @@ class Pipeline:
     ) -> dict[InputRole, Tensor]:
         if not self.in_two:
             return self.call(graph, micro, came, stage)
-        first, second = split_inputs_weights(graph)
+        first, second = split_dgrad_wgrad(graph)
         sent = self.call(first, micro, came, stage)
         assert not self.call(second, micro, came, stage)
         return sent
@@ -111,17 +111,19 @@ class Pipeline:
     ) -> dict[InputRole, Tensor]:
         """Runs a graph on a micro-batch; what it sends, as it arrives."""
         known = self.world.values(graph, micro) | came | self.saved.get((stage, micro), {})
-        known |= {role: self.totals[role.index] for role in graph.inputs if isinstance(role, Total)}
+        known |= {
+            role: self.totals[role.index] for role in graph.inputs if isinstance(role, BatchTotal)
+        }
         (results,) = run_ranks([graph], [{role: known[role] for role in graph.inputs}])
         sent: dict[InputRole, Tensor] = {}
         for role, value in results.items():
             match role:
-                case Sent(number, phase):
+                case StageOutput(number, phase):
                     assert value is not None
-                    sent[Received(number, phase)] = value
+                    sent[StageInput(number, phase)] = value
                 case Saved():
                     self.saved.setdefault((stage, micro), {})[role] = value  # type: ignore
-                case Part(index):
+                case MicrobatchPartial(index):
                     fixed = index in self.stages.same and index in self.parts
                     self.parts[index] = value if fixed else self.parts.get(index, 0) + value  # type: ignore
                 case _ if value is not None:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import InputRole, OutputRole, TrainingGraph, tensors
-from autopar.levels import axis_of_level, place_on
-from autopar.passes import collectives as abstract
-from autopar.placement import Replicate, chunk_rows
+from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.mesh_levels import axis_of_level, place_on
+from autopar.ir.placement import Replicate, chunk_rows
+from autopar.ir.roles import InputRole, OutputRole
+from autopar.passes.core import collective_ops as abstract
 
 Values = Mapping[InputRole, Tensor]
 Results = dict[OutputRole, Tensor | None]
@@ -183,7 +184,7 @@ def groups(graph: TrainingGraph, node: fx.Node, ranks: int) -> list[list[int]]:
     return found
 
 
-PARTS = ("between", "within")
+PARTS = ("inter_node", "intra_node")
 
 
 def check_replicas(ranks: Sequence[Rank]) -> None:

@@ -9,15 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import PassError
-from autopar.graph import Gradient, Input, Output, Parameter, Tangent, TrainingGraph
-from autopar.passes.base import PassResult
-from autopar.passes.bucket_collectives import Buckets
-from autopar.passes.runner import run_passes
-from autopar.passes.synchronize_gradients import SynchronizeGradients
-from tests.models import MODELS
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.roles import Gradient, Input, Output, Parameter, Tangent
+from autopar.passes.core.pass_base import PassResult
+from autopar.passes.core.runner import run_passes
+from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
+from autopar.passes.pipeline import build_pass_pipeline
+from autopar.plan.buckets import Buckets
+from tests.harness.models import MODELS
+from tests.harness.reference import relative_error, to_dtype
 from tests.passes.golden import TwoLayers, two_layers
 from tests.passes.parity import AXIS, EXACT, World, assert_parity
-from tests.reference import relative_error, to_dtype
 
 SMALL = ("gpt", "encoder", "conv", "odd")
 LARGE = ("encdec", "moe")
@@ -43,7 +45,7 @@ def test_gradients_are_those_of_the_plain_model(name: str, setting: tuple) -> No
     ranks, rows, stage, recompute, backend, prefetch, in_flight = setting
     it = world(name, ranks, rows)
     plan = it.plan(stage, recompute, prefetch=prefetch, in_flight=in_flight)
-    graphs = it.lower(lambda rank: plan.passes(rank, backend))
+    graphs = it.lower(lambda rank: build_pass_pipeline(plan, rank, backend))
     assert_parity(it, graphs)
     assert graphs[0].notes == ()
 
@@ -65,14 +67,14 @@ def test_blocks_of_different_stages_may_share_a_gradient(
     it = World(model, two_layers().batch, 2)
     plan = it.plan(0)
     of_blocks = (("", 0), ("blocks.0", stages[0]), ("blocks.1", stages[1]))
-    plan = replace(plan, stages=of_blocks, buckets=Buckets())
-    assert_parity(it, it.lower(lambda rank: plan.passes(rank, backend)))
+    plan = replace(plan, zero_stages=of_blocks, buckets=Buckets())
+    assert_parity(it, it.lower(lambda rank: build_pass_pipeline(plan, rank, backend)))
 
 
 def test_more_ranks_than_rows_of_a_parameter() -> None:
     it = two_layers(ranks=4, rows=5, bias=True)
     plan = it.plan(3)
-    assert_parity(it, it.lower(lambda rank: plan.passes(rank, "gloo")))
+    assert_parity(it, it.lower(lambda rank: build_pass_pipeline(plan, rank, "gloo")))
 
 
 class Scaled(TwoLayers):
@@ -86,7 +88,7 @@ def test_gradients_enter_by_outputs_with_rows() -> None:
     scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     it = World(Scaled().double(), ((x, scale), {}), 2, torch.mean, all_tangents=True)
     plan = it.plan(3)
-    graphs = it.lower(lambda rank: plan.passes(rank, "gloo"))
+    graphs = it.lower(lambda rank: build_pass_pipeline(plan, rank, "gloo"))
     inputs = [it.values(graph, rank) for rank, graph in enumerate(graphs)]
     for values in inputs:
         values[Tangent(0)].fill_(1 / values[Tangent(0)].numel())
@@ -106,7 +108,7 @@ def test_autocast() -> None:
     it = World(it.model.float(), to_dtype(it.batch, torch.float32), 2)
     with torch.autocast("cpu", torch.bfloat16):
         plan = it.plan(3)
-        graphs = it.lower(lambda rank: plan.passes(rank, "gloo"))
+        graphs = it.lower(lambda rank: build_pass_pipeline(plan, rank, "gloo"))
         want = it.plain().outputs[0]
     results = it.run(graphs)[0]
     assert results[Output(0)].dtype == want.dtype
@@ -117,7 +119,7 @@ def test_autocast() -> None:
 def test_forward_only() -> None:
     it = replace(two_layers(rows=5), differentiate=False)
     plan = it.plan(3)
-    graphs = it.lower(lambda rank: plan.passes(rank, "gloo"))
+    graphs = it.lower(lambda rank: build_pass_pipeline(plan, rank, "gloo"))
     losses = [r[Output(0)] for r in it.run(graphs)]
     assert losses[0].equal(losses[1])
     assert relative_error(losses[0], it.plain().outputs[0]) < EXACT
@@ -135,7 +137,7 @@ Forgetful.__name__ = "SynchronizeGradients"
 def test_a_forgotten_sum_of_gradients_is_an_error() -> None:
     """A pass that claims to synchronise gradients and does not is found by their types."""
     it = two_layers()
-    passes = it.plan(0).passes(0, "gloo")
+    passes = build_pass_pipeline(it.plan(0), 0, "gloo")
     broken = [Forgetful(AXIS, 0) if isinstance(p, SynchronizeGradients) else p for p in passes]
     with pytest.raises(PassError, match=r"t_8 is the gradient of blocks.0.weight, P\(sum\)"):
         run_passes(it.graph(0), broken)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from autopar.graph import (
+from autopar.ir.roles import (
     Accumulated,
+    ChecksumSum,
     Gradient,
     InputRole,
     Output,
@@ -14,14 +15,14 @@ from autopar.graph import (
     Saved,
     Tangent,
     Update,
-    Verdict,
 )
+from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.split_forward_backward import Split, split_forward_backward
-from tests.models import MODELS
+from tests.harness.models import MODELS
+from tests.harness.reference import to_dtype
 from tests.passes.golden import text, two_layers
 from tests.passes.parity import World
 from tests.passes.simulated import Results, run_ranks
-from tests.reference import to_dtype
 
 
 def test_backward_takes_what_the_forward_saves() -> None:
@@ -79,7 +80,10 @@ def kinds(roles: tuple[InputRole, ...] | tuple[OutputRole, ...]) -> set[type]:
 
 def halves(it: World, stage: int) -> list[Split]:
     plan = it.plan(stage, "selective")
-    return [split_forward_backward(g) for g in it.lower(lambda rank: plan.passes(rank, "gloo"))]
+    return [
+        split_forward_backward(g)
+        for g in it.lower(lambda rank: build_pass_pipeline(plan, rank, "gloo"))
+    ]
 
 
 def run_halves(it: World, stage: int) -> list[Results]:
@@ -104,7 +108,7 @@ def test_the_halves_compute_what_the_joint_graph_does(name: str, stage: int) -> 
     case = MODELS[name]
     it = World(case.make().double(), to_dtype(case.batch(6, 0), torch.float64), 2, case.loss)
     plan = it.plan(stage, "selective")
-    joint = it.run(it.lower(lambda rank: plan.passes(rank, "gloo")))
+    joint = it.run(it.lower(lambda rank: build_pass_pipeline(plan, rank, "gloo")))
     for got, want in zip(run_halves(it, stage), joint, strict=True):
         assert got.keys() == want.keys()
         for role, tensor in want.items():
@@ -118,7 +122,7 @@ def test_roles_of_the_halves() -> None:
     it = World(case.make(), case.batch(4, 0), 2)
     split = halves(it, 3)[0]
     assert split.backward is not None
-    assert kinds(split.forward.outputs) == {Output, Update, Verdict, Saved}
+    assert kinds(split.forward.outputs) == {Output, Update, ChecksumSum, Saved}
     assert kinds(split.backward.inputs) == {Saved, Tangent}
     assert kinds(split.backward.outputs) == {Gradient}
 
@@ -127,7 +131,7 @@ def test_held_gradients_enter_the_backward_alone() -> None:
     it = two_layers()
     plan = it.plan(0)
     name = "blocks.0.weight"
-    (graph, _) = it.lower(lambda rank: plan.passes(rank, "gloo", held=(name,)))
+    (graph, _) = it.lower(lambda rank: build_pass_pipeline(plan, rank, "gloo", held=(name,)))
     split = split_forward_backward(graph)
     assert split.backward is not None
     assert Accumulated(name) in split.backward.inputs

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.captures import capture_of_rank
-from autopar.graph import TrainingGraph
+from autopar.capture.offline import capture_of_rank
+from autopar.ir.graph import TrainingGraph
 
 
 class GPTBlock(nn.Module):

@@ -13,18 +13,19 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.liveness import Overhead
-from autopar.cost_model.operators import OperatorTimes
-from autopar.cost_model.update import UpdateCost
-from autopar.graph import Parameter, TrainingGraph
-from autopar.passes.rules.conversions import steps
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.optimizer_step import UpdateCost
+from autopar.cost_model.memory.liveness import Overhead
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.placement import Shard
+from autopar.ir.roles import Parameter
 from autopar.passes.rules.loops import Operator
-from autopar.passes.rules.own import OWN
-from autopar.placement import Shard
+from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS
+from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.planner.machine import Machine
-from autopar.planner.placements import partition
-from autopar.planner.program import Solution
+from autopar.planner.placement.ilp import Solution
+from autopar.planner.placement.solve import partition
 from tests.planner.blocks import Experts, GPTBlock, LlamaBlock, Stack, T5Block, captured
 
 RANKS = 8
@@ -49,14 +50,16 @@ def sent(solution: Solution) -> Counter[str]:
     """Bytes that a rank sends by kind of collective, over (ranks - 1) / ranks."""
     found: Counter[str] = Counter()
     for made in solution.conversions:
-        for step in steps(made.before, made.after) or ():
+        for step in redistribute_steps(made.before, made.after) or ():
             if step.collective:
                 tensor = made.value.tensor
                 size = step.message_bytes(tensor.shape, tensor.element_size(), RANKS)
                 found[step.collective] += size * made.count
-    for node, way in solution.ways.items():
-        if way.own:
-            for collective, size in OWN[way.own].traffic(Operator.of(node), way, RANKS):
+    for node, op_strategy in solution.op_strategies.items():
+        if op_strategy.lowering:
+            for collective, size in CUSTOM_LOWERINGS[op_strategy.lowering].traffic(
+                Operator.of(node), op_strategy, RANKS
+            ):
                 found[collective] += size
     found["all_reduce"] *= 2
     return found
@@ -82,13 +85,13 @@ def test_a_long_sequence_of_few_heads_is_split() -> None:
     graph, solution = solved(lambda: GPTBlock(256, 2, causal=False), 2, 1, 32768, 256)
     attention = [n for n in graph.calls() if "attention" in str(n.target)]
     assert len(attention) == 4
-    assert all(solution.ways[node].results[0] == Shard(2) for node in attention)
+    assert all(solution.op_strategies[node].results[0] == Shard(2) for node in attention)
 
 
 def test_tokens_move_to_experts() -> None:
     graph, solution = solved(lambda: Experts(1024, 16, 256), 2, 8, 2048, 1024)
     inputs = zip(graph.inputs, graph.placeholders, strict=True)
-    lies = {role: solution.ways[node].results[0] for role, node in inputs}
+    lies = {role: solution.op_strategies[node].results[0] for role, node in inputs}
     experts = {lies[Parameter(f"blocks.{i}.{name}")] for i in (0, 1) for name in ("up", "down")}
     assert experts == {Shard(0)}
     assert sent(solution)["all_to_all"] > 0

@@ -16,7 +16,7 @@ def test_a_trace_keeps_to_the_format(name, tmp_path):
     plan.timeline(tmp_path / "trace.json")
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = [row for row in rows if row["ph"] == "X"]
-    blocks = len(plan.prediction.picture.spans)
+    blocks = len(plan.prediction.report_data.spans)
     assert len(slices) == len(plan.prediction.events) + blocks
     end = max(row["ts"] + row["dur"] for row in slices)
     assert end == pytest.approx(plan.prediction.step_s * 1e6, rel=1e-4)

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.graph import Gradient, Parameter, TrainingGraph, Update
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.placement import even_rows
+from autopar.ir.roles import Gradient, Parameter, Update
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
-from autopar.passes.synchronize_gradients import SynchronizeGradients
-from autopar.placement import even_rows
+from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
+from tests.harness.reference import relative_error
 from tests.passes.parity import AXIS, EXACT, World, assert_parity
-from tests.reference import relative_error
 
 ROWS, RANKS, IGNORED = 5, 2, -1
 CLASS_WEIGHTS = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)

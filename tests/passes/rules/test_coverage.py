@@ -10,10 +10,10 @@ from operator import getitem
 import pytest
 import torch
 
-from autopar.passes.rules.table import is_known
-from autopar.placement import Shard
-from autopar.planner.partitions import partition_by_bytes
-from tests.architectures import ARCHITECTURES
+from autopar.ir.placement import Shard
+from autopar.passes.rules.registry import is_known
+from autopar.planner.placement.unmeasured import partition_by_bytes
+from tests.harness.architectures import ARCHITECTURES
 from tests.passes.partitions import captured, partitioned, whole
 
 pytest.importorskip("transformers", reason="transformers is a test extra: pip install .[test]")
@@ -32,15 +32,17 @@ def test_every_operator_is_known_and_the_partition_exact(name: str) -> None:
     operators = Counter(node.target for node in graph.calls() if node.target is not getitem)
     assert not [str(target) for target in operators if not is_known(target)]
     COVERED.update(map(str, operators))
-    ways = partition_by_bytes(graph, RANKS)
-    own = Counter(way.own for _, way in ways if way.own)
-    shards = sum(isinstance(p, Shard) for _, way in ways for p in way.results)
+    op_strategies = partition_by_bytes(graph, RANKS)
+    own = Counter(op_strategy.lowering for _, op_strategy in op_strategies if op_strategy.lowering)
+    shards = sum(
+        isinstance(p, Shard) for _, op_strategy in op_strategies for p in op_strategy.results
+    )
     print(f"{name}: {len(operators)} operators, {shards} values sharded, own lowerings {dict(own)}")
     assert shards
     torch.manual_seed(0)
     want = whole(graph, values)
     torch.manual_seed(0)
-    for role, made in partitioned(graph, RANKS, ways, values).items():
+    for role, made in partitioned(graph, RANKS, op_strategies, values).items():
         assert made is not None, f"ranks disagree about {role}"
         got, true = made.double(), want[role].double()
         assert (got - true).norm() <= EXACT * max(true.norm().item(), ZERO), role

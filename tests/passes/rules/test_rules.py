@@ -8,13 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from autopar.graph import tensors
-from autopar.passes.rules.linear import linear_ways
-from autopar.passes.rules.loops import Operator, Way, ways
-from autopar.passes.rules.oracle import holds
-from autopar.passes.rules.own import OWN, program
-from autopar.passes.rules.table import RULES, loops_of
-from autopar.placement import Shard
+from autopar.ir.graph import tensors
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Shard
+from autopar.passes.rules.loops import Operator, strategies_of_loops
+from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, program
+from autopar.passes.rules.operators.partial_linear import linear_strategies
+from autopar.passes.rules.proof.oracle import holds
+from autopar.passes.rules.registry import RULES, loops_of
 from tests.passes.rules.samples import SAMPLES, draw_operator
 
 aten = torch.ops.aten
@@ -28,17 +29,29 @@ def test_ways_hold(target: Any, data: st.DataObject) -> None:
     operator = draw_operator(target, data)
     ranks = data.draw(st.sampled_from([2, 3]), "ranks")
     torch.manual_seed(0)
-    for way in [*ways(loops_of(operator), ranks, (1, 2)), *linear_ways(operator)]:
-        assert holds(operator, way, ranks), f"{operator.target} by {way} over {ranks} ranks"
-        if way.own and is_even(operator, way, ranks):  # so that another axis can divide it alike
-            programs = {shapes(program(operator, way, ranks, rank)) for rank in (0, ranks - 1)}
-            assert len(programs) == 1, f"{operator.target} by {way} differs between ranks"
+    for op_strategy in [
+        *strategies_of_loops(loops_of(operator), ranks, (1, 2)),
+        *linear_strategies(operator),
+    ]:
+        assert holds(operator, op_strategy, ranks), (
+            f"{operator.target} by {op_strategy} over {ranks} ranks"
+        )
+        if op_strategy.lowering and is_even(
+            operator, op_strategy, ranks
+        ):  # so that another axis can divide it alike
+            programs = {
+                shapes(program(operator, op_strategy, ranks, rank)) for rank in (0, ranks - 1)
+            }
+            assert len(programs) == 1, f"{operator.target} by {op_strategy} differs between ranks"
         PROVEN["cases"] += 1
 
 
-def is_even(operator: Operator, way: Way, ranks: int) -> bool:
+def is_even(operator: Operator, op_strategy: OpStrategy, ranks: int) -> bool:
     """Whether all ranks hold as much."""
-    values, placements = (*operator.operands, *operator.results), (*way.operands, *way.results)
+    values, placements = (
+        (*operator.operands, *operator.results),
+        (*op_strategy.operands, *op_strategy.results),
+    )
     return all(
         t.shape[p.dim] % ranks == 0
         for t, p in zip(values, placements, strict=True)
@@ -66,6 +79,6 @@ UNPROVEN = {
 
 
 def test_every_rule_is_proven() -> None:
-    known = {*RULES, *(target for own in OWN.values() for target in own.targets)}
+    known = {*RULES, *(target for own in CUSTOM_LOWERINGS.values() for target in own.targets)}
     assert known - UNPROVEN <= set(SAMPLES)
     print(f"{len(SAMPLES)} operators, {PROVEN['cases']} cases, 0 disagreements")

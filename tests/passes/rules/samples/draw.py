@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.passes.rules.loops import Operator
-from autopar.passes.rules.oracle import results_of
+from autopar.passes.rules.proof.oracle import results_of
 
 aten = torch.ops.aten
 SIZES = (1, 2, 3, 4, 5, 6, 12)

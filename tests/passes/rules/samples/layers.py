@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from autopar.passes.rules.own_mean_loss import BACKWARDS, LOSSES
+from autopar.passes.rules.lowerings.mean_loss import BACKWARDS, LOSSES
 from tests.passes.rules.samples.draw import Draw, sample
 
 aten = torch.ops.aten

@@ -1,0 +1,78 @@
+"""`capture_slice`: the graph of one slice of a batch, from a capture of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar._torch import pytree
+from autopar.capture.call import Call
+from autopar.capture.trace import Capture
+from autopar.errors import CoupledRowsError
+from autopar.ir.batch_slicing import Slices
+from autopar.ir.graph import TrainingGraph, render_node, user_line
+from autopar.passes.core.runner import run_passes
+from autopar.passes.data_parallel.local_batch import LocalBatch
+from autopar.passes.data_parallel.partition_batch import PartitionBatch
+from autopar.passes.pipeline_parallel.accumulate_micro_batches import AccumulateMicroBatches
+
+Captures = Callable[[Call], Capture]
+"""Captures a call."""
+
+
+def capture_slice(capture: Captures, call: Call, slices: Slices, *, local: bool = False) -> Capture:
+    """The capture of one slice of a batch.
+
+    The call is captured at the whole batch, and its graph partitioned by proven rules: the slice
+    computes what one device would.
+
+    Args:
+        capture: captures a call.
+        call: the call at the rows of this slice.
+        slices: of the batch, and which of them this is.
+        local: whether each slice computes what it would alone, as under DistributedDataParallel.
+
+    Raises:
+        CaptureError: the call cannot be captured.
+        CoupledRowsError: micro-batches need each other's rows before all forwards have run.
+    """
+    if slices.count == 1:
+        return capture(call)
+    made = capture(call if local else call.with_rows(slices.rows))
+
+    def partitioned(own: Slices) -> TrainingGraph:
+        if local:
+            return run_passes(made.graph, [LocalBatch(own, call.has_rows)])
+        kept = tuple(sorted(written_outputs(made)))
+        return run_passes(made.graph, [PartitionBatch(own, call.has_rows, kept)])
+
+    graph = partitioned(slices)
+    if slices.in_time:
+        if slices.is_even:
+            check_alike(graph, partitioned(replace(slices, index=slices.index ^ 1)))
+        run_passes(graph, [AccumulateMicroBatches()])
+    return replace(made, graph=graph, whole=made.graph)
+
+
+def written_outputs(capture: Capture) -> set[int]:
+    """The outputs that every call leaves in the model's attributes."""
+    if not capture.writes:
+        return set()
+    indices = pytree.tree_unflatten(list(range(len(capture.leaves))), capture.structure)[1]
+    return set(pytree.tree_leaves(indices))
+
+
+def check_alike(graph: TrainingGraph, other: TrainingGraph) -> None:
+    """Checks that two micro-batches of a rank run the same program.
+
+    Raises:
+        CoupledRowsError: an operator depends on the place of the micro-batch in the batch.
+    """
+    for node, twin in zip(graph.graph.nodes, other.graph.nodes, strict=True):
+        if render_node(node) != render_node(twin):
+            line = user_line(node)
+            raise CoupledRowsError(
+                f"{node.target} depends on where a micro-batch stands in the batch"
+                + (f" ({line})" if line else "")
+                + ", so micro-batches cannot share a program: give Strategy(micro_batches=1)"
+            )

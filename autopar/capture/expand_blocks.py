@@ -1,0 +1,154 @@
+"""`expand`: copies of what was traced of a repeated block, where only marks of the others stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.repeated_blocks import MARK, Unlike
+
+_APART = 1_000_000
+"""Between the numbers by which autograd ties operators of one copy and of the next."""
+
+
+def expand(graph: fx.Graph) -> None:
+    """Replaces marks by copies of what was traced between those of the first of their kind.
+
+    Args:
+        graph: the joint graph as traced under `Repeats`; it is changed.
+
+    Raises:
+        Unlike: something reads more than a block was given, or gradients differ.
+    """
+    marks: dict[tuple[str, int], fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=MARK):
+        marks[node.args[3], node.args[4]] = node
+    bodies: dict[int, _Body] = {}
+    for (what, number), node in marks.items():
+        if what == "repeat":
+            first = _places(node)[0]
+            if first not in bodies:
+                bodies[first] = _Body(graph, marks, first)
+            bodies[first].copy(graph, number, node, marks.get(("repeat_back", number)))
+    for (what, _), node in reversed(marks.items()):
+        if not what.startswith("repeat"):
+            for user in list(node.users):
+                user.replace_all_uses_with(_given(node)[user.args[1]])  # type: ignore[index]
+    graph.eliminate_dead_code()
+
+
+class _Body:
+    """What was traced between the marks of a call."""
+
+    def __init__(
+        self, graph: fx.Graph, marks: Mapping[tuple[str, int], fx.Node], number: int
+    ) -> None:
+        self.enter, self.leave = marks["enter", number], marks["leave", number]
+        self.enter_back = marks.get(("enter_back", number))
+        self.leave_back = marks.get(("leave_back", number))
+        ends = [*_given(self.leave), *(_given(self.enter_back) if self.enter_back else ())]
+        inside: set[fx.Node] = set()
+        while ends:
+            node = ends.pop()
+            if node in inside or node.op == "get_attr" or self.borders(node):
+                continue
+            if node.op != "call_function" or node.target is MARK:
+                raise Unlike(f"a block reads {node.name}, which it is not given")
+            inside.add(node)
+            ends += node.all_input_nodes
+        order = [node for node in graph.nodes if node in inside]
+        self.forward = [node for node in order if not _is_backward(node)]
+        self.backward = [node for node in order if _is_backward(node)]
+
+    def borders(self, node: fx.Node) -> bool:
+        """Whether a node is what the block is given, or a gradient of what it returns."""
+        source = node.args[0] if node.args else None
+        return source is self.enter or (source is not None and source is self.leave_back)
+
+    def copy(self, graph: fx.Graph, number: int, call: fx.Node, back: fx.Node | None) -> None:
+        """Copies it to where the marks of a call like it stand."""
+        made = _paired(self.enter, call)
+        block = call.meta["custom"]["module"]
+        old = self.enter.meta["custom"]["module"]
+
+        def copied(nodes: Sequence[fx.Node], before: fx.Node) -> None:
+            with graph.inserting_before(before):
+                for node in nodes:
+                    made[node] = graph.node_copy(node, lambda n: made.get(n, n))
+                    made[node].meta = _meta(node, old, block, number)
+
+        copied(self.forward, call)
+        _replace(call, [made.get(node, node) for node in _given(self.leave)])
+        if back is None:
+            return
+        places = _places(back)
+        middle = places.index(-1)
+        if self.leave_back is None or self.enter_back is None:
+            raise Unlike("the first of equal blocks has no backward")
+        if places[:middle] != _places(self.leave_back):
+            raise Unlike("gradients enter equal blocks by different results")
+        made |= _paired(self.leave_back, back)
+        copied(self.backward, back)
+        known = dict(zip(_places(self.enter_back), _given(self.enter_back), strict=True))
+        given = [known.get(place) for place in places[middle + 1 :]]
+        _replace(back, [made.get(node, node) if node else None for node in given])
+
+
+def _meta(node: fx.Node, old: str, block: str, number: int) -> dict[str, Any]:
+    """The meta of a copy: another block, and numbers of its own for what belongs together."""
+    meta = dict(node.meta)
+    if note := meta.get("custom"):
+        meta["custom"] = note | {"module": block + note["module"].removeprefix(old)}
+    if meta.get("seq_nr") is not None:
+        meta["seq_nr"] += number * _APART
+    return meta
+
+
+def _replace(mark: fx.Node, results: Sequence[fx.Node | None]) -> None:
+    """Lets the users of a mark's results read others."""
+    for user, result in zip(_results(mark), results, strict=True):
+        if user is None or not user.users:
+            continue
+        if result is None and all(reader.op == "output" for reader in user.users):
+            for reader in list(user.users):
+                reader.args = fx.map_arg(reader.args, _without(user))
+        elif result is None or _strides(user) != _strides(result):
+            raise Unlike("the gradients of equal blocks differ")
+        else:
+            user.replace_all_uses_with(result)
+
+
+def _without(gone: fx.Node) -> Callable[[fx.Node], Any]:
+    return lambda node: None if node is gone else node
+
+
+def _strides(node: fx.Node) -> object:
+    return (node.meta["val"].shape, node.meta["val"].stride())
+
+
+def _results(mark: fx.Node) -> list[fx.Node | None]:
+    """The nodes that take the results out of a mark's list, None where nothing does."""
+    found: list[fx.Node | None] = [None] * len(mark.args[1])  # type: ignore[arg-type]
+    for user in mark.users:
+        found[user.args[1]] = user  # type: ignore[index]
+    return found
+
+
+def _paired(mark: fx.Node, other: fx.Node) -> dict[fx.Node, fx.Node]:
+    """What stands inside of the first for what another is given."""
+    pairs = zip(_results(mark), _given(other), strict=True)
+    return {inner: outer for inner, outer in pairs if inner is not None}
+
+
+def _places(mark: fx.Node) -> list[int]:
+    return list(mark.args[2])  # type: ignore[arg-type]
+
+
+def _given(mark: fx.Node) -> list[fx.Node]:
+    return list(mark.args[0])  # type: ignore[arg-type]
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"

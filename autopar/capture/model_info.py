@@ -1,0 +1,72 @@
+"""Names, shapes, blocks and devices of a model's parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from autopar.capture.provenance import block_of
+from autopar.ir.graph import ParameterInfo
+
+
+def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
+    """Name, whole shape and block of every parameter, tied ones once."""
+    blocks = find_blocks(model)
+    return {
+        name: ParameterInfo(name, tuple(p.shape), p.dtype, p.requires_grad, blocks[name])
+        for name, p in model.named_parameters()
+    }
+
+
+def describe_buffers(model: nn.Module) -> str:
+    """Name, shape and dtype of every buffer, as text to compare."""
+    return str([(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()])
+
+
+def find_blocks(model: nn.Module) -> dict[str, str]:
+    """The block of every parameter name: the repeated layer that holds it, "" for the rest.
+
+    The blocks are the elements of the outermost ModuleLists, ModuleDicts and Sequentials.
+    """
+    blocks = [""]
+    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        inside = any(block and name.startswith(block + ".") for block in blocks)
+        is_element = bool(name) and isinstance(model.get_submodule(parent), containers)
+        if is_element and not inside and not isinstance(module, containers):
+            blocks.append(name)
+    found = {}
+    for name, _ in model.named_parameters():
+        found[name] = block_of(name.rpartition(".")[0], blocks[1:])
+    return found
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's parameters; for meta ones, where they will be."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type != "meta":
+            return tensor.device
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def find_separate_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks that share no parameter with the rest of the model, as modules.
+
+    Sharded block by block, a parameter that two of them share would come untied.
+    """
+    blocks = [name for name in dict.fromkeys(find_blocks(model).values()) if name]
+    holders: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(parameter, set()).add(block_of(name.rpartition(".")[0], blocks))
+    sharing = set().union(*(names for names in holders.values() if len(names) > 1))
+    return [model.get_submodule(name) for name in blocks if name not in sharing]
+
+
+def total_bytes(parameters: Iterable[ParameterInfo]) -> int:
+    """Bytes of whole parameters."""
+    return sum(p.bytes for p in parameters)

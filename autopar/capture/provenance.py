@@ -1,0 +1,116 @@
+"""Where operators come from: the user's line and the block of the model, on every node."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.traceable import traceable
+from autopar.ir.graph import ParameterInfo
+
+AUTOPAR = os.path.dirname(os.path.dirname(__file__))
+LIBRARIES = tuple(folder + os.sep for folder in (os.path.dirname(torch.__file__), AUTOPAR))
+STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+
+
+class Annotate(TorchFunctionMode):
+    """Writes the user's line and the module's name beside every operator traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.module = ""
+        self.stack: list[str] = []
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> Annotate:
+        from torch.nn.modules import module as hooks
+
+        self.hooks = [
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self.stack.append(self.module)
+        self.module = self.names.get(id(module), self.module)
+
+    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        self.module = self.stack.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and is_library(frame.f_code.co_filename):
+            frame = frame.f_back
+        note = {"source": (frame.f_code.co_filename, frame.f_lineno), "module": self.module}
+        fx_traceback.get_current_meta()["custom"] = note
+        form = traceable(func) if args else func  # forms name their first argument otherwise
+        return form(*args, **(kwargs or {}))
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file is torch's or autopar's, not the user's."""
+    return file.startswith(LIBRARIES)
+
+
+def user_frame(error: BaseException) -> str:
+    """The last line of the user that an error passed through, as " at FILE:LINE: CODE", or ""."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [f for f in frames if not is_library(f.filename) and not _is_standard(f.filename)]
+    return f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _is_standard(file: str) -> bool:
+    """Whether a source file is of Python's standard library."""
+    return file.startswith((STANDARD, "<")) and "site-packages" not in file
+
+
+def annotate_nodes(graph: fx.Graph, parameters: Mapping[str, ParameterInfo]) -> None:
+    """Sets phase, block and source of every node; a backward node takes its forward's."""
+    blocks = tuple(dict.fromkeys(info.block for info in parameters.values() if info.block))
+    notes: dict[int, dict[str, Any]] = {}
+    for node in graph.nodes:
+        backward = node.meta.get("partitioner_tag") == "is_backward"
+        number = node.meta.get("seq_nr")
+        note = node.meta.get("custom") or {}
+        if backward:
+            note = notes.get(number, note)
+        elif node.op == "call_function":
+            notes.setdefault(number, note)
+        node.meta = {
+            "val": node.meta.get("val"),
+            "phase": "backward" if backward else "forward",
+            "block": block_of(note.get("module", ""), blocks),
+            "source": note.get("source"),
+            "seq_nr": number,
+        }
+
+
+def block_of(module: str, blocks: Sequence[str]) -> str:
+    """The block that a module lies in, "" for none."""
+    for block in blocks:
+        if module == block or module.startswith(block + "."):
+            return block
+    return ""

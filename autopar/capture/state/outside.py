@@ -1,0 +1,145 @@
+"""`outside_of`: the global variables and closures that a model's code reads.
+
+The code of every forward and hook is looked through, with the functions and methods that it names.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.provenance import is_library
+from autopar.capture.state.contents import HOOKS, INTERNAL, MISSING, PLAIN, contents
+
+MOST = 400
+"""Functions of one model that are looked through."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of a Python file or of an enclosing function.
+
+    Attributes:
+        holder: the globals of the file, or the cell of the closure.
+        name: of the variable.
+    """
+
+    holder: dict[str, Any] | CellType
+    name: str
+
+    @property
+    def value(self) -> Any:
+        """Its present value."""
+        if isinstance(self.holder, dict):
+            return self.holder.get(self.name, MISSING)
+        try:
+            return self.holder.cell_contents
+        except ValueError:  # not bound yet
+            return MISSING
+
+    def set(self, value: Any) -> None:
+        """Gives it a value."""
+        if isinstance(self.holder, dict):
+            self.holder[self.name] = value
+        else:
+            self.holder.cell_contents = value
+
+
+def outside_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Mapping[str, Variable]:
+    """Variables with values that can change, by a name for people."""
+    found: dict[str, Variable] = {}
+    seen: set[CodeType] = set()
+    for kind, function in _entries(model, loss_fn):
+        _look_through(function, kind, found, seen)
+    if isinstance(loss_fn, nn.Module):
+        for name, module in loss_fn.named_modules(prefix="loss_fn"):
+            tables = vars(module), module._buffers
+            keys = ((t, key) for t in tables for key in t if key not in INTERNAL)
+            found |= {f"{name}.{key}": Variable(table, key) for table, key in keys}
+    return found
+
+
+def _entries(
+    model: nn.Module, loss_fn: Callable[..., Any] | None
+) -> Iterator[tuple[type, FunctionType]]:
+    """Functions that a call of the model starts in, and the class that each is a method of."""
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    own = [vars(m)["forward"] for m in model.modules() if "forward" in vars(m)]
+    hooks = [h for m in model.modules() for table in HOOKS for h in getattr(m, table).values()]
+    if isinstance(loss_fn, nn.Module):
+        kinds[type(loss_fn)] = None
+    for kind in kinds:
+        if (function := _function(getattr(kind, "forward", None))) is not None:
+            yield kind, function
+    for given in (*own, *hooks, loss_fn):
+        if (function := _function(given)) is not None:
+            yield type(None), function
+
+
+def _function(value: Any) -> FunctionType | None:
+    """The Python function in a function, method, property or partial, unless a library's."""
+    if isinstance(value, functools.partial):
+        value = value.func
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, (MethodType, staticmethod, classmethod)):
+        value = value.__func__
+    if not isinstance(value, FunctionType) or is_library(value.__code__.co_filename):
+        return None
+    return value
+
+
+def _look_through(
+    function: FunctionType, kind: type, found: dict[str, Variable], seen: set[CodeType]
+) -> None:
+    """Adds the variables that a function reads, and those of the functions that it names."""
+    code = function.__code__
+    if code in seen or len(seen) >= MOST:
+        return
+    seen.add(code)
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    variables = [(function.__qualname__, Variable(cell, name)) for name, cell in cells]
+    loaded, attributes = _names(code)
+    variables += [
+        (str(function.__globals__.get("__name__")), Variable(function.__globals__, name))
+        for name in loaded
+        if name in function.__globals__
+    ]
+    for where, variable in variables:
+        value = variable.value
+        if (inner := _function(value)) is not None:
+            _look_through(inner, type(None), found, seen)
+        elif isinstance(value, (*PLAIN, tuple, enum.Enum, torch.Tensor)) or (
+            contents(value) is not None
+        ):
+            found.setdefault(f"{where}.{variable.name}", variable)
+    for name in attributes:
+        member = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        if (inner := _function(member)) is not None:
+            _look_through(inner, kind, found, seen)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The globals and attributes that code loads, also in functions inside of it."""
+    loaded: dict[str, None] = {}
+    attributes: dict[str, None] = {}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            loaded[instruction.argval] = None
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes[instruction.argval] = None
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner = _names(constant)
+            loaded |= dict.fromkeys(inner[0])
+            attributes |= dict.fromkeys(inner[1])
+    return tuple(loaded), tuple(attributes)

@@ -1,0 +1,177 @@
+"""Documents: JSON from files, checked against the class that it describes.
+
+msgspec reads the class: field names, types, and limits in `Annotated` types such as `Count`.
+`read` also refuses what no document holds: deep nesting, NaN, infinities, integers of more than 64
+bits, and unknown fields. Every error names the file, the path of the field and what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from autopar.common.checks import MOST_RANKS, shown
+from autopar.errors import AutoparError
+
+T = TypeVar("T")
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+Amount = Annotated[float, msgspec.Meta(ge=0.0)]
+Seconds = Annotated[float, msgspec.Meta(ge=-1e-6, le=1e12)]  # differences may round below zero
+Duration = Annotated[float, msgspec.Meta(gt=0.0, le=1e12)]
+Rate = Annotated[float, msgspec.Meta(gt=0.0)]
+
+MOST_DEPTH = 32
+"""Levels of lists and objects in a document."""
+
+MOST_BITS = 63
+"""Bits of an integer in a document."""
+
+
+class FieldError(ValueError):
+    """A field that contradicts the rest of its document.
+
+    Args:
+        path: of the field, such as "$.mesh[0]".
+        why: what it holds and what was expected.
+    """
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path} {why}")
+
+
+def load(path: str | Path, what: str, error: type[AutoparError]) -> Any:
+    """The JSON values in a file.
+
+    Args:
+        path: of the file.
+        what: kind of document, such as "plan", for errors.
+        error: class of the errors.
+
+    Raises:
+        AutoparError: the file cannot be read or is not JSON.
+    """
+    if not isinstance(path, (str, Path)):
+        raise error(f"path={shown(path)}: give the name of a file")
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise error(f"cannot read {path}: {failure.strerror or failure}") from failure
+    except RecursionError as failure:
+        raise error(
+            f"{path} is not a {what}: $ is nested deeper than {MOST_DEPTH} levels"
+        ) from failure
+    except ValueError as failure:
+        raise error(f"{path} is not a {what}, or not JSON: {failure}") from failure
+
+
+def read(
+    document: Any,
+    kind: type[T],
+    source: str,
+    error: type[AutoparError],
+    advice: str,
+    check: Callable[[T], None] = lambda value: None,
+) -> T:
+    """The value that a document describes.
+
+    Args:
+        document: JSON values.
+        kind: dataclass or struct of the value.
+        source: name of the document, for errors.
+        error: class of the errors.
+        advice: what to do about a bad document.
+        check: raises `FieldError` where fields contradict each other.
+
+    Raises:
+        AutoparError: a field is missing or unknown, or holds what it may not.
+    """
+    try:
+        _check_plain(document)
+        value = msgspec.convert(document, kind)
+        _check_known(document, value, "$")
+        check(value)
+    except FieldError as failure:
+        raise error(f"{source}: {failure}. {advice}") from None
+    except msgspec.ValidationError as failure:
+        raise error(f"{source}: {_explained(str(failure), document)}. {advice}") from failure
+    return value
+
+
+def _check_plain(document: Any) -> None:
+    """Raises where a document is too deep or holds a number or text that JSON cannot."""
+    pending: list[tuple[Any, _Place | None, int]] = [(document, None, 0)]
+    while pending:
+        value, place, depth = pending.pop()
+        if isinstance(value, (dict, list, tuple)):
+            if depth == MOST_DEPTH:
+                raise FieldError(_path(place)[:60], f"is nested deeper than {MOST_DEPTH} levels")
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            pending += [(inner, (place, key), depth + 1) for key, inner in items]
+        elif isinstance(value, float) and value - value != 0.0:
+            raise FieldError(_path(place), f"is {value}: expected a finite number")
+        elif isinstance(value, int) and value.bit_length() > MOST_BITS:
+            size = f"{value.bit_length()} bits: expected at most {MOST_BITS}"
+            raise FieldError(_path(place), f"is an integer of {size}")
+        elif isinstance(value, str) and not value.isascii() and _has_half(value):
+            raise FieldError(_path(place), f"is {ascii(value)[:60]}, which is not Unicode text")
+
+
+_Place = tuple[Any, Any]
+"""The place of what holds a value, and the key of the value there."""
+
+
+def _path(place: _Place | None) -> str:
+    parts: list[str] = []
+    while place is not None:
+        place, key = place
+        parts.append(f"[{key}]" if isinstance(key, int) else f".{key}")
+    return "$" + "".join(reversed(parts))
+
+
+def _has_half(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _check_known(document: Any, value: Any, path: str) -> None:
+    """Raises where a document has a field that the value's class lacks."""
+    if is_dataclass(value) and isinstance(document, Mapping):
+        names = [field.name for field in fields(value)]
+        if strange := sorted(set(map(str, document)).difference(names)):
+            raise FieldError(path, f"has the unknown field {strange[0]!r}")
+        for name in names:
+            if name in document:
+                _check_known(document[name], getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, (tuple, list)) and any(map(is_dataclass, value)):
+        for index, (inner, own) in enumerate(zip(document, value, strict=True)):
+            _check_known(inner, own, f"{path}[{index}]")
+
+
+_AT = re.compile(r"(.*) - at `(.*)`", re.DOTALL)
+
+
+def _explained(failure: str, document: Any) -> str:
+    """The message of msgspec, with the path first and the value found there."""
+    match = _AT.fullmatch(failure)
+    what, path = (match[1], match[2]) if match else (failure, "$")
+    found = _value_at(path, document)
+    plain = found is None or isinstance(found, (bool, int, float, str)) or found in ([], {})
+    text = f" is {shown(found)}" if plain and not what.startswith("Object") else ""
+    return f"{path}{text}: {what[:1].lower()}{what[1:]}"
+
+
+def _value_at(path: str, document: Any) -> Any:
+    """The value at a path of msgspec's; the closest one where the path leaves a key open."""
+    for name, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
+        if index == "...":
+            return ...
+        document = document[name] if name else document[int(index)]
+    return document

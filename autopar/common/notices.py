@@ -1,0 +1,84 @@
+"""Warnings of autopar: each is given once a process, on rank 0, at the user's line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import distributed as dist
+
+from autopar.errors import AutoparWarning, NumericsWarning
+
+SAID: set[tuple[type[AutoparWarning], str]] = set()
+"""Warnings that this process has given."""
+
+_ROOT = Path(__file__).resolve().parents[1]
+_INSIDE = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        _ROOT,
+        _ROOT.parent / "passes",
+        _ROOT.parent / "cost_model",
+        Path(torch.__file__).resolve().parent,
+    )
+)
+
+
+class Difference(str):
+    """A note on a graph that names a result other than the single device's.
+
+    `TrainingGraph.notes` and `Plan.notes` hold plain text and these. A difference also becomes a
+    NumericsWarning as soon as a module runs the graph.
+    """
+
+    __slots__ = ()
+
+
+def warn_once(category: type[AutoparWarning], message: str) -> None:
+    """Gives a warning on rank 0, once in this process, at the line that called autopar.
+
+    Every rank calls it. A filter that makes the warning an error raises on every rank.
+
+    Args:
+        category: class of the warning.
+        message: text, with the user's line where there is one.
+    """
+    if (category, message) in SAID:
+        return
+    SAID.add((category, message))
+    if _rank() == 0:
+        warnings.warn(message, category, stacklevel=_levels_to_user())
+        return
+    with warnings.catch_warnings(record=True):  # filters still apply: "error" raises here too
+        warnings.warn(message, category, stacklevel=2)
+
+
+def warn_of_differences(notes: Iterable[str]) -> None:
+    """Gives a NumericsWarning for every note that is a `Difference`."""
+    for note in notes:
+        if isinstance(note, Difference):
+            warn_once(NumericsWarning, f"autopar differs from one device: {note}")
+
+
+def _rank() -> int:
+    """Rank of this process, also before the process group is made."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _levels_to_user() -> int:
+    """Frames from the caller of this function up to the first outside of autopar and torch."""
+    level, frame = 1, sys._getframe(1)
+    while _is_inside(frame) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level if not _is_inside(frame) else 2
+
+
+def _is_inside(frame: FrameType) -> bool:
+    return os.path.realpath(frame.f_code.co_filename).startswith(_INSIDE)

@@ -1,0 +1,80 @@
+"""`program_text`: the program of one rank under a plan, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.model_info import describe_parameters, device_of
+from autopar.capture.offline import capture_of_rank
+from autopar.ir.graph import TrainingGraph
+from autopar.passes.core.runner import run_passes
+from autopar.passes.data_parallel.reuse_gathered import ONCE
+from autopar.passes.pipeline import build_pass_pipeline, build_stage_pipeline
+from autopar.passes.stage_lowering import split_plan_stages
+from autopar.passes.tensor_parallel.partition_axes import in_turn
+from autopar.plan.partition import NodeStrategies, rows_of, scaled
+from autopar.planner.placement.unmeasured import repartition
+from autopar.report.plan import Plan
+from autopar.runtime.codegen.program import with_axes
+
+
+def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int = 0) -> str:
+    """The program of one rank under a plan: provenance, then a line for every operator."""
+    parameters = describe_parameters(model)
+    plan.check(model, parameters.values(), plan.world_size)
+    backend = "gloo" if device_of(model).type == "cpu" else "nccl"
+    place = plan.mesh_coordinate(rank)
+    graph = _capture_under(plan, model, example_inputs, place[plan.axis])
+    planned = {
+        axis: (g, op_strategies)
+        for axis, g, op_strategies in planned_strategies(model, example_inputs, plan)
+    }
+
+    def as_planned(axis: str, graph: TrainingGraph) -> NodeStrategies:
+        first, op_strategies = planned[axis]
+        return scaled(op_strategies, first, rows_of(first), rows_of(graph))
+
+    turns = in_turn(planned, with_axes(graph, plan), place, as_planned)
+    own = [op_strategies for _, _, op_strategies in turns]
+    if plan.pipeline is None:
+        return str(
+            run_passes(
+                with_axes(graph, plan), build_pass_pipeline(plan, rank, backend, op_strategies=own)
+            )
+        )
+    stages = split_plan_stages(graph, plan, rank, own, plan.pipeline.micro_batches).stages
+    passes, zero = build_stage_pipeline(plan, rank, backend), dict(plan.zero_stages)
+    once = "; what ZeRO 1 and 2 gather, the first for all" if {*ONCE} & {*zero.values()} else ""
+    return "\n\n".join(
+        f"# stage {stage} of {plan.pipeline.stages}, for each micro-batch{once}\n"
+        f"{run_passes(stages[stage], passes)}"
+        for stage in plan.pipeline.stages_of(place.get("pp", 0))
+    )
+
+
+def planned_strategies(
+    model: nn.Module, example_inputs: Any, plan: Plan
+) -> Iterator[tuple[str, TrainingGraph, NodeStrategies]]:
+    """Each axis that a plan partitions a model along, the first rank's graph before, its ways."""
+    partitions = {partition.axis: partition for partition in plan.partitions}
+
+    def find(axis: str, graph: TrainingGraph) -> NodeStrategies:
+        op_strategies = partitions[axis].strategies_for(graph, rows_of(graph))
+        return repartition(graph, partitions[axis]) if op_strategies is None else op_strategies
+
+    graph = with_axes(_capture_under(plan, model, example_inputs, 0), plan)
+    return in_turn(partitions, graph, plan.mesh_coordinate(0), find)
+
+
+def _capture_under(
+    plan: Plan, model: nn.Module, example_inputs: Any, data_rank: int
+) -> TrainingGraph:
+    autocast = getattr(torch, plan.precision) if plan.precision else None
+    ranks, batch = plan.dp_size, plan.batch
+    count = plan.pipeline.micro_batches if plan.pipeline is not None else 1
+    own = model, example_inputs, data_rank, ranks, batch, autocast, None, count
+    return capture_of_rank(*own, local=plan.batch_semantics == "local")

@@ -1,0 +1,33 @@
+"""Text for people: names made safe to print, and byte counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and newline, marks that turn text around, and halves of characters."""
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters escaped, so that none reaches the terminal.
+
+    >>> printable("layer\x1b[31m") == r"layer\x1b[31m"
+    True
+    """
+    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def memory_text(memory: Mapping[str, int]) -> str:
+    """Bytes by category, the most first."""
+    parts = sorted(memory.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {human_bytes(size)}" for name, size in parts if size)
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes as people read it."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

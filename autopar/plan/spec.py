@@ -1,0 +1,251 @@
+"""`Plan`: what was decided, as one JSON document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from torch import nn
+
+from autopar.common.checks import count
+from autopar.common.documents import Amount, Count, Positive, Ranks
+from autopar.errors import PlanError
+from autopar.ir.graph import ParameterInfo
+from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, Levels, level
+from autopar.ir.placement import Placement, Replicate, Shard, placement_of
+from autopar.plan.buckets import Buckets
+from autopar.plan.compression import Compressions
+from autopar.plan.overlap import Overlap
+from autopar.plan.partition import Partition
+from autopar.plan.pipeline import Pipeline
+from autopar.plan.prediction import Prediction, RunnerUp
+from autopar.plan.recompute import Level
+
+SCHEMA_VERSION = 6
+
+ZeroStage = Annotated[int, msgspec.Meta(ge=0, le=3)]
+GlobalOrLocal = Annotated[str, msgspec.Meta(pattern="^(global|local)$")]
+
+
+@dataclass(frozen=True)
+class PlanSpec:
+    """How a model is trained over the ranks.
+
+    Attributes:
+        name: the plan in a few words.
+        model: class of the model.
+        fingerprint: hash of the names, shapes and dtypes of its parameters.
+        world_size: number of ranks.
+        mesh: the axes and their sizes.
+        batch: "global" or "local": what each rank is given.
+        stages: ZeRO stage of each block, "" being all outside of blocks.
+        buckets: parameters whose collectives travel together.
+        compressions: which of these are compressed, and how: lossy.
+        levels: of axes whose ranks lie over several nodes, and what is sent by level.
+        hybrid: whether ZeRO shards over the inner level of the data's axis only, and keeps a copy
+            of the shards at each place of the outer one.
+        prefetch: buckets of parameters gathered ahead.
+        in_flight: reductions under way at most; 0 for any number.
+        overlaps: when collectives start and are waited for, for each stage of a pipeline; where it
+            says nothing, `prefetch` and `in_flight` do.
+        recompute: for each block, what its backward computes again: none, selective or full.
+        activation_bytes: bytes of activations that may be kept; None for any number.
+        batch_semantics: "global": the step of one device; "local": each rank computes what it
+            would of its own rows alone, and gradients are averaged.
+        precision: None, or the dtype of autocast.
+        optimizer: name of the optimizer assumed, and bytes of its state per byte of parameter.
+        optimizer_state_ratio: bytes of optimizer state per byte of parameter.
+        memory_cap: bytes per rank that had to suffice; None for no cap.
+        placements: how each parameter lies between steps, along the axis of the data.
+        changed: frozen parameters that forward changes: whole on every rank, as buffers are.
+        partitions: how the model is partitioned along the axes behind that, in this order.
+        pipeline: how the model is cut into stages; None if it is not.
+        parameter_bytes: size of each whole parameter.
+        prediction: predicted cost; None if it was not asked for.
+        sent_bytes: what a rank sends in a step over each axis, in bytes.
+        runners_up: what else was considered.
+        cluster: on what, and where its figures come from.
+        notes: limits that the user should know.
+        torch: version of torch that planned.
+        schema_version: version of this document.
+    """
+
+    name: str
+    model: str
+    fingerprint: str
+    world_size: Ranks
+    mesh: tuple[tuple[str, Ranks], ...]
+    zero_stages: tuple[tuple[str, ZeroStage], ...]
+    batch: GlobalOrLocal = "global"
+    buckets: Buckets = field(default_factory=Buckets)
+    compressions: Compressions = field(default_factory=Compressions)
+    levels: tuple[Levels, ...] = ()
+    hybrid: bool = False
+    prefetch: Count = 1
+    in_flight: Count = 0
+    overlaps: tuple[Overlap, ...] = ()
+    recompute: tuple[tuple[str, Level], ...] = ()
+    activation_bytes: Count | None = None
+    batch_semantics: GlobalOrLocal = "global"
+    precision: str | None = None
+    optimizer: str = "AdamW"
+    optimizer_state_ratio: Amount = 2.0
+    memory_cap: Positive | None = None
+    placements: tuple[tuple[str, str], ...] = ()
+    changed: tuple[str, ...] = ()
+    partitions: tuple[Partition, ...] = ()
+    pipeline: Pipeline | None = None
+    parameter_bytes: tuple[tuple[str, Count], ...] = ()
+    prediction: Prediction | None = None
+    sent_bytes: tuple[tuple[str, Count], ...] = ()
+    runners_up: tuple[RunnerUp, ...] = ()
+    cluster: str = ""
+    notes: tuple[str, ...] = ()
+    torch: str = field(default_factory=lambda: str(torch.__version__))
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis over which ranks hold different rows."""
+        return self._data[0]
+
+    @property
+    def dp_size(self) -> int:
+        """Over how many ranks the rows of a batch are divided."""
+        return self._data[1]
+
+    @property
+    def _data(self) -> tuple[str, int]:
+        return next((name, size) for name, size in self.mesh if name != "pp")
+
+    @property
+    def pp_size(self) -> int:
+        """Over how many ranks the stages lie."""
+        return dict(self.mesh).get("pp", 1)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Over how many ranks the model itself is partitioned."""
+        return self.world_size // self.dp_size // self.pp_size
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether any rank keeps less than all parameters between steps."""
+        sharded = self.dp_size > 1 and any(stage for _, stage in self.zero_stages)
+        return sharded or any(partition.parameters for partition in self.partitions)
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether some parameter lies in interleaved shards."""
+        lies = (p for partition in self.partitions for p in partition.layouts.values())
+        return any(isinstance(p, Shard) and p.interleave > 1 for p in lies)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the axes, and of the levels of each."""
+        mesh = dict(self.mesh)
+        return mesh | {k: n for own in self.levels for k, n in own.sizes(mesh[own.axis]).items()}
+
+    @property
+    def shard_axis(self) -> str:
+        """The axis or level that ZeRO shards parameters over."""
+        return level(self.axis, INTRA_NODE) if self.hybrid else self.axis
+
+    @property
+    def storage(self) -> tuple[tuple[str, int], ...]:
+        """The mesh that parameters lie on, with torch's names for an axis in two levels."""
+        if not self.hybrid:
+            return self.mesh
+        names = {INTER_NODE: "dp_replicate", INTRA_NODE: "dp_shard"}
+        parts = [(name, self.axes[level(self.axis, part)]) for part, name in names.items()]
+        own = [parts if axis == self.axis else [(axis, size)] for axis, size in self.mesh]
+        return tuple(item for items in own for item in items)
+
+    @property
+    def shard_order(self) -> tuple[str, ...]:
+        """The axes of `storage` in the order in which parameters are cut along them."""
+        data = ("dp_replicate", "dp_shard") if self.hybrid else (self.axis,)
+        return (*(partition.axis for partition in self.partitions), *data)
+
+    def mesh_coordinate(self, rank: int) -> dict[str, int]:
+        """Where a rank of the world stands on each axis: the last one is that of neighbours."""
+        count("rank", rank, 0, self.world_size - 1)
+        found = {}
+        for axis, size in reversed(self.mesh):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    def share_of(self, name: str) -> float:
+        """The fraction of a parameter that a rank holds between steps."""
+        sizes, share = dict(self.storage), 1.0
+        for axis, placement in self.layout(name).items():
+            share /= sizes[axis] if isinstance(placement, Shard) else 1
+        return share
+
+    def layout(self, name: str) -> dict[str, Placement]:
+        """How a parameter lies between steps along each axis, in the order of cutting it."""
+        whole = Replicate()
+        found: dict[str, Placement] = {p.axis: p.layouts.get(name, whole) for p in self.partitions}
+        if self.dp_size > 1 or not self.partitions:
+            found |= dict.fromkeys(self.shard_order[len(self.partitions) :], whole)
+            found[self.shard_order[-1]] = placement_of(dict(self.placements)[name])
+        return found
+
+    @property
+    def unsharded_grad_params(self) -> tuple[str, ...]:
+        """The parameters whose gradients ZeRO sums once a step, not once a micro-batch."""
+        zero = dict(self.zero_stages)
+
+        def block(name: str) -> str:
+            inside = (b for b in zero if b and name.startswith(b + "."))
+            return max(inside, key=len, default="")
+
+        return tuple(name for name, _ in self.parameter_bytes if zero.get(block(name), 0) < 2)
+
+    def check(self, model: nn.Module, parameters: Iterable[ParameterInfo], world_size: int) -> None:
+        """Raises PlanError if this plan was made for another model or number of ranks."""
+        ours = fingerprint(parameters := list(parameters))
+        if self.world_size != world_size:
+            raise PlanError(
+                f"the plan is for {self.world_size} ranks, but {world_size} are running. "
+                "Plan again, or launch that many."
+            )
+        if self.fingerprint != ours:
+            sizes = dict(self.parameter_bytes)
+            names = {p.name: p.bytes for p in parameters}
+            changed = [n for n in {**sizes, **names} if sizes.get(n) != names.get(n)]
+            detail = ", ".join(sorted(changed)[:5]) or "order or dtype of parameters"
+            ours = type(model).__name__
+            kind = f"{self.model}, not {ours}" if ours != self.model else f"a {ours} of other sizes"
+            raise PlanError(
+                f"the plan was made for another model ({kind}); they differ in: {detail}. "
+                "Plan again with autopar.plan(model, ...)."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-able values."""
+        return json.loads(json.dumps(asdict(self)))
+
+    def to_json(self) -> str:
+        """The plan as text; the same plan gives the same bytes."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+    def digest(self) -> str:
+        """Hash of all that decides what runs: equal on all ranks, or nothing may start."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(self.to_json())
+
+
+def fingerprint(parameters: Iterable[ParameterInfo]) -> str:
+    """Hash of the names, shapes, dtypes and roles of a model's parameters."""
+    lines = [f"{p.name} {p.shape} {p.dtype} {p.requires_grad}" for p in parameters]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,0 +1,123 @@
+"""Which messages go by level, and from which size on: as the curves of the two levels say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.group_shape import GroupShape
+from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, Levels, level
+from autopar.passes.communication.hierarchical_collectives import PARTS
+from autopar.passes.communication.lower_collectives import emitted
+from autopar.passes.compression.reduce_algorithms import messages_of_sum
+from autopar.plan.compression import Compression
+from autopar.plan.strategy import Strategy
+from autopar.planner.machine import Machine
+from autopar.report.plan import Plan
+
+ALWAYS_FROM = 256 * 2**10
+"""Bytes from which messages go by level where the user wants it so: below, latency counts."""
+
+SIZES = tuple(2**power for power in range(12, 28))
+"""4 KiB to 128 MiB: what is compared."""
+
+
+def levels_of(
+    base: Plan, strategy: Strategy, machine: Machine | None, backend: str
+) -> tuple[Levels, ...]:
+    """The levels of the data's axis, and what goes by them; none if its ranks are all alike.
+
+    Args:
+        base: a plan with its mesh.
+        strategy: what is fixed.
+        machine: with the cluster; None if nothing was measured.
+        backend: what collectives are lowered for.
+    """
+    cluster = machine.cluster if machine else None
+    within = neighbours(base, strategy, cluster)
+    own = Levels(base.axis, within)
+    sizes = own.sizes(base.dp_size)
+    if not sizes:
+        return ()
+    axes = dict(base.mesh) | sizes
+    methods = _coded(strategy)
+    if strategy.hierarchical:
+        found = dict.fromkeys((*PARTS, *methods), ALWAYS_FROM)
+    elif strategy.hierarchical is None and cluster is not None:
+        prices = _Prices(cluster, axes, base.axis, backend)
+        sized = {kind: prices.pays_from(kind) for kind in PARTS}
+        sized |= {name: prices.pays_from("all_reduce", own) for name, own in methods.items()}
+        found = {kind: least for kind, least in sized.items() if least is not None}
+    else:
+        found = {}
+    if not found and not base.hybrid:
+        return ()
+    return (Levels(base.axis, within, tuple(found.items())),)
+
+
+def neighbours(base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
+    """How many ranks of the data's axis, one beside the other, are near each other."""
+    if base.hybrid:
+        return strategy.dp_shard or 1
+    if strategy.hierarchical and strategy.hierarchical is not True:
+        return strategy.hierarchical
+    on_node = cluster.ranks_per_node if cluster is not None else base.world_size
+    return max(1, on_node // base.model_parallel_size)
+
+
+def _coded(strategy: Strategy) -> dict[str, Compression]:
+    """The methods that a strategy names or allows for gradients, that can go by level.
+
+    PowerSGD's messages are sums, which go by level like others.
+    """
+    allowed = strategy.lossy if strategy.compress is None else (strategy.compress,)
+    methods = [Compression.of(own) for own in allowed if own != "none"]
+    return {own.method: own for own in methods if own.method != "powersgd"}
+
+
+@dataclass(frozen=True)
+class _Prices:
+    """Seconds of collectives over an axis and over its levels, as they are lowered."""
+
+    cluster: Cluster
+    axes: dict[str, int]
+    axis: str
+    backend: str
+
+    def pays_from(self, kind: str, by: Compression | None = None) -> int | None:
+        """The size from which all larger messages are faster by level, if there is one.
+
+        Args:
+            kind: of collective.
+            by: how it is compressed, which takes no time here: less of it is done by level.
+        """
+        least = None
+        for nbytes in reversed(SIZES):
+            flat = self.seconds(kind, self.axis, nbytes, by)
+            if self.by_level(kind, nbytes, by) >= flat:
+                break
+            least = nbytes
+        return least
+
+    def by_level(self, kind: str, nbytes: int, by: Compression | None) -> float:
+        between, within = level(self.axis, INTER_NODE), level(self.axis, INTRA_NODE)
+        share = nbytes // self.axes[within]
+        return sum(
+            self.seconds(k, within, nbytes)
+            if part == INTRA_NODE
+            else self.seconds(k, between, share, by)
+            for k, part in PARTS[kind]
+        )
+
+    def seconds(self, kind: str, axis: str, nbytes: int, by: Compression | None = None) -> float:
+        """Infinite where nothing is known of it."""
+        if by is not None:
+            sent = messages_of_sum(by, nbytes // 4, self.axes[axis])
+            return sum(self.seconds(kind, axis, own) for kind, own in sent)
+        shape = GroupShape.of_axis(self.axes, axis, self.cluster.ranks_per_node)
+        try:
+            return self.cluster.seconds(emitted(kind, self.backend), nbytes, shape).seconds
+        except ClusterError:
+            return math.inf

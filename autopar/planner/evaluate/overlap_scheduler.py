@@ -1,0 +1,346 @@
+"""`schedule`: when each collective is issued and waited for, by list scheduling on the clock.
+
+Main compute runs in its order on the simulator's clock. In front of each of its operators, if an
+axis would otherwise have nothing to send while that runs, what is to be sent next is issued:
+
+1. a gather that would come too late behind what else could be sent;
+2. what is made of something that has come, then the sum of a gradient, in the order in which they
+   are ready: nobody waits for them, but the step ends no earlier than they do;
+3. a gather of which main compute will have need soon, or any if there is more left to send than to
+   compute.
+
+So an axis does not stand idle if it has work that helps, and buffers are not held if it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from torch import fx
+
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.collectives import Transfer, collective_of, is_wait
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.simulator.streams import Clock, Flight
+from autopar.ir.graph import TrainingGraph
+from autopar.passes.communication.overlap_units import AT_MARK, Half, Unit, halves, sink_waits
+from autopar.passes.communication.schedule_overlap import stage_of
+from autopar.passes.core.collective_ops import STARTS, message_bytes, start_reduce_scatter, wait
+from autopar.plan.overlap import Overlap
+
+MARGIN = 0.5
+"""How much earlier than needed a gather is to be there, by the time that it takes: what is
+estimated is wrong by some part."""
+TICK = 1e-4
+"""Of a stretch: what happens at one place is in order."""
+WINDOW = 32
+"""How many gathers ahead are looked at."""
+
+
+@dataclass
+class Cost:
+    """What a collective takes when lowered.
+
+    Attributes:
+        before_s: seconds of compute up to its being issued.
+        after_s: seconds of compute from its being there to its results.
+        sends: what is sent, and for how many seconds.
+    """
+
+    before_s: float = 0.0
+    after_s: float = 0.0
+    sends: list[tuple[Transfer, float]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Of sending."""
+        return sum(seconds for _, seconds in self.sends)
+
+
+NOTHING = Cost()
+Costs = dict[str, Cost]
+
+
+def costs_of(lowered: TrainingGraph, cluster: Cluster, operators: OperatorTimes) -> Costs:
+    """What each collective takes, by the name of its abstract start."""
+    found: Costs = {}
+    come = set[str]()
+    for node in lowered.calls():
+        if (name := node.meta.get("of")) is None:
+            continue
+        cost, slowdown = found.setdefault(name, Cost()), cluster.slowdown
+        if collective_of(node) is not None:
+            called = operators.call_of_collective(node)
+            cost.before_s += slowdown.issue_s if called is None else called.seconds
+            sent = Transfer.of(node, lowered.axes, cluster.ranks_per_node)
+            price = cluster.seconds(sent.collective, sent.nbytes, sent.shape, sent.dtype)
+            cost.sends.append((sent, price.seconds))
+        elif is_wait(node):
+            come.add(name)
+            cost.after_s += slowdown.wait_s
+        elif name in come:
+            cost.after_s += operators.seconds(node).seconds
+        else:
+            cost.before_s += operators.seconds(node).seconds
+    return found
+
+
+def schedule(
+    graph: TrainingGraph,
+    lowered: TrainingGraph,
+    cluster: Cluster,
+    operators: OperatorTimes,
+    room: int | None = None,
+) -> Overlap:
+    """When the collectives of a graph are issued and waited for.
+
+    Args:
+        graph: with abstract collectives, as `ScheduleOverlap` is given it.
+        lowered: the same with some schedule, lowered: what its collectives take.
+        cluster: times of collectives.
+        operators: times of operators.
+        room: bytes that may be gathered before they are needed, beside one gather; None for any.
+    """
+    graph = graph.copy()
+    sink_waits(graph)
+    costs = costs_of(lowered, cluster, operators)
+    forward, backward = (_Walk(h, costs, cluster, operators, room) for h in halves(graph))
+    for walk in (forward, backward):
+        walk.run()
+    return Overlap(forward.leads, backward.leads, backward.delays, stage_of(graph))
+
+
+class _Walk:
+    """Main compute of a half, and what is issued meanwhile."""
+
+    def __init__(
+        self,
+        half: Half,
+        costs: Costs,
+        cluster: Cluster,
+        operators: OperatorTimes,
+        room: int | None,
+    ) -> None:
+        self.half, self.costs, self.operators, self.room = half, costs, operators, room
+        self.clock = Clock(cluster.slowdown)
+        self.end = len(half.marks) - 1
+        self.seconds = [self.compute_s(node) for node in half.main]
+        self.done_s = [0.0, *accumulate(self.seconds)]
+        self.positions: dict[Unit, float] = {}
+        self.flights: dict[fx.Node, list[Flight]] = {}
+        self.position, self.place = 0.0, 0
+        self.early = sorted(half.of("early"), key=lambda unit: (unit.mark, unit.level))
+        self.late = half.of("late")
+        self.followers = [unit for unit in self.early if unit.level]
+        self.sums = [unit for unit in self.late if unit.start is not None]
+        self.finishes = [unit for unit in self.late if unit.start is None and _takes_shards(unit)]
+        self.to_send = sum(self.cost(u).seconds for u in half.units if u.start is not None)
+
+    @property
+    def leads(self) -> tuple[float, ...]:
+        """Stretches that each gather starts before it is needed."""
+        return tuple(round(u.mark + AT_MARK - self.positions[u], 4) for u in self.half.of("early"))
+
+    @property
+    def delays(self) -> tuple[float, ...]:
+        """Stretches that each sum is sent, or waited for, after it could be."""
+        return tuple(round(self.positions[u] - u.mark, 4) for u in self.half.of("late"))
+
+    def run(self) -> None:
+        """From the first node to the last, and on until all has come."""
+        marks = self.half.marks
+        needed = {unit.mark: unit for unit in self.half.of("needed")}
+        for mark, (low, high) in enumerate(pairwise(marks)):
+            self.position, self.place = float(mark), low
+            if mark in needed:
+                self.need(needed[mark])
+            for place in range(low, high):
+                self.position, self.place = self.half.position(mark, place), place
+                self.step(self.half.main[place], self.seconds[place])
+        self.position, self.place = float(self.end), marks[-1]
+        if self.end in needed:
+            self.need(needed[self.end])
+        self.drain()
+
+    def step(self, node: fx.Node, seconds: float) -> None:
+        """One node of main compute, and what is issued in front of it."""
+        self.issue_ahead(seconds)
+        self.take_what_came()
+        if node.target in STARTS:
+            self.send(node)
+        elif node.target is wait:
+            self.come(node.args[0])  # type: ignore[arg-type]
+        else:
+            self.clock.compute(node.name, seconds)
+
+    def compute_s(self, node: fx.Node) -> float:
+        if node.op != "call_function" or node.target in STARTS or node.target is wait:
+            return 0.0
+        return self.operators.seconds(node).seconds
+
+    # What is issued.
+
+    def issue_ahead(self, span_s: float) -> None:
+        """Issues what keeps every axis busy for a while, as far as it helps."""
+        while True:
+            backlog = self.backlog()
+            for unit in self.candidates(span_s):
+                axis = self.axis(unit)
+                if backlog.get(axis, 0.0) <= span_s:
+                    self.issue(unit)
+                    break
+            else:
+                return
+
+    def candidates(self, span_s: float) -> Iterator[Unit]:
+        """What could be issued now, what is best first."""
+        gather = next((u for u in self.early if u not in self.positions), None)
+        sums = [u for u in self.sums if self.is_ready(u)]
+        follower = next((u for u in self.followers if self.is_ready(u)), None)
+        if follower is not None:
+            yield follower
+        if gather is None or gather.level:
+            yield from sums
+            return
+        slack_s, own_s = self.slack(), self.cost(gather).seconds
+        between_s = self.cost(sums[0]).seconds if sums else 0.0
+        if slack_s < between_s + MARGIN * own_s + span_s and self.has_room(gather):
+            yield gather
+            yield from sums
+        else:
+            yield from sums
+            left_s = self.done_s[-1] - self.done_s[self.place]
+            if self.to_send > left_s and self.has_room(gather):
+                yield gather
+
+    def is_ready(self, unit: Unit) -> bool:
+        """Whether a unit that starts something can run now, without waiting."""
+        done = unit in self.positions or unit.start is None
+        if done or (unit.kind == "late" and unit.mark > self.position):
+            return False
+        return all(before in self.positions and self.has_come(before) for before in unit.behind)
+
+    def has_come(self, unit: Unit, margin: float = 0.0) -> bool:
+        """Whether what a unit has started is there, and has been for a part of its time."""
+        flights = self.flights.get(unit.start, []) if unit.start is not None else []
+        late_s = margin * self.cost(unit).seconds
+        return all(f.left_s <= 0.0 and f.end_s + late_s <= self.clock.now for f in flights)
+
+    def slack(self) -> float:
+        """Seconds by which all gathers ahead, one behind the other, come before they are needed."""
+        sent_s, least = dict(self.backlog()), float("inf")
+        ahead = (u for u in self.early if u not in self.positions)
+        for unit, _ in zip(ahead, range(WINDOW), strict=False):
+            axis = self.axis(unit)
+            sent_s[axis] = sent_s.get(axis, 0.0) + self.cost(unit).seconds
+            until_s = self.done_s[self.half.marks[unit.mark]] - self.done_s[self.place]
+            least = min(least, until_s - sent_s[axis])
+        return least
+
+    def has_room(self, gather: Unit) -> bool:
+        """Whether a gather may hold its buffers from now on."""
+        if self.room is None or gather.start is None:
+            return True
+        ahead = [u for u in self.early if u in self.positions and u.mark > self.position]
+        held = sum(message_bytes(u.start) for u in ahead if u.start is not None)
+        return not ahead or held + message_bytes(gather.start) <= self.room
+
+    # What happens then.
+
+    def issue(self, unit: Unit) -> None:
+        """Runs a unit: waits, what is computed, a start."""
+        self.position += TICK
+        self.positions[unit] = self.position
+        for waiting in (self.sums, self.finishes):
+            if unit in waiting:
+                waiting.remove(unit)
+        for node in unit.nodes:
+            if node.target is wait:
+                self.come(node.args[0])  # type: ignore[arg-type]
+            elif node.target in STARTS:
+                self.to_send -= self.cost(unit).seconds
+                self.send(node)
+            else:
+                self.clock.compute(node.name, self.compute_s(node))
+
+    def send(self, start: fx.Node) -> None:
+        cost = self.costs.get(start.name, NOTHING)
+        self.clock.compute(start.name, cost.before_s)
+        self.flights[start] = [
+            self.clock.issue(start.name, sent, seconds) for sent, seconds in cost.sends
+        ]
+
+    def come(self, start: fx.Node) -> None:
+        """Waits for a collective."""
+        for flight in self.flights[start]:
+            self.clock.wait(start.name, flight)
+        self.clock.compute(start.name, self.costs.get(start.name, NOTHING).after_s)
+
+    def need(self, unit: Unit) -> None:
+        """Main compute cannot go on without what is gathered."""
+        for before in self.chain(unit):
+            if before not in self.positions:
+                self.issue(before)
+        flights = [f for u in unit.behind if u.start is not None for f in self.flights[u.start]]
+        if any(flight.left_s > 0.0 for flight in flights):
+            self.issue_ahead(max(self.backlog().values()))
+        for before in unit.behind:
+            if before.start is not None:
+                self.come(before.start)
+
+    def chain(self, unit: Unit) -> Iterator[Unit]:
+        """What has to be issued before a unit, in order."""
+        for before in unit.behind:
+            yield from self.chain(before)
+            yield before
+
+    def take_what_came(self) -> None:
+        """Waits for reduced shards that are there, so that the whole gradients are freed."""
+        for unit in list(self.finishes):
+            if all(b in self.positions and self.has_come(b, MARGIN) for b in unit.behind):
+                self.issue(unit)
+
+    def drain(self) -> None:
+        """What is left when main compute has ended, in the order in which it comes."""
+        left = [unit for unit in self.late if unit not in self.positions]
+        while left:
+            open_ = [u for u in left if all(before in self.positions for before in u.behind)]
+            unit = min(open_, key=self.order)
+            left.remove(unit)
+            self.issue(unit)
+
+    def order(self, unit: Unit) -> tuple[bool, bool, float]:
+        """What can go on without waiting first, of that what sends; then what will come first."""
+        waits = not all(self.has_come(before) for before in unit.behind)
+        issued = [f.issued_s for b in unit.behind if b.start for f in self.flights[b.start]]
+        return waits, unit.start is None, max(issued, default=0.0)
+
+    # Figures.
+
+    def cost(self, unit: Unit) -> Cost:
+        return NOTHING if unit.start is None else self.costs.get(unit.start.name, NOTHING)
+
+    def axis(self, unit: Unit) -> str:
+        sends = self.cost(unit).sends
+        return sends[0][0].axis if sends else ""
+
+    def backlog(self) -> dict[str, float]:
+        """Seconds of what is under way on each axis."""
+        found: dict[str, float] = {}
+        for flight in under_way(self.flights.values()):
+            axis = flight.transfer.axis
+            found[axis] = found.get(axis, 0.0) + flight.left_s
+        return found
+
+
+def _takes_shards(unit: Unit) -> bool:
+    """Whether all that a unit waits for are reduced shards."""
+    starts = (before.start for before in unit.behind)
+    return all(s is not None and s.target is start_reduce_scatter for s in starts)
+
+
+def under_way(flights: Iterable[list[Flight]]) -> Iterator[Flight]:
+    """What has not come yet."""
+    return (flight for group in flights for flight in group if flight.left_s > 0.0)

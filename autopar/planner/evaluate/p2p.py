@@ -1,0 +1,128 @@
+"""What ranks of a pipeline send each other over, and what they send around a schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.collectives import Transfer
+from autopar.cost_model.cost import ClusterError, Cost
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.simulator.pipeline import PipelineSimulation
+from autopar.cost_model.simulator.streams import Event
+from autopar.ir.graph import tensor_bytes, tensors
+from autopar.ir.roles import Gradient, MicrobatchPartial, Parameter
+from autopar.passes.pipeline_parallel.split_stages import Stages
+from autopar.plan.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class P2PCost:
+    """What neighbouring ranks of a pipeline send each other over.
+
+    Attributes:
+        cluster: times of messages.
+        mesh: the axes of the plan, those of the stages outermost.
+    """
+
+    cluster: Cluster
+    mesh: tuple[tuple[str, int], ...]
+
+    def seconds(self, nbytes: int) -> float:
+        """The time of one message."""
+        return self.cost(nbytes).seconds if nbytes else 0.0
+
+    def cost(self, nbytes: int) -> Cost:
+        """The same, and where it comes from: where no messages were timed, from broadcasts."""
+        try:
+            return self.cluster.seconds("send", nbytes, self._pair)
+        except ClusterError:
+            return self.cluster.seconds("broadcast", nbytes, self._pair)
+
+    def message(self, nbytes: int) -> Transfer:
+        """One message, as what it is priced as."""
+        try:
+            self.cluster.seconds("send", nbytes, self._pair)
+            kind = "send"
+        except ClusterError:
+            kind = "broadcast"
+        return Transfer(kind, "pp", nbytes, self._pair, "float32")
+
+    @property
+    def issue_s(self) -> float:
+        """For how long a message keeps the thread that computes."""
+        return self.cluster.slowdown.issue_s
+
+    @property
+    def late_s(self) -> float:
+        """By how much later it comes while ranks compute."""
+        return self.cluster.slowdown.late_s
+
+    @cached_property
+    def everyone(self) -> GroupShape:
+        """All ranks of the mesh."""
+        ranks = prod(size for _, size in self.mesh)
+        return GroupShape.of_axis({"all": ranks}, "all", self.cluster.ranks_per_node)
+
+    @cached_property
+    def _pair(self) -> GroupShape:
+        ranks, world = dict(self.mesh).get("pp", 1), self.cluster.world_size
+        stride, node = max(1, world // ranks), self.cluster.ranks_per_node
+        apart = any(r * stride // node != (r + 1) * stride // node for r in range(ranks - 1))
+        return GroupShape(2, 1 if apart else 2, max(1, world // 2))
+
+
+def framed(
+    run: PipelineSimulation, stages: Stages, pipeline: Pipeline, link: P2PCost
+) -> PipelineSimulation:
+    """A schedule with what goes over the links before it and after it, for which all ranks wait.
+
+    Lent parameters come and their gradients go back; parts of totals are summed over all ranks.
+    """
+    if pipeline.ranks == 1:
+        return run
+    each = link.cluster.seconds("all_reduce", 8, link.everyone, "float64").seconds
+    lent_s, back_s = _lending(stages, pipeline, link)
+    kinds = [
+        isinstance(role, MicrobatchPartial) for graph in stages.stages for role in graph.outputs
+    ]
+    before_s = lent_s + each * (stages.prologue is not None)
+    after_s = back_s + each * any(kinds)
+    end_s = before_s + run.step_s + after_s
+    names = [f"rank {rank}" for rank in range(pipeline.ranks)]
+    opening = [Event("opening", name, 0.0, before_s, "wait") for name in names if before_s]
+    closing = [
+        Event("closing", name, before_s + own, end_s, "wait")
+        for name, own in zip(names, run.ends_s, strict=True)
+        if own < run.step_s + after_s
+    ]
+    later = (replace(e, start_s=e.start_s + before_s, end_s=e.end_s + before_s)
+             for e in run.timeline)  # fmt: skip
+    return replace(
+        run,
+        step_s=end_s,
+        ends_s=(end_s,) * pipeline.ranks,
+        transfer_s=run.transfer_s + pipeline.ranks * (before_s + after_s),
+        exposed_s=run.exposed_s + before_s + after_s,
+        timeline=(*opening, *later, *closing),
+    )
+
+
+def _lending(stages: Stages, pipeline: Pipeline, link: P2PCost) -> tuple[float, float]:
+    """Seconds to lend parameters, and to give their gradients back: links are used at once."""
+    lent, back = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for index, graph in enumerate(stages.stages):
+        user = pipeline.rank_of(index)
+        for role, node in zip(graph.inputs, graph.placeholders, strict=True):
+            if not isinstance(role, Parameter):
+                continue
+            owner = pipeline.rank_of(pipeline.owners[role.name])
+            if owner != user:
+                nbytes = tensor_bytes(tensors(node)[0])
+                lent[owner, user] += nbytes
+                back[user, owner] += nbytes * (graph.result(Gradient(role)) is not None)
+    times = [[link.seconds(n) for n in table.values()] for table in (lent, back)]
+    return max(times[0], default=0.0), max(times[1], default=0.0)

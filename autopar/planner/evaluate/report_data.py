@@ -1,0 +1,140 @@
+"""`ReportData`s of simulated steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.collectives import Transfer, collective_of
+from autopar.cost_model.curves.measured_curve import CurveKey
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.memory.liveness import CATEGORIES
+from autopar.cost_model.simulator.step import Simulation
+from autopar.ir.graph import TrainingGraph
+from autopar.plan.report_data import MOST_POINTS, ReportData, Span, Traffic
+
+_STEPS = 24  # of a curve over message sizes, as drawn
+Bytes = NDArray[np.int64]
+
+
+def report_data_of(graph: TrainingGraph, cluster: Cluster, result: Simulation) -> ReportData:
+    """The picture of a step without stages.
+
+    Args:
+        graph: as lowered.
+        cluster: that it was priced on.
+        result: the same, simulated.
+    """
+    times = [at for at, _ in result.memory_curve]
+    memory_s, memory = thinned(np.array(times), result.memory.table)
+    sent = Counter(transfers(graph, cluster))
+    return ReportData(
+        ranks_per_node=cluster.ranks_per_node,
+        spans=_spans(graph, result),
+        memory_s=memory_s,
+        memory=memory,
+        traffic=traffic(sent, cluster),
+    )
+
+
+def transfers(graph: TrainingGraph, cluster: Cluster) -> Iterable[Transfer]:
+    """The collectives of a lowered graph, in the order in which they are issued."""
+    for node in graph.calls():
+        if collective_of(node) is not None:
+            yield Transfer.of(node, graph.axes, cluster.ranks_per_node)
+
+
+def traffic(sent: Mapping[Transfer, int], cluster: Cluster) -> tuple[Traffic, ...]:
+    """Messages by axis and collective, with the curve that each kind is priced on.
+
+    Args:
+        sent: how often each message is sent in a step.
+        cluster: that prices them.
+    """
+
+    def kind(item: Transfer) -> tuple[str, str, str, str]:
+        return item.axis, item.collective, str(item.shape), item.dtype
+
+    real = sorted((t for t in sent if t.nbytes and t.shape.ranks > 1), key=kind)
+    return tuple(_traffic(list(items), sent, cluster) for _, items in groupby(real, kind))
+
+
+def _traffic(items: Sequence[Transfer], sent: Mapping[Transfer, int], cluster: Cluster) -> Traffic:
+    one, sizes = items[0], sorted({item.nbytes * item.pieces for item in items})
+    key = CurveKey(one.collective, one.shape, one.dtype)
+    entry = cluster.curves.get(key)
+    points = list(zip(entry.curve.bytes, entry.curve.seconds, strict=True)) if entry else []
+    ends = [*sizes, *(size for size, _ in points)]
+    costs = [(n, cluster.seconds(*key_of(one, n))) for n in _steps(min(ends), max(ends))]
+    largest = cluster.seconds(*key_of(one, sizes[-1]))
+    counts = Counter[int]()
+    for item in items:
+        counts[item.nbytes * item.pieces] += sent[item]
+    return Traffic(
+        one.collective,
+        one.axis,
+        str(one.shape),
+        one.dtype,
+        largest.provenance,
+        measured=tuple((n, _figures(s)) for n, s in points),
+        modelled=tuple((n, _figures(cost.seconds), _figures(cost.error, 3)) for n, cost in costs),
+        sent=tuple(
+            (n, counts[n], _figures(cluster.seconds(*key_of(one, n)).seconds)) for n in sizes
+        ),
+    )
+
+
+def key_of(item: Transfer, nbytes: int) -> tuple[str, int, GroupShape, str]:
+    """What a cluster is asked for such a message of another size."""
+    return item.collective, nbytes, item.shape, item.dtype
+
+
+def _steps(least: int, most: int) -> list[int]:
+    """Sizes from the least to the most in even ratios."""
+    if least == most:
+        least, most = max(1, least // 8), most * 8
+    ratio = math.log(most / least)
+    return sorted({round(least * math.exp(ratio * i / _STEPS)) for i in range(_STEPS + 1)})
+
+
+def _figures(value: float, digits: int = 6) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def _spans(graph: TrainingGraph, result: Simulation) -> tuple[Span, ...]:
+    """Neighbouring operators of one block in one direction, as one."""
+    starts = dict(zip(result.memory.nodes, (at for at, _ in result.memory_curve), strict=True))
+    ends = [*list(starts.values())[1:], result.step_s]
+    owners = [(node.meta.get("block") or "", node.meta["phase"]) for node in graph.calls()]
+    rows = zip(owners, starts.values(), ends, strict=False)
+    found = []
+    for (block, phase), run in groupby(rows, key=lambda row: row[0]):
+        own = list(run)
+        if own[-1][2] > own[0][1]:
+            found.append((block, phase, round(own[0][1], 8), round(own[-1][2], 8)))
+    return tuple(found)
+
+
+def thinned(
+    times: NDArray[np.float64], table: Bytes
+) -> tuple[tuple[float, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Of every short while the point with the most bytes: times, and bytes by category.
+
+    Args:
+        times: in seconds, ascending.
+        table: a row for each of CATEGORIES, a column for each time.
+    """
+    total = table.sum(axis=0)
+    place = np.floor(times / max(times[-1], 1e-12) * (MOST_POINTS - 1)).astype(int)
+    first = np.flatnonzero(np.diff(place, prepend=-1))
+    runs = np.split(np.arange(len(times)), first[1:])
+    kept = np.array([run[total[run].argmax()] for run in runs])
+    rows = {name: table[row, kept] for row, name in enumerate(CATEGORIES)}
+    memory = tuple((name, tuple(row.tolist())) for name, row in rows.items() if row.any())
+    return tuple(round(float(at), 8) for at in times[kept]), memory

@@ -1,0 +1,90 @@
+"""Stages that are the same but for names: one of them is lowered and simulated, for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import fx
+
+from autopar.cost_model.kernels.signature import type_text
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.roles import Gradient, Parameter
+from autopar.report.plan import Plan
+
+
+@dataclass(frozen=True)
+class StageDedup:
+    """Which stages are the same.
+
+    Attributes:
+        first: of each stage, the first that is like it.
+    """
+
+    first: tuple[int, ...]
+
+    @staticmethod
+    def of(graphs: Sequence[TrainingGraph], plan: Plan) -> StageDedup:
+        """Of the stages of a plan, as they are cut.
+
+        They are alike if they consist of the same operators on tensors of the same types, and the
+        plan treats the blocks and parameters in the same places in the same way.
+        """
+        known: dict[tuple[Any, ...], int] = {}
+        texts = (tuple(_text(graph, plan)) for graph in graphs)
+        return StageDedup(tuple(known.setdefault(text, stage) for stage, text in enumerate(texts)))
+
+    @staticmethod
+    def none(count: int) -> StageDedup:
+        """Each of so many stages counts by itself."""
+        return StageDedup(tuple(range(count)))
+
+
+def renamed(one: TrainingGraph, other: TrainingGraph) -> dict[str, str]:
+    """The names of the parameters of a graph in another that is like it."""
+    pairs = zip(one.inputs, other.inputs, strict=True)
+    return {
+        a.name: b.name for a, b in pairs if isinstance(a, Parameter) and isinstance(b, Parameter)
+    }
+
+
+def _text(graph: TrainingGraph, plan: Plan) -> Iterator[Any]:
+    """All that what becomes of a graph depends on, names left out."""
+    stages, levels = dict(plan.zero_stages), dict(plan.recompute)
+    numbers: dict[fx.Node, int] = {}
+    seen: dict[tuple[str, Any], int] = {}
+
+    def number(kind: str, name: Any) -> int:
+        return seen.setdefault((kind, name), len(seen))
+
+    def plain(value: Any) -> Any:
+        return fx.map_arg(value, lambda node: f"%{numbers[node]}")
+
+    for node in graph.graph.nodes:
+        numbers[node] = len(numbers)
+        block = node.meta.get("block") or ""
+        target = str(node.target) if node.op in ("call_function", "output") else node.op
+        yield target, repr(plain(node.args)), repr(plain(node.kwargs))
+        yield node.meta.get("phase"), type_text(node) if node.op != "output" else ""
+        yield number("block", block), stages.get(block), levels.get(block)
+        yield repr(node.meta.get("batch_dims"))
+    for role in (*graph.inputs, *graph.outputs):
+        yield type(role).__name__, *_role(role, graph, plan, number, stages, levels)
+
+
+def _role(
+    role: Any, graph: TrainingGraph, plan: Plan, number: Any, stages: Mapping[str, int], levels: Any
+) -> Iterator[Any]:
+    if isinstance(role, Gradient):
+        yield from _role(role.of, graph, plan, number, stages, levels)
+    elif isinstance(role, Parameter):
+        info = graph.parameters[role.name]
+        yield number("parameter", role.name), info.requires_grad, info.shape, info.dtype
+        yield number("block", info.block), stages.get(info.block), levels.get(info.block)
+        yield str(graph.layouts.get(role.name))
+    else:
+        for field in fields(role):
+            value = getattr(role, field.name)
+            name = field.name in ("name", "value", "index") or field.name == "of"
+            yield number(type(role).__name__, value) if name else value

@@ -1,0 +1,274 @@
+"""The memory of a rank of a pipeline: its stages, in the order of its schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.kernels.aliases import find_storages
+from autopar.cost_model.memory.liveness import CATEGORIES
+from autopar.cost_model.simulator.schedules import ENDS, Action
+from autopar.cost_model.simulator.step import Simulation
+from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.ir.roles import (
+    Accumulated,
+    Gradient,
+    Parameter,
+    Saved,
+    StageInput,
+    StageOutput,
+    UnreducedGrad,
+)
+
+Bytes = NDArray[np.int64]
+_ROW = {name: row for row, name in enumerate(CATEGORIES)}
+_SAVED, _GRADIENTS, _FLYING = _ROW["saved"], _ROW["gradients"], _ROW["in flight"]
+_ALWAYS = [_ROW[n] for n in ("parameters", "optimizer", "buffers", "inputs", "gathered")]
+_POINTS = 12  # of the memory of one action: of each short while, the most
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """What a forward or a backward needs beside what exists all the time.
+
+    Attributes:
+        at: which part of it has run, from 0 to 1.
+        table: bytes, a row for each category, a column for each of `at`.
+    """
+
+    at: NDArray[np.float64]
+    table: Bytes
+
+    @staticmethod
+    def of(starts: NDArray[np.float64], table: Bytes) -> Half:
+        """Of each short while the points with the most bytes, with gradients and without."""
+        span = max(float(np.ptp(starts)), 1e-12) if len(starts) else 1.0
+        at = (starts - starts[:1]) / span
+        bins = np.minimum((at * _POINTS).astype(int), _POINTS - 1)
+        total = table.sum(axis=0)
+        kept = [
+            run[size[run].argmax()]
+            for size in (total, total - table[_GRADIENTS])
+            for run in np.split(np.arange(len(at)), np.flatnonzero(np.diff(bins)) + 1)
+            if len(run)
+        ]
+        chosen = np.unique(np.array(kept, dtype=int))
+        return Half(at[chosen], table[:, chosen])
+
+
+@dataclass(frozen=True, eq=False)
+class StageMemory:
+    """What one micro-batch needs on a stage, by category.
+
+    Attributes:
+        always: what exists all the time.
+        forward: what comes to it in the forward.
+        backward: what comes to it in the backward.
+        update: what comes to it while the optimizer steps.
+        saved: bytes that are kept between forward and backward.
+        summed: bytes of gradients that it leaves, to be added to or to be reduced.
+        largest: bytes of the largest of these: it exists beside the sum that it is added to.
+        given: whether sums of earlier micro-batches are among what it is given.
+        reserved: by which the allocator's bytes are more than those of tensors.
+        between: bytes that are kept between the two parts of a backward.
+        sent: of what a micro-batch sends, by when nothing but that keeps it: from the forward on,
+            and from the backward on. torch's runtime lets go of both when a schedule ends.
+        received: of what a forward is sent, and a backward: there is room for it one action ahead.
+    """
+
+    always: Bytes
+    forward: Half
+    backward: Half
+    update: Bytes
+    saved: int
+    summed: int
+    largest: int
+    given: bool
+    reserved: float
+    between: int = 0
+    sent: tuple[int, int] = (0, 0)
+    received: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    def of(result: Simulation, graph: TrainingGraph, between: int = 0) -> StageMemory:
+        """From the simulated step of one micro-batch."""
+        memory = result.memory
+        always = np.zeros(len(CATEGORIES), dtype=np.int64)
+        always[_ALWAYS] = memory.table[_ALWAYS].min(axis=1)
+        more = memory.table - always[:, None]
+        starts = np.array([at for at, _ in result.memory_curve[:-1]])
+        early = starts < result.forward_s
+        sizes = [
+            tensor_bytes(tensors(node)[0])
+            for role, node in zip(graph.outputs, graph.results, strict=True)
+            if node is not None
+            if isinstance(role, UnreducedGrad)
+            or (isinstance(role, Gradient) and isinstance(role.of, Parameter))
+        ]
+        return StageMemory(
+            always,
+            Half.of(starts[early], more[:, :-1][:, early]),
+            Half.of(starts[~early], more[:, :-1][:, ~early]),
+            more[:, -1],
+            int(memory.table[_SAVED, :-1][early].max(initial=0)),
+            sum(sizes),
+            max(sizes, default=0),
+            any(isinstance(role, Accumulated) for role in graph.inputs),
+            memory.reserved / max(1, memory.peak),
+            between,
+            _sent(graph),
+            _received(graph),
+        )
+
+    def needs(self, action: Action, summed: int) -> Half:
+        """What an action needs, the gradients of its stage included.
+
+        Args:
+            action: forward, backward or a part of that.
+            summed: bytes of these that earlier micro-batches have left.
+        """
+        if action.kind == "W":
+            rows = np.zeros((len(CATEGORIES), 1), np.int64)
+            rows[[_SAVED, _GRADIENTS], 0] = self.between, summed + self.largest
+            return Half(np.zeros(1), rows)
+        half = self.forward if action.kind == "F" else self.backward
+        if action.kind == "I":
+            half = self._first_part()
+        if not summed or (self.given and action.kind != "F"):
+            return half
+        table = half.table.copy()
+        table[_GRADIENTS] = summed + np.minimum(table[_GRADIENTS], self.largest)
+        return Half(half.at, table)
+
+    def _first_part(self) -> Half:
+        """The backward without the gradients of parameters: what these need takes their place."""
+        table = self.backward.table.copy()
+        used = np.maximum(0, self.saved - table[_SAVED])
+        table[_SAVED] += used * self.between // max(1, self.saved)
+        if not self.given:
+            table[_GRADIENTS] = 0
+        return Half(self.backward.at, table)
+
+
+@dataclass(frozen=True, eq=False)
+class RankMemory:
+    """The bytes of a rank over a step.
+
+    Attributes:
+        points: number of the action, and which part of it has run; the optimizer's step is last.
+        table: bytes, a row for each of CATEGORIES, a column for each of `points`.
+        reserved: what the allocator takes for the most of them.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    table: Bytes
+    reserved: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of tensors."""
+        return int(self.table.sum(axis=0).max())
+
+    @property
+    def by_category(self) -> dict[str, int]:
+        """The same in parts."""
+        most = self.table[:, int(self.table.sum(axis=0).argmax())]
+        return {name: int(most[row]) for name, row in _ROW.items()}
+
+
+def memory_of_rank(
+    order: Sequence[Action], stages: Mapping[int, tuple[StageMemory, StageMemory]]
+) -> RankMemory:
+    """The bytes of a rank from its first action to the optimizer's step.
+
+    Args:
+        order: what it does.
+        stages: of each, a micro-batch before the last one, and the last one.
+    """
+    standing = sum(
+        (last.always for _, last in stages.values()), np.zeros(len(CATEGORIES), np.int64)
+    )
+    flying, halved = Counter[int](), Counter[int]()  # before the backward, and within it
+    summed: dict[int, int] = dict.fromkeys(stages, 0)
+    final = {action.stage: action for action in order if action.kind != "F"}
+    sending = 0
+    points: list[tuple[int, float]] = []
+    tables: list[Bytes] = []
+    for index, action in enumerate(order):
+        stage = action.stage
+        flying[stage] -= action.kind in ("B", "I")  # what it reads is among its own
+        halved[stage] -= action.kind == "W"
+        more, last = stages[stage]
+        half = (last if action == final.get(stage) else more).needs(action, summed[stage])
+        base = standing.copy()
+        base[_SAVED] += sum(n * stages[s][0].saved for s, n in flying.items())
+        base[_SAVED] += sum(n * stages[s][0].between for s, n in halved.items())
+        base[_GRADIENTS] += sum(nbytes for s, nbytes in summed.items() if s != stage)
+        ahead = order[index + 1 : index + 2]
+        base[_FLYING] += sending + sum(_coming(following, stages) for following in ahead)
+        points += [(index, float(at)) for at in half.at]
+        tables.append(base[:, None] + half.table)
+        forth, back = more.sent
+        sending += forth * (action.kind == "F") + back * (action.kind in ("B", "I"))
+        flying[stage] += action.kind == "F"
+        halved[stage] += action.kind == "I"
+        if action.kind in ENDS:
+            summed[stage] = more.summed
+    points.append((len(order), 0.0))
+    update = sum((last.update for _, last in stages.values()), standing)
+    tables.append(update[:, None])
+    table = np.concatenate(tables, axis=1)
+    over = max(last.reserved for _, last in stages.values())
+    return RankMemory(tuple(points), table, round(int(table.sum(axis=0).max()) * over))
+
+
+def _coming(action: Action, stages: Mapping[int, tuple[StageMemory, StageMemory]]) -> int:
+    """Bytes that an action is sent."""
+    forth, back = stages[action.stage][0].received
+    return {"F": forth, "W": 0}.get(action.kind, back)
+
+
+def _received(graph: TrainingGraph) -> tuple[int, int]:
+    """Bytes that a forward of a stage is sent, and a backward."""
+    sizes = {"forward": 0, "backward": 0}
+    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if isinstance(role, StageInput):
+            sizes[role.phase] += tensor_bytes(tensors(node)[0])
+    return sizes["forward"], sizes["backward"]
+
+
+def _sent(graph: TrainingGraph) -> tuple[int, int]:
+    """Bytes that a stage sends: those that its backward does not read, and the others."""
+    storages, behind = find_storages(graph.graph)
+    inputs = {place for node in graph.placeholders for place in behind[node]}
+    forth, back, read = set[int](), set[int](), set[int]()
+    for role, node in zip(graph.outputs, graph.results, strict=True):
+        if isinstance(role, StageOutput) and node is not None:
+            (forth if role.phase == "forward" else back).update(behind[node])
+    for node in graph.calls():
+        if node.meta["phase"] == "backward":
+            read.update(place for given in node.all_input_nodes for place in behind[given])
+
+    def nbytes(places: set[int]) -> int:
+        return sum(storages[place].nbytes for place in places - inputs)
+
+    return nbytes(forth - read), nbytes((forth & read) | back)
+
+
+def bytes_between(weights: TrainingGraph, whole: TrainingGraph) -> int:
+    """Bytes that the second part of a backward is given, by the first part and by the forward.
+
+    Args:
+        weights: the second part.
+        whole: the stage, which knows what shares memory; its parameters are there anyway.
+    """
+    names = {role.name for role in weights.inputs if isinstance(role, Saved)}
+    storages, behind = find_storages(whole.graph)
+    pairs = zip(whole.inputs, whole.placeholders, strict=True)
+    there = {p for role, node in pairs if isinstance(role, Parameter) for p in behind[node]}
+    held = {p for node in whole.graph.nodes if node.name in names for p in behind[node]}
+    return sum(storages[place].nbytes for place in held - there)

@@ -1,0 +1,228 @@
+"""`PlacementCosts`: what conversions and operators cost along an axis, from the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch import OpOverload, pytree
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.cost import NOTHING, Cost
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.kernels.aliases import is_view
+from autopar.cost_model.kernels.signature import moved_bytes, signature
+from autopar.cost_model.kernels.timing import flops_of
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.optimizer_step import UpdateCost
+from autopar.ir.graph import Value, dense_strides, elements, tensor_bytes, tensors
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Placement, Shard
+from autopar.passes.core.collective_ops import STARTS, axis_of, kind_of, message_bytes
+from autopar.passes.rules.local_args import local_arguments, local_bytes, local_shape
+from autopar.passes.rules.loops import Operator
+from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, program
+from autopar.passes.rules.redistribute import redistribute_steps
+from autopar.plan.buckets import BUCKET_BYTES
+
+_LEAST_BYTES = 2**20
+"""Moved by an operator without products that is worth timing on shards."""
+
+
+@dataclass(frozen=True)
+class PlacementCosts:
+    """Times of conversions, operators and the optimizer's step along one axis.
+
+    Attributes:
+        shape: the groups of ranks along the axis.
+        others: those along axes that the graph was partitioned along before.
+        cluster: times of collectives.
+        operators: times of operators.
+        update: time of the optimizer's step, None for none.
+        seen: what was asked before.
+    """
+
+    shape: GroupShape
+    cluster: Cluster
+    operators: OperatorTimes
+    update: UpdateCost | None = None
+    others: Mapping[str, GroupShape] = field(default_factory=dict)
+    seen: dict[object, Cost] = field(default_factory=dict, compare=False, repr=False)
+
+    def redistribution(self, value: Value, before: Placement, after: Placement) -> Cost:
+        """The time of a conversion: its collectives, and the copies around them."""
+        tensor = value.tensor
+        key = (tuple(tensor.shape), tensor.dtype, before, after)
+        if key not in self.seen:
+            self.seen[key] = self._conversion(tensor, before, after)
+        return self.seen[key]
+
+    def _conversion(self, tensor: torch.Tensor, before: Placement, after: Placement) -> Cost:
+        made = redistribute_steps(before, after)
+        assert made is not None, f"there is no way from {before} to {after}"
+        costs = []
+        for step in made:
+            if step.collective is not None:
+                size = step.message_bytes(tensor.shape, tensor.element_size(), self.shape.ranks)
+                costs.append(self.sent(step.collective, size, tensor.dtype))
+            copied = step.copied(tuple(tensor.shape), self.shape.ranks) * tensor.element_size()
+            costs.append(self._streamed(copied, tensor.element_size()))
+        return _sum(costs)
+
+    def sum(self, value: Value, before: Placement, after: Placement) -> Cost:
+        """The time that the sum of a gradient adds, which only the step's end waits for.
+
+        It travels in a bucket, and costs what compute loses by running beside it (`Slowdown`).
+        """
+        tensor = value.tensor
+        key = ("sum", tuple(tensor.shape), tensor.dtype, before, after)
+        if key not in self.seen:
+            plain = self.redistribution(value, before, after)
+            self.seen[key] = replace(plain, seconds=min(plain.seconds, self._beside(tensor, plain)))
+        return self.seen[key]
+
+    def _beside(self, tensor: torch.Tensor, plain: Cost) -> float:
+        size, slowdown = tensor_bytes(tensor), self.cluster.slowdown
+        bucket = self.sent("all_reduce", BUCKET_BYTES, tensor.dtype).seconds
+        alone = min(plain.seconds, bucket * size / BUCKET_BYTES)
+        lost = 1.0 - 1.0 / slowdown.of_compute(BUCKET_BYTES)
+        return alone * slowdown.of_communication(BUCKET_BYTES) * lost
+
+    def sent(self, collective: str, nbytes: int, dtype: torch.dtype) -> Cost:
+        """The time of one collective along the axis.
+
+        Args:
+            collective: its kind.
+            nbytes: the size of its message, as `cost_model.collectives` means it.
+            dtype: of what is sent.
+        """
+        name = str(dtype).removeprefix("torch.")
+        return self.cluster.seconds(collective, nbytes, self.shape, name)
+
+    def _streamed(self, nbytes: int, item: int) -> Cost:
+        """The time of an operator that only moves bytes, or looks at them in another way."""
+        line = self.operators.roofline
+        return Cost(line.seconds(0.0, nbytes, item), f"modelled by {line.source}")
+
+    def operator(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
+        """The time of an operator on one rank's shards, or by its own lowering."""
+        places = (*op_strategy.operands, *op_strategy.results)
+        key = (node, op_strategy.lowering, tuple(map(self._cut, _all(node), places)))
+        if key not in self.seen:
+            how = self._own if op_strategy.lowering else self._on_shards
+            how = self._exchange if node.target in STARTS else how
+            self.seen[key] = how(node, op_strategy)
+        return self.seen[key]
+
+    def _exchange(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
+        """The time of a collective of another axis on what this one leaves of its message."""
+        nbytes = message_bytes(node)
+        if any(isinstance(placement, Shard) for placement in op_strategy.operands):
+            nbytes //= self.shape.ranks
+        dtype = str(tensors(node)[0].dtype).removeprefix("torch.")
+        return self.cluster.seconds(kind_of(node), nbytes, self.others[axis_of(node)], dtype)
+
+    def _on_shards(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
+        """The time of the whole operator as in a step, in the proportion that its shards take."""
+        whole = self.operators.seconds(node)
+        if is_view(node):
+            return whole
+        share = self.operators.share(local_node(node, op_strategy, self.shape.ranks), node)
+        return Cost(whole.seconds * share, whole.provenance, whole.error)
+
+    def _own(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
+        """The time of all that an own lowering runs and sends."""
+        run = program(Operator.of(node), op_strategy, self.shape.ranks, 0)
+        costs = [self.operators.seconds(n) for n in run.nodes if isinstance(n.target, OpOverload)]
+        dtype = tensors(node)[0].dtype
+        costs += [
+            self.sent(kind, nbytes, dtype) for kind, nbytes in self.traffic(node, op_strategy)
+        ]
+        return _sum(costs)
+
+    def traffic(self, node: fx.Node, op_strategy: OpStrategy) -> tuple[tuple[str, int], ...]:
+        """The collectives of an own lowering, and the sizes of their messages in bytes."""
+        return (
+            CUSTOM_LOWERINGS[op_strategy.lowering].traffic(
+                Operator.of(node), op_strategy, self.shape.ranks
+            )
+            if op_strategy.lowering
+            else ()
+        )
+
+    def _cut(self, tensor: torch.Tensor | None, placement: Placement) -> object:
+        """What the time depends on: the local shape alone."""
+        if tensor is None:
+            return None
+        return tuple(local_shape(tensor.shape, placement, self.shape.ranks))
+
+    def step(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
+        """The time of the optimizer's step over a parameter that lies in some way."""
+        if self.update is None:
+            return NOTHING
+        size = local_bytes(tensors(node)[0], op_strategy.results[0], self.shape.ranks)
+        return self.update.seconds([size], dtensors=False)
+
+    def wrapping(self, count: int) -> float:
+        """Seconds that a step takes longer if so many parameters are DTensors."""
+        return count * self.update.per_dtensor if self.update is not None else 0.0
+
+
+def shards_of(
+    op_strategies: Mapping[fx.Node, Sequence[OpStrategy]], ranks: int
+) -> dict[str, fx.Node]:
+    """The operators worth timing on shards: whole and in each of their ways, by signature.
+
+    Args:
+        op_strategies: of operators, along an axis.
+        ranks: of the axis.
+    """
+    nodes: dict[str, fx.Node] = {}
+    for node, several in op_strategies.items():
+        if node.op != "call_function" or is_view(node) or node.target in STARTS:
+            continue
+        if flops_of(node) or moved_bytes(node) >= _LEAST_BYTES:
+            for made in (node, *(local_node(node, w, ranks) for w in several if not w.lowering)):
+                nodes.setdefault(signature(made), made)
+    return nodes
+
+
+def local_node(node: fx.Node, op_strategy: OpStrategy, ranks: int) -> fx.Node:
+    """An operator on one rank's shards, as a node of a graph of its own."""
+    graph = fx.Graph()
+    operator = Operator.of(node)
+    shards = []
+    for tensor, placement in zip(operator.operands, op_strategy.operands, strict=True):
+        shard = graph.placeholder("shard")
+        shard.meta["val"] = _shard(tensor, placement, ranks)
+        shards.append(shard)
+    local = local_arguments(operator, op_strategy, shards, ranks)
+    made = graph.call_function(local.target, local.args, local.kwargs)
+    results = iter(op_strategy.results)
+    made.meta["val"] = pytree.tree_map(
+        lambda leaf: _shard(leaf, next(results), ranks), node.meta["val"]
+    )
+    return made
+
+
+def _all(node: fx.Node) -> Sequence[Any]:
+    return (*Operator.of(node).operands, *elements(node))
+
+
+def _shard(tensor: Any, placement: Placement, ranks: int) -> Any:
+    """What one rank holds of a tensor, its dims in memory in the same order."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    shape = local_shape(tensor.shape, placement, ranks)
+    if shape == list(tensor.shape):
+        return tensor
+    return tensor.new_empty_strided(shape, dense_strides(shape, tensor.stride()))
+
+
+def _sum(costs: Sequence[Cost]) -> Cost:
+    """The time of several in a row; where it comes from, as of the longest."""
+    longest = max(costs, key=lambda cost: cost.seconds, default=NOTHING)
+    return Cost(sum(cost.seconds for cost in costs), longest.provenance, longest.error)

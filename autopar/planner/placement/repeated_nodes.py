@@ -1,0 +1,73 @@
+"""Which nodes of a graph are chosen alike: those of blocks that repeat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.placement import Placement
+from autopar.ir.roles import Parameter
+
+Likeness = tuple[Any, ...]
+
+
+def repeated(
+    graph: TrainingGraph, pins: Mapping[str, Placement] | None = None
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each node and the one that stands for it: its like in the first of equal blocks.
+
+    Blocks whose names differ in a number are equal if they hold the same operators at the same
+    shapes in the same order.
+
+    Args:
+        graph: a captured graph.
+        pins: where parameters must lie; blocks that differ in it are not equal.
+    """
+    blocks: dict[str, list[fx.Node]] = {}
+    for node, block in block_of_nodes(graph).items():
+        if block:
+            blocks.setdefault(block, []).append(node)
+        else:
+            yield node, node
+    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    first: dict[Likeness, list[fx.Node]] = {}
+    for name, nodes in blocks.items():
+        lies = ((pins or {}).get(getattr(roles.get(node), "name", "")) for node in nodes)
+        likeness = (re.sub(r"\d+", "*", name), *lies, *map(_likeness, nodes))
+        yield from zip(nodes, first.setdefault(likeness, nodes), strict=True)
+
+
+def block_of_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
+    """The block of every node but the output.
+
+    A sum of gradients comes from no line of the model: it belongs to the block of its last operand.
+    """
+    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    found: dict[fx.Node, str] = {}
+    for node in graph.graph.nodes:
+        role = roles.get(node)
+        if isinstance(role, Parameter):
+            found[node] = graph.parameters[role.name].block
+        elif node.op == "call_function":
+            summed = node.meta["phase"] == "backward" and node.target is torch.ops.aten.add.Tensor
+            found[node] = found[max(node.all_input_nodes)] if summed else node.meta["block"]
+        elif node.op != "output":
+            found[node] = ""
+    return found
+
+
+def _likeness(node: fx.Node) -> Likeness:
+    """What the ways of a node depend on: its operator, tensors and other arguments."""
+    if node.op != "call_function":
+        return (node.op, _types(node))
+    arguments = fx.map_arg((node.args, dict(node.kwargs)), _types)
+    return (str(node.target), _types(node), str(arguments))
+
+
+def _types(node: fx.Node) -> str:
+    return str([(tuple(t.shape), t.stride(), t.dtype) for t in tensors(node)])

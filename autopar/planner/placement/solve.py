@@ -1,0 +1,199 @@
+"""Partitioning along an axis: which way every operator is computed, at real prices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.kernels.aliases import find_storages, is_view
+from autopar.ir.batch_slicing import BATCH
+from autopar.ir.graph import TrainingGraph, Value, elements
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Partial, Placement, Shard
+from autopar.ir.roles import Gradient, Parameter
+from autopar.passes.core.collective_ops import value_of, wait
+from autopar.passes.rules.local_args import local_bytes
+from autopar.planner.machine import Machine
+from autopar.planner.placement.constraints import resolve_constraints
+from autopar.planner.placement.costs import PlacementCosts
+from autopar.planner.placement.ilp import Solution, Weight, solve
+
+AXIS = "tp"
+
+
+def partition(
+    graph: TrainingGraph,
+    ranks: int,
+    machine: Machine,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    axis: str = AXIS,
+    pins: Mapping[str, Placement] | None = None,
+    memory: int | None = None,
+    copies: float = 4.0,
+    wrapped: bool = True,
+    as_placed: bool = False,
+    sequence: bool = True,
+    time_limit_s: float = 30.0,
+) -> Solution:
+    """The cheapest placements of a graph along an axis.
+
+    Args:
+        graph: captured, on whole tensors.
+        ranks: of the axis.
+        machine: times of collectives, operators and the optimizer's step.
+        mesh: size of each axis, outermost first; by default data-parallel ranks around this axis.
+        axis: the name of this axis there.
+        pins: where parameters must lie, by pattern of their names.
+        memory: cap in bytes per rank on parameters, gradients, optimizer state and activations
+            saved for the backward; if it cannot be met, the solution holds the least possible.
+        copies: bytes of a trained parameter with its gradient and optimizer state, by its own; less
+            where ZeRO divides them.
+        wrapped: whether parameters are DTensors even if all of them are whole.
+        as_placed: whether pinned parameters are used as they lie.
+        sequence: whether what is whole may be cut, and partial sums scattered.
+        time_limit_s: after which the best known solution is taken.
+
+    Raises:
+        StrategyError: a pin cannot hold.
+        PlanError: no solution was found in time.
+    """
+    prices = costs_along(ranks, machine, mesh=mesh, axis=axis)
+    held = MeasuredCosts.of(graph, ranks, copies)
+    weight = None if memory is None else Weight(held.op_strategy, held.conversion, memory)
+    late, found = _only_returned(graph), resolve_constraints(pins or {}, graph.parameters, ranks)
+    fixed = _views_of(graph, found) if as_placed else frozenset[fx.Node]()
+
+    def price(value: Value, before: Placement, after: Placement) -> float:
+        cut = isinstance(after, Shard) and not isinstance(before, Shard)
+        if value.node in fixed or (cut and not sequence and value not in late):
+            return math.inf
+        how = prices.sum if value in late and isinstance(before, Partial) else prices.redistribution
+        return how(value, before, after).seconds
+
+    return solve(
+        graph,
+        ranks,
+        price,
+        lambda node, op_strategy: prices.operator(node, op_strategy).seconds,
+        update=lambda node, op_strategy: (
+            prices.step(node, op_strategy).seconds if node in held.trained else 0.0
+        ),
+        pins=found,
+        weight=weight,
+        wrapping=0.0 if wrapped else prices.wrapping(len(held.trained)),
+        time_limit_s=time_limit_s,
+    )
+
+
+def _views_of(graph: TrainingGraph, names: Iterable[str]) -> frozenset[fx.Node]:
+    """The placeholders of parameters, and what looks at them in another way."""
+    wanted = set(names)
+    found = {
+        node
+        for role, node in zip(graph.inputs, graph.placeholders, strict=True)
+        if isinstance(role, Parameter) and role.name in wanted
+    }
+    for node in graph.calls():
+        if is_view(node) and node.args[0] in found:
+            found.add(node)
+    return frozenset(found)
+
+
+def costs_along(
+    ranks: int, machine: Machine, *, mesh: Mapping[str, int] | None = None, axis: str = AXIS
+) -> PlacementCosts:
+    """What things cost along an axis of a mesh, as `partition` describes them."""
+    cluster = machine.cluster
+    mesh = mesh or {"dp": max(1, cluster.world_size // ranks), axis: ranks}
+    shapes = {name: GroupShape.of_axis(mesh, name, cluster.ranks_per_node) for name in mesh}
+    shapes[BATCH] = next(shape for name, shape in shapes.items() if name != "pp")
+    return PlacementCosts(shapes[axis], cluster, machine.operators, machine.update, shapes)
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """What stays in memory on a rank over a step, in bytes.
+
+    Attributes:
+        ranks: of the axis.
+        copies: how often a trained parameter is held: with its gradient and optimizer state.
+        trained: placeholders of parameters that are trained.
+        parameters: placeholders of all parameters.
+        saved: by operator of the forward, which of its results the backward reads.
+        read: the nodes whose memory the backward reads, parameters and views included.
+    """
+
+    ranks: int
+    copies: float
+    trained: frozenset[fx.Node]
+    parameters: frozenset[fx.Node]
+    saved: Mapping[fx.Node, frozenset[int]]
+    read: frozenset[fx.Node]
+
+    @classmethod
+    def of(cls, graph: TrainingGraph, ranks: int, copies: float) -> MeasuredCosts:
+        """Of a captured graph."""
+        inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
+        names = {node: role.name for node, role in inputs.items() if isinstance(role, Parameter)}
+        trained = {node for node, name in names.items() if graph.parameters[name].requires_grad}
+        return cls(ranks, copies, frozenset(trained), frozenset(names), *_saved(graph))
+
+    def op_strategy(self, node: fx.Node, op_strategy: OpStrategy) -> float:
+        """Bytes of a parameter and what belongs to it, or of what the backward reads."""
+        if node in self.parameters:
+            once = local_bytes(elements(node)[0], op_strategy.results[0], self.ranks)
+            return once * (self.copies if node in self.trained else 1.0)
+        return sum(
+            local_bytes(elements(node)[place], op_strategy.results[place], self.ranks)
+            for place in self.saved.get(node, ())
+        )
+
+    def conversion(self, value: Value, before: Placement, after: Placement) -> float:
+        """Bytes of a converted activation or parameter: forward and backward share it."""
+        if value.node not in self.read:
+            return 0.0
+        return local_bytes(value.tensor, after, self.ranks)
+
+
+def _only_returned(graph: TrainingGraph) -> frozenset[Value]:
+    """The gradients of parameters that nothing but the optimizer reads."""
+    return frozenset(
+        value_of(node)
+        for role, node in zip(graph.outputs, graph.results, strict=True)
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and node is not None
+        if all(user.op == "output" for user in node.users)
+    )
+
+
+def _saved(
+    graph: TrainingGraph,
+) -> tuple[dict[fx.Node, frozenset[int]], frozenset[fx.Node]]:
+    """The results of forward operators whose memory the backward reads, and all that lie there."""
+    storages, behind = find_storages(graph.graph)
+    read = {
+        storage
+        for node in graph.calls()
+        if node.meta["phase"] == "backward"
+        for source in node.all_input_nodes
+        for storage in behind[source]
+    }
+    places: dict[fx.Node, list[int]] = {}
+    for storage, made in enumerate(storages):
+        maker = made.maker.args[0] if made.maker.target is wait else made.maker
+        places.setdefault(maker, []).append(storage)  # type: ignore[arg-type]
+    saved = {
+        maker: frozenset(p for p, s in zip(_tensors(maker), own, strict=False) if s in read)
+        for maker, own in places.items()
+        if maker.op == "call_function" and maker.meta["phase"] == "forward"
+    }
+    early = (n for n in graph.graph.nodes if n.meta.get("phase") != "backward")
+    return saved, frozenset(n for n in early if not read.isdisjoint(behind.get(n, ())))
+
+
+def _tensors(node: fx.Node) -> list[int]:
+    return [place for place, tensor in enumerate(elements(node)) if hasattr(tensor, "shape")]

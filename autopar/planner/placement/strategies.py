@@ -1,0 +1,243 @@
+"""What a placement program chooses from: the ways of every operator, and who reads whose values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import StrategyError
+from autopar.ir.graph import TrainingGraph, Value, elements, operands, tensors
+from autopar.ir.mesh_levels import axis_of_level
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Placement, Replicate, Shard, can_cut
+from autopar.ir.roles import Parameter
+from autopar.passes.core.collective_ops import is_name, value_of
+from autopar.passes.rules.loops import DimAccess, Loop, Operator, fitting, replicated, split
+from autopar.passes.rules.operators.partial_linear import linear_strategies
+from autopar.passes.rules.registry import loops_of
+from autopar.planner.placement.repeated_nodes import repeated
+
+
+@dataclass(frozen=True)
+class StrategyChoices:
+    """The ways of the nodes of a graph along an axis of `ranks`.
+
+    Attributes:
+        ranks: of the axis.
+        same: by node, the first of those that are chosen alike, which stands for them.
+        op_strategies: of every operator that stands for others; of a placeholder, where it may lie.
+        reads: the values that each operator reads, in the order of its operands.
+    """
+
+    ranks: int
+    same: Mapping[fx.Node, fx.Node]
+    op_strategies: Mapping[fx.Node, Sequence[OpStrategy]]
+    reads: Mapping[fx.Node, Sequence[Value]]
+
+    def alike(self, value: Value) -> Value:
+        """The value that stands for this one."""
+        return Value(self.same[value.node], value.place)
+
+
+def strategy_choices(
+    graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
+) -> StrategyChoices:
+    """The ways of a graph: every loop of every operator, interleaved as views ask for.
+
+    Args:
+        graph: a captured graph, on whole tensors.
+        ranks: of the axis.
+        pins: where parameters must lie, by name.
+
+    Raises:
+        StrategyError: a pinned shard is uneven, and the graph is yet to be partitioned again.
+    """
+    pins, even = pins or {}, not _is_last(graph)
+    same = dict(repeated(graph, pins))
+    calls = [node for node in graph.calls() if not is_name(node)]
+    reads = {node: [value_of(source) for source in operands(node)] for node in calls}
+    loops = {
+        node: _loops(node, even) if _known(reads[node]) else []
+        for node in calls
+        if same[node] is node
+    }
+    spread = _Spread(loops, reads, same, ranks)
+    inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    for node, role in inputs.items():
+        if isinstance(role, Parameter) and isinstance(pin := pins.get(role.name), Shard):
+            if even and tensors(node)[0].shape[pin.dim] % ranks:
+                raise StrategyError(
+                    f"placements={{{role.name!r}: {pin}}} is uneven over {ranks} ranks, and the "
+                    "model is partitioned along another axis behind. Choose another dim, or let "
+                    "this axis be the last."
+                )
+            spread.meet(Value(node), pin.dim, pin.interleave)
+    spread.run()
+    op_strategies: dict[fx.Node, Sequence[OpStrategy]] = {
+        node: _ways(node, spread.loops(node)) if _known(reads[node]) else [_whole(node, reads)]
+        for node in loops
+    }
+    found = StrategyChoices(ranks, same, op_strategies, reads)
+    wanted = _wanted(found)
+    for node, role in inputs.items():
+        if same[node] is not node:
+            continue
+        lies: list[Placement] = [Replicate()]
+        if isinstance(role, Parameter):
+            lies += _shards(node, ranks, even) + wanted.get(node, [])
+            lies = [pins[role.name]] if role.name in pins else lies
+        op_strategies[node] = [OpStrategy((), (p,)) for p in dict.fromkeys(lies)]
+    for node in graph.graph.find_nodes(op="get_attr"):
+        op_strategies[node] = [OpStrategy((), (Replicate(),))]
+    return found
+
+
+def _ways(node: fx.Node, loops: Sequence[Loop]) -> Sequence[OpStrategy]:
+    """All ways of an operator whose loops are split in so many pieces."""
+    operator = Operator.of(node)
+    return list(
+        dict.fromkeys([replicated(operator), *map(split, loops), *linear_strategies(operator)])
+    )
+
+
+def _is_last(graph: TrainingGraph) -> bool:
+    """Whether the model is partitioned along no other axis behind this one.
+
+    Along that the ways of the first rank are taken by all, whose sizes must then be the same.
+    """
+    axes = {axis_of_level(axis) for axis in graph.axes if axis[:2] != "dp"}
+    left = axes - set(graph.partitioned)
+    return len(left) < 2
+
+
+def _loops(node: fx.Node, even: bool) -> list[Loop]:
+    """The loops of an operator, all of them for even shards or only those over rows of the batch.
+
+    Other data-parallel ranks may have fewer rows, and take the same ways.
+    """
+    over = [(n.meta.get("batch_dims") or ((),))[0] for n in operands(node)]
+    made = node.meta.get("batch_dims") or ((),) * len(elements(node))
+
+    def of_rows(loop: Loop) -> bool:
+        places = zip((*loop.operands, *loop.results), (*over, *made), strict=False)
+        return any(isinstance(at, DimAccess) and at.dim in dims for at, dims in places)
+
+    loops = loops_of(Operator.of(node))
+    return [replace(loop, even=True) if even or of_rows(loop) else loop for loop in loops]
+
+
+def _known(reads: Sequence[Value]) -> bool:
+    """Whether every operand is a tensor, as rules expect."""
+    return all(isinstance(value.tensor, torch.Tensor) for value in reads)
+
+
+def _whole(node: fx.Node, reads: Mapping[fx.Node, Sequence[Value]]) -> OpStrategy:
+    whole = Replicate()
+    return OpStrategy((whole,) * len(reads[node]), (whole,) * len(elements(node)))
+
+
+def _shards(node: fx.Node, ranks: int, even: bool) -> list[Placement]:
+    """Every dim of a parameter that ranks can cut: it may lie so and be gathered."""
+    return [
+        Shard(dim)
+        for dim, size in enumerate(tensors(node)[0].shape)
+        if size % ranks == 0 or (not even and can_cut(size, ranks))
+    ]
+
+
+def _wanted(found: StrategyChoices) -> dict[fx.Node, list[Placement]]:
+    """The shards in which the readers of each value would have it."""
+    wanted: dict[fx.Node, list[Placement]] = {}
+    for node, reads in found.reads.items():
+        for place, value in enumerate(reads):
+            if value.node.op == "placeholder":
+                op_strategies = found.op_strategies[found.same[node]]
+                lies = [
+                    w.operands[place] for w in op_strategies if isinstance(w.operands[place], Shard)
+                ]
+                wanted.setdefault(found.same[value.node], []).extend(lies)
+    return wanted
+
+
+class _Spread:
+    """The numbers of pieces that each loop should be tried with.
+
+    An interleaved shard arises at a view and is of use as far as operators hand it on, in both
+    directions: the pieces of a value's dim are tried on the loops over it until nothing new
+    comes up.
+    """
+
+    def __init__(
+        self,
+        loops: Mapping[fx.Node, Sequence[Loop]],
+        reads: Mapping[fx.Node, Sequence[Value]],
+        same: Mapping[fx.Node, fx.Node],
+        ranks: int,
+    ) -> None:
+        self.given, self.ranks = loops, ranks
+        self.pieces = {(node, i): {1} for node, own in loops.items() for i in range(len(own))}
+        self.over: dict[tuple[Value, int], list[tuple[fx.Node, int, int]]] = {}
+        self.places: dict[tuple[fx.Node, int], set[tuple[Value, int, int]]] = {}
+        self.met: dict[tuple[Value, int], set[int]] = {}
+        self.new: list[tuple[Value, int, int]] = []
+        for node, values in reads.items():
+            stands = same[node]
+            alike = [Value(same[v.node], v.place) for v in values]
+            for i, loop in enumerate(loops[stands]):
+                places = self.places.setdefault((stands, i), set())
+                places |= {(v, at.dim, at.interleave) for v, at in _places(stands, alike, loop)}
+        for (node, i), places in self.places.items():
+            for value, dim, interleave in places:
+                self.over.setdefault((value, dim), []).append((node, i, interleave))
+
+    def loops(self, node: fx.Node) -> list[Loop]:
+        """The loops of a node in all numbers of pieces found."""
+        return [
+            made
+            for i, loop in enumerate(self.given[node])
+            for made in fitting(loop, self.ranks, sorted(self.pieces[node, i]))
+        ]
+
+    def run(self) -> None:
+        """Spreads what every loop asks of its values by itself, and what that leads to."""
+        for node, i in self.pieces:
+            self.tell(node, i, 1)
+        while self.new:
+            value, dim, count = self.new.pop()
+            for node, i, interleave in self.over.get((value, dim), ()):
+                if count % interleave == 0:
+                    self.attempt(node, i, count // interleave)
+
+    def attempt(self, node: fx.Node, i: int, pieces: int) -> None:
+        """Tries a loop in so many pieces."""
+        if self.given[node][i].free and pieces not in self.pieces[node, i]:
+            self.pieces[node, i].add(pieces)
+            self.tell(node, i, pieces)
+
+    def tell(self, node: fx.Node, i: int, pieces: int) -> None:
+        """A loop in so many pieces shards the values that it runs over accordingly."""
+        if any(fitting(self.given[node][i], self.ranks, (pieces,))):
+            for value, dim, interleave in self.places.get((node, i), ()):
+                self.meet(value, dim, interleave * pieces)
+
+    def meet(self, value: Value, dim: int, count: int) -> None:
+        """A value may lie in shards of `dim` in so many pieces."""
+        counts = self.met.setdefault((value, dim), set())
+        if count not in counts:
+            counts.add(count)
+            self.new.append((value, dim, count))
+
+
+def _places(node: fx.Node, reads: Sequence[Value], loop: Loop) -> Iterator[tuple[Value, DimAccess]]:
+    """The values that a loop of a node runs over, and where."""
+    results: list[Any] = [Value(node, place) for place in range(len(loop.results))]
+    for value, at in [
+        *zip(reads, loop.operands, strict=True),
+        *zip(results, loop.results, strict=True),
+    ]:
+        if isinstance(at, DimAccess):
+            yield value, at

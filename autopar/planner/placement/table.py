@@ -1,0 +1,131 @@
+"""What `autopar show --placements` prints: where everything lies, and what is converted."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from rich.table import Table
+from torch import fx
+
+from autopar.cost_model.kernels.aliases import is_view
+from autopar.formatting import human_bytes
+from autopar.ir.graph import TrainingGraph, elements
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Replicate
+from autopar.ir.roles import Parameter
+from autopar.passes.rules.redistribute import redistribute_steps
+from autopar.passes.rules.registry import rule_of
+from autopar.planner.placement.costs import PlacementCosts
+from autopar.planner.placement.redistributions import PlannedRedistribution, redistributions
+from autopar.planner.placement.repeated_nodes import block_of_nodes, repeated
+
+COLUMNS = ("", "what", "shape", "lies", "converted", "sends", "takes")
+
+
+def placement_tables(
+    graph: TrainingGraph, op_strategies: Mapping[fx.Node, OpStrategy], prices: PlacementCosts
+) -> Iterator[Table | str]:
+    """A table for each kind of block, then the operators that every rank runs whole.
+
+    Args:
+        graph: as captured, on whole tensors.
+        op_strategies: of every operator and placeholder.
+        prices: along the axis.
+    """
+    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    names = {node: role.name for node, role in roles.items() if isinstance(role, Parameter)}
+    lies = {name: op_strategies[node].results[0] for node, name in names.items()}
+    same = dict(repeated(graph, lies))
+    blocks = block_of_nodes(graph)
+    alike: dict[str, dict[str, None]] = {}
+    for node, stands in same.items():
+        alike.setdefault(blocks[stands], {})[blocks[node]] = None
+    converted: dict[fx.Node, list[PlannedRedistribution]] = {}
+    for made in redistributions(graph, same, op_strategies):
+        converted.setdefault(made.value.node, []).append(made)
+    for first, members in alike.items():
+        nodes = [n for n in graph.graph.nodes if n in same and same[n] is n and blocks[n] == first]
+        table = Table(*COLUMNS, title=_title(list(members)), title_justify="left")
+        for node in nodes:
+            for row in _rows(node, names.get(node), op_strategies, converted.get(node, ()), prices):
+                table.add_row(*row)
+        yield table
+    yield from _whole(graph, op_strategies)
+
+
+def _title(members: Sequence[str]) -> str:
+    if members == [""]:
+        return "outside of blocks"
+    return members[0] if len(members) == 1 else f"{members[0]} and {len(members) - 1} like it"
+
+
+def _rows(
+    node: fx.Node,
+    name: str | None,
+    op_strategies: Mapping[fx.Node, OpStrategy],
+    converted: Sequence[PlannedRedistribution],
+    prices: PlacementCosts,
+) -> Iterator[tuple[str, ...]]:
+    """A parameter, or an operator that computes something or is converted; its conversions."""
+    if node not in op_strategies or (
+        name is None and not converted and (is_view(node) or _is_input(node))
+    ):
+        return
+    op_strategy = op_strategies[node]
+    results = [t for t in elements(node) if isinstance(t, torch.Tensor)]
+    what = re.sub(r"\.\d+\.", ".*.", name) if name else _target(node)
+    sent, seconds = "", ""
+    if op_strategy.lowering:
+        sent = ", ".join(
+            f"{kind} {human_bytes(size)}" for kind, size in prices.traffic(node, op_strategy)
+        )
+        seconds = f"by {op_strategy.lowering}"
+    phase = "parameter" if name else node.meta.get("phase", "")
+    lies = ", ".join(dict.fromkeys(map(str, op_strategy.results)))
+    yield phase, what, str(list(results[0].shape)) if results else "", lies, "", sent, seconds
+    for made in converted:
+        kinds = [
+            step for step in redistribute_steps(made.before, made.after) or () if step.collective
+        ]
+        tensor = made.value.tensor
+        kind = tensor.shape, tensor.element_size(), prices.shape.ranks
+        size = sum(step.message_bytes(*kind) for step in kinds)
+        cost = prices.redistribution(made.value, made.before, made.after)
+        yield (
+            "",
+            "",
+            "",
+            "",
+            f"{made.before} -> {made.after}" + (f" x{made.count}" if made.count > 1 else ""),
+            f"{', '.join(step.kind for step in kinds)} {human_bytes(size)}" if kinds else "",
+            f"{cost.seconds * 1e6:.0f} us {cost.kind}",
+        )
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op != "call_function"
+
+
+def _target(node: fx.Node) -> str:
+    return str(node.target).removeprefix("aten.").removesuffix(".default")
+
+
+def _whole(graph: TrainingGraph, op_strategies: Mapping[fx.Node, OpStrategy]) -> Iterator[str]:
+    """The operators that compute, and that every rank runs on whole tensors."""
+    ruled: Counter[str] = Counter()
+    unruled: Counter[str] = Counter()
+    for node in graph.calls():
+        op_strategy = op_strategies.get(node)
+        if op_strategy is None or is_view(node) or op_strategy.lowering:
+            continue
+        if all(
+            placement == Replicate() for placement in (*op_strategy.operands, *op_strategy.results)
+        ):
+            (unruled if rule_of(node.target) is None else ruled)[_target(node)] += 1
+    for title, found in (("without a rule", unruled), ("cheapest whole", ruled)):
+        if found:
+            each = ", ".join(f"{name} x{count}" for name, count in found.most_common())
+            yield f"run whole on every rank, {title}: {each}"

@@ -1,0 +1,77 @@
+"""How a graph is partitioned where nothing was measured, or a plan has fixed the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from glob import escape
+from math import prod
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import TrainingGraph, Value
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Placement, Replicate, Shard
+from autopar.passes.rules.loops import Operator
+from autopar.passes.rules.redistribute import redistribute_steps
+from autopar.passes.rules.registry import loops_of
+from autopar.plan.partition import NodeStrategies, Partition, named
+from autopar.planner.placement.constraints import resolve_constraints
+from autopar.planner.placement.ilp import solve
+
+ITERATION_S = 1e-10
+"""Seconds of one iteration of an operator's loops, on no machine in particular."""
+
+BYTE_S = 1e-10
+"""Seconds to move a byte."""
+
+STEP_S = 1e-9
+"""Seconds of a conversion of nothing."""
+
+
+def partition_by_bytes(
+    graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
+) -> NodeStrategies:
+    """The ways that move the fewest bytes for the work that they divide.
+
+    It depends on nothing but the graph, so that every process finds the same.
+
+    Args:
+        graph: as captured, on whole tensors.
+        ranks: of the axis.
+        pins: how parameters lie, by patterns of their names.
+    """
+
+    def price(value: Value, before: Placement, after: Placement) -> float:
+        kind = value.tensor.shape, value.tensor.element_size(), ranks
+        moved = (
+            s.message_bytes(*kind) for s in redistribute_steps(before, after) or () if s.collective
+        )
+        return STEP_S + BYTE_S * sum(moved) * (ranks - 1) / ranks
+
+    iterations: dict[fx.Node, int] = {}
+
+    def work(node: fx.Node, op_strategy: OpStrategy) -> float:
+        if node not in iterations:
+            iterations[node] = _iterations(node)
+        divided = any(isinstance(p, Shard) for p in (*op_strategy.operands, *op_strategy.results))
+        return ITERATION_S * iterations[node] / (ranks if divided else 1)
+
+    found = resolve_constraints(pins or {}, graph.parameters, ranks)
+    return named(solve(graph, ranks, price, work, pins=found).op_strategies)
+
+
+def repartition(graph: TrainingGraph, partition: Partition) -> NodeStrategies:
+    """The ways of another call of a model whose parameters lie as a plan has laid them out."""
+    pins: dict[str, Placement] = {escape(name): Replicate() for name in graph.parameters}
+    pins |= {escape(name): placement for name, placement in partition.layouts.items()}
+    return partition_by_bytes(graph, partition.ranks, pins)
+
+
+def _iterations(node: fx.Node) -> int:
+    """How often the loops of an operator run."""
+    if node.op != "call_function":
+        return 0
+    operator = Operator.of(node)
+    looped = prod(loop.size for loop in loops_of(operator))
+    return max([looped, *(t.numel() for t in operator.results if isinstance(t, torch.Tensor))])

@@ -1,0 +1,142 @@
+"""Why a plan: what bounds its step, what would change the choice, and why the others lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from autopar.formatting import human_bytes, printable
+from autopar.report.table import exposures, layout, levels, notes, predicted
+
+if TYPE_CHECKING:
+    from autopar.plan.prediction import Prediction, RunnerUp
+    from autopar.plan.spec import PlanSpec
+
+Rates = tuple[tuple[float, float], ...]
+
+
+def with_reasons(plan: PlanSpec) -> str:
+    """What a plan is, and why: the table, but for figures that the explanation has."""
+    return printable("\n".join([*layout(plan), *notes(plan), explain(plan)]))
+
+
+def explain(plan: PlanSpec) -> str:
+    """What bounds the step, what would change the choice, and why each runner-up lost."""
+    lines = [f"Chosen: {plan.name}.", *levels(plan), *predicted(plan)]
+    p = plan.prediction
+    if p is not None:
+        lines += [*_bound(p), *exposures(p, len(p.exposures))]
+        if plan.memory_cap is not None:
+            room = plan.memory_cap - p.needed_bytes
+            lines.append(f"{human_bytes(room)} of {human_bytes(plan.memory_cap)} stay free.")
+        lines += _recomputed(plan)
+        figures = ", ".join(f"{count} {kind}" for kind, count in sorted(p.provenance.items()))
+        lines.append(f"Figures: {figures}. Cluster: {plan.cluster}.")
+        if changes := [*_memory(plan, p), *_links(plan, p)]:
+            lines += ["What would change the choice, of the plans that were looked at:", *changes]
+    if plan.runners_up:
+        lines.append("Also considered:")
+    for other in plan.runners_up:
+        size = human_bytes(other.peak_bytes)
+        lines.append(f"  {other.name}: {_ms(other.step_s)}, {size}: {other.why}")
+    return printable("\n".join(lines))
+
+
+def _bound(p: Prediction) -> Iterator[str]:
+    """What most of the step goes to."""
+    idle_s = p.bubble * p.step_s
+    parts = {
+        "computation": p.compute_s,
+        "messages that computation waits for": p.exposed_s,
+        "the optimizer's step": p.update_s,
+        "ranks of the pipeline that wait for others": idle_s,
+    }
+    first = max(parts, key=lambda name: parts[name])
+    share = parts[first] / p.step_s if p.step_s else 0.0
+    hidden = max(0.0, p.communication_s - p.exposed_s)
+    yield (
+        f"The step is bound by {first}: {_ms(parts[first])}, {share:.0%} of it. It waits "
+        f"{_ms(p.exposed_s)} for messages, and hides {_ms(hidden)} of them."
+    )
+    waits: dict[str, float] = {}
+    for item in p.exposures:
+        name = f"{item.collective} over {item.axis}"
+        waits[name] = waits.get(name, 0.0) + item.exposed_s
+    most = sorted(waits.items(), key=lambda wait: -wait[1])
+    if texts := [f"{name} {_ms(s)}" for name, s in most if s > 0.01 * p.step_s]:
+        yield f"Of the messages it waits most for {', '.join(texts)}."
+    if p.stages:
+        yield f"Ranks of the pipeline wait for others {', '.join(f'{s:.0%}' for s in p.idle)}."
+
+
+def _recomputed(plan: PlanSpec) -> Iterator[str]:
+    """What is computed twice to fit."""
+    again = Counter(level for _, level in plan.recompute if level != "none")
+    if again and plan.memory_cap is not None:
+        parts = ", ".join(f"{level} in {count}" for level, count in again.items())
+        total = len(plan.recompute)
+        yield f"Memory costs time: activations are computed again ({parts} of {total} blocks)."
+
+
+def _memory(plan: PlanSpec, p: Prediction) -> Iterator[str]:
+    """From which cap on another plan would be taken."""
+    cap, least = plan.memory_cap, p.step_s
+    larger = [o for o in plan.runners_up if cap is not None and o.needed_bytes > cap]
+    for other in sorted(larger, key=lambda other: (other.needed_bytes, other.step_s)):
+        if other.step_s < least:
+            least = other.step_s
+            size = human_bytes(other.needed_bytes)
+            yield f"  with {size} a rank or more: {other.name}, {_ms(p.step_s - least)} faster"
+    smaller = [o for o in plan.runners_up if 0 < o.needed_bytes < p.needed_bytes]
+    text = f"  the choice fits down to {human_bytes(p.needed_bytes)} a rank"
+    if smaller:
+        other = min(smaller, key=lambda other: other.step_s)
+        text += f"; below that: {other.name}, {_ms(other.step_s - p.step_s)} slower"
+    yield text
+
+
+def _links(plan: PlanSpec, p: Prediction) -> Iterator[str]:
+    """Over which links another plan would be taken."""
+    if not p.at_rates:
+        return
+    steps = ", ".join(f"{_ms(s)} at {rate:g} of it" for rate, s in p.at_rates)
+    yield f"  at another rate of all links the step takes: {steps}"
+    rivals = [other for other in plan.runners_up if other.at_rates and _may_win(plan, other)]
+    found = [(rate, other) for other in rivals for rate in _crossings(plan, other)]
+    slow = max((item for item in found if item[0] < 1.0), key=lambda item: item[0], default=None)
+    fast = min((item for item in found if item[0] > 1.0), key=lambda item: item[0], default=None)
+    if slow is not None:
+        yield f"  with links at {slow[0]:.2g} of their rate or less: {slow[1].name}"
+    if fast is not None:
+        yield f"  with links {fast[0]:.2g} times as fast or faster: {fast[1].name}"
+    if rivals and slow is None and fast is None:
+        names, rates = ", ".join(o.name for o in rivals), [rate for rate, _ in p.at_rates]
+        low, high = rates[0], rates[-1]
+        yield f"  from {low:g} to {high:g} of the links' rate it stays ahead of {names}"
+
+
+def _may_win(plan: PlanSpec, other: RunnerUp) -> bool:
+    """Whether nothing but its time keeps a plan from being chosen."""
+    return plan.memory_cap is None or other.needed_bytes <= plan.memory_cap
+
+
+def _crossings(plan: PlanSpec, other: RunnerUp) -> Iterator[float]:
+    """The rates at which another plan begins to be faster, seen from the rate that there is.
+
+    Between the rates that were priced, time is taken to be linear in what a byte takes.
+    """
+    assert plan.prediction is not None
+    ours, theirs = dict(plan.prediction.at_rates), dict(other.at_rates)
+    behind = {rate: theirs[rate] - s for rate, s in ours.items() if rate in theirs}
+    behind[1.0] = other.step_s - plan.prediction.step_s
+    for low, high in pairwise(sorted(behind)):
+        first, second = (high, low) if high <= 1.0 else (low, high)
+        if behind[first] >= 0.0 > behind[second]:
+            part = behind[first] / (behind[first] - behind[second])
+            yield 1.0 / ((1.0 - part) / first + part / second)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,86 @@
+"""Figures as people read them, and where to mark the scales of a drawing."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.formatting import human_bytes
+from autopar.report.html.markup import Markup, tag
+
+
+def seconds(value: float) -> Markup:
+    """A time; the element keeps the seconds."""
+    return tag("data", seconds_text(value), value=float(value))
+
+
+def size(value: float) -> Markup:
+    """A number of bytes; the element keeps it."""
+    return tag("data", human_bytes(value), value=round(value))
+
+
+def share(value: float) -> Markup:
+    """A fraction as per cent; the element keeps the fraction."""
+    return tag("data", f"{value:.1%}" if value < 0.0995 else f"{value:.0%}", value=float(value))
+
+
+def count(value: int) -> Markup:
+    """A whole number."""
+    return tag("data", f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}"), value=value)
+
+
+def amount(value: float) -> Markup:
+    """Things a second, in three figures or whole; the element keeps the number."""
+    text = f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+    return tag("data", text.replace(",", "\N{NARROW NO-BREAK SPACE}"), value=float(value))
+
+
+def seconds_text(value: float) -> str:
+    """A time in three figures."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if abs(scaled := value * factor) >= 0.9995:
+            digits = 2 if abs(scaled) < 10 else 1 if abs(scaled) < 100 else 0
+            return f"{scaled:.{digits}f} {unit}"
+    return f"{value * 1e9:.0f} ns" if value else "0 s"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """A rate, in decimal units as links have them."""
+    for unit, factor in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if bytes_per_s >= factor:
+            return f"{bytes_per_s / factor:.3g} {unit}"
+    return f"{bytes_per_s:.3g} B/s"
+
+
+def even_ticks(most: float, about: int = 5) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, from 0 to `most`."""
+    if most <= 0:
+        return [0.0]
+    rough = most / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
+    return [step * i for i in range(int(most / step * (1 + 1e-9)) + 1)]
+
+
+def byte_ticks(most: float, about: int = 4) -> list[float]:
+    """The same in powers of 1024."""
+    unit = 1024.0 ** max(0, math.floor(math.log(max(1.0, most), 1024)))
+    return [tick * unit for tick in even_ticks(most / unit, about)]
+
+
+def log_ticks(least: float, most: float, base: int, about: int = 4) -> list[float]:
+    """Powers of `base` between two values, few enough to be written; finer ones if need be."""
+    first = math.ceil(math.log(least, base) - 1e-9)
+    last = math.floor(math.log(most, base) + 1e-9)
+    every = max(1, math.ceil((last - first + 1) / about))
+    powers = [float(base) ** power for power in range(first, last + 1, every)]
+    if len(powers) > 1:
+        return powers
+    between = (1, 2, 5) if base == 10 else (1, 2)
+    steps = (float(base) ** power * k for power in range(first - 1, last + 1) for k in between)
+    return [step for step in steps if least * (1 - 1e-9) <= step <= most * (1 + 1e-9)]
+
+
+def tick_text(value: float) -> str:
+    """A time without the zeros that do not count."""
+    number, unit = seconds_text(value).split(" ")
+    return f"{float(number):g} {unit}"

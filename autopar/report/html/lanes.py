@@ -1,0 +1,142 @@
+"""`Lane`: what one row of a timeline shows, few enough pieces to be drawn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from autopar.cost_model.simulator.streams import COMPUTE
+from autopar.plan.prediction import Prediction
+
+WIDTH = 1_000_000
+"""Units that a step is divided into along a timeline."""
+
+MOST_PIECES = 6000
+"""Of a whole timeline: neighbours are merged, the shortest first, until there are no more."""
+
+HUES = 12
+"""Colours of micro-batches, one after the other and from the start again."""
+
+Row = tuple[str, str, float, float, str]
+"""An event of a prediction: name, stream, start, end, kind."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Something that runs for a while.
+
+    Attributes:
+        start: in units of the timeline.
+        width: in the same.
+        name: what runs.
+        look: how it is coloured.
+    """
+
+    start: int
+    width: int
+    name: str
+    look: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A row.
+
+    Attributes:
+        name: of the row.
+        pieces: what runs in it, in order.
+        part: 0 for a row of its own, 1 and 2 for thin ones under the row before.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    part: int = 0
+
+
+def lanes_of(p: Prediction) -> tuple[Lane, ...]:
+    """The rows of a predicted step, merged as far as they must be."""
+    rows = _stages(p) if p.stages else _streams(p)
+    least = 0
+    while sum(len(row.pieces) for row in rows) > MOST_PIECES:
+        least = max(20, least * 2)
+        rows = [Lane(row.name, tuple(_merged(row.pieces, least)), row.part) for row in rows]
+    return tuple(rows)
+
+
+def place(at_s: float, step_s: float) -> int:
+    """Where a time is on a timeline."""
+    return round(at_s / step_s * WIDTH) if step_s else 0
+
+
+def _streams(p: Prediction) -> list[Lane]:
+    """Blocks, compute, and every axis that is communicated over."""
+    turn_s = min((s for _, phase, s, _ in p.report_data.spans if phase == "backward"), default=None)
+
+    def look(row: Row) -> str:
+        name, stream, start_s, _, kind = row
+        if stream != COMPUTE or kind == "wait":
+            return kind
+        if name == "optimizer" or turn_s is None:
+            return "optimizer" if name == "optimizer" else "forward"
+        return "backward" if start_s >= turn_s else "forward"
+
+    blocks = tuple(
+        _piece(block or "outside of blocks", start, end, phase, p.step_s)
+        for block, phase, start, end in p.report_data.spans
+    )
+    names = sorted({row[1] for row in p.events}, key=lambda name: (name != COMPUTE, name))
+    found = [Lane("blocks", blocks)] if blocks else []
+    return found + [
+        Lane(name, _pieces((r for r in p.events if r[1] == name), look, p.step_s)) for name in names
+    ]
+
+
+def _stages(p: Prediction) -> list[Lane]:
+    """Each rank of a pipeline, under it what it sends to the next and to the one before."""
+
+    def look(row: Row) -> str:
+        action = re.fullmatch(r"\d+([FBIW])(\d+)", row[0])
+        return f"{action[1]} m{int(action[2]) % HUES}" if action else "optimizer"
+
+    found = []
+    for rank in range(len(p.idle)):
+        name = f"rank {rank}"
+        found.append(Lane(name, _pieces((r for r in p.events if r[1] == name), look, p.step_s)))
+        others = sorted({int(r[1].split()[-1]) for r in p.events if r[1].startswith(f"{name} to ")})
+        for part, other in enumerate(sorted(others, key=lambda o: o < rank), 1):
+            sent = (r for r in p.events if r[1] == f"{name} to {other}")
+            found.append(Lane(f"to {other}", _pieces(sent, look, p.step_s), part))
+    return found
+
+
+def _pieces(rows: Iterable[Row], look: object, step_s: float) -> tuple[Piece, ...]:
+    assert callable(look)
+    found = (_piece(row[0], row[2], row[3], look(row), step_s) for row in rows)
+    return tuple(sorted(found, key=lambda piece: piece.start))
+
+
+def _piece(name: str, start_s: float, end_s: float, look: str, step_s: float) -> Piece:
+    start = place(start_s, step_s)
+    return Piece(start, max(1, place(end_s, step_s) - start), name, look)
+
+
+def _merged(pieces: Sequence[Piece], least: int) -> Iterable[Piece]:
+    """Neighbours of one look that are both shorter than `least`, as one."""
+    for (short, _), run in groupby(pieces, key=lambda p: (p.width < least, p.look)):
+        own = list(run)
+        if not short:
+            yield from own
+            continue
+        for _, near in groupby(own, key=lambda p: p.start // (2 * least)):
+            yield _joined(list(near))
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    first, last = pieces[0], pieces[-1]
+    if len(pieces) == 1:
+        return first
+    names = [piece.name.split(" … ") for piece in (first, last)]
+    name = f"{names[0][0]} … {names[1][-1]}"
+    return Piece(first.start, last.start + last.width - first.start, name, first.look)

@@ -1,0 +1,235 @@
+"""The mesh: which axes there are, where each rank stands on them, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+from autopar.formatting import human_bytes
+from autopar.ir.placement import Placement, Shard
+from autopar.plan.spec import PlanSpec
+from autopar.plan.strategy import MESH
+from autopar.report.html.figures import count, size
+from autopar.report.html.markup import Markup, table, tag
+
+_MOST = 32  # ranks that are drawn
+_WIDE, _TALL = 120, 36  # units of the drawing of what a rank holds
+_DOES = {
+    "pp": "stages of the model, one after the other",
+    "dp": "rows of the batch",
+    "dp_replicate": "rows of the batch; parameters are whole",
+    "dp_shard": "rows of the batch; parameters are in shards",
+    "cp": "activations inside of the model; parameters are whole",
+    "tp": "operators and their parameters",
+    "ep": "operators and their parameters, among neighbours",
+}
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Parameters that lie alike.
+
+    Attributes:
+        stage: of the pipeline, that holds them.
+        layout: along each axis of `Plan.storage`.
+        nbytes: of the whole of them.
+    """
+
+    stage: int
+    layout: tuple[tuple[str, Placement], ...]
+    nbytes: int
+
+    def held(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[float, float]:
+        """From where to where, of 0 to 1, a rank holds them, as if they were cut from one piece.
+
+        Args:
+            place: of the rank on each axis.
+            sizes: of the axes.
+        """
+        low, span = 0.0, 1.0
+        for axis, placement in self.layout:
+            if isinstance(placement, Shard):
+                span /= sizes[axis]
+                low += span * place[axis]
+        return low, low + span
+
+
+def mesh(plan: PlanSpec) -> Markup:
+    """The section."""
+    portions = portions_of(plan)
+    axes = tuple((axis, ranks) for axis, ranks in plan.mesh if ranks > 1) or plan.mesh[-1:]
+    shown = _shown(axes)
+    drawn = prod(len(places) for places in shown.values())
+    lead = (
+        "Each field is a rank, its bar the whole model: from left to right stages and kinds of "
+        "parameters, as wide as they are large; filled is what the rank holds between steps."
+    )
+    if drawn < plan.world_size:
+        lead += f" {drawn} of {plan.world_size} ranks are drawn, the others are like them."
+    return tag(
+        "section",
+        tag("h2", "The mesh, and what each rank holds"),
+        _axes(plan),
+        tag("p", lead, class_="lead"),
+        tag("div", *_level(plan, portions, shown, axes, {}), class_="mesh"),
+        id="mesh",
+    )
+
+
+def portions_of(plan: PlanSpec) -> tuple[Portion, ...]:
+    """The parameters by stage and layout, in the order of stages."""
+    owners = plan.pipeline.owners if plan.pipeline else {}
+
+    def key(name: str) -> tuple[int, str]:
+        return owners.get(name, 0), str(plan.layout(name))
+
+    sizes = dict(plan.parameter_bytes)
+    found = []
+    for (stage, _), names in groupby(sorted(sizes, key=key), key=key):
+        own = list(names)
+        layout = tuple(plan.layout(own[0]).items())
+        found.append(Portion(stage, layout, sum(sizes[name] for name in own)))
+    return tuple(found)
+
+
+def held_bytes(plan: PlanSpec, portions: Iterable[Portion], rank: int) -> float:
+    """Bytes of parameters that a rank holds between steps."""
+    sizes, total = dict(plan.storage), 0.0
+    for portion in _own(plan, portions, plan.mesh_coordinate(rank)):
+        low, high = portion.held(stored(plan, rank), sizes)
+        total += portion.nbytes * (high - low)
+    return total
+
+
+def stored(plan: PlanSpec, rank: int) -> dict[str, int]:
+    """Where a rank stands on each axis of `Plan.storage`."""
+    place, found = plan.mesh_coordinate(rank), {}
+    sizes = dict(plan.storage)
+    for axis, at in place.items():
+        if axis in sizes:
+            found[axis] = at
+        else:
+            found["dp_replicate"], found["dp_shard"] = divmod(at, sizes["dp_shard"])
+    return found
+
+
+def _own(plan: PlanSpec, portions: Iterable[Portion], place: Mapping[str, int]) -> list[Portion]:
+    """Those of the stages that a rank runs."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return list(portions)
+    stages = pipeline.stages_of(place.get("pp", 0))
+    return [portion for portion in portions if portion.stage in stages]
+
+
+def _axes(plan: PlanSpec) -> Markup:
+    sent = dict(plan.sent_bytes)
+    rows: list[tuple[object, ...]] = []
+    for axis, ranks in plan.mesh:
+        over = sum(n for name, n in sent.items() if name.partition(".")[0] == axis)
+        rows.append((axis, count(ranks), _divides(plan, axis), size(over)))
+    headings = ("axis", "ranks >", "divides", "a rank sends a step >")
+    return table(headings, rows, "Axes of the mesh, the last one among neighbours")
+
+
+def _divides(plan: PlanSpec, axis: str) -> str:
+    text = _DOES.get(axis, "")
+    if axis == plan.axis:
+        stages = sorted({stage for _, stage in plan.zero_stages if stage})
+        text = _DOES["dp"]
+        if stages and plan.dp_size > 1:
+            text += f"; parameters in shards: ZeRO {', '.join(map(str, stages))}"
+    return text
+
+
+def _shown(axes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
+    """The places on each axis that are drawn: the first ones and the last one.
+
+    Ranks with other rows are the most alike, those of other stages the least.
+    """
+    numbers = dict(axes)
+    for axis in sorted(numbers, key=lambda axis: (axis == "pp", axis in MESH)):
+        beside = prod(numbers.values()) // numbers[axis]
+        numbers[axis] = min(numbers[axis], max(2, _MOST // beside))
+    return {
+        axis: [*range(numbers[axis] - 1), size - 1] if numbers[axis] < size else list(range(size))
+        for axis, size in axes
+    }
+
+
+def _level(
+    plan: PlanSpec,
+    portions: Sequence[Portion],
+    shown: Mapping[str, list[int]],
+    axes: Sequence[tuple[str, int]],
+    place: dict[str, int],
+) -> Iterable[Markup]:
+    """The places on the outermost of these axes, each with those of the others inside."""
+    (axis, _), inner = axes[0], axes[1:]
+    places = shown[axis]
+    for index, at in enumerate(places):
+        if index and at != places[index - 1] + 1:
+            yield tag("p", f"… {at - places[index - 1] - 1} more", class_="gap")
+        own = place | {axis: at}
+        if not inner:
+            yield _rank(plan, portions, own, f"{axis} {at}")
+            continue
+        caption = tag("p", f"{axis} {at}", tag("small", _stage_names(plan, axis, at)))
+        parts = tag("div", *_level(plan, portions, shown, inner, own), class_="ranks")
+        yield tag("div", caption, parts, class_="group")
+
+
+def _stage_names(plan: PlanSpec, axis: str, at: int) -> str:
+    """What the stages of a rank of a pipeline begin with."""
+    if axis != "pp" or plan.pipeline is None:
+        return ""
+    owners = plan.pipeline.owners
+    found = []
+    for stage in plan.pipeline.stages_of(at):
+        first = next((name for name, owner in owners.items() if owner == stage), "nothing")
+        found.append(f"stage {stage} from {first}")
+    return "; ".join(found)
+
+
+def _rank(
+    plan: PlanSpec, portions: Sequence[Portion], place: Mapping[str, int], where: str
+) -> Markup:
+    number = 0
+    for axis, ranks in plan.mesh:
+        number = number * ranks + place.get(axis, 0)
+    held = held_bytes(plan, portions, number)
+    whole = sum(nbytes for _, nbytes in plan.parameter_bytes)
+    said = f"rank {number} holds {human_bytes(held)} of {human_bytes(whole)} of parameters"
+    return tag(
+        "div",
+        tag("b", f"rank {number}"),
+        tag("small", where),
+        _holds(plan, portions, number, said),
+        tag("small", size(held)),
+        class_="rank",
+    )
+
+
+def _holds(plan: PlanSpec, portions: Sequence[Portion], rank: int, said: str) -> Markup:
+    """The model as a bar, with what a rank holds of it filled."""
+    sizes, place = dict(plan.storage), stored(plan, rank)
+    own = _own(plan, portions, plan.mesh_coordinate(rank))
+    whole, x, path = sum(p.nbytes for p in portions) or 1, 0.0, []
+    for portion in portions:
+        wide = portion.nbytes / whole * _WIDE
+        if portion in own:
+            low, high = portion.held(place, sizes)
+            y, tall = low * _TALL, max(1.0, (high - low) * _TALL)
+            path.append(f"M{x:.4g} {y:.4g}h{wide:.4g}v{tall:.4g}h-{wide:.4g}z")
+        x += wide
+    return tag(
+        "svg",
+        tag("title", said),
+        tag("rect", width=_WIDE, height=_TALL, class_="whole"),
+        tag("path", d="".join(path), class_="held"),
+        viewbox=f"0 0 {_WIDE} {_TALL}",
+        role="img",
+        preserveaspectratio="none",
+    )

@@ -1,0 +1,56 @@
+"""`page`: a plan as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from autopar.plan.spec import PlanSpec
+from autopar.report.html.alternatives import runners
+from autopar.report.html.exposed import exposed
+from autopar.report.html.markup import Markup, join, tag
+from autopar.report.html.memory import memory
+from autopar.report.html.mesh import mesh
+from autopar.report.html.sources import sources, texts
+from autopar.report.html.summary import summary
+from autopar.report.html.timeline import timeline
+from autopar.report.html.traffic import traffic
+
+_SECTIONS = {
+    "mesh": ("Mesh", mesh),
+    "step": ("Step", timeline),
+    "memory": ("Memory", memory),
+    "waits": ("Waits", exposed),
+    "traffic": ("Messages", traffic),
+    "others": ("Others", runners),
+    "sources": ("Sources", sources),
+    "text": ("Text", texts),
+}
+"""Every section by its id: what it is called in the navigation, and what makes it."""
+
+
+def page(plan: PlanSpec) -> str:
+    """The page."""
+    made = {key: make(plan) for key, (_, make) in _SECTIONS.items()}
+    shown = {key: section for key, section in made.items() if section}
+    links = (tag("a", _SECTIONS[key][0], href=f"#{key}") for key in shown)
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", f"{plan.model}: {plan.name}"),
+        tag("style", Markup(_own("page.css"))),
+    )
+    body = tag(
+        "body",
+        summary(plan),
+        tag("nav", *links, aria_label="Sections"),
+        tag("main", *shown.values()),
+        tag("div", class_="tip", role="tooltip", hidden=True),
+        tag("script", Markup(_own("page.js"))),
+    )
+    return join(Markup("<!doctype html>\n"), tag("html", head, body, lang="en"), Markup("\n"))
+
+
+def _own(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,134 @@
+"""The head of the page: the plan in five figures, and where a step goes."""
+
+from __future__ import annotations
+
+from autopar.formatting import human_bytes
+from autopar.plan.prediction import Prediction
+from autopar.plan.spec import PlanSpec
+from autopar.report.error_bars import memory_interval, step_interval
+from autopar.report.html.figures import amount, count, seconds, seconds_text, share, size
+from autopar.report.html.markup import Markup, join, tag
+
+
+def summary(plan: PlanSpec) -> Markup:
+    """The head."""
+    p = plan.prediction
+    mesh = " × ".join(f"{axis} {ranks}" for axis, ranks in plan.mesh)
+    tiles = [_tile("Ranks", count(plan.world_size), mesh)]
+    if p is not None:
+        tiles += _predicted(plan, p)
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    return tag(
+        "header",
+        tag("p", "autopar plan", class_="brand"),
+        tag("h1", f"{plan.model} on {ranks}"),
+        tag("p", plan.name, class_="name"),
+        tag("dl", *tiles, class_="tiles"),
+        _goes(plan, p) if p is not None else _nothing(),
+    )
+
+
+def _predicted(plan: PlanSpec, p: Prediction) -> list[Markup]:
+    waits = p.exposed_s / p.step_s if p.step_s else 0.0
+    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(p.provenance.items()))
+    found = [
+        _tile("Step", seconds(p.step_s), *_within(p), f"predicted from figures: {kinds}"),
+        *_throughput(plan, p),
+        _tile("Memory of a rank", size(p.peak_bytes), *_cap(plan, p), *_held(p)),
+        _tile("Waits for messages", seconds(p.exposed_s), share(waits), " of the step"),
+    ]
+    if p.stages:
+        found.append(_tile("Pipeline idle", share(p.bubble), "of all ranks' time"))
+    sent = sum(nbytes for _, nbytes in plan.sent_bytes)
+    if sent:
+        over = ", ".join(f"{human_bytes(n)} over {axis}" for axis, n in plan.sent_bytes)
+        found.append(_tile("A rank sends", size(sent), f"a step: {over}"))
+    return found
+
+
+def _throughput(plan: PlanSpec, p: Prediction) -> list[Markup]:
+    """What a second of all ranks brings, and how much of what they could do that is."""
+    if p.work is None or not p.step_s:
+        return []
+    done, kind = (p.work.tokens, "Tokens") if p.work.tokens else (p.work.rows, "Rows")
+    used = p.work.utilisation(p.step_s, plan.world_size)
+    slow, fast = map(amount, step_interval(p).of_rate(done / p.step_s))
+    more: tuple[object, ...] = slow, " to ", fast
+    if used:
+        low, high = map(share, step_interval(p).of_rate(used))
+        more += "; ", share(used), " (", low, " to ", high, ") of the devices' peak, in model FLOPs"
+    return [_tile(f"{kind} a second", amount(done / p.step_s), *more)]
+
+
+def _within(p: Prediction) -> tuple[object, ...]:
+    """The error bar of the step."""
+    bar = step_interval(p)
+    low, high = map(seconds, bar.of(p.step_s))
+    return low, " to ", high, f" as nine in ten of {bar.source}; "
+
+
+def _held(p: Prediction) -> tuple[object, ...]:
+    """The error bar of the bytes."""
+    bar = memory_interval(p)
+    low, high = map(size, bar.of(p.peak_bytes))
+    return "; ", low, " to ", high, f" as nine in ten of {bar.source}"
+
+
+def _cap(plan: PlanSpec, p: Prediction) -> tuple[object, ...]:
+    if plan.memory_cap is None:
+        return ("at the peak; no cap was given",)
+    part = p.needed_bytes / plan.memory_cap
+    width = f"width:{min(1.0, part) * 100:.4g}%"
+    gauge = tag("span", tag("i", style=width), class_="bar", aria_hidden="true")
+    return share(part), " of the cap of ", size(plan.memory_cap), " is needed", gauge
+
+
+def _tile(name: str, figure: object, *more: object) -> Markup:
+    return tag("div", tag("dt", name), tag("dd", figure), tag("dd", *more, class_="more"))
+
+
+def _nothing() -> Markup:
+    return tag(
+        "p",
+        "Nothing was predicted: the strategy left nothing to choose, so nothing was measured. A "
+        "memory cap, or a strategy that leaves something open, makes a prediction.",
+        class_="note",
+    )
+
+
+def _goes(plan: PlanSpec, p: Prediction) -> Markup:
+    """A bar of what the step is made of."""
+    parts = {"compute": p.compute_s, "optimizer": p.update_s}
+    rest = max(0.0, p.step_s - p.compute_s - p.update_s)
+    if p.stages:
+        parts["waiting for other ranks and messages"] = rest
+    else:
+        causes = {f"waiting: {cause}": s for cause, s in p.causes.items()}
+        known = sum(causes.values())
+        scale = min(1.0, rest / known) if known else 0.0
+        parts |= {name: s * scale for name, s in causes.items()}
+        parts["slowed down by messages under way"] = rest - known * scale
+    shown = {name: s for name, s in parts.items() if s > 1e-4 * p.step_s}
+    looks = dict(zip(parts, _LOOKS, strict=False))
+    bar = tag(
+        "div",
+        *(
+            tag("i", class_=looks[n], style=f"flex:{s / p.step_s:.5g}", title=_title(n, s))
+            for n, s in shown.items()
+        ),
+        class_="goes",
+        role="img",
+        aria_label="; ".join(_title(n, s) for n, s in shown.items()),
+    )
+    items = (
+        tag("li", tag("i", class_=f"swatch {looks[n]}"), n, " ", seconds(s))
+        for n, s in shown.items()
+    )
+    return join(tag("h2", "Where a step goes"), bar, tag("ul", *items, class_="legend"))
+
+
+_LOOKS = ("g-compute", "g-optimizer", "g-wait", "g-memory", "g-depends", "g-slow")
+
+
+def _title(name: str, value: float) -> str:
+    return f"{name} {seconds_text(value)}"

@@ -1,0 +1,174 @@
+"""The timeline of a step: rows that a person can zoom into, the memory curve under them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import groupby
+
+from autopar.plan.spec import PlanSpec
+from autopar.report.html.figures import even_ticks, tick_text
+from autopar.report.html.lanes import HUES, WIDTH, Lane, Piece, lanes_of
+from autopar.report.html.markup import Markup, tag
+from autopar.report.html.memory import curve, curve_data, layers_legend
+
+_TALL, _THIN = 26, 5  # pixels of a row, of what is sent under it
+_LOOKS = {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "wait": "standing still for a collective",
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+}
+
+
+def timeline(plan: PlanSpec) -> Markup:
+    """The section; nothing if nothing was predicted."""
+    p = plan.prediction
+    if p is None or not p.events:
+        return Markup("")
+    lanes = lanes_of(p)
+    tracks = list(_tracks(lanes))
+    data = {
+        "step": p.step_s,
+        "tracks": [[_data(lane) for lane in track] for track in tracks],
+        "memory": curve_data(p),
+    }
+    return tag(
+        "section",
+        tag("h2", "One step"),
+        tag("p", _says(plan), class_="lead"),
+        tag(
+            "figure",
+            _buttons(),
+            tag(
+                "div",
+                _axis(p.step_s),
+                *(_track(track) for track in tracks),
+                curve(plan),
+                class_="zoom",
+                tabindex=0,
+                role="group",
+                aria_label="Timeline. Arrow keys move it, + and - zoom, 0 shows the whole step.",
+            ),
+            _legend(lanes),
+            layers_legend(p),
+            tag("p", class_="reading", aria_live="polite"),
+        ),
+        tag("script", Markup(_script_safe(data)), type="application/json", id="timeline"),
+        id="step",
+    )
+
+
+def _says(plan: PlanSpec) -> str:
+    p = plan.prediction
+    assert p is not None
+    if plan.pipeline is None:
+        return (
+            "What the rank with the most to do runs, and what is under way over each axis. "
+            "Compute stands still where it waits for a collective."
+        )
+    waits = ", ".join(f"{share:.0%}" for share in p.idle)
+    return (
+        f"Each rank of the pipeline: {plan.pipeline}, each in a colour of its own; backwards are "
+        "darker. Thin lines are what is sent to neighbours. The ranks wait "
+        f"{waits} of the step."
+    )
+
+
+def _buttons() -> Markup:
+    names = (("-", "Zoom out"), ("+", "Zoom in"), ("0", "Whole step"))
+    signs = {"-": "−", "+": "+", "0": "⤢"}
+    own = (
+        tag("button", signs[key], type="button", data_key=key, aria_label=name, title=name)
+        for key, name in names
+    )
+    hint = tag("span", "drag to move, Ctrl + wheel or pinch to zoom", class_="hint")
+    return tag("div", hint, *own, class_="buttons script")
+
+
+def _axis(step_s: float) -> Markup:
+    ticks = (
+        tag("span", tick_text(at), style=f"left:{at / step_s * 100:.4g}%")
+        for at in even_ticks(step_s, 6)
+        if at < step_s * 0.97
+    )
+    return tag("div", tag("span", class_="label"), tag("div", *ticks, class_="ticks"), class_="row")
+
+
+def _tracks(lanes: Iterable[Lane]) -> Iterable[list[Lane]]:
+    """Each row with the thin ones under it."""
+    track: list[Lane] = []
+    for lane in lanes:
+        if track and not lane.part:
+            yield track
+            track = []
+        track.append(lane)
+    if track:
+        yield track
+
+
+def _top(lane: Lane) -> int:
+    return 0 if not lane.part else _TALL + 1 + (lane.part - 1) * (_THIN + 1)
+
+
+def _track(track: list[Lane]) -> Markup:
+    thin = len(track) - 1
+    height = _TALL + thin * (_THIN + 1)
+    paths = [path for lane in track for path in _paths(lane)]
+    plot = tag(
+        "svg",
+        *paths,
+        viewbox=f"0 0 {WIDTH} {height}",
+        preserveaspectratio="none",
+        style=f"height:{height}px",
+        role="img",
+        aria_label=f"{track[0].name}: {len(track[0].pieces)} pieces",
+    )
+    name = tag("span", track[0].name, class_="label", title=track[0].name)
+    kind = "row plot blocks" if track[0].name == "blocks" else "row plot"
+    return tag(
+        "div", name, tag("div", plot, tag("div", class_="names"), class_="area"), class_=kind
+    )
+
+
+def _paths(lane: Lane) -> Iterable[Markup]:
+    """A path for each look, and one for every other piece, so that neighbours can be told apart."""
+    top, tall = _top(lane), _THIN if lane.part else _TALL
+    numbered = sorted(enumerate(lane.pieces), key=lambda item: (item[1].look, item[0] % 2))
+    for (look, odd), own in groupby(numbered, key=lambda item: (item[1].look, item[0] % 2)):
+        boxes = (f"M{p.start} {top}h{p.width}v{tall}h-{p.width}z" for _, p in own)
+        yield tag("path", d="".join(boxes), class_=f"{look} {'odd' if odd else ''}".strip())
+
+
+def _data(lane: Lane) -> dict[str, object]:
+    looks = sorted({piece.look for piece in lane.pieces})
+    return {
+        "name": lane.name,
+        "top": _top(lane),
+        "looks": looks,
+        "pieces": [_row(piece, looks) for piece in lane.pieces],
+    }
+
+
+def _row(piece: Piece, looks: list[str]) -> list[object]:
+    return [piece.start, piece.width, piece.name, looks.index(piece.look)]
+
+
+def _legend(lanes: Iterable[Lane]) -> Markup:
+    """What the colours mean."""
+    looks = dict.fromkeys(piece.look for lane in lanes for piece in lane.pieces)
+    known = [(look, text) for look, text in _LOOKS.items() if look in looks]
+    micro = sorted({int(look.split("m")[-1]) for look in looks if " m" in look})
+    known += [(f"F m{m}", f"micro-batch {m}") for m in micro[:HUES]]
+    items = (tag("li", tag("i", class_=f"swatch {look}"), text) for look, text in known)
+    return tag("ul", *items, class_="legend")
+
+
+def _script_safe(data: object) -> str:
+    """JSON that may stand in a script element."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

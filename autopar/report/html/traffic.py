@@ -1,0 +1,138 @@
+"""What is sent: the curve of each collective, what was measured of it, and the messages of a step.
+
+Bytes over seconds rise with the size of a message until the link is full: as under a roof.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from autopar.formatting import human_bytes
+from autopar.plan.report_data import Traffic
+from autopar.plan.spec import PlanSpec
+from autopar.report.html.figures import count, log_ticks, rate_text, seconds, seconds_text, size
+from autopar.report.html.markup import Markup, table, tag
+
+_MOST = 9  # that are drawn; all are in the table
+_WIDE, _TALL, _LEFT, _LOW = 340, 210, 58, 24  # of a drawing, of its margins
+
+Scale = Callable[[float], float]
+
+
+def traffic(plan: PlanSpec) -> Markup:
+    """The section; nothing if nothing is sent or nothing was predicted."""
+    p = plan.prediction
+    items = p.report_data.traffic if p is not None else ()
+    if not items:
+        return Markup("")
+    order = sorted(items, key=_seconds, reverse=True)
+    step = tuple(_row(item) for item in order)
+    headings = ("collective", "over", "groups", "messages >", "bytes >", "alone >", "times are")
+    return tag(
+        "section",
+        tag("h2", "Messages, under their roofs"),
+        tag(
+            "p",
+            "How fast messages go by their size: what was timed (rings), the curve that prices it, "
+            "with its error, and the messages of this plan (dots, larger where they take longer).",
+            class_="lead",
+        ),
+        tag("div", *(_figure(item) for item in order[:_MOST]), class_="charts"),
+        table(headings, list(step), "The messages of a rank in a step; times of each alone"),
+        id="traffic",
+    )
+
+
+def _seconds(item: Traffic) -> float:
+    return sum(times * each for _, times, each in item.sent)
+
+
+def _row(item: Traffic) -> tuple[object, ...]:
+    total = sum(nbytes * times for nbytes, times, _ in item.sent)
+    times = sum(times for _, times, _ in item.sent)
+    origin = item.provenance if len(item.provenance) < 120 else item.provenance[:117] + "…"
+    name = f"{item.collective.replace('_', '-')}, {item.dtype}"
+    return (
+        name,
+        item.axis,
+        item.groups,
+        count(times),
+        size(total),
+        seconds(_seconds(item)),
+        tag("span", origin, title=item.provenance),
+    )
+
+
+def _figure(item: Traffic) -> Markup:
+    name = f"{item.collective.replace('_', '-')} over {item.axis}"
+    return tag(
+        "figure",
+        tag("figcaption", tag("b", name), " ", tag("small", f"{item.groups}, {item.dtype}")),
+        _chart(item, name),
+    )
+
+
+def _chart(item: Traffic, name: str) -> Markup:
+    points = [(n, n / s) for n, s, _ in item.modelled] + [(n, n / s) for n, s in item.measured]
+    points += [(max(n, 1), max(n, 1) / s) for n, _, s in item.sent if s > 0]
+    x = _scale([n for n, _ in points], _LEFT, _WIDE - 10)
+    y = _scale([rate for _, rate in points], _TALL - _LOW, 12)
+    return tag(
+        "svg",
+        *_grid(points, x, y),
+        _band(item, x, y),
+        tag("path", d=_line([(x(n), y(n / s)) for n, s, _ in item.modelled]), class_="model"),
+        *(tag("circle", cx=x(n), cy=y(n / s), r=2.5, class_="timed") for n, s in item.measured),
+        *_sent(item, x, y),
+        viewbox=f"0 0 {_WIDE} {_TALL}",
+        role="img",
+        aria_label=f"{name}: bytes per second over the size of a message",
+    )
+
+
+def _scale(values: Sequence[float], low: float, high: float) -> Scale:
+    """A logarithmic scale with some room at its ends."""
+    least, most = math.log(min(values)), math.log(max(values))
+    room = max(0.03 * (most - least), 0.2)
+    least, span = least - room, most - least + 2 * room
+    return lambda value: low + (math.log(max(value, 1e-9)) - least) / span * (high - low)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+def _band(item: Traffic, x: Scale, y: Scale) -> Markup | None:
+    """Where the curve may be, by its error bars."""
+    if not any(error for _, _, error in item.modelled):
+        return None
+    upper = [(x(n), y(n / s * (1 + error))) for n, s, error in item.modelled]
+    lower = [(x(n), y(n / s / (1 + error))) for n, s, error in item.modelled]
+    edge = [(a, min(max(b, 4.0), _TALL - _LOW)) for a, b in [*upper, *reversed(lower)]]
+    return tag("path", d=_line(edge) + "z", class_="band")
+
+
+def _grid(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> list[Markup]:
+    sizes, rates = [n for n, _ in points], [rate for _, rate in points]
+    floor, found = _TALL - _LOW, []
+    for tick in log_ticks(min(sizes), max(sizes), 4, 5):
+        found.append(tag("path", d=f"M{x(tick):.1f} 8V{floor}", class_="grid"))
+        label = human_bytes(tick).replace(".0 ", " ")
+        found.append(tag("text", label, x=x(tick), y=floor + 16, text_anchor="middle"))
+    for tick in log_ticks(min(rates), max(rates) * 1.2, 10, 5):
+        found.append(tag("path", d=f"M{_LEFT} {y(tick):.1f}H{_WIDE - 6}", class_="grid"))
+        found.append(tag("text", rate_text(tick), x=_LEFT - 6, y=y(tick) + 4, text_anchor="end"))
+    return found
+
+
+def _sent(item: Traffic, x: Scale, y: Scale) -> list[Markup]:
+    total = _seconds(item) or 1.0
+    found = []
+    for nbytes, times, each in sorted(item.sent, key=lambda row: -row[1] * row[2]):
+        said = f"{times} × {human_bytes(nbytes)}, {seconds_text(each)} each"
+        radius = 3.0 + 7.0 * math.sqrt(times * each / total)
+        rate = nbytes / each if each > 0 else 0.0
+        at = {"cx": round(x(nbytes), 1), "cy": round(y(rate), 1), "r": round(radius, 1)}
+        found.append(tag("circle", tag("title", said), class_="sent", **at))
+    return found

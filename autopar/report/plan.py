@@ -1,0 +1,65 @@
+"""`Plan`: a `PlanSpec` with its texts, its page and its trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autopar.common.checks import instance
+from autopar.common.documents import load
+from autopar.cost_model.simulator.chrome_trace import write_trace
+from autopar.errors import PlanError
+from autopar.formatting import printable
+from autopar.plan.reader import read_plan
+from autopar.plan.spec import PlanSpec
+from autopar.report.diff import difference
+from autopar.report.explain import explain
+from autopar.report.html.page import page
+from autopar.report.table import table
+from autopar.report.trace import trace
+
+
+class Plan(PlanSpec):
+    """How a model is trained over the ranks; `PlanSpec` lists the fields."""
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Reads a plan that `save` wrote.
+
+        Raises:
+            PlanError: the file is not a plan, or of another schema version; names the field.
+        """
+        return Plan.from_dict(load(path, "plan", PlanError), str(path))
+
+    @staticmethod
+    def from_dict(document: Any, source: str = "the document") -> Plan:
+        """The plan in a document of `to_dict`.
+
+        Raises:
+            PlanError: a field is unknown, missing, of another type or out of range.
+        """
+        return read_plan(document, Plan, source)
+
+    def diff(self, other: Plan) -> str:
+        """The differences between two plans, one line a field; "" if they are equal."""
+        instance("other", other, Plan, "give a Plan")
+        return printable("\n".join(difference(self, other)))
+
+    def explain(self) -> str:
+        """Why this plan: its bottleneck, what would change it, and why each runner-up lost."""
+        return explain(self)
+
+    def timeline(self, path: str | Path) -> None:
+        """Writes the predicted step as a Chrome trace for ui.perfetto.dev.
+
+        Raises:
+            PlanError: nothing was predicted, since the strategy left nothing to choose.
+        """
+        write_trace(path, trace(self))
+
+    def report(self, path: str | Path) -> None:
+        """Writes the plan as one self-contained HTML page."""
+        Path(path).write_text(page(self), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return table(self)

@@ -1,0 +1,223 @@
+"""A plan as people read it: the table."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.cost_model.memory.allocator import CONTEXT_SOURCE
+from autopar.cost_model.simulator.exposure import CAUSES
+from autopar.formatting import human_bytes, memory_text, printable
+from autopar.report.error_bars import memory_interval, step_interval
+
+if TYPE_CHECKING:
+    from autopar.plan.prediction import Prediction
+    from autopar.plan.spec import PlanSpec
+
+
+def table(plan: PlanSpec) -> str:
+    """The plan as tables: what it is, then what it is predicted to cost."""
+    lines = [*layout(plan), *levels(plan), *predicted(plan)]
+    lines += exposures(plan.prediction, 5) if plan.prediction else []
+    return printable("\n".join([*lines, *notes(plan)]))
+
+
+def notes(plan: PlanSpec) -> list[str]:
+    """What there is to know beside."""
+    return [f"note: {note}" for note in plan.notes]
+
+
+def layout(plan: PlanSpec) -> list[str]:
+    """What each rank holds and sends: one row a run of alike blocks, one a stage."""
+    sizes = dict(plan.parameter_bytes)
+    grid = Table(
+        title=f"{plan.model} on {plan.world_size} rank(s): {plan.name}", title_justify="left"
+    )
+    for column in ("blocks", "ZeRO", "between steps", "parameters", "per rank", "recompute"):
+        grid.add_column(column, justify="right" if column in ("parameters", "per rank") else "left")
+    for blocks, stage, level in _runs(plan):
+        names = [n for n in sizes if _block_of(n, plan) in blocks]
+        whole = sum(sizes[n] for n in names)
+        held = sum(sizes[n] * plan.share_of(n) for n in names)
+        if not names:
+            continue
+        kinds = "sharded" if held < whole else "whole"
+        grid.add_row(_span(blocks), str(stage), kinds, human_bytes(whole), human_bytes(held), level)
+    mesh = f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}"
+    return [_render(grid), *_stages(plan), mesh, *_sent(plan)]
+
+
+def levels(plan: PlanSpec) -> list[str]:
+    """What goes by level, and where shards have copies."""
+    found = []
+    if plan.hybrid:
+        copies = dict(plan.storage)["dp_replicate"]
+        found.append(f"ZeRO shards over {plan.dp_size // copies} neighbours, in {copies} copies")
+    for own in plan.levels:
+        if kinds := [f"{kind} from {human_bytes(least)}" for kind, least in own.from_bytes]:
+            near = f"{own.axis} by level, {own.intra_node} ranks near each other"
+            found.append(f"{near}: {', '.join(kinds)}")
+    return found
+
+
+def predicted(plan: PlanSpec) -> list[str]:
+    """What a plan is predicted to cost."""
+    p = plan.prediction
+    if p is None:
+        return ["predicted: not asked for (nothing was left to choose)"]
+    context = ""
+    if p.context_bytes:
+        context = f"; beside that {human_bytes(p.context_bytes)} of context ({CONTEXT_SOURCE})"
+    return [
+        *_throughput(plan, p),
+        f"predicted step {p.step_s * 1e3:.1f} ms: compute {p.compute_s * 1e3:.1f}, "
+        f"communication {p.communication_s * 1e3:.1f}, of it exposed {p.exposed_s * 1e3:.1f}, "
+        f"optimizer {p.update_s * 1e3:.1f}",
+        *([f"exposed because of: {causes}"] if (causes := _causes(p)) else []),
+        f"predicted peak {human_bytes(p.peak_bytes)} of tensors per rank, modelled by liveness: "
+        f"{memory_text(p.memory)}",
+        f"reserved for them {human_bytes(p.reserved_bytes)}, as torch's allocator does{context}",
+        *_bars(plan, p),
+    ]
+
+
+def _bars(plan: PlanSpec, p: Prediction) -> list[str]:
+    """How far off the figures may be, as far as validations tell."""
+    step, memory = step_interval(p), memory_interval(p)
+    low, high = (seconds * 1e3 for seconds in step.of(p.step_s))
+    parts = [f"step {low:.1f} to {high:.1f} ms"]
+    if p.work is not None and p.step_s:
+        rate, unit = (p.work.tokens, "tokens/s") if p.work.tokens else (p.work.rows, "rows/s")
+        slow, fast = step.of_rate(rate / p.step_s)
+        parts.append(f"{slow:,.0f} to {fast:,.0f} {unit}")
+        if used := p.work.utilisation(p.step_s, plan.world_size):
+            parts.append("utilisation {:.1%} to {:.1%}".format(*step.of_rate(used)))
+    held = " to ".join(human_bytes(nbytes) for nbytes in memory.of(p.peak_bytes))
+    return [
+        f"error bars: {', '.join(parts)} (nine in ten of {step.source}); peak {held} (nine in ten "
+        f"of {memory.source})"
+    ]
+
+
+def _throughput(plan: PlanSpec, p: Prediction) -> list[str]:
+    """What a second of all ranks brings, and how much of what they could do that is."""
+    if p.work is None or not p.step_s:
+        return []
+    rows, tokens = p.work.rows / p.step_s, p.work.tokens / p.step_s
+    parts = [f"{rows:,.1f} rows/s"] + ([f"{tokens:,.0f} tokens/s"] if tokens else [])
+    if used := p.work.utilisation(p.step_s, plan.world_size):
+        parts.append(
+            f"model FLOPs utilisation {used:.1%} ({p.work.flops:.3g} FLOP a step in matrix "
+            f"products and attention, forward and backward, none twice; "
+            f"of {p.work.peak / 1e12:,.0f} TFLOP/s {p.work.dtype} a rank)"
+        )
+    return [", ".join(parts)]
+
+
+def _causes(p: Prediction) -> str:
+    """The seconds of exposed communication by cause, those that there are."""
+    return ", ".join(f"{cause} {s * 1e3:.1f}" for cause, s in p.causes.items() if s * 1e3 >= 0.05)
+
+
+def exposures(p: Prediction, most: int) -> list[str]:
+    """The collectives that are exposed most, at most so many: how much, and why."""
+    if not p.exposures:
+        return []
+    grid = Table(title="Collectives that computation waits for", title_justify="left")
+    for column in ("collective", "axis", "block", "bytes", "alone", "exposed", *CAUSES):
+        left = column in ("collective", "axis", "block")
+        grid.add_column(column, justify="left" if left else "right")
+    for item in p.exposures[:most]:
+        times = (item.seconds, item.exposed_s, *item.by_cause.values())
+        row = [item.name, item.axis, item.block, human_bytes(item.nbytes)]
+        grid.add_row(*row, *(f"{seconds * 1e3:.2f} ms" for seconds in times))
+    return [_render(grid)]
+
+
+def _sent(plan: PlanSpec) -> list[str]:
+    """What travels, and what of it is compressed."""
+    lines = compressed(plan)
+    if plan.sent_bytes:
+        sizes = ", ".join(f"{human_bytes(size)} over {axis}" for axis, size in plan.sent_bytes)
+        lines.append(f"a rank sends {sizes} a step")
+    if plan.prediction is not None and plan.prediction.node_bytes:
+        lines.append(f"a node sends {human_bytes(plan.prediction.node_bytes)} a step to others")
+    return lines
+
+
+def compressed(plan: PlanSpec) -> list[str]:
+    """A line for each kind of tensor that travels compressed, with the methods."""
+    lines, chosen = [], plan.compressions
+    whats = {"gradients": chosen.reduce, "parameters": (*chosen.gather, *chosen.regather)}
+    for what, texts in {**whats, "activations": (chosen.activations,)}.items():
+        counts = Counter(text or "not" for text in texts)
+        if any(texts):
+            methods = ", ".join(
+                f"{text} ({count} of {len(texts)} buckets)" for text, count in counts.items()
+            )
+            lines.append(f"{what} are compressed, which is lossy: {methods}")
+    return lines
+
+
+def _stages(plan: PlanSpec) -> list[str]:
+    """A row for each stage of a pipeline: what it holds, takes and sends."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return []
+    grid = Table(title=str(pipeline), title_justify="left")
+    columns = ("stage", "rank", "begins with", "parameters", "forward", "backward")
+    for column in (*columns, "sends on", "back", "keeps of each", "in flight"):
+        grid.add_column(column, justify="left" if column == "begins with" else "right")
+    sizes, owners = dict(plan.parameter_bytes), pipeline.owners
+    predicted = plan.prediction.stages if plan.prediction else ()
+    for stage in range(pipeline.stages):
+        names = [name for name, owner in owners.items() if owner == stage]
+        held = human_bytes(sum(sizes[name] for name in names))
+        row = [str(stage), str(pipeline.rank_of(stage)), names[0] if names else "", held]
+        if predicted:
+            p = predicted[stage]
+            row += [f"{s * 1e3:.2f} ms" for s in (p.forward_s, p.backward_s)]
+            row += [human_bytes(n) for n in (p.sent_bytes, p.returned_bytes, p.saved_bytes)]
+            row.append(str(p.in_flight))
+        grid.add_row(*row)
+    return [_render(grid)]
+
+
+def _runs(plan: PlanSpec) -> Iterable[tuple[list[str], int, str]]:
+    """Neighbouring blocks with equal stage and recomputation."""
+    levels = dict(plan.recompute)
+    run: list[str] = []
+    key: tuple[int, str] | None = None
+    for block, stage in plan.zero_stages:
+        this = (stage, levels.get(block, "none"))
+        if run and (this != key or not block or not run[-1]):
+            assert key is not None
+            yield run, *key
+            run = []
+        run.append(block)
+        key = this
+    if key is not None:
+        yield run, *key
+
+
+def _block_of(name: str, plan: PlanSpec) -> str:
+    blocks = [block for block, _ in plan.zero_stages if block and name.startswith(block + ".")]
+    return max(blocks, key=len, default="")
+
+
+def _span(blocks: list[str]) -> str:
+    if blocks == [""]:
+        return "(outside of blocks)"
+    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]}"
+
+
+def _render(grid: Table) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=110, color_system=None, markup=False, emoji=False)
+    console.print(grid)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())

@@ -1,0 +1,188 @@
+"""`CompressionState`: what compression keeps from one step to the next, on this rank and in a state dict.
+
+In a state dict every state is a DTensor with a leading dim for each axis of the mesh, along which
+every rank has its own entry: so a checkpoint holds what each rank has kept, and training goes on
+from it as if it had not stopped. Where the ranks of the data are others than before, each takes an
+equal part of what all together had not sent: their sum is all that counts.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from autopar.common.notices import warn_once
+from autopar.errors import LossyWarning
+from autopar.ir.graph import ParameterInfo
+from autopar.ir.mesh_levels import place_on
+from autopar.ir.placement import Shard as Divided
+from autopar.ir.placement import chunk_rows
+from autopar.ir.roles import State
+from autopar.passes.compression.reduce_algorithms import kept_of
+from autopar.plan.compression import Compression
+from autopar.report.plan import Plan
+
+KEY = "_extra_state"
+"""Of these in the state dict of a module, by torch's own convention."""
+
+MESH = "mesh"
+
+
+@dataclass
+class CompressionState:
+    """Tensors by their role; programs write them in place.
+
+    Attributes:
+        known: of each role, this rank's own.
+        full: the shape of the largest among the ranks, if the model is divided unevenly.
+    """
+
+    known: dict[State, Tensor] = field(default_factory=dict)
+    full: dict[State, tuple[int, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of_plan(
+        plan: Plan, parameters: Mapping[str, ParameterInfo], rank: int, device: torch.device
+    ) -> CompressionState:
+        """What a plan will keep, before the first step."""
+        made, pipeline = CompressionState(), plan.pipeline
+        held = pipeline.held(plan.mesh_coordinate(rank).get("pp", 0)) if pipeline else parameters
+        for names, text in zip(plan.buckets.reduce, plan.compressions.reduce, strict=True):
+            if not text or plan.dp_size == 1:
+                continue
+            infos = [parameters[name] for name in names if name in held]
+            if not infos:
+                continue
+            shapes, largest = (
+                {i.name: _local_shape(plan, i, place) for i in infos}
+                for place in (plan.mesh_coordinate(rank), dict.fromkeys(dict(plan.mesh), 0))
+            )
+            dtype = torch.promote_types(infos[0].dtype, torch.float32)
+            compression = Compression.of(text)
+            made.full |= {s: like.shape for s, like in kept_of(compression, largest, dtype)}
+            for state, like in kept_of(compression, shapes, dtype):
+                made.known[state] = first(state, like).to(device)
+        return made
+
+    def of(self, role: State, like: Tensor) -> Tensor:
+        """What is kept for a role; another kind of call may ask for more than was known of."""
+        found = self.known.get(role)
+        if found is None or found.shape != like.shape or found.dtype != like.dtype:
+            found = self.known[role] = first(role, like).to(like.device)
+        return found
+
+    def copied(self) -> CompressionState:
+        """The same, in tensors of its own."""
+        known = {role: tensor.clone() for role, tensor in self.known.items()}
+        return CompressionState(known, dict(self.full))
+
+    def saved(self, mesh: DeviceMesh) -> dict[str, Any]:
+        """What a state dict holds of it; empty if nothing is kept."""
+        if not self.known:
+            return {}
+        places = [Shard(axis) for axis in range(mesh.ndim)]
+        found: dict[str, Any] = {MESH: _text(mesh)}
+        for role in sorted(self.known, key=_key):
+            part = self.known[role]
+            part = _padded(part, self.full.get(role, tuple(part.shape)))
+            part = part.view([1] * mesh.ndim + list(part.shape)).clone()
+            found[_key(role)] = DTensor.from_local(part, mesh, places, run_check=False)
+        return found
+
+    def load(self, values: Mapping[str, Any], mesh: DeviceMesh) -> None:
+        """Takes what `saved` gave, here or elsewhere; says what starts anew."""
+        sizes = _sizes(str(values.get(MESH, _text(mesh))))
+        lost = []
+        for role, own in self.known.items():
+            value = values.get(_key(role))
+            part = None if value is None else _own_part(role, value, sizes, mesh)
+            wanted = self.full.get(role, tuple(own.shape))
+            if part is None or tuple(part.shape) != wanted:
+                lost.append(_key(role))
+                part = _padded(first(role, own).to(own.device), wanted)
+            own.copy_(part[tuple(slice(0, size) for size in own.shape)])
+        if lost:
+            some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+            warn_once(
+                LossyWarning,
+                f"the state of compression starts anew for {len(lost)} of {len(self.known)} "
+                f"states: the state dict lacks them or is of another compression ({some})",
+            )
+
+
+def first(role: State, like: Tensor) -> Tensor:
+    """What is kept before the first step: factors are the same on all ranks."""
+    if role.kind != "factor":
+        return torch.zeros(like.shape, dtype=like.dtype)
+    generator = torch.Generator().manual_seed(zlib.crc32(role.name.encode()))
+    return torch.randn(like.shape, dtype=like.dtype, generator=generator)
+
+
+def _local_shape(plan: Plan, info: ParameterInfo, place: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a gradient on a rank before it is compressed."""
+    shape, sizes = list(info.shape), dict(plan.mesh)
+    for partition in plan.partitions:
+        layout = partition.layouts.get(info.name)
+        if isinstance(layout, Divided):
+            rows = chunk_rows(shape[layout.dim] // layout.interleave, sizes[partition.axis])
+            shape[layout.dim] = rows[place[partition.axis]] * layout.interleave
+    sharded = isinstance(plan.layout(info.name)[plan.shard_order[-1]], Divided)
+    if sharded and plan.shard_axis != plan.axis:  # summed over neighbours as it is
+        own = place_on(plan.shard_axis, place[plan.axis], plan.axes)
+        shape[0] = chunk_rows(shape[0], plan.axes[plan.shard_axis])[own]
+    return tuple(shape)
+
+
+def _key(role: State) -> str:
+    return f"{role.kind}.{role.name}"
+
+
+def _text(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or ()
+    return ",".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+
+
+def _sizes(text: str) -> dict[str, int]:
+    return {name: int(size) for name, _, size in (p.partition("=") for p in text.split(","))}
+
+
+def _padded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A part filled up with zeros to a shape."""
+    missing = [w - h for h, w in zip(part.shape, shape, strict=True)]
+    return F.pad(part, [n for m in reversed(missing) for n in (0, m)]) if any(missing) else part
+
+
+def _own_part(role: State, value: Any, sizes: Mapping[str, int], mesh: DeviceMesh) -> Tensor | None:
+    """This rank's entry of a saved state, None if it was saved of a model divided otherwise."""
+    if isinstance(value, DTensor):
+        if value.device_mesh == mesh:
+            return value.to_local().flatten(0, mesh.ndim - 1)[0]
+        value = value.full_tensor()
+    names, place = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    assert place is not None
+    now = dict(zip(names, mesh.shape, strict=True))
+    at = dict(zip(names, place, strict=True))
+    if _undata(now) != _undata(sizes):
+        return None
+    of_data = sum(name[:2] == "dp" for name in sizes)
+    entries = value[tuple(slice(None) if name[:2] == "dp" else at[name] for name in sizes)]
+    entries = entries.flatten(0, of_data - 1) if of_data else entries.unsqueeze(0)
+    ranks, own = 1, 0
+    for name, size in now.items():
+        if name[:2] == "dp":
+            ranks, own = ranks * size, own * size + at[name]
+    if len(entries) == ranks:
+        return entries[own]
+    return entries.sum(0) / ranks if role.kind == "residual" else entries[0]
+
+
+def _undata(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in sizes.items() if name[:2] != "dp"}

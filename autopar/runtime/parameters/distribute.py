@@ -1,0 +1,185 @@
+"""Parameters as a plan lays them out: plain tensors where whole, DTensors where sharded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.nn.parallel import DistributedDataParallel
+
+from autopar._torch import without_weight_references
+from autopar.errors import StrategyError
+from autopar.runtime.parameters.dtensor_layout import Layout, laid_out, torch_placements
+from autopar.runtime.parameters.optimizers import expect_states, refuse_optimizers_of
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raises StrategyError if the model is compiled or distributed already."""
+    if hasattr(model, "_orig_mod"):
+        raise StrategyError(
+            "this model is compiled already. Give autopar.compile the plain one; it compiles "
+            "what it makes with backend='inductor'."
+        )
+    distributed = isinstance(model, DistributedDataParallel)
+    if distributed or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise StrategyError(
+            "this model is distributed already (by autopar.compile, DDP or fully_shard). Give "
+            "autopar.compile the plain one."
+        )
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Gives storage and first values to parameters on the meta device.
+
+    Raises:
+        StrategyError: a module with such parameters has no `reset_parameters`.
+    """
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(t.device.type == "meta" for t in own):
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise StrategyError(
+                f"{name or type(model).__name__} has parameters on the meta device and no "
+                "reset_parameters() to give them values. Define one, or call model.to_empty() "
+                "and load values before autopar.compile."
+            )
+        module.to_empty(device=device, recurse=False)
+        reset()
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """Gives every parameter and buffer the plain layout that captures and shards assume."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+
+
+def broadcast_state(model: nn.Module) -> None:
+    """Gives every rank the parameters and buffers of rank 0, as DDP does.
+
+    Detached, for gloo's threads hold what was sent a moment longer than `wait`, and torch swaps no
+    tensor that others hold.
+    """
+    with torch.no_grad():
+        work = [
+            dist.broadcast(local(t).detach(), src=0, async_op=True)
+            for t in [*model.parameters(), *model.buffers()]
+        ]
+        for item in work:
+            item.wait()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor; of a DTensor, without a gradient."""
+    with torch.no_grad():  # where DTensor hands it out without more ado
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_remote(parameter: torch.Tensor) -> bool:
+    """Whether another rank of a pipeline holds a parameter, and this one its shape."""
+    return parameter.device.type == "meta"
+
+
+def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Turns every parameter into a replicated DTensor, which can later be swapped for a shard."""
+    whole = [TorchReplicate()] * mesh.ndim
+    replicated = {
+        id(p): _parameter(p, DTensor.from_local(p.detach(), mesh, whole))
+        for p in model.parameters()
+    }
+    for plain in model.parameters():
+        _keep_hooks(replicated[id(plain)], _hooks_of(plain))
+    refuse_optimizers_of(model.parameters())
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = replicated[id(parameter)]
+
+
+def lay_out(model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]) -> None:
+    """Swaps each parameter, in place, for its part under `layouts`.
+
+    Parameters that are DTensors keep their identity, so that an optimizer made before holds the
+    right ones; plain ones are replaced in their modules.
+    """
+    if not all(isinstance(p, DTensor) for p in model.parameters()):
+        as_dtensors(model, mesh)
+    else:
+        expect_states(model.parameters())
+    with without_weight_references(model):
+        for name, parameter in model.named_parameters():
+            placements = torch_placements(layouts[name], mesh)
+            assert isinstance(parameter, DTensor)
+            if parameter.device_mesh != mesh or parameter.placements != placements:
+                part = laid_out(local(parameter.detach()), mesh, placements)
+                swap(parameter, _parameter(parameter, part))
+
+
+def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Swaps tensors in place; the user's hooks stay."""
+    hooks = _hooks_of(parameter)
+    try:
+        torch.utils.swap_tensors(parameter, other)
+    except RuntimeError:  # an old graph, not collected yet, still has hands on it
+        gc.collect()
+        try:
+            torch.utils.swap_tensors(parameter, other)
+        except RuntimeError as error:
+            raise StrategyError(
+                "a parameter cannot be sharded in place, since something keeps a weak reference to "
+                "it, as recurrent layers do. Give autopar.compile example_inputs, or a strategy "
+                "that leaves parameters whole."
+            ) from error
+    _keep_hooks(parameter, hooks)
+
+
+def _hooks_of(parameter: nn.Parameter) -> dict[str, Any]:
+    return {name: getattr(parameter, name, None) for name in HOOKS}
+
+
+def _keep_hooks(parameter: nn.Parameter, hooks: Mapping[str, Any]) -> None:
+    for name, table in hooks.items():
+        if table:
+            setattr(parameter, name, table)  # tells autograd of them
+
+
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def laid_out_as(parameter: torch.Tensor | None, value: Any) -> Any:
+    """A value of a state dict, whole or not, as its parameter lies.
+
+    Of a parameter that is elsewhere it is let go, but only here: to make a sharded value whole
+    takes all ranks of its mesh.
+    """
+    laid = _laid_out_as(parameter, value)
+    if parameter is not None and is_remote(parameter) and laid.shape == parameter.shape:
+        return parameter.detach()
+    return laid
+
+
+def _laid_out_as(parameter: torch.Tensor | None, value: Any) -> Any:
+    if not isinstance(parameter, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if value.shape != parameter.shape:
+        return value
+    if isinstance(value, DTensor):
+        alike = value.device_mesh == parameter.device_mesh
+        if alike and value.placements == parameter.placements:
+            return value
+        value = value.full_tensor()
+    part = local(parameter.detach())
+    return laid_out(value.to(part), parameter.device_mesh, parameter.placements)
+
+
+def _parameter(like: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=like.requires_grad)

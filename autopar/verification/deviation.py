@@ -1,0 +1,201 @@
+"""`Verification`: how far training under a plan is from the plain model, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.agreement.consensus import gather_objects, is_live
+
+KINDS = ("loss", "gradient", "parameter", "buffer")
+"""In the order of a step."""
+
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+"""Relative difference up to which two trainings count as the same, by dtype."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """One tensor under a plan beside the plain model's.
+
+    Attributes:
+        kind: "loss", "gradient", "parameter" or "buffer".
+        name: of the parameter or buffer; "" for the loss.
+        error: norm of the difference over the norm of the plain tensor, or over a floor where
+            that is zero but for rounding; infinite where only one side has the tensor.
+        step: in which it was seen, counted from 1.
+        index: of the element that differs most; () for a scalar.
+    """
+
+    kind: str
+    name: str = ""
+    error: float = 0.0
+    step: int = 1
+    index: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        named = f"{self.kind} of {self.name}" if self.kind == "gradient" else self.kind
+        named = f"{self.kind} {self.name}" if self.kind in ("parameter", "buffer") else named
+        if math.isinf(self.error):
+            return f"{named}: only one side has it, or one is not finite, in step {self.step}"
+        at = f" at {list(self.index)}" if self.index else ""
+        return f"{named} differs by {self.error:.1e}{at} in step {self.step}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Training steps under a plan beside those of the plain model on one process.
+
+    Attributes:
+        loss: worst deviation of a step's loss.
+        gradient: worst deviation of a gradient.
+        parameter: worst deviation of a parameter behind the optimizer's step.
+        buffer: worst deviation of a buffer; None if the model has none.
+        tolerance: relative difference up to which they count as the same.
+        dtype: least precise dtype that the plain model computes in.
+        steps: number of steps.
+        ranks: number of ranks.
+        first: the first tensor beyond the tolerance, of which later ones may follow; None on PASS.
+        draws: random operators that both sides ran with constants instead of random numbers.
+        notes: limits of the comparison.
+    """
+
+    loss: Deviation
+    gradient: Deviation
+    parameter: Deviation
+    buffer: Deviation | None
+    tolerance: float
+    dtype: torch.dtype
+    steps: int
+    ranks: int
+    first: Deviation | None = None
+    draws: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def deviations(self) -> tuple[Deviation, ...]:
+        """The worst of each kind."""
+        found = self.loss, self.gradient, self.parameter, self.buffer
+        return tuple(deviation for deviation in found if deviation is not None)
+
+    @property
+    def worst(self) -> Deviation:
+        """The tensor that differs most."""
+        return max(self.deviations, key=lambda deviation: deviation.error)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tensor is within the tolerance."""
+        return self.worst.error <= self.tolerance
+
+    def __str__(self) -> str:
+        same = "are those of the plain model" if self.passed else "are not those of the plain model"
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        each = ", ".join(f"{d.kind} {d.error:.1e}" for d in self.deviations)
+        lines = [
+            f"{'PASS' if self.passed else 'FAIL'}: {steps} on {ranks} {same} "
+            f"(tolerance {self.tolerance:.0e}, {str(self.dtype)[6:]})",
+            f"worst: {self.worst}",
+            *([f"first: {self.first}"] if self.first not in (None, self.worst) else []),
+            f"by kind: {each}{'' if self.buffer else ', no buffers'}",
+        ]
+        if self.draws:
+            lines.append(f"random numbers were constants on both sides: {', '.join(self.draws)}")
+        return "\n".join([*lines, *self.notes])
+
+
+@dataclass
+class Comparison:
+    """Worst deviations so far, of the tensors that this rank holds.
+
+    Attributes:
+        tolerance: decides, with `eps`, up to which norm a tensor is zero but for rounding.
+        eps: of the dtype that is computed in.
+        worst: by kind.
+        first: earliest beyond the tolerance.
+        missing: names that this rank did not have, by kind and step.
+    """
+
+    tolerance: float
+    eps: float
+    worst: dict[str, Deviation] = field(default_factory=dict)
+    first: Deviation | None = None
+    missing: dict[tuple[str, int], set[str]] = field(default_factory=dict)
+
+    def add(
+        self, kind: str, step: int, have: Mapping[str, Tensor], want: Mapping[str, Tensor]
+    ) -> None:
+        """Compares the tensors of one kind in one step."""
+        floats = [value for value in want.values() if value.is_floating_point()]
+        largest = max(map(_norm, floats), default=0.0)
+        floor = self._floor(kind) * (max(largest, 1.0) if kind == "loss" else largest)
+        self.missing[kind, step] = set(want) - set(have)
+        for name, value in have.items():
+            known = name in want
+            error, index = _difference(value, want[name], floor) if known else (math.inf, ())
+            self._keep(Deviation(kind, name, error, step, index))
+
+    def everywhere(self) -> dict[str, Deviation]:
+        """The worst of each kind over all ranks, each of which holds some of the tensors."""
+        mine = [*self.worst.values(), *([self.first] if self.first else [])], self.missing
+        found = gather_objects(mine) if is_live() else [mine]
+        for deviations, _ in found:
+            for deviation in deviations:
+                self._keep(deviation)
+        for (kind, step), names in self.missing.items():
+            nowhere = names.intersection(*(missing[kind, step] for _, missing in found))
+            for name in sorted(nowhere):
+                self._keep(Deviation(kind, name, math.inf, step))
+        return self.worst
+
+    def _keep(self, deviation: Deviation) -> None:
+        known = self.worst.get(deviation.kind)
+        if known is None or deviation.error > known.error:
+            self.worst[deviation.kind] = deviation
+        if deviation.error > self.tolerance:
+            self.first = min(self.first or deviation, deviation, key=_order)
+
+    def _floor(self, kind: str) -> float:
+        """Norm below which a tensor is rounding alone, over that of the largest of its kind.
+
+        A parameter without a gradient but for rounding goes where the optimizer's normalisation
+        takes it: it is held against the others, and its gradient more closely.
+        """
+        return 0.1 if kind == "parameter" else min(1.0, 10 * self.eps / self.tolerance)
+
+
+def _order(deviation: Deviation) -> tuple[int, int, float]:
+    """Order in time; of one kind in one step the largest comes first."""
+    return deviation.step, KINDS.index(deviation.kind), -deviation.error
+
+
+def _difference(have: Tensor, want: Tensor, floor: float) -> tuple[float, tuple[int, ...]]:
+    """The norm of the difference over that of `want` or the floor, and where it is largest."""
+    if have.shape != want.shape:
+        return math.inf, ()
+    have, want = have.detach().double(), want.detach().double()
+    alike = (have == want) | (have.isnan() & want.isnan())
+    apart = torch.where(alike, 0.0, have - want).abs()
+    worst = apart.max().item() if apart.numel() else 0.0
+    if worst == 0.0:
+        return 0.0, ()
+    place = apart.nan_to_num(math.inf).argmax()
+    index = tuple(int(i) for i in torch.unravel_index(place, apart.shape))
+    scale = max(_norm(want), floor)
+    error = apart.norm().item() / scale if scale > 0 else apart.norm().item()
+    return (error if math.isfinite(error) else math.inf), index
+
+
+def _norm(tensor: Tensor) -> float:
+    norm = tensor.detach().double().norm().item()
+    return norm if math.isfinite(norm) else 0.0

@@ -1,0 +1,254 @@
+"""`Cluster`: the machines as the cost model knows them, measured or modelled, as one JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from autopar.common.checks import MOST_BYTES, MOST_RANKS, choice, count, refused, shown, text
+from autopar.common.documents import load
+from autopar.cost_model.algorithms.extrapolate import Fabric
+from autopar.cost_model.cluster.document import cluster_fields
+from autopar.cost_model.cluster.interference import SHARED_CORES, SHARED_GPU, Slowdown
+from autopar.cost_model.cluster.pricing import Prices
+from autopar.cost_model.collectives import Link, Transfer, check_collective
+from autopar.cost_model.cost import ClusterError, Cost, check_provenance
+from autopar.cost_model.curves.measured_curve import CurveKey, Measured, row_of
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.topology.devices import Device
+from autopar.cost_model.topology.topology import repeated
+
+SCHEMA_VERSION = 2
+
+_TABLES = resources.files("autopar.cost_model.tables")
+
+# Round figures of a machine of each kind, used where nothing was measured: gloo over loopback on
+# a shared host, NCCL over NVLink (launch 18-25 us on A100 x 8, busbw 230 GB/s: superbenchmark).
+_LINKS = {"cpu": Link(2e-4, 1e-4, 2e9), "cuda": Link(1.5e-5, 2e-6, 1.5e11)}
+
+
+_KINDS: Mapping[str, Any] = {
+    "curves": Mapping,
+    "versions": Mapping,
+    "slowdown": Slowdown,
+    "uniform": bool,
+    "topology": nx.Graph | None,
+    "figures": Device | None,
+    "link": Link | None,
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a plan is priced on.
+
+    Attributes:
+        name: how a person calls it.
+        device: "cpu", or the name of the GPU.
+        world_size: number of ranks.
+        ranks_per_node: number of ranks on each node.
+        curves: times of collectives over groups, with the origin of each.
+        backend: "gloo", "nccl", ...
+        versions: of torch and the backend.
+        provenance: where the whole comes from, "measured DATE on HOST" or "modelled by ...".
+        slowdown: of compute and collectives by each other.
+        uniform: whether groups of one shape do equally well wherever they lie, as behind a
+            switch. Only then may times of other shapes be derived from those measured.
+        topology: devices, switches, NICs and links (see `topology`); None if not known.
+        figures: peaks of a device; None if not known.
+        link: for collectives without a curve; None means they cannot be priced.
+        device_memory_bytes: memory that one rank may fill, if known.
+        host_memory_bytes: memory of one node, if known.
+        schema_version: of this record.
+    """
+
+    name: str
+    device: str
+    world_size: int
+    ranks_per_node: int
+    curves: Mapping[CurveKey, Measured]
+    backend: str
+    versions: Mapping[str, str]
+    provenance: str
+    slowdown: Slowdown
+    uniform: bool = False
+    topology: nx.Graph | None = field(default=None, compare=False)
+    figures: Device | None = None
+    link: Link | None = None
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    schema_version: int = field(default=SCHEMA_VERSION)
+
+    def __post_init__(self) -> None:
+        for field_name in ("name", "device", "backend"):
+            text(field_name, getattr(self, field_name), "give a name", ClusterError)
+        count("world_size", self.world_size, error=ClusterError)
+        count("ranks_per_node", self.ranks_per_node, error=ClusterError)
+        if self.ranks_per_node > self.world_size:
+            raise ClusterError(
+                f"cluster {self.name!r}: {self.world_size} ranks, ranks_per_node="
+                f"{self.ranks_per_node}: give at most world_size"
+            )
+        for field_name in ("device_memory_bytes", "host_memory_bytes"):
+            if (size := getattr(self, field_name)) is not None:
+                count(field_name, size, 1, MOST_BYTES, ClusterError)
+        for field_name, kind in _KINDS.items():
+            if not isinstance(given := getattr(self, field_name), kind):
+                raise refused(field_name, given, "give what its type says", ClusterError)
+        check_provenance(self.provenance)
+
+    @classmethod
+    def default(cls, world_size: int, device: str = "cpu") -> Cluster:
+        """A cluster of one node of which nothing was measured: every figure is modelled.
+
+        Args:
+            world_size: number of ranks.
+            device: "cpu", "cuda" or the name of a GPU.
+        """
+        count("world_size", world_size, error=ClusterError)
+        text("device", device, "give 'cpu', 'cuda' or the name of a GPU", ClusterError)
+        cpu = device == "cpu"
+        return cls(
+            name=f"{world_size} x {device}, not measured",
+            device=device,
+            world_size=world_size,
+            ranks_per_node=world_size,
+            curves={},
+            backend="gloo" if cpu else "nccl",
+            versions={},
+            provenance="modelled by a ring over round figures (Cluster.default)",
+            slowdown=SHARED_CORES if cpu else SHARED_GPU,
+            link=_LINKS["cpu" if cpu else "cuda"],
+        )
+
+    def seconds(
+        self, collective: str, nbytes: float, shape: GroupShape, dtype: str = "float32"
+    ) -> Cost:
+        """The time of one collective.
+
+        Args:
+            collective: one of `collectives.COLLECTIVES`.
+            nbytes: message size in bytes, as `collectives` defines it for each.
+            shape: the groups that run it.
+            dtype: of the tensors.
+
+        Raises:
+            ClusterError: it was not measured and may not be derived; says what to measure.
+        """
+        check_collective(collective)
+        if not nbytes >= 0:
+            raise ClusterError(f"{collective} of {nbytes} bytes over {shape}")
+        if shape.ranks == 1:
+            return Cost(0.0, "modelled by nothing to send")
+        return self._prices.cost(CurveKey(collective, shape, dtype), nbytes)
+
+    def price(self, sent: Transfer) -> Cost:
+        """The time of one issued collective, and of a piece of one its part of the whole."""
+        whole = self.seconds(sent.collective, sent.nbytes * sent.pieces, sent.shape, sent.dtype)
+        return dataclasses.replace(whole, seconds=whole.seconds / sent.pieces)
+
+    @property
+    def fabric(self) -> Fabric:
+        """What its groups have in common."""
+        return self._prices.fabric
+
+    @cached_property
+    def _prices(self) -> Prices:
+        return Prices(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data["versions"] = dict(self.versions)
+        data["slowdown"] = dataclasses.asdict(self.slowdown)
+        data["link"] = dataclasses.asdict(self.link) if self.link else None
+        data["figures"] = self.figures.to_dict() if self.figures else None
+        if self.topology is not None:
+            data["topology"] = nx.node_link_data(self.topology, edges="edges")
+        data["curves"] = [row_of(key, entry) for key, entry in sorted(self.curves.items())]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Any, source: str = "the document") -> Cluster:
+        """The cluster that `to_dict` wrote.
+
+        Args:
+            data: the document.
+            source: name of the document, for errors.
+
+        Raises:
+            ClusterError: a field is missing, unknown, of another type or out of range.
+        """
+        if not isinstance(data, Mapping) or "schema_version" not in data:
+            raise ClusterError(f"{source}: this is no cluster: it has no schema_version")
+        if data["schema_version"] != SCHEMA_VERSION:
+            raise ClusterError(
+                f"{source} has cluster schema {shown(data['schema_version'])} in "
+                f"$.schema_version; this autopar reads {SCHEMA_VERSION}. Measure the cluster again."
+            )
+        return cls(**cluster_fields(data, source))
+
+    def save(self, path: str | Path) -> None:
+        """Write the cluster as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def named(cls, name: str, nodes: int | None = None) -> Cluster:
+        """A cluster that ships with autopar (`shipped_clusters` lists them).
+
+        Args:
+            name: such as "dgx-h100".
+            nodes: how many machines of that kind; by default as many as were measured. More or
+                fewer than that only where the fabric is uniform.
+        """
+        choice("name", name, shipped_clusters(), ", the clusters that ship", ClusterError)
+        cluster = cls.from_dict(json.loads((_TABLES / f"{name}.json").read_text()), name)
+        return cluster if nodes is None else cluster.of_nodes(nodes)
+
+    def of_nodes(self, nodes: int) -> Cluster:
+        """The cluster with another number of nodes.
+
+        Raises:
+            ClusterError: the fabric is not uniform, so that more nodes may do otherwise.
+        """
+        count("nodes", nodes, 1, MOST_RANKS // self.ranks_per_node, ClusterError)
+        if nodes * self.ranks_per_node == self.world_size:
+            return self
+        if not self.uniform or self.topology is None:
+            raise ClusterError(
+                f"{self.name} was measured with {self.world_size} ranks, and its fabric is not "
+                f"uniform: what {nodes} nodes would do must be measured"
+            )
+        kind = self.name.partition(" x ")[2] or self.name
+        return dataclasses.replace(
+            self,
+            name=f"{nodes} x {kind}",
+            world_size=nodes * self.ranks_per_node,
+            topology=repeated(self.topology, nodes),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a cluster that `save` wrote, or one that ships, by its name.
+
+        Raises:
+            ClusterError: the file is no cluster; names the field.
+        """
+        if isinstance(path, str) and path in shipped_clusters() and not Path(path).exists():
+            return cls.named(path)
+        return cls.from_dict(load(path, "cluster", ClusterError), str(path))
+
+
+@cache
+def shipped_clusters() -> tuple[str, ...]:
+    """The names that `Cluster.named` knows."""
+    names = (entry.name for entry in _TABLES.iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))

@@ -1,0 +1,237 @@
+"""`Curve`: the time of one collective over message size, as measured.
+
+Inside the measured range the logarithm of time is interpolated over the logarithm of size by a
+cubic that never overshoots (Fritsch & Butland 1984). Held-out sizes of 13 published nccl-tests
+tables come out within 3.3 % (median of the tables), 3.8 % with straight lines between the points.
+Outside the range the time follows the first or the last of up to three affine pieces fitted to the
+points, scaled to join the curve at its end.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.curves.piecewise import Piece, fit_pieces
+
+_UNKNOWN = 0.5  # per octave beyond a single point: the time may stand still or double
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over bytes, never falling.
+
+    Attributes:
+        bytes: message sizes, ascending.
+        seconds: the time at each size, never falling.
+        spread: seconds between the quartiles of the measurements at each size; may be empty.
+    """
+
+    bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    spread: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self.bytes, self.seconds, self.spread)
+
+    @classmethod
+    def fit(cls, samples: Mapping[int, Sequence[float]]) -> Curve:
+        """The curve through the medians of repeated timings, made monotone.
+
+        Args:
+            samples: timings in seconds by message size in bytes.
+        """
+        sizes = sorted(samples)
+        for size in sizes:
+            times = samples[size]
+            if not times or not all(math.isfinite(t) and t > 0 for t in times):
+                raise ClusterError(f"timings at {size} bytes must be positive seconds: {times!r}")
+        quartiles = [np.percentile(samples[size], [25, 50, 75]) for size in sizes]
+        return cls.smooth(
+            [int(size) for size in sizes],
+            [float(q[1]) for q in quartiles],
+            [float(q[2] - q[0]) for q in quartiles],
+        )
+
+    @classmethod
+    def smooth(
+        cls, sizes: Sequence[int], seconds: Sequence[float], spread: Sequence[float] = ()
+    ) -> Curve:
+        """The curve through times that noise makes fall here and there.
+
+        It is the never falling one with the least sum of relative differences, which a single
+        outlier does not move. What it moves a point by is added to that point's spread.
+        """
+        _check(tuple(sizes), tuple(seconds), tuple(spread), rising=False)
+        level = [math.exp(y) for y in _rising([math.log(t) for t in seconds])]
+        moved = [2 * abs(new - old) for new, old in zip(level, seconds, strict=True)]
+        widths = spread or [0.0] * len(moved)
+        kept = [width + more for width, more in zip(widths, moved, strict=True)]
+        return cls(tuple(sizes), tuple(level), tuple(kept) if spread or any(kept) else ())
+
+    def __call__(self, nbytes: float) -> float:
+        """Seconds for a message of `nbytes` bytes."""
+        if not nbytes >= 0:
+            raise ClusterError(f"a message cannot have {nbytes} bytes")
+        if nbytes < self.bytes[0]:
+            return self._join(self.pieces[0], 0, nbytes)
+        if nbytes >= self.bytes[-1]:
+            return self._join(self.pieces[-1], -1, nbytes)
+        at = bisect_right(self.bytes, nbytes) - 1
+        x, cubic = self._cubics[at]
+        d = math.log(nbytes) - x
+        seconds = math.exp(((cubic[0] * d + cubic[1]) * d + cubic[2]) * d + cubic[3])
+        return min(max(seconds, self.seconds[at]), self.seconds[at + 1])
+
+    def error(self, nbytes: float) -> float:
+        """Relative half-width of the error bar at `nbytes`.
+
+        Half the spread of the sizes beside it, and what the curve would have missed them by, had
+        they been left out: half of that midway between two sizes, that much again for every step
+        of sizes beyond the range.
+        """
+        if not nbytes >= 0:
+            raise ClusterError(f"a message cannot have {nbytes} bytes")
+        if not self.bytes[0] <= nbytes <= self.bytes[-1]:
+            end = 0 if nbytes < self.bytes[0] else -1
+            octaves = abs(math.log2(max(1.0, nbytes) / self.bytes[end]))
+            return self._noise(end) + octaves * self._drift(end)
+        right = min(bisect_right(self.bytes, nbytes), len(self.bytes) - 1)
+        left = max(0, right - 1)
+        gap = self.bytes[right] / self.bytes[left]
+        at = math.log(nbytes / self.bytes[left]) / math.log(gap) if right > left else 0.0
+        noise = self._noise(left) * (1 - at) + self._noise(right) * at
+        return noise + 2 * at * (1 - at) * max(self._missed[left], self._missed[right])
+
+    def _noise(self, index: int) -> float:
+        return self.spread[index] / 2 / self.seconds[index] if self.spread else 0.0
+
+    def _drift(self, end: int) -> float:
+        """Relative error for each doubling beyond an end of the range."""
+        if len(self.bytes) == 1:
+            return _UNKNOWN
+        beside = self.bytes[1 if end == 0 else -2]
+        return self._missed[end] / abs(math.log2(self.bytes[end] / beside))
+
+    @cached_property
+    def _missed(self) -> tuple[float, ...]:
+        """How far off each point is, relatively, on the curve through the others."""
+        if len(self.bytes) == 1:
+            return (0.0,)
+        count = len(self.bytes)
+        missed = []
+        for i, (size, time) in enumerate(zip(self.bytes, self.seconds, strict=True)):
+            near = range(count) if i in (0, count - 1) else range(max(0, i - 3), min(count, i + 4))
+            rest = [j for j in near if j != i]
+            others = Curve(tuple(self.bytes[j] for j in rest), tuple(self.seconds[j] for j in rest))
+            missed.append(abs(others(size) / time - 1))
+        return tuple(missed)
+
+    def _join(self, piece: Piece, end: int, nbytes: float) -> float:
+        """`piece` at `nbytes`, scaled to meet the measured point at this end of the range."""
+        return self.seconds[end] * piece(nbytes) / piece(self.bytes[end])
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Up to three affine pieces over consecutive ranges of size."""
+        return fit_pieces(self.bytes, self.seconds)
+
+    @cached_property
+    def _cubics(self) -> list[tuple[float, tuple[float, float, float, float]]]:
+        """Between each two sizes: where the cubic starts, and its coefficients, highest first."""
+        xs, ys = [math.log(b) for b in self.bytes], [math.log(s) for s in self.seconds]
+        tilts = _tilts(xs, ys)
+        found = []
+        for i, (width, slope) in enumerate(_steps(xs, ys)):
+            a, b = tilts[i], tilts[i + 1]
+            cubic = (a + b - 2 * slope) / width**2, (3 * slope - 2 * a - b) / width, a, ys[i]
+            found.append((xs[i], cubic))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {
+            "bytes": list(self.bytes),
+            "seconds": list(self.seconds),
+            "spread": list(self.spread),
+        }
+
+
+def _steps(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
+    """Width and slope between each two points."""
+    return [
+        (b - a, (d - c) / (b - a))
+        for (a, b), (c, d) in zip(pairwise(xs), pairwise(ys), strict=True)
+    ]
+
+
+def _tilts(xs: Sequence[float], ys: Sequence[float]) -> list[float]:
+    """The slope at each point: of the slopes beside it, the harmonic mean weighted by widths."""
+    steps = _steps(xs, ys)
+    tilts = [steps[0][1]]
+    for (h0, d0), (h1, d1) in pairwise(steps):
+        w0, w1 = 2 * h1 + h0, h1 + 2 * h0
+        tilts.append((w0 + w1) / (w0 / d0 + w1 / d1) if d0 > 0 and d1 > 0 else 0.0)
+    tilts.append(steps[-1][1])
+    return tilts
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The never falling sequence nearest to `values` in absolute differences.
+
+    Pool adjacent violators: neighbours that fall are replaced by their common median.
+    """
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and median(pools[-2]) > median(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [level for pool in pools for level in [median(pool)] * len(pool)]
+
+
+def _number(value: object) -> bool:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return real and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _check(
+    sizes: tuple[int, ...],
+    seconds: tuple[float, ...],
+    spread: tuple[float, ...],
+    *,
+    rising: bool = True,
+) -> None:
+    """Raise where the table is not one of ascending sizes and positive, never falling times."""
+    if not sizes:
+        raise ClusterError("a curve needs at least one point")
+    if len(seconds) != len(sizes) or len(spread) not in (0, len(sizes)):
+        raise ClusterError(
+            f"a curve of {len(sizes)} sizes has {len(seconds)} times and {len(spread)} spreads"
+        )
+    for size, time in zip(sizes, seconds, strict=True):
+        if not (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+            raise ClusterError(f"message size {size!r} is not a positive number of bytes")
+        if not (_number(time) and time > 0):
+            raise ClusterError(f"the time at {size} bytes is {time!r}, not positive seconds")
+    for size, width in zip(sizes, spread, strict=False):
+        if not (_number(width) and width >= 0):
+            raise ClusterError(f"the spread at {size} bytes is {width!r}, not seconds")
+    for before, after in pairwise(sizes):
+        if after <= before:
+            raise ClusterError(f"message sizes must ascend, but {after} follows {before}")
+    for at, (faster, slower) in enumerate(pairwise(seconds)):
+        if rising and slower < faster:
+            raise ClusterError(
+                f"{sizes[at + 1]} bytes take {slower:g} s, less than the {faster:g} s of "
+                f"{sizes[at]} bytes: clean repeated timings with Curve.fit"
+            )

@@ -1,0 +1,98 @@
+"""The cache on disk: small JSON files, written whole or not at all, and ignored where damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autopar.common.notices import warn_once
+from autopar.errors import MeasurementWarning
+
+Kept = TypeVar("Kept")
+
+_DAMAGED = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+def cache_directory() -> Path:
+    """`$AUTOPAR_CACHE`, or `~/.cache/autopar`."""
+    named = os.environ.get("AUTOPAR_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "autopar"
+
+
+def digest(facts: Mapping[str, Any]) -> str:
+    """A short name for a set of facts: equal facts, equal name."""
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def read_kept(path: Path, parse: Callable[[Any], Kept]) -> Kept | None:
+    """The content of `path` as `parse` makes it, or None if there is no such file.
+
+    A damaged file counts as absent, and a warning says so, once a process.
+
+    Args:
+        path: of a JSON file.
+        parse: raises an ordinary error, such as KeyError or ValueError, if the content is of
+            another shape.
+    """
+    try:
+        return parse(json.loads(path.read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except _DAMAGED as error:
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        warn_once(
+            MeasurementWarning,
+            f"autopar ignores {path}, a file of its cache that is damaged ({why}), and "
+            "measures again. It will be replaced.",
+        )
+        return None
+
+
+def numbers(data: Any) -> dict[str, Any]:
+    """A table of numbers by name as it is: all finite and none negative.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"a table is expected, not {str(data)[:40]!r}")
+    for name, value in data.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{name[:80]!r} is no number: {str(value)[:40]!r}")
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name[:80]!r} is {value}")
+    return data
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write `data` to `path` so that a reader sees the old file or the new one, never a part.
+
+    A cache that cannot be written costs time, not correctness: it warns.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(data, file)
+            os.replace(draft, path)
+        except BaseException:
+            os.unlink(draft)
+            raise
+    except OSError as error:
+        warn_once(MeasurementWarning, f"autopar could not keep its measurements in {path}: {error}")

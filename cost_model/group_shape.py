@@ -1,0 +1,60 @@
+"""`GroupShape`: what the time of a collective depends on beside its bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.cost_model.cost import ClusterError
+from autopar.ir.mesh_levels import mesh_of
+
+
+@dataclass(frozen=True, order=True)
+class GroupShape:
+    """A group of ranks, how it lies on the nodes, and how many like it run at once.
+
+    Attributes:
+        ranks: ranks in the group.
+        ranks_per_node: how many of them are on each of its nodes.
+        groups: groups of this shape that run at once, in the whole cluster. They share the NICs
+            and the cores of the nodes.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.ranks, self.ranks_per_node, self.groups) < 1:
+            raise ClusterError(f"a group shape has positive numbers, not {self}")
+        if self.ranks % self.ranks_per_node:
+            raise ClusterError(f"{self}: the ranks do not fill its nodes evenly")
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group lies on."""
+        return self.ranks // self.ranks_per_node
+
+    @classmethod
+    def of_axis(cls, mesh: Mapping[str, int], axis: str, ranks_per_node: int) -> GroupShape:
+        """The groups along one axis of a mesh, all of which run at once.
+
+        Args:
+            mesh: size of each axis, outermost first, ranks being in row-major order, and of each
+                level of an axis.
+            axis: an axis or a level.
+            ranks_per_node: ranks on each node of the cluster. Where a group has unequal parts on
+                its nodes, their greatest common divisor counts.
+        """
+        mesh = mesh_of(axis, mesh)
+        names, sizes = list(mesh), list(mesh.values())
+        ranks = mesh[axis]
+        stride = math.prod(sizes[names.index(axis) + 1 :])
+        on_node = Counter(rank * stride // ranks_per_node for rank in range(ranks))
+        return cls(ranks, math.gcd(*on_node.values()), math.prod(sizes) // ranks)
+
+    def __str__(self) -> str:
+        text = f"{self.ranks} ranks, {self.ranks_per_node} a node"
+        return text if self.groups == 1 else f"{text}, {self.groups} at once"

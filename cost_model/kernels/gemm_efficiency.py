@@ -1,0 +1,134 @@
+"""What part of a GPU's peak a matrix product of a shape reaches: tiles come in whole waves.
+
+A product is cut into tiles of its result, one for each multiprocessor at a time. The last wave of
+tiles is as long as the others however few there are in it, and a tile at the edge as long as one
+inside (NVIDIA, Matrix Multiplication Background User's Guide). Before a tile computes, its first
+operands must come, and behind it its result goes to memory: the shorter the inner dim, the more of
+a tile's time are these ends. Inside of full waves, between the ends, a kernel reaches a fixed part
+of the peak: what is left of the best products anybody has measured on a device, when waves and ends
+of these very shapes are taken off (`FULL_WAVES`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.graph import tensors
+
+TILES = ((256, 128), (128, 256), (128, 128))
+"""Rows and columns of the tiles that reach the peak."""
+
+HALVED = ((128, 64), (64, 128), (64, 64))
+"""Smaller ones, that read each operand so often that they do not."""
+
+SMALL = 0.7
+"""What part a tile of these reaches: 64 rows by 64 columns compute 32 times for each byte from the
+second level of cache, which gives a multiprocessor of an A100 47 bytes a clock (its white paper),
+so 1516 of the 2048 operations that it can do."""
+
+SPLITS = (1, 2, 4, 8)
+"""Into how many parts the contracted dim may be cut, to make more tiles."""
+
+LEAST_SPLIT = 1024
+"""Contracted elements that each part then still has."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch of matrix products: (rows, inner) times (inner, columns)."""
+
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class GemmWaves:
+    """A GPU as matrix products see it.
+
+    Attributes:
+        processors: its multiprocessors.
+        full: the part of the peak that is reached inside of full waves, between the ends of tiles.
+        ends: how many elements of the inner dim these take as long as.
+        attention: the part of it that flash attention reaches, forward and backward together.
+        source: where these come from.
+    """
+
+    processors: int
+    full: float
+    ends: float
+    attention: float
+    source: str
+
+    def share(self, shape: Shape) -> float:
+        """The part of the peak that a product reaches, with the best tile and split."""
+        tiles = [(tile, 1.0) for tile in TILES] + [(tile, SMALL) for tile in HALVED]
+        splits = [s for s in SPLITS if s == 1 or shape.inner >= s * LEAST_SPLIT]
+        between = shape.inner / (shape.inner + self.ends)
+        return (
+            self.full
+            * between
+            * max(
+                self._filled(shape, rows, columns, split) * speed
+                for (rows, columns), speed in tiles
+                for split in splits
+            )
+        )
+
+    def _filled(self, shape: Shape, rows: int, columns: int, split: int) -> float:
+        """The part of all waves' tiles that is needed."""
+        tiles = math.ceil(shape.rows / rows) * math.ceil(shape.columns / columns)
+        waves = math.ceil(shape.batch * split * tiles / self.processors)
+        needed = shape.batch * shape.rows * shape.columns * split
+        return needed / (waves * self.processors * rows * columns)
+
+
+_MAMF = "the best bfloat16 products of mamf-finder (github.com/stas00/ml-engineering)"
+_FLASH2 = "FlashAttention-2 (arXiv 2307.08691), causal, heads of 128, rows of 2,000 to 4,000"
+_FLASH3 = "FlashAttention-3 and cuDNN (arXiv 2407.08608), the same"
+
+# A100 SXM: 271.2 of 312 TFLOP/s at 1024 x 10240 x 5120 (rows, columns, inner; 320 tiles in 3 waves)
+# and 267.9 at 6912 x 16384 x 2048 (3456 tiles in 32 waves). H100 SXM: 794.5 of 989 TFLOP/s at
+# 2048 x 2048 x 13312 (128 tiles in a wave) and 792.1 at 6144 x 17920 x 2816 (3360 tiles in 26).
+# Two equations each for `full` and `ends`.
+FULL_WAVES = {
+    "A100": GemmWaves(108, 0.895, 85, 0.5, f"{_MAMF}; {_FLASH2}"),
+    "H100": GemmWaves(132, 0.83, 43, 0.45, f"{_MAMF}; {_FLASH3}"),
+    "H200": GemmWaves(132, 0.83, 43, 0.45, f"as of an H100: {_MAMF}; {_FLASH3}"),
+    "V100": GemmWaves(80, 0.85, 85, 0.5, "between A100 and H100, not measured"),
+    "4090": GemmWaves(128, 0.85, 85, 0.5, "between A100 and H100, not measured"),
+}
+
+
+def gemm_waves_of(device: str) -> GemmWaves | None:
+    """How products run on a GPU by its name; None if it is not known."""
+    return next((waves for name, waves in FULL_WAVES.items() if name in device), None)
+
+
+def is_causal(node: fx.Node) -> bool:
+    """Whether a node is attention of which kernels skip the half that is masked."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "is_causal" not in names:
+        return False
+    place = names.index("is_causal")
+    return bool(node.args[place] if place < len(node.args) else node.kwargs.get("is_causal"))
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node is attention in one kernel, forward or backward."""
+    return "scaled_dot_product" in str(node.target)
+
+
+def product_of(node: fx.Node) -> Shape | None:
+    """The matrix product that a node is; None if it is none."""
+    packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    operands = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}.get(packet)
+    if operands is None:
+        return None
+    left, right = (tensors(node.args[place])[0].shape for place in operands)  # type: ignore[arg-type]
+    return Shape(math.prod(left[:-2]), left[-2], left[-1], right[-1])

@@ -1,0 +1,180 @@
+"""Random inputs for an operator that is run by itself, and whether it may be run on them.
+
+Floats, complex numbers and booleans may have any value. Integers may be indices, lengths or the
+opaque bytes of a workspace, and a kernel that trusts wrong ones reads memory that is not its own:
+torch's LSTM on a CPU ends the process so. So an operator is given integers only if any values do,
+or if a rule here says below what they stay. All others are modelled and never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch import OpOverload
+from autopar.cost_model.kernels.aliases import extent_bytes
+from autopar.ir.graph import tensors
+
+aten = torch.ops.aten
+
+Bound = Callable[[fx.Node], int]
+
+
+def integer_ranges(node: fx.Node) -> tuple[tuple[int, int], ...]:
+    """Ranges to try in turn for the integers of an operator; none if it must not be run."""
+    if _packet(node.target) in _BOUNDS:
+        return ((0, index_bound(node)),)
+    given = [t for source in node.all_input_nodes for t in tensors(source)]
+    return ((0, 1), (1, 2)) if takes_any(node.target, given) else ()
+
+
+def takes_any(target: Any, given: Iterable[torch.Tensor]) -> bool:
+    """Whether an operator may be given tensors of these dtypes with any values.
+
+    Integers are plain numbers to a pointwise operator, and to one that has no other tensor and
+    knows the shape of its result beforehand.
+    """
+    given = list(given)
+    if not any(_is_integral(tensor) for tensor in given):
+        return True
+    if not isinstance(target, OpOverload):
+        return False
+    alone = len(given) == 1 and not any(tag in target.tags for tag in _BY_VALUE)
+    return alone or torch.Tag.pointwise in target.tags or _packet(target) in _MOVES
+
+
+def index_bound(node: fx.Node) -> int:
+    """A number that the integers given to an operator stay below; 1 where no rule says it."""
+    rule = _BOUNDS.get(_packet(node.target))
+    return 1 if rule is None else rule(node)
+
+
+def random_like(val: Any, low: int, high: int) -> Any:
+    """Random tensors of the same kind: floats in 0..1, integers from low to below high."""
+    if isinstance(val, (list, tuple)):
+        return type(val)(random_like(v, low, high) for v in val)
+    if not isinstance(val, torch.Tensor):
+        return val
+    count = extent_bytes(val) // val.element_size()
+    if val.dtype == torch.bool:
+        flat = torch.randint(0, 2, (count,), device=val.device).bool()
+    elif _is_integral(val):
+        flat = torch.randint(low, high, (count,), device=val.device).to(val.dtype)
+    else:
+        flat = torch.rand(count, device=val.device).to(val.dtype)
+    return flat.as_strided(val.shape, val.stride())
+
+
+def _is_integral(tensor: torch.Tensor) -> bool:
+    dtype = tensor.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _packet(target: Any) -> Any:
+    return getattr(target, "overloadpacket", None)
+
+
+def _size(argument: int, dim: int) -> Bound:
+    """The size of one dim of an argument, which may have fewer dims."""
+
+    def bound(node: fx.Node) -> int:
+        shape = _shape(node, argument)
+        return shape[dim] if shape else 1
+
+    return bound
+
+
+def _size_of_given_dim(node: fx.Node) -> int:
+    """The size of the dim that the second argument names."""
+    shape = _shape(node, 0)
+    return shape[node.args[1]] if shape else 1  # type: ignore[index]
+
+
+def _number(argument: int) -> Bound:
+    """An argument that is a number itself."""
+
+    def bound(node: fx.Node) -> int:
+        return int(node.args[argument])  # type: ignore[arg-type]
+
+    return bound
+
+
+def _plane(dims: int) -> Bound:
+    """The number of places in the last dims of the second argument, which was pooled."""
+
+    def bound(node: fx.Node) -> int:
+        return torch.Size(_shape(node, 1)[-dims:]).numel()
+
+    return bound
+
+
+def _smallest_indexed(node: fx.Node) -> int:
+    """The smallest of the dims that are indexed, dim by dim, by a list of tensors."""
+    indices: Any = node.args[1]
+    sizes = zip(_shape(node, 0), indices, strict=False)
+    return min((size for size, index in sizes if index is not None), default=1)
+
+
+def _seed(node: fx.Node) -> int:
+    """Anything: seeds and offsets of a random stream are the only integers."""
+    return 2
+
+
+def _shape(node: fx.Node, argument: int) -> tuple[int, ...]:
+    given: Any = node.args[argument]
+    return tuple(tensors(given)[0].shape)
+
+
+_BOUNDS: Mapping[Any, Bound] = {
+    aten.embedding: _size(0, 0),
+    aten.embedding_dense_backward: _number(2),
+    aten.nll_loss_forward: _size(0, -1),
+    aten.nll_loss_backward: _size(1, -1),
+    aten.nll_loss2d_forward: _size(0, 1),
+    aten.nll_loss2d_backward: _size(1, 1),
+    **dict.fromkeys(
+        (
+            aten.gather,
+            aten.scatter,
+            aten.scatter_,
+            aten.scatter_add,
+            aten.scatter_add_,
+            aten.scatter_reduce,
+            aten.index_select,
+            aten.index_add,
+            aten.index_add_,
+            aten.index_copy,
+            aten.index_fill,
+        ),
+        _size_of_given_dim,
+    ),
+    **dict.fromkeys(
+        (aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._unsafe_index_put),
+        _smallest_indexed,
+    ),
+    **dict.fromkeys(
+        (aten.max_pool2d_with_indices_backward, aten.adaptive_max_pool2d_backward), _plane(2)
+    ),
+    **dict.fromkeys(
+        (aten.max_pool3d_with_indices_backward, aten.adaptive_max_pool3d_backward), _plane(3)
+    ),
+    **dict.fromkeys(
+        (
+            aten._scaled_dot_product_flash_attention_backward,
+            aten._scaled_dot_product_efficient_attention_backward,
+            aten._scaled_dot_product_cudnn_attention_backward,
+        ),
+        _seed,
+    ),
+}
+"""What the integers of an operator stay below: all that it is given are indices, or seeds."""
+
+_MOVES = frozenset(
+    {aten.cat, aten.stack, aten.copy, aten.copy_, aten.slice_scatter, aten.select_scatter}
+)
+"""Operators that copy integers without looking at them."""
+
+_BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

@@ -1,0 +1,129 @@
+"""Measured clusters kept on disk, by the machines they were measured on, and whether they hold.
+
+A kept cluster is checked when it is read: a few all-reduces are timed, and it no longer holds if
+one of them takes `FACTOR` times longer or shorter than its error bar allows, twice in a row. So a
+network that has changed is noticed and the noise of a busy machine, as a rule, forgiven.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.cost_model.cluster.cluster import SCHEMA_VERSION, Cluster
+from autopar.cost_model.curves.measured_curve import CurveKey
+from autopar.cost_model.disk_cache import cache_directory, digest, numbers, read_kept, write_json
+from autopar.cost_model.measurement.bench import Bench
+from autopar.cost_model.measurement.sampling import Layouts
+
+FACTOR = 2.0
+"""How far beyond its error bar a time may be."""
+
+_TRIALS = 3
+_LONGEST_S = 0.02  # of what the check times
+
+
+@dataclass(frozen=True)
+class CachedCluster:
+    """A measured cluster.
+
+    Attributes:
+        cluster: the cluster.
+        budget_s: seconds that measuring it was allowed.
+    """
+
+    cluster: Cluster
+    budget_s: float
+
+    def serves(self, keys: Iterable[CurveKey], budget_s: float) -> bool:
+        """Whether it has these curves, measured as thoroughly as with that budget."""
+        return self.budget_s >= budget_s and all(key in self.cluster.curves for key in keys)
+
+
+@dataclass(frozen=True)
+class ClusterCache:
+    """Where the cluster of some machines is kept.
+
+    Attributes:
+        facts: what a measurement on them depends on.
+    """
+
+    facts: Mapping[str, Any]
+
+    @property
+    def path(self) -> Path:
+        """The file, named after the facts."""
+        return cache_directory() / "clusters" / f"{digest(self.facts)}.json"
+
+    def read(self) -> CachedCluster | None:
+        """The cluster that is kept here; None if there is none that can be read."""
+
+        def parse(data: Any) -> CachedCluster | None:
+            of_ours = data["schema"] == SCHEMA_VERSION and digest(data["facts"]) == digest(
+                self.facts
+            )
+            if not of_ours:
+                return None
+            budget_s = numbers({"budget_s": data["budget_s"]})["budget_s"]
+            return CachedCluster(Cluster.from_dict(data["cluster"]), budget_s)
+
+        return read_kept(self.path, parse)
+
+    def write(self, kept: CachedCluster) -> None:
+        """Keep a cluster in place of what was here; if that fails it is a warning."""
+        data = {"schema": SCHEMA_VERSION, "facts": dict(self.facts), "budget_s": kept.budget_s}
+        write_json(self.path, {**data, "cluster": kept.cluster.to_dict()})
+
+
+def deviation(bench: Bench, cluster: Cluster, layouts: Layouts) -> str | None:
+    """What a measured cluster no longer says truly, or None; every rank calls it.
+
+    Args:
+        bench: the process group.
+        cluster: that was kept.
+        layouts: the groups of its curves, as `sample` takes them.
+    """
+    for key, nbytes in _points(cluster, layouts):
+        for _ in range(2):
+            found = _compare(bench, cluster, layouts, key, nbytes)
+            if found is None:
+                break
+        else:
+            return found
+    return None
+
+
+def _points(cluster: Cluster, layouts: Layouts) -> list[tuple[CurveKey, int]]:
+    """The smallest, a middling and the largest quick size of the widest group's first curve."""
+    key = max(layouts, key=lambda key: (key.shape.ranks, key.collective == "all_reduce"))
+    curve = cluster.curves[key].curve
+    quick = [n for n in curve.bytes if curve(n) <= _LONGEST_S] or [curve.bytes[0]]
+    return [(key, n) for n in sorted({quick[0], quick[len(quick) // 2], quick[-1]})]
+
+
+def _compare(
+    bench: Bench, cluster: Cluster, layouts: Layouts, key: CurveKey, nbytes: int
+) -> str | None:
+    """How far a time is from what is kept, in words, if it is too far."""
+    groups, dtype = layouts[key][0], getattr(torch, key.dtype)
+    kept = cluster.seconds(key.collective, nbytes, key.shape, key.dtype)
+    repeats = max(1, min(10, int(_LONGEST_S / kept.seconds / 2)))
+    bench.time(key.collective, groups, nbytes, 1, dtype)
+    trials = [bench.time(key.collective, groups, nbytes, repeats, dtype) for _ in range(_TRIALS)]
+
+    def judge() -> str | None:
+        now = statistics.median(t for t in trials if t is not None)
+        allowed = FACTOR * (1 + kept.error)
+        if 1 / allowed < now / kept.seconds < allowed:
+            return None
+        return (
+            f"{key.collective} of {nbytes} bytes over {key.shape} takes {now * 1e3:.3g} ms, "
+            f"not {kept.seconds * 1e3:.3g} ms"
+        )
+
+    return bench.agree(judge)

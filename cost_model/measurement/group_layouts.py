@@ -1,0 +1,121 @@
+"""Which ranks make up the groups of each shape: the axes that meshes over the ranks have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost_model.group_shape import GroupShape
+
+Groups = tuple[tuple[int, ...], ...]
+"""Groups of ranks that run at once. No rank is in two of them."""
+
+
+@dataclass(frozen=True, order=True)
+class Axis:
+    """An axis of some mesh over the ranks.
+
+    Attributes:
+        ranks: its size.
+        stride: how many ranks apart neighbours are: 1 where the axis is the innermost.
+    """
+
+    ranks: int
+    stride: int
+
+    def shape(self, world_size: int, ranks_per_node: int) -> GroupShape:
+        """The shape of the groups along it."""
+        outer = world_size // self.ranks // self.stride
+        mesh = {"outer": outer, "axis": self.ranks, "inner": self.stride}
+        return GroupShape.of_axis(mesh, "axis", ranks_per_node)
+
+    def groups(self, world_size: int) -> Groups:
+        """The groups along it, which fill the world."""
+        length = self.ranks * self.stride
+        starts = [rank for rank in range(world_size) if rank % length < self.stride]
+        return tuple(tuple(range(start, start + length, self.stride)) for start in starts)
+
+
+def axes_of(mesh: Mapping[str, int]) -> list[Axis]:
+    """The axes of a mesh, outermost first, but for those of size 1."""
+    sizes = list(mesh.values())
+    axes = [Axis(size, math.prod(sizes[at + 1 :])) for at, size in enumerate(sizes)]
+    return [axis for axis in axes if axis.ranks > 1]
+
+
+def levels_of(axes: Iterable[Axis], ranks_per_node: int) -> list[Axis]:
+    """The two levels of each axis that has several ranks on each of several nodes."""
+    found = []
+    for axis in axes:
+        near, rest = divmod(ranks_per_node, axis.stride)
+        if not rest and 1 < near < axis.ranks and axis.ranks % near == 0:
+            found.append(Axis(near, axis.stride))
+            found.append(Axis(axis.ranks // near, axis.stride * near))
+    return found
+
+
+def every_axis(world_size: int) -> list[Axis]:
+    """The axes of all meshes over so many ranks: of each size that divides them, each stride."""
+    return [
+        Axis(ranks, stride)
+        for ranks in _divisors(world_size)[1:]
+        for stride in _divisors(world_size // ranks)
+    ]
+
+
+def layouts(
+    axes: Iterable[Axis], world_size: int, ranks_per_node: int, *, alone: bool = False
+) -> dict[GroupShape, tuple[Groups, ...]]:
+    """For each shape that groups along these axes have, the ways to lay them over the ranks.
+
+    Where the fabric is uniform, all ways of one shape do equally well.
+
+    Args:
+        axes: of meshes over the ranks.
+        world_size: number of ranks.
+        ranks_per_node: ranks on each node; consecutive ranks share one.
+        alone: also one group of each kind by itself, and pairs, for point to point messages.
+    """
+    found: dict[GroupShape, list[Groups]] = {}
+    for axis in axes:
+        shape = axis.shape(world_size, ranks_per_node)
+        found.setdefault(shape, []).append(axis.groups(world_size))
+    if alone:
+        for shape, ways in list(found.items()):
+            first = [groups[:1] for groups in ways]
+            found.setdefault(replace(shape, groups=1), []).extend(first)
+        for shape, pair in _pairs(world_size, ranks_per_node).items():
+            found.setdefault(shape, [(pair,)])
+    return {shape: tuple(dict.fromkeys(ways)) for shape, ways in sorted(found.items())}
+
+
+def block_of(hosts: Sequence[str]) -> int:
+    """The largest number of consecutive ranks, dividing all, of which every run has one host.
+
+    That is the number of ranks per node where nodes are filled in order, and true of every run of
+    so many ranks where they are not.
+
+    Args:
+        hosts: the host name of each rank.
+    """
+    world = len(hosts)
+    return next(
+        size
+        for size in reversed(_divisors(world))
+        if all(len(set(hosts[at : at + size])) == 1 for at in range(0, world, size))
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _pairs(world_size: int, ranks_per_node: int) -> dict[GroupShape, tuple[int, int]]:
+    """A pair on one node and a pair on two, where there are such."""
+    pairs = {}
+    if ranks_per_node > 1:
+        pairs[GroupShape(2, 2)] = (0, 1)
+    if world_size > ranks_per_node:
+        pairs[GroupShape(2, 1)] = (0, ranks_per_node)
+    return pairs

@@ -1,0 +1,171 @@
+"""`measure_slowdown`: compute alone, messages alone, and both at once, on the live ranks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.cost_model.cluster.interference import Slowdown
+from autopar.cost_model.measurement.bench import Bench
+
+_SIZES = (64 * 2**10, 2**20, 8 * 2**20)
+_TRIALS = 3
+_TRIAL_S = 0.03  # of communication that is kept under way
+_LONGEST_S = 0.2  # of one collective: larger sizes are left out
+_SIDE = 160  # of the matrices that are multiplied meanwhile
+_STREAMED = 1 << 18  # elements that are read, and written to fresh memory, meanwhile
+_CALLS = 20
+_MESSAGES, _MESSAGE = 24, 64 * 2**10  # how many are timed, and their bytes
+_BUSY_S, _PAUSE_S = 0.01, 0.002  # of compute around a message, before it is sent
+
+
+def measure_slowdown(bench: Bench, provenance: str) -> Slowdown:
+    """Runs compute alone, all-reduces alone and both at once, at several sizes.
+
+    All ranks of the bench call it. The compute multiplies matrices and streams through memory in
+    about equal parts, on the calling thread, as operators do.
+    """
+    rows: list[tuple[int, float, float]] = []
+    for size in _SIZES:
+        row = _factors(bench, size)
+        if row is None:
+            break
+        rows.append((size, *row))
+    issue_s, wait_s = _means(bench.gather(_call_costs(bench)))
+    sizes, compute, communication = zip(*rows, strict=True)
+    return Slowdown(sizes, compute, communication, issue_s, wait_s, provenance, _lateness(bench))
+
+
+def _factors(bench: Bench, nbytes: int) -> tuple[float, float] | None:
+    """The slowdown of compute and of all-reduces of this size; None if one takes too long."""
+    buffer = torch.zeros(nbytes // 4)
+    chunk = _chunk()
+
+    def issue(count: int) -> list[Any]:
+        made = [dist.all_reduce(buffer, group=bench.group, async_op=True) for _ in range(count)]
+        return [work for work in made if work is not None]
+
+    def communicate(count: int) -> float:
+        bench.line_up()
+        start = time.perf_counter()
+        for work in issue(count):
+            work.wait()
+        return time.perf_counter() - start
+
+    def compute(seconds: float) -> float:
+        bench.line_up()
+        start, done = time.perf_counter(), 0
+        while time.perf_counter() < start + seconds:
+            chunk()
+            done += 1
+        return (time.perf_counter() - start) / done
+
+    def both(count: int) -> tuple[float, int]:
+        bench.line_up()
+        start, done = time.perf_counter(), 0
+        works = issue(count)
+        while not all(work.is_completed() for work in works):
+            chunk()
+            done += 1
+        return time.perf_counter() - start, max(1, done)
+
+    first = max(bench.gather(min(communicate(1), communicate(1))))
+    if first > _LONGEST_S and nbytes != _SIZES[0]:
+        return None
+    count = max(1, min(_CALLS, round(_TRIAL_S / first)))
+    trials = []
+    for _ in range(_TRIALS):
+        quiet, busy = communicate(count), compute(_TRIAL_S / 2)
+        together, done = both(count)
+        trials.append((together / (done * busy), together / quiet))
+    factors = _means(bench.gather(tuple(map(statistics.median, zip(*trials, strict=True)))))
+    return max(1.0, factors[0]), max(1.0, factors[1])
+
+
+def _chunk() -> Callable[[], None]:
+    """A fraction of a millisecond of compute."""
+    matrix, stream = torch.rand(_SIDE, _SIDE), torch.rand(_STREAMED)
+
+    def run() -> None:
+        torch.mm(matrix, matrix)
+        torch.add(stream, stream)
+
+    return run
+
+
+def _call_costs(bench: Bench) -> tuple[float, float]:
+    """Seconds of the thread that issues a collective, and that waits for one which has ended."""
+    issue = bench.issuer("all_to_all", bench.group, 1024)
+    issued, waited = [], []
+    for _ in range(_CALLS):
+        bench.line_up()
+        start = time.perf_counter()
+        pending = issue()
+        issued.append(time.perf_counter() - start)
+        bench.line_up()  # by then the first has ended, too
+        start = time.perf_counter()
+        torch.ops._c10d_functional.wait_tensor(pending)
+        waited.append(time.perf_counter() - start)
+    return statistics.mean(issued), statistics.mean(waited)  # they add up in a step
+
+
+def _lateness(bench: Bench) -> float:
+    """Seconds by which a message comes later if all compute but the rank that waits for it."""
+    if bench.world_size == 1:
+        return 0.0
+    message, chunk, times = torch.zeros(_MESSAGE // 4), _chunk(), []
+
+    def compute() -> None:
+        end = time.perf_counter() + _PAUSE_S + _BUSY_S
+        while time.perf_counter() < end:
+            chunk()
+
+    ahead_s, alone_s = _clocks(bench, message)
+    for _ in range(_MESSAGES):
+        bench.line_up()
+        if bench.rank == 1:
+            dist.recv(message, group=bench.group, group_src=0)
+            times.append(time.perf_counter())
+        elif bench.rank == 0:
+            time.sleep(_PAUSE_S)  # until the other waits
+            times.append(time.perf_counter())
+            pending = dist.isend(message, group=bench.group, group_dst=1)
+            compute()
+            if pending is not None:
+                pending.wait()
+        else:
+            compute()
+    sent, came, *_ = bench.gather(times)
+    spans = [late - early for early, late in zip(sent, came, strict=True)]
+    return max(0.0, statistics.mean(spans) - ahead_s - alone_s)
+
+
+def _clocks(bench: Bench, message: torch.Tensor) -> tuple[float, float]:
+    """By how much the clock of rank 1 is ahead of that of rank 0; seconds of a message alone."""
+    stamp, found = torch.zeros(1, dtype=torch.float64), []
+    for _ in range(_MESSAGES):
+        bench.line_up()
+        if bench.rank == 0:
+            start = time.perf_counter()
+            dist.send(message, group=bench.group, group_dst=1)
+            dist.recv(stamp, group=bench.group, group_src=1)
+            end = time.perf_counter()
+            found.append((end - start, stamp.item() - (start + end) / 2))
+        elif bench.rank == 1:
+            dist.recv(message, group=bench.group, group_src=0)
+            stamp.fill_(time.perf_counter())
+            dist.send(stamp, group=bench.group, group_dst=0)
+    taken, *_ = bench.gather(found)
+    middle = sorted(taken)[: max(1, len(taken) // 2)] if taken else [(0.0, 0.0)]
+    round_s, ahead_s = middle[-1][0], middle[0][1]
+    return ahead_s, round_s / 2
+
+
+def _means(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The mean of each column."""
+    return tuple(statistics.mean(column) for column in zip(*rows, strict=True))

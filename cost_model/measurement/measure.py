@@ -1,0 +1,281 @@
+"""`measure`: time the collectives of the live process group and keep the result on disk.
+
+Rank 0 decides everything (whether a kept measurement serves, what to time next, when to stop) and
+tells the others, so the ranks never part ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import date
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.common.checks import MOST_BYTES, choice, count, flag, refused, seconds, text
+from autopar.common.notices import warn_once
+from autopar.cost_model.algorithms.gloo_chunks import MOST
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.cluster.interference import APART, SHARED_GPU
+from autopar.cost_model.collectives import COLLECTIVES
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.curves.curve import Curve
+from autopar.cost_model.curves.measured_curve import CurveKey, Measured
+from autopar.cost_model.host import Host, device_name
+from autopar.cost_model.measurement.bench import Bench
+from autopar.cost_model.measurement.cluster_cache import CachedCluster, ClusterCache, deviation
+from autopar.cost_model.measurement.group_layouts import (
+    axes_of,
+    block_of,
+    every_axis,
+    layouts,
+    levels_of,
+)
+from autopar.cost_model.measurement.interference_bench import measure_slowdown
+from autopar.cost_model.measurement.sampling import Layouts, Tell, sample
+from autopar.cost_model.topology.from_pairs import wired
+from autopar.errors import DisagreementError, MeasurementWarning
+
+KIB, MIB = 2**10, 2**20
+SIZES = (*(KIB * 4**power for power in range(8)), 32 * MIB)
+"""1 KiB to 16 MiB in powers of 4, and 32 MiB."""
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be measured; the same on every rank. The attributes are `measure`'s arguments."""
+
+    collectives: tuple[str, ...]
+    sizes: tuple[int, ...]
+    mesh: tuple[tuple[str, int], ...] | None
+    dtype: str
+    budget_s: float
+    cache: bool
+    fresh: bool
+
+    def check(self, world_size: int) -> None:
+        """Raise unless this can be measured among `world_size` ranks."""
+        ranks = [size for _, size in self.mesh or ()]
+        if self.mesh is not None and torch.Size(ranks).numel() != world_size:
+            raise ClusterError(f"mesh={dict(self.mesh)} is not of {world_size} ranks")
+
+    def layouts(self, world_size: int, ranks_per_node: int) -> Layouts:
+        """The groups of each curve to measure. Messages go between pairs."""
+        every = self.mesh is None
+        axes = every_axis(world_size) if self.mesh is None else axes_of(dict(self.mesh))
+        axes = [*axes, *levels_of(axes, ranks_per_node)]
+        shapes = layouts(axes, world_size, ranks_per_node, alone=every)
+        return {
+            CurveKey(collective, shape, self.dtype): ways
+            for shape, ways in shapes.items()
+            for collective in self.collectives
+            if shape.ranks == 2 or (collective != "send" and world_size % shape.ranks == 0)
+        }
+
+
+def measure(
+    group: dist.ProcessGroup | None = None,
+    *,
+    collectives: Sequence[str] = COLLECTIVES,
+    sizes: Sequence[int] = SIZES,
+    mesh: Mapping[str, int] | None = None,
+    dtype: str = "float32",
+    budget_s: float = 40.0,
+    cache: bool = True,
+    fresh: bool = False,
+    tell: Tell | None = None,
+) -> Cluster:
+    """The cluster that this process group runs on. Every rank of the group calls it.
+
+    Each collective is timed over groups of every shape (see `layout`) and each size, in trials
+    that take turns over the whole time (see `sampling`), of which the medians are kept. The result
+    stays on disk, is checked when it is read (see `kept`), and is replaced, with a warning, if it
+    no longer holds.
+
+    Args:
+        group: the process group, the default one if None. Without any, the answer is a cluster of
+            one rank.
+        collectives: which to time.
+        sizes: message sizes in bytes.
+        mesh: size of each axis, outermost first: times only the groups along these axes, those of
+            one axis at once, and of an axis over several nodes those inside and across nodes.
+            None: the axes of every mesh, and their groups alone as well.
+        dtype: of what is sent, such as "float32".
+        budget_s: about how many seconds to spend. Slow sizes are left out rather than overspend.
+        cache: whether to read and write the kept measurement.
+        fresh: whether to measure even if a kept one would serve.
+        tell: is told of the progress, 0 to 1, on rank 0.
+
+    Raises:
+        ClusterError: the arguments make no sense.
+        DisagreementError: they differ between ranks.
+        CommunicationError: another rank died, or did not come within the group's timeout.
+    """
+    _check(group, collectives, sizes, mesh, dtype, budget_s, cache, fresh, tell)
+    request = Request(
+        tuple(collectives),
+        tuple(sorted(set(sizes))),
+        None if mesh is None else tuple(mesh.items()),
+        dtype,
+        budget_s,
+        cache,
+        fresh,
+    )
+    if not (dist.is_available() and dist.is_initialized()):
+        request.check(1)
+        return _alone()
+    group = group or dist.group.WORLD
+    if group is None or dist.get_world_size(group) == 1:
+        request.check(1)
+        return _alone()
+    if dist.get_backend(group) == "fake":
+        return Cluster.default(dist.get_world_size(group))
+    with Bench(group) as bench:
+        _agree(bench, request)
+        return _kept_or_new(bench, request, tell or (lambda done: None))
+
+
+def _check(
+    group: Any,
+    collectives: Any,
+    sizes: Any,
+    mesh: Any,
+    dtype: Any,
+    budget_s: Any,
+    cache: Any,
+    fresh: Any,
+    tell: Any,
+) -> None:
+    """Raises ClusterError for the first argument of `measure` that makes no sense."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise refused("group", group, "give a process group of torch.distributed", ClusterError)
+    _check_list("collectives", collectives)
+    for collective in collectives:
+        choice("collectives", collective, COLLECTIVES, error=ClusterError)
+    _check_list("sizes", sizes)
+    for size in sizes:
+        count("sizes", size, 1, MOST_BYTES, ClusterError)
+    if mesh is not None and not (isinstance(mesh, Mapping) and mesh):
+        raise refused("mesh", mesh, "give sizes of axes by name, as {'dp': 2}", ClusterError)
+    for axis, ranks in (mesh or {}).items():
+        text("mesh", axis, "give names of axes", ClusterError)
+        count("mesh", ranks, error=ClusterError)
+    choice("dtype", dtype, DTYPES, error=ClusterError)
+    seconds("budget_s", budget_s, error=ClusterError)
+    flag("cache", cache, ClusterError)
+    flag("fresh", fresh, ClusterError)
+    if tell is not None and not callable(tell):
+        raise refused("tell", tell, "give a function", ClusterError)
+
+
+def _check_list(name: str, given: Any) -> None:
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or not given:
+        raise refused(name, given, "give a list or tuple, not an empty one", ClusterError)
+
+
+def _agree(bench: Bench, request: Request) -> None:
+    """Raise on every rank alike if their requests differ or make no sense."""
+    for rank, other in enumerate(requests := bench.gather(request)):
+        for field in fields(Request):
+            mine, theirs = getattr(requests[0], field.name), getattr(other, field.name)
+            if mine != theirs:
+                raise DisagreementError(
+                    f"measure: {field.name} is {mine!r} on rank 0 but {theirs!r} on rank {rank}"
+                )
+    request.check(bench.world_size)
+
+
+def _kept_or_new(bench: Bench, request: Request, tell: Tell) -> Cluster:
+    hosts = bench.gather((Host.here().facts(), device_name(bench.device)))
+    key = {"hosts": hosts, "backend": bench.backend, "dtype": request.dtype, "pieces": MOST}
+    shelf = ClusterCache(key)
+    ranks_per_node = block_of([str(host["name"]) for host, _ in hosts])
+    wanted = request.layouts(bench.world_size, ranks_per_node)
+    kept = bench.agree(lambda: shelf.read() if request.cache and not request.fresh else None)
+    if kept is not None and kept.serves(wanted, request.budget_s):
+        wrong = deviation(bench, kept.cluster, wanted)
+        if wrong is None:
+            return kept.cluster
+        if bench.rank == 0:
+            warn_once(MeasurementWarning, f"the kept measurement is out of date: {wrong}")
+    cluster = _measure(bench, request, wanted, hosts[0], ranks_per_node, tell)
+    if bench.rank == 0 and request.cache:
+        shelf.write(CachedCluster(cluster, request.budget_s))
+    return cluster
+
+
+def _measure(
+    bench: Bench,
+    request: Request,
+    wanted: Layouts,
+    first: tuple[dict[str, Any], str],
+    ranks_per_node: int,
+    tell: Tell,
+) -> Cluster:
+    samples = sample(bench, wanted, request.sizes, request.budget_s, tell)
+    cpu, nodes = bench.device.type == "cpu", bench.world_size // ranks_per_node
+    host, device = first
+    today = f"measured {date.today()} on {host['name']}"
+    slowdown = measure_slowdown(bench, today) if cpu else SHARED_GPU
+    versions = _versions(bench.backend)
+    version = ", ".join([bench.backend, *(f"{name} {v}" for name, v in versions.items())])
+
+    def record() -> Cluster:
+        curves = {
+            key: Measured(Curve.fit(by_size), today, version) for key, by_size in samples.items()
+        }
+        return Cluster(
+            name=f"{bench.world_size} x {device} ({bench.backend})",
+            device="cpu" if cpu else device,
+            world_size=bench.world_size,
+            ranks_per_node=ranks_per_node,
+            curves=curves,
+            backend=bench.backend,
+            versions=versions,
+            provenance=today,
+            slowdown=slowdown,
+            uniform=cpu,
+            topology=wired(curves, nodes, ranks_per_node) if cpu else None,
+            device_memory_bytes=_device_memory(bench.device, host, ranks_per_node),
+            host_memory_bytes=host["memory_bytes"] or None,
+        )
+
+    return bench.agree(record)
+
+
+def _versions(backend: str) -> dict[str, str]:
+    versions = {"torch": str(torch.__version__)}
+    if backend == "nccl":
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
+
+
+def _device_memory(device: torch.device, host: dict[str, Any], sharing: int) -> int | None:
+    """Bytes that one rank may fill: the GPU's, or its part of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host["memory_bytes"] // sharing or None
+
+
+def _alone() -> Cluster:
+    """The cluster of one process: nothing to send."""
+    host = Host.here()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    return Cluster(
+        name=f"one {device_name(device)}",
+        device=device_name(device) if cuda else "cpu",
+        world_size=1,
+        ranks_per_node=1,
+        curves={},
+        backend="none",
+        versions={"torch": str(torch.__version__)},
+        provenance=f"measured {date.today()} on {host.name}",
+        slowdown=APART,
+        device_memory_bytes=_device_memory(device, host.facts(), 1),
+        host_memory_bytes=host.memory_bytes or None,
+    )

@@ -1,0 +1,208 @@
+"""What NCCL found on a machine, which its tuning model starts from: channels and their bandwidths.
+
+`NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=GRAPH` prints the real ones ("Pattern 4, ... nChannels 12,
+bw 20.000000/20.000000, type NVL/PIX"); `behind_switch` says what the search comes to where all
+devices of a node sit behind one switch. Bandwidths are in GB/s (1e9 bytes/s), as NCCL has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import networkx as nx
+
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.nccl.constants import ALGORITHMS, GENERATIONS
+from autopar.cost_model.topology.link_levels import members
+from autopar.cost_model.topology.topology import node_of
+
+PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "P2C", "PHB", "SYS", "NET", "DIS")
+"""Kinds of path between two devices, nearest first, as NCCL prints them."""
+
+CAPABILITIES = {"V100": 70, "A100": 80, "A800": 80, "H100": 90, "H800": 90, "H200": 90, "B200": 100}
+"""Compute capability of devices that sit behind NVSwitches or meshes, by a part of their name."""
+
+_MAX_CHANNELS = 32
+_NVLINK = {70: (25, 20.0), 80: (25, 20.0), 90: (25, 20.6), 100: (50, 40.1)}
+"""GB/s of a link by its data sheet, and as NCCL counts it (src/graph/topo.h)."""
+_INTRA = {
+    80: (40, 30, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3),
+    90: (60, 50, 40, 30, 24, 20, 15, 12, 11, 6, 3),
+    100: (90, 80, 70, 60, 50, 45, 40, 30, 24, 20, 19, 18),
+}
+_INTER = {
+    80: (48, 30, 28, 24, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3, 2.4, 1.2, 0.24, 0.12),
+    90: (48, 45, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
+    100: (
+        *(96, 86, 80, 48, 45.1, 42, 40, 30, 24, 22, 20),
+        *(17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
+    ),
+}
+"""The bandwidths that NCCL's search tries for a channel (src/graph/search.cc)."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The channels that NCCL found for one algorithm.
+
+    Attributes:
+        channels: how many.
+        intra: GB/s of each inside a node.
+        inter: GB/s of each between nodes.
+        path_intra: the worst path inside a node, one of PATHS.
+        path_inter: the worst path from a device to its NIC.
+        latency_us: what the network plugin says of its NICs; 0 for InfiniBand.
+        plain_tree: whether the pattern is TREE, not BALANCED_TREE or SPLIT_TREE.
+        same_channels: whether all channels have the same order.
+    """
+
+    channels: int
+    intra: float
+    inter: float
+    path_intra: str = "NVL"
+    path_inter: str = "PXB"
+    latency_us: float = 0.0
+    plain_tree: bool = False
+    same_channels: bool = True
+
+    def __post_init__(self) -> None:
+        if self.path_intra not in PATHS or self.path_inter not in PATHS:
+            paths = f"{self.path_intra}, {self.path_inter}"
+            raise ClusterError(f"{paths}: paths are {', '.join(PATHS)}")
+        if self.channels < 1 or not (self.intra > 0 and self.inter > 0):
+            raise ClusterError(f"an NCCL graph needs channels and bandwidths, this is {self}")
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """A group of ranks as NCCL's model sees it.
+
+    Attributes:
+        ranks: ranks in it.
+        nodes: nodes they are on, evenly.
+        capability: the least compute capability: 80 for A100, 90 for H100.
+        graphs: by algorithm; algorithms without one are not available. PAT uses the ring's.
+        cpu: "intel", "amd", "mixed", "arm" or "power": costs of posting to the network.
+        unlike: whether GPUs of other capabilities take part.
+        nvswitch: whether the node has NVSwitches.
+        collnet_heads: NICs that reduce in the network, 0 without such a plugin.
+        collnet_gathers: whether that plugin also gathers and scatters.
+        net_overhead_us: overrides the cost of posting (NCCL_NET_OVERHEAD, there in ns).
+    """
+
+    ranks: int
+    nodes: int
+    capability: int
+    graphs: Mapping[str, Graph]
+    cpu: str = "intel"
+    unlike: bool = False
+    nvswitch: bool = True
+    collnet_heads: int = 0
+    collnet_gathers: bool = False
+    net_overhead_us: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.ranks < 2 or self.ranks % self.nodes:
+            raise ClusterError(f"{self.ranks} ranks do not fill {self.nodes} nodes evenly")
+        odd = set(self.graphs) - set(ALGORITHMS)
+        if odd or not {"ring", "tree"} <= set(self.graphs):
+            raise ClusterError(f"NCCL graphs: ring, tree and others of {ALGORITHMS}, not {odd}")
+
+    @property
+    def generation(self) -> str:
+        """volta, ampere, hopper or blackwell."""
+        return GENERATIONS[sum(self.capability >= least for least in (80, 90, 100))]
+
+    @property
+    def per_node(self) -> int:
+        """Ranks on a node."""
+        return self.ranks // self.nodes
+
+    @property
+    def channels(self) -> int:
+        """Channels of a ring or tree at work: each found one is used twice."""
+        found = min(self.graphs["ring"].channels, self.graphs["tree"].channels)
+        return min(2 * found, _MAX_CHANNELS)
+
+
+def behind_switch(
+    shape: GroupShape, capability: int, device_gbps: float, nics: int = 0, nic_gbps: float = 0.0
+) -> dict[str, Graph]:
+    """What NCCL's search finds where the devices of a node sit behind one switch.
+
+    On one node it takes the first bandwidth of its list that a device carries, as many channels as
+    fit, and halves them if they are wide; on more, a channel for each NIC. (A simplification of
+    src/graph/search.cc, which gives the graphs known of DGX A100, DGX H100 and p4d.)
+
+    Args:
+        shape: the group.
+        capability: compute capability of the devices.
+        device_gbps: GB/s of a device's links, as NCCL counts them.
+        nics: NICs that the group's devices on one node reach.
+        nic_gbps: GB/s of each, as NCCL counts them: 12 for 100 Gbit/s.
+    """
+    era = max(least for least in _INTRA if least <= max(capability, 80))
+    if shape.nodes == 1:
+        speed = _first(_INTRA[era], device_gbps)
+        graph = _channels(int(device_gbps // speed), speed, capability)
+        own = _first(_INTRA[era], device_gbps / 16)
+        nvls = Graph(16, own, 2 * own)  # nothing leaves the node: `inter` is raised out of the way
+    else:
+        if nics < 1:
+            raise ClusterError(f"{shape}: NCCL needs a NIC on every node")
+        speed = _first(_INTER[era], min(nic_gbps, device_gbps / nics))
+        graph = _channels(nics, speed, capability, alone=shape.ranks_per_node == 1)
+        nvls = Graph(nics, _first(_INTRA[era], device_gbps / nics), speed)
+    plain = replace(graph, plain_tree=capability >= 90)  # no balanced trees from Hopper on
+    found = {"ring": graph, "tree": plain}
+    if capability >= 90 and shape.ranks_per_node > 1:
+        found |= {"nvls": nvls, "nvls_tree": nvls}
+    return found
+
+
+def _first(speeds: Sequence[float], most: float) -> float:
+    """The first speed of a list that is no more than `most`."""
+    return next((float(speed) for speed in speeds if speed <= most), float(speeds[-1]))
+
+
+def _channels(count: int, speed: float, capability: int, *, alone: bool = False) -> Graph:
+    """Wide channels are cut into two."""
+    kept = speed < 25 or (capability > 80 and speed < 50 and count > 4)
+    doubled = min(count if kept else 2 * count, _MAX_CHANNELS // 2)
+    speed = speed if kept else speed / -(-doubled // count)
+    return Graph(doubled, speed, speed, path_intra="LOC" if alone else "NVL")
+
+
+def communicator_on(graph: nx.Graph, shape: GroupShape, device: str) -> Communicator:
+    """The communicator of one group on a cluster whose devices sit behind NVSwitches.
+
+    Args:
+        graph: the cluster (`topology`).
+        shape: of the group.
+        device: name of the devices, such as "NVIDIA A100-SXM4-80GB".
+
+    Raises:
+        ClusterError: what NCCL finds on such a cluster is not known.
+    """
+    capability = next((cc for part, cc in CAPABILITIES.items() if part in device), None)
+    own = members(graph, GroupShape(shape.ranks, shape.ranks_per_node))[0]
+    kinds = graph.nodes(data="kind")
+    wires = [
+        graph.edges[d, n]["bytes_per_s"] for d in own for n in graph[d] if n.endswith("/switch")
+    ]
+    if capability is None or len(wires) < len(own):
+        raise ClusterError(
+            f"what NCCL finds among {device} on this fabric is not known, only behind NVSwitches: "
+            f"read its graphs from NCCL_DEBUG=INFO"
+        )
+    sheet, counted = _NVLINK[capability]
+    first = own[: shape.ranks_per_node]
+    nics = {n for d in first for n in graph[d] if kinds[n] == "nic"}
+    network = sum(graph.edges[n, "fabric"]["bytes_per_s"] for n in nics) / 12.5e9 * 12
+    rails = min(len(nics), len(first))  # the NICs of one device are taken as one, as on EFA
+    device_gbps = min(wires) / 1e9 / sheet * counted
+    found = behind_switch(shape, capability, device_gbps, rails, network / max(1, rails))
+    cpu = graph.nodes[node_of(own[0])].get("cpu", "intel")
+    return Communicator(shape.ranks, shape.nodes, capability, found, cpu)

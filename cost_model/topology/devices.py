@@ -1,0 +1,115 @@
+"""`Device`: what one accelerator can do at most, and the figures of those that ship."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.common.documents import Positive, Rate
+from autopar.cost_model.cost import ClusterError, check_provenance
+
+
+@dataclass(frozen=True)
+class Device:
+    """Published or measured figures of a device.
+
+    Attributes:
+        name: as torch.cuda.get_device_name has it, or a part of that.
+        memory_bytes: its memory.
+        memory_bytes_per_s: peak bandwidth of its memory.
+        flops_per_s: peak of dense matrix products by dtype ("float32", "bfloat16", ...); "tfloat32"
+            is that of float32 where torch may round to TF32.
+        source: where these come from, starting with measured, imported or modelled.
+    """
+
+    name: str
+    memory_bytes: Positive
+    memory_bytes_per_s: Rate
+    flops_per_s: Mapping[str, Rate]
+    source: str
+
+    def __post_init__(self) -> None:
+        check_provenance(self.source)
+        figures = (self.memory_bytes, self.memory_bytes_per_s, *self.flops_per_s.values())
+        if not all(isinstance(f, (int, float)) and f > 0 for f in figures):
+            raise ClusterError(f"the figures of device {self.name} are not all positive: {figures}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {**dataclasses.asdict(self), "flops_per_s": dict(self.flops_per_s)}
+
+
+def find_device(name: str) -> Device | None:
+    """The published figures of a device by its full name, None if they are not known here.
+
+    Args:
+        name: such as "NVIDIA A100-SXM4-80GB" or "NVIDIA H100 80GB HBM3".
+    """
+    plain = _plain(name)
+    return next((device for device in DEVICES if _plain(device.name) in plain), None)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _device(
+    name: str, gigabytes: int, gigabytes_per_s: float, source: str, **teraflops: float
+) -> Device:
+    """Gigabytes are taken as 1e9 bytes: there is more, but not all of it is free."""
+    peaks = {dtype: value * 1e12 for dtype, value in teraflops.items()}
+    return Device(name, gigabytes * 10**9, gigabytes_per_s * 1e9, peaks, f"imported from {source}")
+
+
+_HOPPER = {
+    "float64": 67.0,
+    "float32": 67.0,
+    "tfloat32": 494.7,
+    "float16": 989.4,
+    "bfloat16": 989.4,
+    "float8_e4m3fn": 1978.9,
+    "float8_e5m2": 1978.9,
+    "int8": 1978.9,
+}
+_AMPERE = {
+    "float64": 19.5,
+    "float32": 19.5,
+    "tfloat32": 156.0,
+    "float16": 312.0,
+    "bfloat16": 312.0,
+    "int8": 624.0,
+}
+
+DEVICES = (
+    _device("A100-SXM4-40GB", 40, 1555, "NVIDIA A100 data sheet (June 2021)", **_AMPERE),
+    _device("A100-SXM4-80GB", 80, 2039, "NVIDIA A100 data sheet (June 2021)", **_AMPERE),
+    _device(
+        "H100 80GB HBM3", 80, 3350, "NVIDIA H100 data sheet, SXM5, without sparsity", **_HOPPER
+    ),
+    _device("H200", 141, 4800, "NVIDIA H200 data sheet, SXM5, without sparsity", **_HOPPER),
+    _device(
+        "V100-SXM2-32GB",
+        32,
+        900,
+        "NVIDIA V100 data sheet, SXM2",
+        float64=7.8,
+        float32=15.7,
+        float16=125.0,
+    ),
+    _device(
+        "GeForce RTX 4090",
+        24,
+        1008,
+        "NVIDIA Ada GPU architecture white paper, sums in float32, without sparsity",
+        float64=1.29,
+        float32=82.6,
+        tfloat32=82.6,
+        float16=165.2,
+        bfloat16=165.2,
+        float8_e4m3fn=330.3,
+        float8_e5m2=330.3,
+        int8=660.6,
+    ),
+)

@@ -1,0 +1,164 @@
+"""Merges collectives of one kind, so that fewer and larger messages travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.graph import GraphProperty, TrainingGraph, tensor_bytes, tensors
+from autopar.passes.core.collective_ops import (
+    axis_of,
+    collective,
+    op_of,
+    results_of,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    starts,
+    tagged,
+    wait_of,
+)
+from autopar.passes.core.pass_base import Pass, PassResult
+from autopar.plan.buckets import Buckets, Group
+
+
+@dataclass(frozen=True)
+class BucketCollectives(Pass):
+    """Merges gathers and reductions by the plan's buckets, and small statistics that can wait.
+
+    Before: one collective for each tensor. After: those of one bucket are one. Names that the
+    graph lacks are left out, so that every graph of a model makes the same buckets. A bucket of
+    gathers starts where its first member did, one of reductions where its last did. Tier: exact.
+
+    Attributes:
+        buckets: names of parameters that travel together.
+    """
+
+    buckets: Buckets
+    ensures = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        graph = graph.copy()
+        merged = 0
+        for groups, select in (
+            (self.buckets.gather, gathers(graph, "forward")),
+            (self.buckets.regather, gathers(graph, "backward")),
+            (self.buckets.reduce, reductions(graph)),
+        ):
+            by_name: dict[str, list[fx.Node]] = {}
+            for name, start in select:
+                by_name.setdefault(name, []).append(start)
+            for group in groups:
+                members = [start for name in group for start in by_name.get(name, ())]
+                for alike in _by_kind(members):
+                    merged += len(alike) > 1 and bool(merge(graph.graph, alike))
+        merged += merge_statistics(graph)
+        reason = "" if merged else "no two collectives can travel together"
+        return PassResult(graph, reason)
+
+
+def propose_buckets(graph: TrainingGraph, gather_bytes: int, reduce_bytes: int) -> Buckets:
+    """Buckets of about the given sizes (bytes sent whole), in the order of the graph."""
+    return Buckets(
+        tuple(_fill(gathers(graph, "forward"), gather_bytes)),
+        tuple(_fill(gathers(graph, "backward"), gather_bytes)),
+        tuple(_fill(reductions(graph), reduce_bytes)),
+    )
+
+
+def gathers(graph: TrainingGraph, phase: str) -> list[tuple[str, fx.Node]]:
+    """Name of parameter and start of every gather of a phase."""
+    found = []
+    for start in starts(graph):
+        if start.target is start_all_gather and start.meta["phase"] == phase:
+            found += [(name, start) for name in tagged(start, "gathered")]
+    return found
+
+
+def reductions(graph: TrainingGraph) -> list[tuple[str, fx.Node]]:
+    """Name of parameter and start of every reduction of a gradient."""
+    return [(name, start) for start in starts(graph) for name in tagged(start, "gradient")]
+
+
+def merge(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
+    """Joins collectives of one kind into one, and returns its start."""
+    members = sorted(members)
+    first = members[0]
+    place = first if first.target is start_all_gather else members[-1]
+    operands = [tensor for m in members for tensor in m.args[0]]  # type: ignore[union-attr]
+    options = list(first.args[1:])
+    if first.target in (start_all_gather, start_reduce_scatter):
+        options[0] = [n for m in members for n in m.args[1]]  # type: ignore[union-attr]
+    old = [result for m in members for result in results_of(m)]
+    graph.inserting_before(place.next)
+    new = collective(graph, place, first.target, operands, *options)  # type: ignore[arg-type]
+    done = new[0].args[0]
+    start = done.args[0]  # type: ignore[union-attr]
+    for item in (start, done):
+        item.meta |= {k: first.meta[k] for k in KEPT if k in first.meta}  # type: ignore
+    for before, after in zip(old, new, strict=True):
+        if before is None:
+            graph.erase_node(after)
+            continue
+        after.meta = dict(before.meta)
+        before.replace_all_uses_with(after)
+        graph.erase_node(before)
+    for member in members:
+        graph.erase_node(wait_of(member))
+        graph.erase_node(member)
+    assert isinstance(start, fx.Node)
+    return start
+
+
+KEPT = ("placement", "batch_dims", "gradient", "summed")
+
+
+def merge_statistics(graph: TrainingGraph) -> int:
+    """Joins a small all-reduce with a later one that does not need its result."""
+    count, held = 0, None
+    for start in list(starts(graph)):
+        small = start.target is start_all_reduce and "gradient" not in start.meta
+        if not small:
+            continue
+        if held is not None and held.meta["phase"] == start.meta["phase"] and _can(held, start):
+            held = merge(graph.graph, [held, start])
+            count += 1
+        else:
+            held = start
+    return count
+
+
+def _can(earlier: fx.Node, later: fx.Node) -> bool:
+    kinds = {(tensors(n)[0].dtype, axis_of(n), op_of(n)) for n in (earlier, later)}
+    uses = [user for result in results_of(earlier) if result for user in result.users]
+    return len(kinds) == 1 and all(later < user for user in uses)
+
+
+def _fill(items: Iterable[tuple[str, fx.Node]], limit: int) -> Iterable[Group]:
+    group: list[str] = []
+    size, last, known = 0, None, set[str]()
+    for name, start in items:
+        if name in known:
+            continue  # the sum over copies of what was reduce-scattered
+        known.add(name)
+        operand = start.args[0][0]  # type: ignore[index]
+        whole = max(tensor_bytes(tensors(n)[0]) for n in (operand, start))  # type: ignore[arg-type]
+        kind = (start.target, tensors(start)[0].dtype)
+        if group and (size + whole > limit or kind != last):
+            yield tuple(group)
+            group, size = [], 0
+        group.append(name)
+        size, last = size + whole, kind
+    if group:
+        yield tuple(group)
+
+
+def _by_kind(members: list[fx.Node]) -> list[list[fx.Node]]:
+    kinds: dict[object, list[fx.Node]] = {}
+    for member in members:
+        kind = (member.target, tensors(member)[0].dtype, axis_of(member))
+        kinds.setdefault(kind, []).append(member)
+    return list(kinds.values())

@@ -1,0 +1,208 @@
+"""Sends large messages by level: over a rank's neighbours, and over the ranks that are apart."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
+from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, Levels, level
+from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.passes.core.collective_ops import (
+    axis_of,
+    collective,
+    kind_of,
+    message_bytes,
+    op_of,
+    replace_collective,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    starts,
+)
+from autopar.passes.core.node_builder import aten, call
+from autopar.passes.core.pass_base import Pass, PassResult
+
+PARTS = {
+    "all_reduce": (
+        ("reduce_scatter", INTRA_NODE),
+        ("all_reduce", INTER_NODE),
+        ("all_gather", INTRA_NODE),
+    ),
+    "reduce_scatter": (("reduce_scatter", INTRA_NODE), ("reduce_scatter", INTER_NODE)),
+    "all_gather": (("all_gather", INTER_NODE), ("all_gather", INTRA_NODE)),
+}
+"""What each kind becomes: a message over all of a level within, over its share of it between."""
+
+
+@dataclass(frozen=True)
+class HierarchicalCollectives(Pass):
+    """Writes a collective over an axis as several, each over one level of it.
+
+    Before: collectives over the axis. After: those of at least so many bytes are, for n ranks of
+    which w are within a node,
+
+    - an all-reduce: reduce-scatter within, all-reduce of a w-th between, all-gather within;
+    - a reduce-scatter: the same within, then between, of a w-th;
+    - an all-gather: of a rank's chunk between, then of the w-th that this makes within.
+
+    A node sends what its ranks have summed, and receives what they share, once instead of w times.
+    Tensors of one collective become one flat table first, in the order that the last level wants,
+    and stay one until the end. Tier: exact.
+
+    Attributes:
+        levels: the axis, its levels, and what goes by them.
+    """
+
+    levels: Levels
+    requires = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        axis, within = self.levels.axis, self.levels.intra_node
+        ranks = graph.axes[axis]
+        if not self.levels.sizes(ranks):
+            return PassResult(graph, f"{axis} has no two levels: {ranks} ranks, {within} a node")
+        graph = graph.copy()
+        found = [s for s in starts(graph) if axis_of(s) == axis and self.splits(s)]
+        for start in found:
+            _Split(graph, start).run()
+        return PassResult(graph, "" if found else f"no message over {axis} is large enough")
+
+    def splits(self, start: fx.Node) -> bool:
+        """Whether a collective goes by level."""
+        sums = start.target is start_all_gather or op_of(start) == "sum"
+        return sums and self.levels.splits(kind_of(start), message_bytes(start))
+
+
+class _Split:
+    """The levels of one collective."""
+
+    def __init__(self, graph: TrainingGraph, start: fx.Node) -> None:
+        axis = axis_of(start)
+        self.graph, self.start = graph.graph, start
+        self.between, self.within = level(axis, INTER_NODE), level(axis, INTRA_NODE)
+        self.nodes, self.near = graph.axes[self.between], graph.axes[self.within]
+        self.ranks = self.nodes * self.near
+        self.operands: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
+        self.typed = axis not in graph.partitioned
+        self.placement: Placement | None = self.operands[0].meta.get("placement")
+
+    def run(self) -> None:
+        """Replaces start, wait and results."""
+        write: Callable[[], list[fx.Node]] = {
+            start_all_reduce: self.all_reduce,
+            start_all_gather: self.all_gather,
+            start_reduce_scatter: self.reduce_scatter,
+        }[self.start.target]  # type: ignore[index]
+        self.graph.inserting_before(self.start)
+        replace_collective(self.graph, self.start, write())
+
+    def all_reduce(self) -> list[fx.Node]:
+        shapes = [tensors(x)[0].shape for x in self.operands]
+        pieces = [self.shaped(x, [-1]) for x in self.operands]
+        count = sum(shape.numel() for shape in shapes)
+        if missing := -count % self.near:
+            pieces.append(self.op(aten.new_zeros.default, pieces[0], [missing]))
+        flat = self.joined(pieces)
+        part = (count + missing) // self.near
+        own = self.send(start_reduce_scatter, flat, [part], self.within, Partial())
+        own = self.send(start_all_reduce, own, None, self.between, Shard(0))
+        whole = self.send(start_all_gather, own, [count + missing], self.within, Replicate())
+        return list(self.cut(whole, shapes))
+
+    def reduce_scatter(self) -> list[fx.Node]:
+        """The table has a row for each neighbour, of its chunk on every node."""
+        chunks = self.chunks([tensors(x)[0].shape[0] for x in self.operands])
+        tables = []
+        for x, (size, *rest) in zip(self.operands, chunks, strict=True):
+            padded = self.shaped(self.pad(x, size * self.ranks), [-1])
+            table = self.op(aten.view.default, padded, [self.nodes, self.near, size * prod(rest)])
+            tables.append(self.op(aten.permute.default, table, [1, 0, 2]))
+        flat = self.shaped(self.joined(tables, 2), [-1])
+        length = tensors(flat)[0].numel() // self.ranks
+        own = self.send(start_reduce_scatter, flat, [length * self.nodes], self.within, Partial())
+        own = self.send(start_reduce_scatter, own, [length], self.between, Shard(0))
+        rows: list[int] = self.start.args[1]  # type: ignore[assignment]
+        return [self.take(x, n) for x, n in zip(self.cut(own, chunks), rows, strict=True)]
+
+    def all_gather(self) -> list[fx.Node]:
+        """What is gathered is a table by neighbour and node, as ranks are by node and neighbour."""
+        rows: list[int] = self.start.args[1]  # type: ignore[assignment]
+        chunks = self.chunks(rows)
+        padded = [self.pad(x, size) for x, (size, *_) in zip(self.operands, chunks, strict=True)]
+        flat = self.joined([self.shaped(x, [-1]) for x in padded])
+        length = tensors(flat)[0].numel()
+        own = self.send(start_all_gather, flat, [length * self.nodes], self.between, Shard(0))
+        whole = self.send(start_all_gather, own, [length * self.ranks], self.within, Replicate())
+        table = self.op(aten.view.default, whole, [self.near, self.nodes, length])
+        table = self.op(aten.permute.default, table, [1, 0, 2])
+        ends = list(accumulate(prod(chunk) for chunk in chunks))
+        found = []
+        for (size, *rest), end, count in zip(chunks, ends, rows, strict=True):
+            columns = self.op(aten.slice.Tensor, table, 2, end - size * prod(rest), end)
+            found.append(self.shaped(columns, [size * self.ranks, *rest]))
+            found[-1] = self.take(found[-1], count)
+        return found
+
+    # Pieces.
+
+    def send(
+        self, start: object, operand: fx.Node, rows: Any, axis: str, placement: Placement
+    ) -> fx.Node:
+        """A collective of one tensor over a level."""
+        options = (axis,) if rows is None else (rows, axis)
+        (result,) = collective(self.graph, self.start, start, [operand], *options)
+        for node in (result.args[0].args[0], result.args[0], result):  # type: ignore[union-attr]
+            node.meta["placement"] = placement if self.typed else self.placement  # type: ignore[union-attr]
+            kept = (key for key in ("gradient", "summed") if key in self.start.meta)
+            node.meta |= {key: self.start.meta[key] for key in kept}  # type: ignore[union-attr]
+        self.placement = result.meta["placement"]
+        return result
+
+    def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = call(self.graph, self.start, target, *args, **kwargs)
+        node.meta["placement"] = self.placement
+        return node
+
+    def chunks(self, rows: Sequence[int]) -> list[list[int]]:
+        """The shape of a rank's padded chunk of each operand, a whole of which has so many rows."""
+        rest = [tensors(x)[0].shape[1:] for x in self.operands]
+        return [[-(-n // self.ranks), *dims] for n, dims in zip(rows, rest, strict=True)]
+
+    def pad(self, node: fx.Node, rows: int) -> fx.Node:
+        fake = tensors(node)[0]
+        if not (missing := rows - fake.shape[0]):
+            return node
+        padding = [0, 0] * (fake.dim() - 1) + [0, missing]
+        return self.op(aten.constant_pad_nd.default, node, padding)
+
+    def shaped(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        if not tensors(node)[0].is_contiguous():
+            node = self.op(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self.op(aten.view.default, node, shape)
+
+    def joined(self, pieces: list[fx.Node], dim: int = 0) -> fx.Node:
+        options = (dim,) if dim else ()
+        return pieces[0] if len(pieces) == 1 else self.op(aten.cat.default, pieces, *options)
+
+    def cut(self, flat: fx.Node, shapes: Sequence[Sequence[int]]) -> Iterator[fx.Node]:
+        """The tensors that lie one behind the other in a flat one, padding behind them."""
+        sizes = [prod(shape) for shape in shapes]
+        rest = tensors(flat)[0].numel() - sum(sizes)
+        pieces = self.op(aten.split_with_sizes.default, flat, [*sizes, *([rest] if rest else [])])
+        for index, shape in enumerate(shapes):
+            piece = self.op(operator.getitem, pieces, index)
+            yield self.op(aten.view.default, piece, list(shape))
+
+    def take(self, node: fx.Node, rows: int) -> fx.Node:
+        if tensors(node)[0].shape[0] == rows:
+            return node
+        return self.op(aten.slice.Tensor, node, 0, 0, rows)

@@ -1,0 +1,208 @@
+"""One abstract collective as copies into a buffer, one functional collective, and views."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.placement import Varying
+from autopar.passes.core.collective_ops import (
+    axis_of,
+    op_of,
+    replace_collective,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+    wait_of,
+)
+from autopar.passes.core.node_builder import aten, call, is_view
+
+c10d = torch.ops._c10d_functional
+Finish = Callable[..., list[fx.Node]]
+"""Writes the results, given what was waited for."""
+
+Begun = tuple[list[fx.Node], Finish]
+
+
+class Lowering:
+    """The lowering of one collective."""
+
+    def __init__(self, graph: TrainingGraph, start: fx.Node, rank: int) -> None:
+        self.graph, self.start, self.rank = graph.graph, start, rank
+        self.axis = axis_of(start)
+        self.ranks = graph.axes[self.axis]
+        self.operands: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
+        self.like = start
+        self.placement = self.operands[0].meta.get("placement")
+
+    def run(self) -> None:
+        """Replaces start, wait and results."""
+        begin: Callable[[], Begun] = {
+            start_all_reduce: self.all_reduce,
+            start_all_gather: self.all_gather,
+            start_reduce_scatter: self.reduce_scatter,
+            start_all_to_all: self.all_to_all,
+        }[self.start.target]  # type: ignore[index]
+        done = wait_of(self.start)
+        self.graph.inserting_before(self.start)
+        issued, finish = begin()
+        self.graph.inserting_before(done)
+        self.like, self.placement = done, Varying()  # results get their own
+        new = finish(*[self.op(c10d.wait_tensor.default, pending) for pending in issued])
+        replace_collective(self.graph, self.start, new)
+
+    def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = call(self.graph, self.like, target, *args, **kwargs)
+        node.meta |= {"placement": self.placement, "of": self.start.name}
+        return node
+
+    # Each issues its collective, in one piece or more, and says how results are read.
+
+    def all_reduce(self) -> Begun:
+        how = op_of(self.start)
+        if len(self.operands) == 1:
+            (operand,) = self.operands
+            fake = tensors(operand)[0]
+            if not fake.is_contiguous():
+                operand = self.contiguous(operand)
+            target = c10d.all_reduce_ if self.owns(operand) else c10d.all_reduce
+            return [self.op(target.default, operand, how, self.axis)], lambda done: [done]
+        flat = self.op(aten.cat.default, [self.flat(n) for n in self.operands])
+        issued = self.op(c10d.all_reduce_.default, flat, how, self.axis)
+        shapes = [list(tensors(n)[0].shape) for n in self.operands]
+        return [issued], lambda done: self.cut(done, shapes)
+
+    def all_gather(self) -> Begun:
+        rows: list[int] = self.start.args[1]  # type: ignore[assignment]
+        padded = self.padded_chunks(rows)
+        shapes = [list(tensors(n)[0].shape) for n in padded]
+        single = len(padded) == 1
+        sent = padded[0] if single else self.op(aten.cat.default, [self.flat(n) for n in padded])
+        issued = self.op(c10d.all_gather_into_tensor.default, sent, self.ranks, self.axis)
+
+        def finish(done: fx.Node) -> list[fx.Node]:
+            if single:
+                return [self.take(done, rows[0])]
+            wholes = self.columns(done, [[self.ranks * n, *rest] for n, *rest in shapes])
+            return [self.take(x, count) for x, count in zip(wholes, rows, strict=True)]
+
+        return [issued], finish
+
+    def reduce_scatter(self) -> Begun:
+        rows: list[int] = self.start.args[1]  # type: ignore[assignment]
+        padded, shapes = self.padded_wholes()
+        tables = [
+            self.op(aten.view.default, x, [self.ranks, prod(shape)])
+            for x, shape in zip(padded, shapes, strict=True)
+        ]
+        sent = tables[0] if len(tables) == 1 else self.op(aten.cat.default, tables, 1)
+        issued = self.op(c10d.reduce_scatter_tensor.default, sent, "sum", self.ranks, self.axis)
+
+        def finish(done: fx.Node) -> list[fx.Node]:
+            cut = self.cut(self.op(aten.view.default, done, [-1]), shapes)
+            return [self.take(x, count) for x, count in zip(cut, rows, strict=True)]
+
+        return [issued], finish
+
+    def all_to_all(self) -> Begun:
+        """One row of a table for every rank, whatever the tensors' shapes."""
+        shapes = [list(tensors(x)[0].shape) for x in self.operands]
+        tables = [
+            self.op(aten.view.default, self.contiguous(x), [self.ranks, -1]) for x in self.operands
+        ]
+        sent = tables[0] if len(tables) == 1 else self.op(aten.cat.default, tables, 1)
+        splits = [1] * self.ranks
+        issued = self.op(c10d.all_to_all_single.default, sent, splits, splits, self.axis)
+        return [issued], lambda done: self.columns(done, shapes)
+
+    # Pieces.
+
+    def columns(self, table: fx.Node, shapes: list[list[int]]) -> list[fx.Node]:
+        """Tensors that lie side by side in a table of one row for each rank."""
+        if len(shapes) == 1:
+            return [self.op(aten.view.default, table, shapes[0])]
+        table = self.op(aten.view.default, table, [self.ranks, -1])
+        found, offset = [], 0
+        for shape in shapes:
+            width = prod(shape) // self.ranks
+            columns = self.op(aten.slice.Tensor, table, 1, offset, offset + width)
+            found.append(self.op(aten.view.default, self.contiguous(columns), shape))
+            offset += width
+        return found
+
+    def padded_chunks(self, rows: list[int]) -> list[fx.Node]:
+        """The operands, chunks of wholes of `rows` rows, padded to equal size on all ranks."""
+        sizes = [-(-n // self.ranks) for n in rows]
+        return [self.pad(x, size) for x, size in zip(self.operands, sizes, strict=True)]
+
+    def padded_wholes(self) -> tuple[list[fx.Node], list[list[int]]]:
+        """The operands, contiguous and padded to n equal chunks, and the shapes of the chunks."""
+        sizes = [-(-tensors(x)[0].shape[0] // self.ranks) for x in self.operands]
+        padded = [
+            self.contiguous(self.pad(x, self.ranks * size))
+            for x, size in zip(self.operands, sizes, strict=True)
+        ]
+        shapes = [[size, *tensors(x)[0].shape[1:]] for x, size in zip(padded, sizes, strict=True)]
+        return padded, shapes
+
+    def flat(self, node: fx.Node) -> fx.Node:
+        return self.op(aten.view.default, self.contiguous(node), [-1])
+
+    def contiguous(self, node: fx.Node) -> fx.Node:
+        if tensors(node)[0].is_contiguous():
+            return node
+        return self.op(aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def pad(self, node: fx.Node, rows: int) -> fx.Node:
+        fake = tensors(node)[0]
+        missing = rows - fake.shape[0]
+        if not missing:
+            return node
+        return self.op(aten.constant_pad_nd.default, node, [0, 0] * (fake.dim() - 1) + [0, missing])
+
+    def take(self, node: fx.Node, rows: int) -> fx.Node:
+        if tensors(node)[0].shape[0] == rows:
+            return node
+        return self.op(aten.slice.Tensor, node, 0, 0, rows)
+
+    def cut(self, flat: fx.Node, shapes: list[list[int]]) -> list[fx.Node]:
+        if len(shapes) == 1:
+            return [self.op(aten.view.default, flat, shapes[0])]
+        pieces = self.op(aten.split_with_sizes.default, flat, [prod(s) for s in shapes])
+        return [
+            self.op(aten.view.default, self.op(operator.getitem, pieces, i), shape)
+            for i, shape in enumerate(shapes)
+        ]
+
+    def owns(self, node: fx.Node) -> bool:
+        """Whether a buffer may be overwritten: computed here, and read by nothing later."""
+        root = node
+        while is_view(root):
+            root = root.all_input_nodes[0]
+        if root.op != "call_function" or root.target is operator.getitem:
+            return False
+        family, queue = {root}, [root]
+        while queue:
+            for user in queue.pop().users:
+                if user is not self.start and not user < self.start:
+                    return False
+                if user.target in READ_UNTIL_WAITED:
+                    return False
+                if is_view(user) and user not in family:
+                    family.add(user)
+                    queue.append(user)
+        return True
+
+
+READ_UNTIL_WAITED = (
+    c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default,
+)

@@ -1,0 +1,250 @@
+"""What can move beside the main compute: collectives, and what belongs to them alone.
+
+Each half of a graph is its main compute, in order, and units that are placed between its nodes:
+
+- **early**: a gather of what is there from the start, with what prepares its operands. It must have
+  been waited for where main compute first reads it.
+- **late**: the sum of a gradient, and all that is made of it. Nothing in main compute reads it.
+
+A collective may need the result of another (one level of ranks behind the other, a compressed
+sum behind its exchange): its unit then begins with the wait for that. What is neither early
+nor late (statistics, conversions between placements) is main compute.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from autopar.ir.graph import TrainingGraph
+from autopar.passes.core.collective_ops import STARTS, results_of, start_all_gather, wait, wait_of
+
+Kind = Literal["early", "late", "needed"]
+"""needed: the last wait for what is gathered early."""
+AT_MARK = 0.01
+"""The part of a stretch between marks that is at the first one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Nodes that move together.
+
+    Attributes:
+        kind: early, late or needed.
+        nodes: in order: waits, what is made of their results and, unless it is a last one, a start.
+        start: the collective that it starts, None for a last wait.
+        behind: the units whose results it takes.
+        mark: at which of the marks it is needed (early), or can be started (late).
+        level: how many collectives of its chain come before it.
+    """
+
+    kind: Kind
+    nodes: tuple[fx.Node, ...]
+    start: fx.Node | None
+    behind: tuple[Unit, ...]
+    mark: int
+    level: int
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """The forward or the backward.
+
+    Places are counted in main nodes: place 3 is in front of `main[3]`, the last one at the end.
+
+    Attributes:
+        main: nodes that keep their order.
+        units: all others; each stands behind those whose results it takes.
+        marks: ascending places where ranks must meet: the beginning, where what is gathered is
+            needed, where a sum can be started, where main compute communicates, the end.
+    """
+
+    main: tuple[fx.Node, ...]
+    units: tuple[Unit, ...]
+    marks: tuple[int, ...]
+
+    def of(self, kind: Kind) -> list[Unit]:
+        """The units of a kind."""
+        return [unit for unit in self.units if unit.kind == kind]
+
+    def place(self, position: float) -> int:
+        """The place of a position: 2.5 is half-way, in nodes, between the marks 2 and 3.
+
+        Up to 2.01 it is at the mark 2, in front of what waits there: so much is left to say in
+        which order several things happen at a mark.
+        """
+        mark = int(position)
+        if mark >= len(self.marks) - 1:
+            return self.marks[-1]
+        low, high = self.marks[mark : mark + 2]
+        part = max(0.0, position - mark - AT_MARK) / (1.0 - AT_MARK)
+        return low + int(part * (high - low))
+
+    def position(self, mark: int, place: int) -> float:
+        """The position of a place between a mark and the next."""
+        low, high = self.marks[mark : mark + 2]
+        return mark + AT_MARK + (1.0 - AT_MARK) * (place - low) / max(1, high - low)
+
+
+def halves(graph: TrainingGraph) -> tuple[Half, Half]:
+    """The forward and the backward of a graph with abstract collectives."""
+    first, nodes = graph.backward_start, list(graph.graph.nodes)
+    split = nodes.index(first)
+    parts = (nodes[:split], nodes[split:])
+    forward, backward = (
+        [n for n in part if n.op in ("call_function", "get_attr")] for part in parts
+    )
+    return _half(forward), _half(backward)
+
+
+def sink_waits(graph: TrainingGraph) -> None:
+    """Moves the waits of main compute to where their results are first read, within their half."""
+    ends = {"forward": graph.backward_start, "backward": graph.output_node}
+    for half in halves(graph):
+        moves = {node for unit in half.units for node in unit.nodes}
+        for start in (n for n in half.main if n.target in STARTS):
+            done = wait_of(start)
+            items = [item for item in results_of(start) if item is not None]
+            if done in moves:
+                continue
+            uses = (user for item in items for user in item.users)
+            place = min([*uses, ends[start.meta["phase"]]])
+            for node in (done, *items):
+                place.prepend(node)
+
+
+def _half(nodes: list[fx.Node]) -> Half:
+    late = _late(nodes)
+    early = _early([node for node in nodes if node not in late], late)
+    groups = [*_groups(nodes, late, "late"), *_groups(nodes, early, "early")]
+    moving = {node for group in groups for node in group.nodes}
+    main = [node for node in nodes if node not in moving]
+    return _Assembly(main, groups).half()
+
+
+@dataclass(eq=False)
+class _Group:
+    """A unit in the making."""
+
+    kind: Kind
+    nodes: list[fx.Node]
+    start: fx.Node | None
+
+
+class _Assembly:
+    """Finds out where units belong."""
+
+    def __init__(self, main: list[fx.Node], groups: list[_Group]) -> None:
+        self.main, self.groups = main, groups
+        self.at = {node: place for place, node in enumerate(main)}
+        owner = {node: group for group in groups for node in group.nodes}
+        self.behind = {
+            group: list(dict.fromkeys(owner[n] for n in _given(group) if n in owner))
+            for group in groups
+        }
+        meetings: list[tuple[int, int, _Group | None]] = []
+        for order, group in enumerate(groups):
+            if group.kind == "needed" or (group.kind == "late" and not self.behind[group]):
+                meetings.append((self.place(group), order, group))
+        meetings += [(at, -1, None) for node, at in self.at.items() if node.target in STARTS]
+        meetings.sort(key=lambda item: item[:2])
+        self.marks = (0, *(place for place, _, _ in meetings), len(main))
+        self.mark = {group: i for i, (_, _, group) in enumerate(meetings, 1) if group is not None}
+
+    def place(self, group: _Group) -> int:
+        """Where it is needed, or where all is there that main compute gives it."""
+        if group.kind == "late":
+            return max((self.at[n] + 1 for n in _given(group) if n in self.at), default=0)
+        users = (user for node in group.nodes for user in node.users)
+        return min((self.at[user] for user in users if user in self.at), default=len(self.main))
+
+    def half(self) -> Half:
+        for group in reversed(self.groups):
+            if group.kind != "late":
+                mark = self.mark.get(group, len(self.marks) - 1)
+                if group.kind == "early":
+                    last = bisect_right(self.marks, self.place(group)) - 1
+                    self.mark[group] = mark = min(mark, last)
+                for before in self.behind[group]:
+                    self.mark[before] = min(mark, self.mark.get(before, mark))
+        units: dict[_Group, Unit] = {}
+        for group in self.groups:
+            behind = tuple(units[before] for before in self.behind[group])
+            if group.kind == "late" and behind:
+                first = bisect_left(self.marks, self.place(group))
+                self.mark[group] = max(first, *(unit.mark for unit in behind))
+            level = max((unit.level + 1 for unit in behind), default=0)
+            mark, nodes = self.mark[group], tuple(group.nodes)
+            units[group] = Unit(group.kind, nodes, group.start, behind, mark, level)
+        return Half(tuple(self.main), tuple(units.values()), self.marks)
+
+
+def _given(group: _Group) -> Iterator[fx.Node]:
+    own = set(group.nodes)
+    return (n for node in group.nodes for n in node.all_input_nodes if n not in own)
+
+
+def _late(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Sums of gradients, and all that is made of them."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        sums = node.target in STARTS and ("gradient" in node.meta or "summed" in node.meta)
+        if sums or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _early(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
+    """Gathers of what is there when a half begins, their waits, and what only prepares them.
+
+    Not those that sums of gradients read: these belong to main compute.
+    """
+    inside, free = set(nodes), set[fx.Node]()
+    for node in nodes:
+        if all(n not in inside or n in free for n in node.all_input_nodes):
+            free.add(node)
+    gathers = [n for n in nodes if n.target is start_all_gather and n in free]
+    ours = _ancestors(gathers, inside).union(gathers)
+    shared = set[fx.Node]()  # with main compute, itself or what it is made of
+    for node in filter(ours.__contains__, nodes):
+        if not shared.isdisjoint(node.all_input_nodes) or not ours.issuperset(node.users):
+            shared.add(node)
+    alone = [s for s in gathers if shared.isdisjoint(s.all_input_nodes)]
+    alone = [s for s in alone if not any(u in late for r in results_of(s) if r for u in r.users)]
+    found = _ancestors(alone, inside).union(alone)
+    for start in alone:
+        found |= {n for n in (wait_of(start), *results_of(start)) if n is not None}
+    return found
+
+
+def _ancestors(nodes: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    found, todo = set[fx.Node](), list(nodes)
+    while todo:
+        for given in todo.pop().all_input_nodes:
+            if given in inside and given not in found:
+                found.add(given)
+                todo.append(given)
+    return found
+
+
+def _groups(nodes: list[fx.Node], own: set[fx.Node], kind: Kind) -> list[_Group]:
+    """Each start with what only it still needs, then each last wait with what is made of it."""
+    order = {node: index for index, node in enumerate(nodes) if node in own}
+    found: list[_Group] = []
+    group_of: dict[fx.Node, int] = {}
+    for start in (node for node in order if node.target in STARTS):
+        needs = {n for n in _ancestors([start], own) if n not in group_of} | {start}
+        group_of |= dict.fromkeys(needs, len(found))
+        found.append(_Group(kind, sorted(needs, key=order.__getitem__), start))
+    for node in (node for node in order if node not in group_of):
+        if node.target is wait:
+            group_of[node] = len(found)
+            found.append(_Group("needed" if kind == "early" else kind, [], None))
+        else:
+            group_of[node] = max(group_of[n] for n in node.all_input_nodes if n in group_of)
+        found[group_of[node]].nodes.append(node)
+    return found

@@ -1,0 +1,90 @@
+"""Compresses the sums of gradients, bucket by bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
+from autopar.ir.mesh_levels import INTRA_NODE, Levels, place_on
+from autopar.ir.roles import OutputRole
+from autopar.passes.compression.reduce_algorithms import REDUCE_ALGORITHMS
+from autopar.passes.core.collective_ops import axis_of, message_bytes, op_of, results_of, starts
+from autopar.passes.core.pass_base import Pass, PassResult
+from autopar.plan.buckets import Group
+from autopar.plan.compression import Compression
+
+
+@dataclass(frozen=True)
+class CompressGradients(Pass):
+    """Sends the sums of gradients as smaller messages.
+
+    Before: sums of gradients are collectives of whole buckets. After: those of the buckets that
+    are compressed are encoded, sent, summed and decoded, as `compressed` says; what was not sent
+    is state of the graph, by parameter, so that buckets may change. Where ZeRO shards over
+    neighbours only, their sums are sent as they are, those between them compressed. So they are
+    where a method goes by level. Tier: lossy.
+
+    Attributes:
+        buckets: names of parameters whose gradients travel together.
+        compressions: text of a `Compression` for each bucket, "" for none.
+        rank: this rank's place on the axis that gradients are summed over.
+        levels: of that axis, and from which size of a bucket on each method goes by them.
+    """
+
+    buckets: tuple[Group, ...]
+    compressions: tuple[str, ...]
+    rank: int
+    levels: tuple[Levels, ...] = ()
+    tier = "lossy"
+    requires = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        pairs = zip(self.buckets, self.compressions, strict=True)
+        chosen = {name: text for names, text in pairs for name in names if text}
+        graph, done, notes = graph.copy(), False, []
+        updates: dict[OutputRole, fx.Node | None] = {}
+        for start in list(starts(graph)):
+            names = [r.meta.get("gradient", "") for r in results_of(start) if r is not None]
+            near = axis_of(start).endswith(f".{INTRA_NODE}")
+            if not names or names[0] not in chosen or near:
+                continue
+            if reason := _impossible(start):
+                notes.append(f"the gradient of {names[0]} is not compressed: {reason}")
+                continue
+            compression = Compression.of(chosen[names[0]])
+            one = REDUCE_ALGORITHMS[compression.method](
+                graph,
+                start,
+                compression,
+                place_on(axis_of(start), self.rank, graph.axes),
+                by_level=self._by_level(graph, start, compression),
+            )
+            one.run()
+            graph, done = one.graph, True
+            updates |= one.updates
+        graph = replace(graph, notes=(*graph.notes, *notes))
+        return PassResult(graph.with_results(updates), "" if done else "no bucket is compressed")
+
+    def _by_level(self, graph: TrainingGraph, start: fx.Node, compression: Compression) -> bool:
+        axis, nbytes = axis_of(start), message_bytes(start)
+        return any(
+            own.axis == axis
+            and own.sizes(graph.axes[axis])
+            and own.splits(compression.method, nbytes)
+            for own in self.levels
+        )
+
+
+def _impossible(start: fx.Node) -> str:
+    """Why a sum cannot be compressed, "" if it can."""
+    given = [tensors(node)[0] for node in start.args[0]]  # type: ignore[union-attr,arg-type]
+    if op_of(start) != "sum":
+        return f"it is reduced by {op_of(start)}"
+    if not all(tensor.is_floating_point() for tensor in given):
+        return f"it is of {str(given[0].dtype).removeprefix('torch.')}, no real floating type"
+    if not any(tensor.numel() for tensor in given):
+        return "it is empty"
+    return ""

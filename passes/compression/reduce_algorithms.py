@@ -1,0 +1,294 @@
+"""What a bucket's sum becomes when it is compressed: one way of sending it for each kind of method.
+
+All sum what ranks send in the gradients' own precision, float32 at least, and give every rank the
+same result: what a rank keeps for itself has gone through the same messages. What was not sent is
+added to the next message (Seide et al., 1-Bit Stochastic Gradient Descent, 2014): exactly what the
+sum lacks, on the rank where it was lost. Where the result is not finite the state stays as it was:
+that step will be skipped.
+
+| way | methods | all-reduce | reduce-scatter |
+|---|---|---|---|
+| `AllToAllReduce` | casts, int8, sign | messages to chunks' owners; their sums to all | the first half |
+| `AllGatherReduce` | top-k, threshold | messages to all | messages to the owners of chunks |
+| `RandomKReduce` | random-k | all-reduce of the same places | reduce-scatter of them |
+| `LowRankReduce` | PowerSGD | two small all-reduces | the same, of which own rows are made |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from autopar.ir.placement import chunk_rows
+from autopar.ir.roles import State, Update
+from autopar.passes.compression.codecs import Codec, codec, random_places
+from autopar.passes.compression.compressed_reduce import CompressedReduce
+from autopar.passes.core.collective_ops import (
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from autopar.plan.compression import Compression
+
+
+class AllToAllReduce(CompressedReduce):
+    """Every rank sums what all sent of its chunk, and sends the sum to all."""
+
+    def fit(self, width: int) -> int:
+        return codec(self.compression).fit(width)
+
+    def write(self) -> list[fx.Node]:
+        codec_, width, wide = codec(self.compression), self.width, self.wide
+        residuals = self.residuals()
+        table = self.begin(residuals)
+        message = self.inline(codec_.encode, table)
+        done, (came,) = self.send(start_all_to_all, [message])
+        left = self.beside(done, codec_.lost, table, message) if residuals else None
+        whole = self.inline(codec_.total, came, width, wide)
+        if not self.scatters:
+            own = whole
+            again = self.inline(lambda own: codec_.encode(own.unsqueeze(0)), own)
+            done, (came,) = self.send(start_all_gather, [again], [self.senders])
+            if left is not None:
+                left = self.beside(done, self._owned, codec_, left, own, again)
+            whole = self.inline(codec_.decode, self.share(came), width, wide)
+        return self.end(whole, left, residuals)
+
+    def _owned(self, codec_: Codec, left: Tensor, own: Tensor, again: Tensor) -> Tensor:
+        """What is lost on the way to the others of this rank's chunk, beside what was before."""
+        mine = left[self.place] + codec_.lost(own.unsqueeze(0), again)
+        return torch.cat([left[: self.place], mine, left[self.place + 1 :]])
+
+
+class AllGatherReduce(AllToAllReduce):
+    """Every rank reads what all have chosen to send."""
+
+    @property
+    def parts(self) -> int:
+        return self.senders if self.scatters else 1
+
+    def write(self) -> list[fx.Node]:
+        if self.scatters:
+            return super().write()
+        codec_ = codec(self.compression)
+        residuals = self.residuals()
+        table = self.begin(residuals)
+        message = self.inline(codec_.encode, table)
+        done, (came,) = self.send(start_all_gather, [message], [self.senders])
+        left = self.beside(done, codec_.lost, table, message) if residuals else None
+        whole = self.inline(self._totals, codec_, self.share(came))
+        return self.end(whole, left, residuals)
+
+    def _totals(self, codec_: Codec, messages: Tensor) -> Tensor:
+        """The sum of what senders say of each neighbour's part."""
+        parts = messages.unflatten(0, (self.neighbours, self.senders))
+        return torch.stack([codec_.total(own, self.width, self.wide) for own in parts.unbind()])
+
+
+class RandomKReduce(CompressedReduce):
+    """All ranks send the same places, drawn anew at every step.
+
+    Without feedback what is sent is scaled, so that the sum is right on average.
+    """
+
+    @property
+    def parts(self) -> int:
+        return self.senders if self.scatters else 1
+
+    def write(self) -> list[fx.Node]:
+        residuals = self.residuals()
+        count = self.state("count", self.names[0], (), torch.int64)
+        table = self.begin(residuals)
+        places = self.inline(self._places, count)
+        values = self.inline(lambda table, places: table.index_select(1, places), table, places)
+        if self.scatters:
+            done, (sums,) = self.send(start_reduce_scatter, [values], [1])
+        else:
+            done, (sums,) = self.send(start_all_reduce, [values])
+        left = self.beside(done, _others, table, places) if residuals else None
+        whole = self.inline(self._spread, sums if self.scatters else self.share(sums), places)
+        role = Update(State("count", self.names[0]))
+        self.updates[role] = self.inline(lambda count: count.copy_(count + 1), count)
+        return self.end(whole, left, residuals)
+
+    def _places(self, count: Tensor) -> Tensor:
+        return random_places(count, self.width, self.compression.density)
+
+    def _spread(self, sums: Tensor, places: Tensor) -> Tensor:
+        scale = 1.0 if self.compression.feeds_back else self.width / places.numel()
+        rows = sums.new_zeros((sums.shape[0], self.width)).index_copy(1, places, sums * scale)
+        return rows.view(-1)
+
+
+class LowRankReduce(CompressedReduce):
+    """Matrices as products of two narrow ones, sums of which are enough (Vogels et al., PowerSGD,
+    2019). Vectors, and matrices that would not become smaller, are sent as they are.
+    """
+
+    def write(self) -> list[fx.Node]:
+        rank = self.compression.rank
+        narrow = [i for i, shape in enumerate(self.shapes) if pays(shape, rank)]
+        plain = [i for i in range(len(self.shapes)) if i not in narrow]
+        found: dict[int, fx.Node] = {}
+        if plain:
+            found |= zip(plain, self._as_they_are(plain), strict=True)
+        if narrow:
+            found |= zip(narrow, self._as_products(narrow), strict=True)
+        return [found[i] for i in range(len(self.shapes))]
+
+    def _as_they_are(self, which: Sequence[int]) -> list[fx.Node]:
+        given = [self.operands[i] for i in which]
+        if self.scatters:
+            rows = [chunk_rows(self.shapes[i][0], self.ranks)[self.rank] for i in which]
+            return self.send(start_reduce_scatter, given, rows)[1]
+        return self.send(start_all_reduce, given)[1]
+
+    def _as_products(self, which: Sequence[int]) -> list[fx.Node]:
+        rank, names = self.compression.rank, [self.names[i] for i in which]
+        shapes = [self.shapes[i] for i in which]
+        residuals = [
+            self.state("residual", name, shape, self.wide)
+            for name, shape in zip(names, shapes, strict=True)
+            if self.compression.feeds_back
+        ]
+        factors = [
+            self.state("factor", name, (math.prod(shape[1:]), rank), self.wide)
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+        matrices = self.inline(self._matrices, [self.operands[i] for i in which], residuals)
+        lefts = self.inline(_products, matrices, factors)
+        _, lefts = self.send(start_all_reduce, lefts)
+        lefts, rights = self.inline(_project, matrices, lefts)
+        done, sums = self.send(start_all_reduce, rights)
+        if residuals:
+            lost = self.beside(done, _rest, matrices, lefts, rights)
+            kept = self.inline(_settle_each, lost, sums, residuals)
+            pairs = zip(names, kept, strict=True)
+            self.updates |= {Update(State("residual", name)): node for name, node in pairs}
+        kept = self.inline(_settle_each, sums, sums, factors)
+        self.updates |= {
+            Update(State("factor", name)): node for name, node in zip(names, kept, strict=True)
+        }
+        return list(self.inline(self._rows_of_products, which, lefts, sums))
+
+    def _matrices(self, given: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:
+        wide = [tensor.to(self.wide) for tensor in given]
+        if residuals:
+            wide = [tensor + left for tensor, left in zip(wide, residuals, strict=True)]
+        return [tensor.reshape(tensor.shape[0], -1) for tensor in wide]
+
+    def _rows_of_products(
+        self, which: Sequence[int], lefts: Sequence[Tensor], rights: Sequence[Tensor]
+    ) -> list[Tensor]:
+        found = []
+        for i, left, right in zip(which, lefts, rights, strict=True):
+            shape = self.shapes[i]
+            if self.scatters:
+                counts = chunk_rows(shape[0], self.ranks)
+                first = sum(counts[: self.rank])
+                left = left[first : first + counts[self.rank]]
+            found.append((left @ right.T).view(-1, *shape[1:]).to(self.dtype))
+        return found
+
+
+def kept_of(
+    compression: Compression, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> Iterator[tuple[State, Tensor]]:
+    """What a bucket keeps from step to step, as tensors of the meta device.
+
+    Args:
+        compression: how it is sent.
+        shapes: of each of its gradients.
+        dtype: what is kept in.
+    """
+    low_rank = compression.method == "powersgd"
+    for name, shape in shapes.items():
+        if low_rank and not pays(shape, compression.rank):
+            continue
+        if compression.feeds_back:
+            yield State("residual", name), torch.empty(shape, dtype=dtype, device="meta")
+        if low_rank:
+            factor = (math.prod(shape[1:]), compression.rank)
+            yield State("factor", name), torch.empty(factor, dtype=dtype, device="meta")
+    if compression.method == "randomk":
+        count = torch.empty((), dtype=torch.int64, device="meta")
+        yield State("count", next(iter(shapes))), count
+
+
+def pays(shape: Sequence[int], rank: int) -> bool:
+    """Whether two factors of a rank are smaller than a matrix of this shape."""
+    if len(shape) < 2 or 0 in shape:
+        return False
+    rows, columns = shape[0], math.prod(shape[1:])
+    return (rows + columns) * rank < rows * columns
+
+
+def messages_of_sum(
+    compression: Compression, count: int, ranks: int
+) -> tuple[tuple[str, int], ...]:
+    """The collectives that a compressed all-reduce becomes, PowerSGD's apart, and their bytes.
+
+    Args:
+        compression: how it is sent.
+        count: float32 elements that are summed.
+        ranks: that sum.
+    """
+    if compression.method == "randomk":
+        places = math.ceil(count / max(1, round(1 / compression.density)))
+        return (("all_reduce", 4 * places),)
+    codec_ = codec(compression)
+    parts = ranks if REDUCE_ALGORITHMS[compression.method] is AllToAllReduce else 1
+    width = codec_.fit(math.ceil(count / parts))
+    message = codec_.encode(torch.empty((1, width), device="meta"))
+    nbytes = message.numel() * message.element_size()
+    if parts == 1:
+        return (("all_gather", ranks * nbytes),)
+    return (("all_to_all", ranks * nbytes), ("all_gather", ranks * nbytes))
+
+
+REDUCE_ALGORITHMS: dict[str, type[CompressedReduce]] = {
+    "bf16": AllToAllReduce,
+    "fp16": AllToAllReduce,
+    "int8": AllToAllReduce,
+    "sign": AllToAllReduce,
+    "topk": AllGatherReduce,
+    "threshold": AllGatherReduce,
+    "randomk": RandomKReduce,
+    "powersgd": LowRankReduce,
+}
+
+
+def _others(table: Tensor, places: Tensor) -> Tensor:
+    return table.index_fill(1, places, 0.0)
+
+
+def _products(matrices: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
+    return [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
+
+
+def _project(
+    matrices: Sequence[Tensor], lefts: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """An orthonormal basis of what the left factors span, and each matrix in it."""
+    bases = [torch.linalg.qr(left).Q for left in lefts]
+    return bases, [m.T @ basis for m, basis in zip(matrices, bases, strict=True)]
+
+
+def _rest(
+    matrices: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor]
+) -> list[Tensor]:
+    triples = zip(matrices, lefts, rights, strict=True)
+    return [matrix - left @ right.T for matrix, left, right in triples]
+
+
+def _settle_each(
+    new: Sequence[Tensor], results: Sequence[Tensor], old: Sequence[Tensor]
+) -> list[Tensor]:
+    return [
+        before.copy_(torch.where(result.sum().isfinite(), now.view_as(before), before))
+        for now, result, before in zip(new, results, old, strict=True)
+    ]

@@ -1,0 +1,75 @@
+"""`inline`: a function of tensors, written into a graph as the operators that it runs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch import TorchDispatchMode, pytree
+from autopar.ir.placement import Varying
+
+
+def inline(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Writes what `function` does at the insertion point.
+
+    Args:
+        graph: to write into.
+        like: phase, block, source and stage of the new nodes are its.
+        function: of tensors.
+        arguments: nodes, lists of nodes, and other values.
+
+    Returns:
+        What the function returns, with nodes in place of tensors.
+    """
+    leaves, structure = pytree.tree_flatten(arguments)
+    given = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+    own = {node: node.meta["val"].detach() for node in given}  # two nodes may share a value
+    writer = _Writer(graph, like, own)
+    fakes = [own[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    with given[0].meta["val"].fake_mode, writer:
+        results = function(*pytree.tree_unflatten(fakes, structure))
+    return pytree.tree_map(writer.node, results)
+
+
+class _Writer(TorchDispatchMode):
+    """Writes a node for every operator that runs."""
+
+    def __init__(self, graph: fx.Graph, like: fx.Node, given: Mapping[fx.Node, Any]) -> None:
+        super().__init__()
+        self.graph = graph
+        keys = ("phase", "block", "source", "seq_nr", "stage")
+        self.meta = {key: like.meta.get(key) for key in keys} | {"placement": Varying()}
+        self.nodes = {id(value): node for node, value in given.items()}
+        self.alive: list[Any] = [*given.values()]  # so that no two tensors have one id
+
+    def node(self, value: Any) -> Any:
+        """The node that a tensor is the value of; other values are what they are."""
+        return self.nodes[id(value)] if isinstance(value, torch.Tensor) else value
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, (torch.Tensor, tuple, list)):
+            given = pytree.tree_map(self.node, (args, dict(kwargs or {})))
+            self._write(func, given[0], given[1], result)
+        return result
+
+    def _write(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.alive.append(result)
+        node = self.graph.call_function(func, args, kwargs)
+        node.meta = {**self.meta, "val": result}
+        if isinstance(result, torch.Tensor):
+            self.nodes[id(result)] = node
+            return
+        for place, part in enumerate(result):
+            self.nodes[id(part)] = self.graph.call_function(operator.getitem, (node, place))
+            self.nodes[id(part)].meta = {**self.meta, "val": part}

@@ -1,0 +1,153 @@
+"""What every graph must satisfy between passes, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import PassError
+from autopar.ir.batch_slicing import BATCH
+from autopar.ir.graph import (
+    GraphProperty,
+    TrainingGraph,
+    has_batch_dim,
+    render_node,
+    tensors,
+    user_line,
+)
+from autopar.ir.mesh_levels import axis_of_level
+from autopar.ir.placement import Partial, Placement, Replicate, Shard, Varying
+from autopar.ir.roles import Gradient, Output, Parameter, UnreducedGrad
+from autopar.passes.core.collective_ops import (
+    axis_of,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+    starts,
+)
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+TAKES: Mapping[Any, tuple[type, ...]] = {
+    start_all_reduce: (Partial, Varying),
+    start_reduce_scatter: (Partial,),
+    start_all_gather: (Shard, Varying, Replicate),
+    start_all_to_all: (Shard, Varying),
+}
+"""What each collective may be given. Statistics that ranks weigh themselves are Varying."""
+
+
+def check(graph: TrainingGraph) -> None:
+    """Raises PassError, with the neighbourhood in the graph, where the graph is not legal."""
+    for rule in RULES:
+        rule(graph)
+
+
+def roles_match(graph: TrainingGraph) -> None:
+    """Every placeholder and every output has exactly one role."""
+    for kind, roles, nodes in (
+        ("input", graph.inputs, graph.placeholders),
+        ("output", graph.outputs, graph.results),
+    ):
+        if len(roles) != len(nodes) or len(set(roles)) != len(roles):
+            raise PassError(f"{len(nodes)} {kind}s have {len(set(roles))} distinct roles")
+
+
+def well_formed(graph: TrainingGraph) -> None:
+    """Defined before use, values known, and no forward node uses a backward one."""
+    graph.graph.lint()
+    late = False
+    for node in graph.calls():
+        if node.meta.get("val") is None and node.users:
+            raise _error(graph, node, "has no value (meta['val'])")
+        backward = node.meta.get("phase") == "backward"
+        if late and not backward:
+            raise _error(graph, node, "is of the forward, but stands behind the backward's start")
+        late = backward
+
+
+def collectives_are_fed(graph: TrainingGraph) -> None:
+    """Each collective is waited for once, and takes what it can reduce or gather."""
+    for start in starts(graph):
+        if len(start.users) != 1:
+            raise _error(graph, start, f"has {len(start.users)} waits instead of one")
+        if axis_of_level(axis_of(start)) in graph.partitioned:
+            continue  # values are typed along the axis of the data
+        for operand in start.args[0]:  # type: ignore[union-attr]
+            placement = operand.meta.get("placement")  # type: ignore[union-attr]
+            if placement is not None and not isinstance(placement, TAKES[start.target]):
+                raise _error(graph, start, f"is given {operand}, which is {placement}")
+
+
+def lowered_are_waited(graph: TrainingGraph) -> None:
+    """Each functional collective is waited for once, and nothing else reads it."""
+    for node in graph.calls():
+        issued = str(node.target).startswith("_c10d_functional.") and node.target is not WAIT
+        if issued and [user.target for user in node.users] != [WAIT]:
+            raise _error(graph, node, f"has {len(node.users)} users instead of one wait")
+
+
+def gradients_fit(graph: TrainingGraph) -> None:
+    """Once gradients are synchronised, each lies as its parameter does: a sum is never missing."""
+    if GraphProperty.GRADIENTS_SYNCHRONIZED not in graph.properties:
+        return
+    for role, node in zip(graph.outputs, graph.results, strict=True):
+        if isinstance(role, UnreducedGrad) or node is None:
+            continue
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter):
+            name = role.of.name
+            wanted: Placement = graph.layouts.get(name, Replicate())
+            have = node.meta.get("placement")
+            if have != wanted:
+                raise _error(graph, node, f"is the gradient of {name}, {have} instead of {wanted}")
+
+
+def gradients_have_shapes(graph: TrainingGraph) -> None:
+    """A gradient has the shape and dtype of what it is the gradient of."""
+    inputs = dict(zip(graph.inputs, graph.placeholders, strict=True))
+    for role, node in zip(graph.outputs, graph.results, strict=True):
+        if isinstance(role, Gradient) and node is not None and role.of in inputs:
+            if GraphProperty.GRADIENTS_SYNCHRONIZED not in graph.properties and graph.layouts:
+                continue
+            (want,), (have,) = tensors(inputs[role.of]), tensors(node)
+            if want.shape != have.shape or want.dtype != have.dtype:
+                raise _error(graph, node, f"has shape {list(have.shape)}, not {list(want.shape)}")
+
+
+def returned_values_agree(graph: TrainingGraph) -> None:
+    """Returned scalars are the same on every rank of a slice of the batch."""
+    if BATCH not in graph.partitioned:
+        return
+    for role, node in zip(graph.outputs, graph.results, strict=True):
+        if not isinstance(role, Output) or node is None:
+            continue
+        placement = node.meta.get("placement")
+        if isinstance(placement, Partial):
+            raise _error(graph, node, "is returned, but holds only this rank's part of a sum")
+        own = isinstance(placement, Varying) and not has_batch_dim(node)
+        if own and tensors(node)[0].is_floating_point():
+            raise _error(graph, node, "is returned without rows, but differs between ranks")
+
+
+RULES: tuple[Callable[[TrainingGraph], None], ...] = (
+    roles_match,
+    well_formed,
+    collectives_are_fed,
+    lowered_are_waited,
+    gradients_fit,
+    gradients_have_shapes,
+    returned_values_agree,
+)
+
+
+def _error(graph: TrainingGraph, node: fx.Node, what: str) -> PassError:
+    nodes = list(graph.graph.nodes)
+    at = nodes.index(node)
+    around = "\n".join(
+        ("--> " if n is node else "    ") + render_node(n) for n in nodes[max(0, at - 4) : at + 5]
+    )
+    line = user_line(node)
+    return PassError(f"{node.name} {what}" + (f", from {line}" if line else "") + f"\n{around}")

@@ -1,0 +1,61 @@
+"""Ranks that share a model find out whether they were given the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.placement import Partial, Replicate, Varying
+from autopar.ir.roles import BatchChecksum, ChecksumSum
+from autopar.passes.core.collective_ops import collective, start_all_reduce
+from autopar.passes.core.node_builder import add_input, fake_like
+from autopar.passes.core.pass_base import Pass, PassResult
+
+EVIDENCE_SIZE = 4
+
+
+@dataclass(frozen=True)
+class AgreeOnBatch(Pass):
+    """Adds up evidence of what each rank of a model was given.
+
+    Before: the graph of ranks that are to be given the same rows. After: it takes `BatchChecksum` of
+    the axes and returns the `ChecksumSum`, summed along one after the other by the first collectives
+    of the forward: all these ranks find the same. Tier: exact.
+
+    Attributes:
+        axes: the mesh axes that the model is partitioned along.
+    """
+
+    axes: tuple[str, ...]
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        if next(graph.calls(), None) is None:
+            return PassResult(graph, "nothing is computed")
+        return PassResult(agree_on_batch(graph.copy(), self.axes, "_".join(self.axes)))
+
+
+def agree_on_batch(graph: TrainingGraph, axes: Sequence[str], name: str) -> TrainingGraph:
+    """Writes sums of evidence over axes, one after the other, at the start of the forward.
+
+    Args:
+        graph: changed in place.
+        axes: of the mesh.
+        name: of the `BatchChecksum` and its `ChecksumSum`.
+    """
+    fake = fake_like(graph, (EVIDENCE_SIZE,), torch.float64)
+    graph, total = add_input(graph, BatchChecksum(name), f"evidence_{name}".rstrip("_"), fake)
+    total.meta |= {"phase": "forward", "batch_dims": ((),), "placement": Partial()}
+    placement = Varying() if name else Replicate()  # the data axis is the one that is typed
+    first = next(iter(graph.calls()), graph.output_node)
+    like = first if first.op == "call_function" else total
+    graph.graph.inserting_before(first)
+    for axis in axes:
+        (total,) = collective(graph.graph, like, start_all_reduce, [total], axis)
+        done = total.args[0]
+        for node in (done.args[0], done, total):  # type: ignore[union-attr]
+            node.meta |= {"phase": "forward", "batch_dims": ((),), "placement": placement}  # type: ignore
+    return graph.with_results({ChecksumSum(name): total})

@@ -1,0 +1,155 @@
+"""ZeRO: where parameters live between steps, and when they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
+from autopar.ir.placement import Replicate, Shard, chunk_rows
+from autopar.ir.roles import Parameter
+from autopar.passes.core.collective_ops import collective, start_all_gather
+from autopar.passes.core.node_builder import is_random
+from autopar.passes.core.pass_base import Pass, PassResult
+
+
+@dataclass(frozen=True)
+class ShardParameters(Pass):
+    """Shards the parameters of each block over an axis by its ZeRO stage.
+
+    Before: parameters are whole. After: those of stages 1 to 3 are inputs sharded on dim 0
+    (stages 1 and 2: only those that are trained), gathered before their first use, and in stage
+    3 gathered again for the backward, so that nothing that is whole outlives its phase (except
+    what the forward uses last, which the backward needs first). Values
+    computed from such parameters alone are computed again in the backward. Tier: exact.
+
+    Attributes:
+        axis: the mesh axis to shard over.
+        rank: this rank's place on the axis.
+        stages: ZeRO stage of each block, "" being all outside of blocks.
+    """
+
+    axis: str
+    rank: int
+    stages: tuple[tuple[str, int], ...]
+    ensures = frozenset({GraphProperty.PARAMETERS_SHARDED})
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        stages = dict(self.stages)
+        sharded = [p for p in graph.parameters.values() if shards(p, stages[p.block])]
+        if not sharded:
+            return PassResult(graph, "every block is stage 0: parameters stay whole")
+        graph = graph.copy()
+        roles = zip(graph.inputs, graph.placeholders, strict=True)
+        nodes = {graph.parameters[r.name]: n for r, n in roles if isinstance(r, Parameter)}
+        used = {info: nodes[info] for info in sharded if info in nodes}
+        whole = frozenset(nodes.values())
+        for info, node in used.items():
+            if stages[info.block] == 3:
+                recompute_derived(graph, node, whole)
+        kept = kept_over(nodes)
+        for info, node in used.items():
+            self.shard(graph, node, info, regather=stages[info.block] == 3 and info not in kept)
+        layouts = {**graph.layouts, **{info.name: Shard(0) for info in sharded}}
+        return PassResult(replace(graph, layouts=layouts))
+
+    def shard(
+        self, graph: TrainingGraph, node: fx.Node, info: ParameterInfo, *, regather: bool
+    ) -> None:
+        """Turns one whole input into a sharded one with its gathers."""
+        users = sorted(node.users)
+        rows = chunk_rows(info.shape[0], graph.axes[self.axis])
+        whole = node.meta["val"]
+        node.meta["val"] = whole.new_empty((rows[self.rank], *info.shape[1:]))
+        node.meta["placement"] = Shard(0)
+        groups = [users]
+        if regather:
+            groups = [[u for u in users if u.meta["phase"] == p] for p in ("forward", "backward")]
+        for group in filter(None, groups):
+            graph.graph.inserting_before(group[0])
+            like = group[0] if group[0].op != "output" else node
+            (full,) = collective(
+                graph.graph, like, start_all_gather, [node], [info.shape[0]], self.axis
+            )
+            full.meta["gathered"] = info.name
+            for item in (full.args[0].args[0], full.args[0], full):  # type: ignore[union-attr]
+                item.meta["placement"] = Replicate()  # type: ignore[union-attr]
+            for user in group:
+                user.replace_input_with(node, full)
+
+
+def kept_over(parameters: Mapping[ParameterInfo, fx.Node]) -> set[ParameterInfo]:
+    """Those parameters that the forward uses last: the backward needs them first.
+
+    They are last used behind the last use of every other block's parameters (a head, a last
+    norm); gathering them again would free nothing in between.
+    """
+    last = {
+        info: max(early)
+        for info, node in parameters.items()
+        if (early := [u for u in node.users if u.meta["phase"] == "forward" and u.op != "output"])
+    }
+    if not last:
+        return set()
+    block = max(last, key=lambda info: last[info]).block
+    others = [node for info, node in last.items() if info.block != block]
+    own = {info: node for info, node in last.items() if info.block == block}
+    return {info for info, node in own.items() if all(other < node for other in others)}
+
+
+def shards(info: ParameterInfo, stage: int) -> bool:
+    """Whether a parameter is sharded between steps under a ZeRO stage."""
+    return bool(info.shape) and (stage == 3 or (stage > 0 and info.requires_grad))
+
+
+def recompute_derived(
+    graph: TrainingGraph, parameter: fx.Node, parameters: Collection[fx.Node]
+) -> None:
+    """Clones what the backward needs and the forward computes from it and parameters alone."""
+    derived = _derived_from(parameter, parameters)
+    clones: dict[fx.Node, fx.Node] = {}
+    readers = {user for node in derived for user in node.users}
+    late = (u for u in readers if u.meta["phase"] == "backward" and u.op != "output")
+    for user in sorted(late):  # in order, so that each clone stands before all who read it
+        for node in filter(derived.__contains__, user.all_input_nodes):
+            user.replace_input_with(node, _clone(graph.graph, node, user, derived, clones))
+
+
+def _derived_from(parameter: fx.Node, parameters: Collection[fx.Node]) -> set[fx.Node]:
+    """What the forward computes from a parameter, and others, alone."""
+    derived, left = set[fx.Node](), list(parameter.users)
+    while left:
+        node = left.pop()
+        ours = node.op == "call_function" and node.meta["phase"] == "forward"
+        constant = all(n in derived or n in parameters for n in node.all_input_nodes)
+        if ours and constant and not is_random(node):
+            derived.add(node)
+            left.extend(node.users)
+    return derived
+
+
+def _clone(
+    graph: fx.Graph,
+    node: fx.Node,
+    before: fx.Node,
+    derived: set[fx.Node],
+    clones: dict[fx.Node, fx.Node],
+) -> fx.Node:
+    if node not in clones:
+        for source in node.all_input_nodes:
+            if source in derived:
+                _clone(graph, source, before, derived, clones)
+        with graph.inserting_before(before):
+            clone = graph.node_copy(node, lambda n: clones.get(n, n))
+        clone.meta = {**node.meta, "phase": "backward"}
+        clones[node] = clone
+    return clones[node]
+
+
+def local_shape(info: ParameterInfo, ranks: int, rank: int) -> torch.Size:
+    """Shape of a rank's chunk of a parameter sharded on dim 0."""
+    return torch.Size((chunk_rows(info.shape[0], ranks)[rank], *info.shape[1:]))

@@ -1,0 +1,276 @@
+"""Which forward values the backward reads, and which it computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+from torch import fx
+
+from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.ir.roles import Update
+from autopar.passes.core.collective_ops import STARTS, start_all_gather, wait
+from autopar.passes.core.node_builder import aten, is_random, is_view
+from autopar.passes.core.pass_base import Pass, PassResult
+from autopar.plan.recompute import LEVELS, Level
+
+EXPENSIVE = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_attention_math_for_mps.default,
+        aten.sort.default,
+        aten.topk.default,
+        aten.cumsum.default,
+    }
+)
+"""What level "selective" does not compute again."""
+
+FUSED = frozenset(
+    {
+        aten.clone.default,
+        aten._to_copy.default,
+        aten.full.default,
+        aten.scalar_tensor.default,
+    }
+)
+"""What a compiler writes into the loops of its users, beside pointwise operators."""
+
+
+@dataclass(frozen=True)
+class CheckpointActivations(Pass):
+    """Lets the backward compute forward values again instead of keeping them.
+
+    Before: a joint graph. After: forward values that the backward uses are those that a minimum
+    cut by bytes kept; the others are computed again right before their first use. Random numbers
+    are never drawn again, and what collectives brought is kept, but at two levels. "regather" keeps
+    all but what was gathered along an axis of the model, as Megatron's sequence parallelism does;
+    "selective" the results of matrix products, attention and convolution; "full", inside blocks,
+    little more than what enters them; "everything" repeats collectives too, as
+    torch.utils.checkpoint does. Tier: exact.
+
+    Attributes:
+        level: for every block, or for each named block ("" being all outside of blocks).
+        budget: bytes that may be kept; blocks are raised to higher levels, first blocks first,
+            until that holds. None for any number.
+    """
+
+    level: Level | tuple[tuple[str, Level], ...] = "none"
+    budget: int | None = None
+    fuses: bool = False
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        """Applies the pass to a copy of `graph`."""
+        if graph.backward_start.op == "output":
+            return PassResult(graph, "there is no backward")
+        blocks = ["", *dict.fromkeys(p.block for p in graph.parameters.values() if p.block)]
+        given = dict.fromkeys(blocks, self.level) if isinstance(self.level, str) else {}
+        levels: dict[str, Level] = {**dict.fromkeys(blocks, "none"), **(given or dict(self.level))}  # type: ignore[arg-type]
+        if self.budget is None and set(levels.values()) == {"none"} and not self.fuses:
+            return PassResult(graph, "everything is kept")
+        kept = MinCut(graph, levels, self.fuses).kept()
+        for level in LEVELS[1:]:
+            for block in [*blocks[1:], ""]:
+                if self.budget is None or _bytes(kept) <= self.budget:
+                    break
+                if LEVELS.index(level) > LEVELS.index(levels[block]):
+                    levels[block] = level
+                    kept = MinCut(graph, levels, self.fuses).kept()
+        if set(levels.values()) == {"none"} and not self.fuses:
+            return PassResult(graph, "everything is kept, within the budget")
+        changed = replace(graph, free=False).copy()  # views alone are no reason to change it
+        if not recompute(changed, {node.name for node in kept}):
+            return PassResult(graph, "nothing cheap enough is kept")
+        return PassResult(changed)
+
+
+class MinCut:
+    """The minimum cut, by bytes, between the forward and what the backward needs of it."""
+
+    def __init__(
+        self, graph: TrainingGraph, levels: Mapping[str, Level], fuses: bool = False
+    ) -> None:
+        start = graph.backward_start
+        nodes = list(graph.graph.nodes)
+        self.nodes = [n for n in nodes[: nodes.index(start)] if n.op != "output"]
+        self.index = {node: i for i, node in enumerate(self.nodes)}
+        self.levels = levels
+        self.fuses = fuses
+        changed = {role.of for role in graph.outputs if isinstance(role, Update)}
+        roles = zip(graph.placeholders, graph.inputs, strict=True)
+        self.changed = {node for node, role in roles if role in changed}
+        for node in self.nodes:
+            if is_view(node) and node.all_input_nodes[0] in self.changed:
+                self.changed.add(node)
+
+    def kept(self) -> list[fx.Node]:
+        """The values to keep, in order."""
+        count = len(self.nodes)
+        source, sink = 2 * count, 2 * count + 1
+        unit = 1 + sum(map(_size, self.nodes)) // 2**28
+        infinite = 2**30
+        edges: dict[tuple[int, int], int] = {}
+        for node, i in self.index.items():
+            edges[2 * i, 2 * i + 1] = self.price(node, unit, infinite)
+            if node.op == "placeholder" or self.fixed(node):
+                edges[source, 2 * i] = infinite
+            for user in node.users:
+                j = self.index.get(user)
+                end = sink if j is None else 2 * j
+                if user.op != "output":
+                    edges[2 * i + 1, end] = infinite
+        rows, columns = np.array(list(edges), dtype=np.int32).T
+        size = 2 * count + 2
+        capacity = csr_array(
+            (np.array(list(edges.values()), dtype=np.int32), (rows, columns)), shape=(size, size)
+        )
+        flow = maximum_flow(capacity, source, sink).flow
+        residual = csr_array(capacity - flow)
+        residual.data = (residual.data > 0).astype(np.int32)
+        residual.eliminate_zeros()
+        reached = set(breadth_first_order(residual, source, return_predecessors=False).tolist())
+        return [
+            node
+            for node, i in self.index.items()
+            if node.op != "placeholder" and 2 * i in reached and 2 * i + 1 not in reached
+        ]
+
+    def price(self, node: fx.Node, unit: int, infinite: int) -> int:
+        """What keeping a value costs: nothing for inputs, its bytes for a tensor."""
+        if node.op == "placeholder":
+            return 0
+        if not isinstance(node.meta["val"], (tuple, list)):
+            written = 2 if self.fuses and _is_fused(node) else 1  # else it would not be written
+            return 1 + written * _size(node) // unit
+        return infinite
+
+    def fixed(self, node: fx.Node) -> bool:
+        """Whether a value must not be computed again."""
+        if node.op == "get_attr":
+            return False
+        maker = node
+        while isinstance(maker.args[0] if maker.args else None, fx.Node) and _is_getitem(maker):
+            maker = maker.args[0]  # type: ignore[assignment]
+        level = self.levels.get(node.meta["block"], "none")
+        sent = maker.target in STARTS or maker.target is wait
+        again = level == "everything" or (level == "regather" and _is_gathered(maker))
+        if is_random(maker) or (sent and not again):
+            return True
+        if any(n in self.changed for n in node.all_input_nodes):
+            return True  # by then it holds its new value
+        if level == "regather":
+            return not (again or is_view(node))
+        if level == "none":
+            fused = self.fuses and _is_fused(maker) and not _leaves_block(node)
+            return not (fused or is_view(node))
+        if level == "selective" or not node.meta["block"]:
+            return maker.target in EXPENSIVE
+        return _leaves_block(node)
+
+
+def recompute(graph: TrainingGraph, kept: set[str]) -> int:
+    """Rewrites the backward to read only `kept` values and inputs.
+
+    Returns:
+        How many values, views aside, are computed again.
+    """
+    clones: dict[fx.Node, fx.Node] = {}
+    nodes = list(graph.graph.nodes)
+    backward = nodes[nodes.index(graph.backward_start) : -1]
+    for user in backward:
+        for node in user.all_input_nodes:
+            if _is_forward_value(node) and node.name not in kept:
+                user.replace_input_with(node, _clone(graph.graph, node, user, kept, clones))
+    return sum(not is_view(node) for node in clones)
+
+
+def _clone(
+    graph: fx.Graph,
+    node: fx.Node,
+    before: fx.Node,
+    kept: set[str],
+    clones: dict[fx.Node, fx.Node],
+) -> fx.Node:
+    pending = [node]
+    while pending:
+        current = pending[-1]
+        missing = [
+            n
+            for n in current.all_input_nodes
+            if _is_forward_value(n) and n.name not in kept and n not in clones
+        ]
+        if missing:
+            pending += missing
+            continue
+        pending.pop()
+        if current not in clones:
+            with graph.inserting_before(before):
+                clone = graph.node_copy(current, lambda n: clones.get(n, n))
+            clone.meta = {**current.meta, "phase": "backward", "recomputed": True}
+            clones[current] = clone
+    return clones[node]
+
+
+def _leaves_block(node: fx.Node) -> bool:
+    """Whether another block's forward reads a value."""
+    return any(
+        user.meta["phase"] == "forward" and user.meta["block"] != node.meta["block"]
+        for user in node.users
+        if user.op != "output"
+    )
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether a node gathers, waits for that, or copies what it brought into another layout."""
+    through = (wait, aten.clone.default, aten.cat.default)
+    while node.target in through or is_view(node) or _is_getitem(node):
+        first = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
+        if not isinstance(first, fx.Node):
+            return False
+        node = first
+    return node.target is start_all_gather
+
+
+def _is_fused(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in FUSED
+
+
+def _is_forward_value(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.meta["phase"] == "forward"
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _size(node: fx.Node) -> int:
+    return sum(map(tensor_bytes, tensors(node)))
+
+
+def _bytes(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of the storages behind some values; those of inputs are there anyway."""
+    return sum(_size(node) for node in {_storage(n) for n in nodes} if node.op != "placeholder")
+
+
+def _storage(node: fx.Node) -> fx.Node:
+    """The value whose storage a view looks at."""
+    while is_view(node) or (_is_getitem(node) and is_view(node.all_input_nodes[0])):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def kept_bytes(graph: TrainingGraph) -> int:
+    """Bytes of storages that the forward makes and the backward of a graph reads."""
+    late = [node for node in graph.calls() if node.meta["phase"] == "backward"]
+    return _bytes(n for node in late for n in node.all_input_nodes if _is_forward_value(n))

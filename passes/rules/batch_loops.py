@@ -1,0 +1,70 @@
+"""`batch_loops`: the loops of an operator that the batch axis may split.
+
+They are the operator's loops, but for random numbers: each slice draws those of its own rows, where
+an axis of the model would have every rank draw all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from autopar._torch import OpOverload
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Partial, Placement, Replicate
+from autopar.passes.rules.loops import Loop, Operator, Rule
+from autopar.passes.rules.lowerings.random import LIKE, OF
+from autopar.passes.rules.operators import attention
+from autopar.passes.rules.operators.generic import reduction, same_dims
+from autopar.passes.rules.registry import RULES, loops_of
+
+aten = torch.ops.aten
+
+_DRAWS = frozenset({*LIKE, *OF, aten.native_dropout.default})
+
+
+def draws(operator: Operator) -> bool:
+    """Whether an operator draws random numbers; attention without dropout does not."""
+    seeded = torch.Tag.nondeterministic_seeded in getattr(operator.target, "tags", ())
+    return seeded and not attention.has_no_dropout(operator)
+
+
+LOGICAL: Mapping[OpOverload, Rule] = {
+    aten.all.default: reduction("min"),
+    aten.any.default: reduction("max"),
+}
+"""Reductions of truth values over all dims."""
+
+ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
+"""Operators that fail where a value is false: each slice checks its own part of a conjunction."""
+
+
+def is_cast(operator: Operator) -> bool:
+    """Whether an operator changes the precision of floating-point numbers: linear to rounding."""
+    tensors = (*operator.operands, *operator.results)
+    floats = all(tensor.is_floating_point() for tensor in tensors if tensor is not None)
+    return operator.target is aten._to_copy.default and floats
+
+
+def batch_strategies(operator: Operator) -> Iterator[OpStrategy]:
+    """Strategies along the batch axis that take partial values, beside the linear ones."""
+    if operator.target in ASSERTIONS:
+        results: tuple[Placement, ...] = (Replicate(),) * len(operator.results)
+        yield OpStrategy((Partial("min"),), results)
+    if is_cast(operator):
+        yield OpStrategy((Partial(),), (Partial(),))
+
+
+def batch_loops(operator: Operator) -> list[Loop]:
+    """The loops of an operator along the batch axis."""
+    if operator.target in LOGICAL:
+        return LOGICAL[operator.target](operator)
+    if not draws(operator):
+        return loops_of(operator)
+    if operator.target in _DRAWS:
+        return same_dims(operator, range(operator.operands[0].dim()))
+    if RULES.get(operator.target) in (attention.heads, attention.attention):
+        return [replace(loop, free=False) for loop in attention.heads(operator, draws=True)][:1]
+    return []

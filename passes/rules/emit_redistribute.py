@@ -1,0 +1,210 @@
+"""Conversions as nodes of a graph: a collective over dim 0, and what moves a dim there and back.
+
+Collectives gather and scatter uneven chunks of dim 0 as they are, so an uneven dim is moved there
+alone; for an all-to-all chunks are padded, and what arrives is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import PassError
+from autopar.ir.graph import tensors
+from autopar.ir.placement import Partial, Shard, chunk_of
+from autopar.passes.core.collective_ops import (
+    collective,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from autopar.passes.core.node_builder import aten, call
+from autopar.passes.rules.local_args import local_shape
+from autopar.passes.rules.redistribute import RedistributeStep
+
+
+class Emission:
+    """Writes nodes at a graph's insertion point, for one rank.
+
+    Attributes:
+        graph: where to.
+        like: the node that they stand for: theirs is its phase, block and source.
+        ranks: of the axis.
+        rank: this rank's place on it.
+        axis: its name.
+    """
+
+    def __init__(self, graph: fx.Graph, like: fx.Node, ranks: int, rank: int, axis: str) -> None:
+        self.graph, self.like = graph, like
+        self.ranks, self.rank, self.axis = ranks, rank, axis
+
+    def emit(self, step: RedistributeStep, value: fx.Node, whole: Sequence[int]) -> fx.Node:
+        """One step of a conversion of what this rank holds of a value.
+
+        Args:
+            step: of it.
+            value: what this rank holds.
+            whole: the shape of what all ranks hold together.
+        """
+        match step:
+            case RedistributeStep("all_gather", Shard() as before):
+                return self.all_gather(value, before, whole)
+            case RedistributeStep("all_reduce", Partial() as before):
+                return self.all_reduce(value, before.op)
+            case RedistributeStep("reduce_scatter", _, Shard() as after):
+                return self.reduce_scatter(value, after)
+            case RedistributeStep("all_to_all", Shard() as before, Shard() as after):
+                padded = step.padded(whole, self.ranks)
+                if padded == list(whole):
+                    return self.all_to_all(value, before, after)
+                value = self.pad(value, local_shape(padded, before, self.ranks))
+                made, shape = self.all_to_all(value, before, after), self.local(whole, after)
+                return self.cut(made, {p.dim: shape[p.dim] for p in (before, after)})
+            case RedistributeStep("slice", _, Shard() as after):
+                return self.slice(value, after)
+            case RedistributeStep("keep_first"):
+                return self.keep_first(value)
+            case _:
+                raise PassError(f"there is no way to emit {step}")
+
+    def all_reduce(self, value: fx.Node, op: str) -> fx.Node:
+        """The reduction of what ranks hold."""
+        options = () if op == "sum" else (op,)
+        (result,) = collective(
+            self.graph, self.like, start_all_reduce, [value], self.axis, *options
+        )
+        return result
+
+    def all_gather(self, value: fx.Node, shard: Shard, whole: Sequence[int]) -> fx.Node:
+        """The whole of what is sharded."""
+        shape, size = _shape(value), whole[shard.dim]
+        if shard == Shard(0) or size % self.ranks:
+            front = self.contiguous(self.moved(value, shard.dim, 0))
+            return self.back(self.start(start_all_gather, front, [size]), shard.dim)
+        one = self.view(self.contiguous(value), [1, *shape])
+        every = self.start(start_all_gather, one, [self.ranks])
+        return self.from_front(every, shape, shard)
+
+    def reduce_scatter(self, value: fx.Node, shard: Shard) -> fx.Node:
+        """This rank's shard of the sum of what ranks hold."""
+        whole = _shape(value)
+        shape = self.local(whole, shard)
+        if shard == Shard(0) or whole[shard.dim] % self.ranks:
+            front = self.moved(value, shard.dim, 0)
+            return self.back(self.start(start_reduce_scatter, front, [shape[shard.dim]]), shard.dim)
+        chunks = self.contiguous(self.to_front(value, shard))
+        return self.view(self.start(start_reduce_scatter, chunks, [1]), shape)
+
+    def all_to_all(self, value: fx.Node, before: Shard, after: Shard) -> fx.Node:
+        """This rank's shard of another dim, both of them even."""
+        shape = self.local(_shape(value), after)
+        chunks = self.contiguous(self.to_front(value, after))
+        return self.from_front(self.start(start_all_to_all, chunks), shape, before)
+
+    def slice(self, value: fx.Node, shard: Shard) -> fx.Node:
+        """This rank's shard of what it has whole."""
+        whole = _shape(value)
+        if shard.interleave == 1:
+            begin, width = chunk_of(whole[shard.dim], self.ranks, self.rank)
+            part = self.op(aten.slice.Tensor, value, shard.dim, begin, begin + width)
+            return self.contiguous(part)
+        part = self.op(aten.select.int, self.to_front(value, shard), 0, self.rank)
+        return self.view(self.contiguous(part), self.local(whole, shard))
+
+    def keep_first(self, value: fx.Node) -> fx.Node:
+        """The value on the first rank, zeros on others: in as many operators, for other axes."""
+        device = tensors(value)[0].device
+        others = self.op(aten.full.default, [], self.rank != 0, dtype=torch.bool, device=device)
+        return self.op(aten.masked_fill.Scalar, value, others, 0)
+
+    # Pieces.
+
+    def local(self, whole: Sequence[int], shard: Shard) -> list[int]:
+        """The shape of this rank's shard."""
+        return local_shape(whole, shard, self.ranks, self.rank)
+
+    def moved(self, value: fx.Node, source: int, target: int) -> fx.Node:
+        """A dim at another place."""
+        if source == target:
+            return value
+        order = list(range(len(_shape(value))))
+        order.insert(target, order.pop(source))
+        return self.op(aten.permute.default, value, order)
+
+    def back(self, value: fx.Node, dim: int) -> fx.Node:
+        """The first dim of what is contiguous at its place, copied on all ranks or on none."""
+        moved = self.moved(value, 0, dim)
+        if math.prod(_shape(moved)[:dim]) == 1:
+            return moved
+        return self.copied(moved)
+
+    def pad(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """A tensor with zeros behind it, up to a shape."""
+        missing = [n - have for n, have in zip(shape, _shape(value), strict=True)]
+        pads = [n for after in reversed(missing) for n in (0, after)]
+        return self.op(aten.constant_pad_nd.default, self.contiguous(value), pads)
+
+    def cut(self, value: fx.Node, sizes: Mapping[int, int]) -> fx.Node:
+        """The front of a tensor: so much of some dims, copied by all ranks alike."""
+        for dim, size in sizes.items():
+            value = self.op(aten.slice.Tensor, value, dim, 0, size)
+        return self.copied(value)
+
+    def to_front(self, value: fx.Node, shard: Shard) -> fx.Node:
+        """A whole dim [k n m] as its chunks [n, ..., k, m, ...]."""
+        shape, dim = _shape(value), shard.dim
+        pieces = [shard.interleave, self.ranks, shape[dim] // (shard.interleave * self.ranks)]
+        split = self.view(value, [*shape[:dim], *pieces, *shape[dim + 1 :]])
+        count = len(shape) + 2
+        order = [dim + 1, *(d for d in range(count) if d != dim + 1)]
+        return self.op(aten.permute.default, split, order)
+
+    def from_front(self, value: fx.Node, shape: Sequence[int], shard: Shard) -> fx.Node:
+        """Chunks [n, ...] of a value whose shards have a shape, as the whole."""
+        dim, pieces = shard.dim, shard.interleave
+        inner = [*shape[:dim], pieces, shape[dim] // pieces, *shape[dim + 1 :]]
+        split = self.view(value, [self.ranks, *inner])
+        order = [*range(1, dim + 2), 0, *range(dim + 2, len(inner) + 1)]
+        moved = self.contiguous(self.op(aten.permute.default, split, order))
+        return self.view(moved, [*shape[:dim], shape[dim] * self.ranks, *shape[dim + 1 :]])
+
+    def start(self, target: Any, value: fx.Node, *options: Any) -> fx.Node:
+        (result,) = collective(self.graph, self.like, target, [value], *options, self.axis)
+        return result
+
+    def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return call(self.graph, self.like, target, *args, **kwargs)
+
+    def contiguous(self, value: fx.Node) -> fx.Node:
+        if tensors(value)[0].is_contiguous():
+            return value
+        return self.copied(value)
+
+    def copied(self, value: fx.Node) -> fx.Node:
+        return self.op(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+    def view(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """A tensor in another shape, copied if its strides do not allow that."""
+        if list(shape) == _shape(value):
+            return value
+        if not viewable(tensors(value)[0], shape):
+            value = self.contiguous(value)
+        return self.op(aten.view.default, value, list(shape))
+
+
+def viewable(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether a tensor's strides allow to look at it in another shape."""
+    try:
+        tensor.view(list(shape))
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _shape(value: fx.Node) -> list[int]:
+    return list(tensors(value)[0].shape)

@@ -1,0 +1,66 @@
+"""Parameters that stay whole because ranks do not divide what a view makes of one of their dims."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+from torch import fx
+
+from autopar.ir.graph import TrainingGraph, elements, operands, user_line
+from autopar.ir.roles import Parameter
+from autopar.passes.rules.operators.views import factors, view
+from autopar.passes.rules.registry import rule_of
+
+
+def undivided_notes(graph: TrainingGraph, sharded: Collection[str], axis: str) -> tuple[str, ...]:
+    """A note for each number, of heads or the like, that ranks do not divide.
+
+    Args:
+        graph: as captured, on whole tensors.
+        sharded: names of the placeholders that are not whole on every rank.
+        axis: the mesh axis.
+    """
+    ranks = graph.axes[axis]
+    whole = [
+        graph.parameters[role.name]
+        for role, node in zip(graph.inputs, graph.placeholders, strict=True)
+        if isinstance(role, Parameter) and node.name not in sharded
+    ]
+    notes: dict[object, str] = {}
+    for node in graph.calls():
+        if node.meta["phase"] != "forward" or rule_of(node.target) is not view:
+            continue
+        own = [p for p in whole if p.block == node.meta["block"] and len(p.shape) > 1]
+        for size, count in _undivided(node, ranks):
+            names = ", ".join(sorted({_pattern(p.name) for p in own if size in p.shape}))
+            if names and (names, size, count) not in notes:
+                others = [str(n) for n in (count - count % ranks, count + -count % ranks) if n]
+                where = f" at {line}" if (line := user_line(node)) else ""
+                notes[names, size, count] = (
+                    f"{names}: whole on every rank of {axis}, since {size} is seen as {count} x "
+                    f"{size // count}{where}, and {ranks} ranks do not divide {count}; "
+                    f"{' or '.join(others)} they would"
+                )
+    return tuple(notes.values())
+
+
+def _undivided(node: fx.Node, ranks: int) -> Iterator[tuple[int, int]]:
+    """The dims that a view splits or merges, and the largest number in each, if ranks divide none.
+
+    The last factor is what heads and groups are wide, inside of which nothing is shared out.
+    """
+    (source,), (result,) = operands(node), elements(node)
+    before, after = tuple(source.meta["val"].shape), tuple(result.shape)
+    for coarse, place in ((before, 1), (after, 2)):
+        dims: dict[int, list[int]] = {}
+        for factor in factors(before, after):
+            dims.setdefault(factor[place].dim, []).append(factor[0])  # type: ignore[union-attr]
+        for dim, found in dims.items():
+            outer = [n for n in found[:-1] if n > 1]
+            if outer and all(n % ranks for n in outer):
+                yield coarse[dim], max(outer)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)

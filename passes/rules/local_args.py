@@ -1,0 +1,110 @@
+"""What an operator is called with on one rank: shards for tensors, local sizes for sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar._torch import OpOverload, pytree
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Placement, Shard, chunk_of
+from autopar.passes.core.collective_ops import start_all_gather, start_reduce_scatter
+from autopar.passes.rules.loops import Operator
+
+aten = torch.ops.aten
+
+SIZES: Mapping[OpOverload, int] = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.expand.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+    aten.new_zeros.default: 1,
+    aten.new_ones.default: 1,
+    aten.new_empty.default: 1,
+    aten.new_full.default: 1,
+    aten.upsample_nearest2d_backward.default: 2,
+    aten.upsample_bilinear2d_backward.default: 2,
+    aten.upsample_bicubic2d_backward.default: 2,
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+    aten.empty.memory_format: 0,
+}
+"""The place of the argument that holds the sizes of the first result."""
+
+COUNTS: Mapping[OpOverload, tuple[tuple[int, int, int], ...]] = {
+    aten.native_group_norm.default: ((3, 0, 0),),
+    aten.native_group_norm_backward.default: ((5, 0, 0),),
+    aten.convolution.default: ((8, 1, 0),),
+    aten.convolution_backward.default: ((3, 0, 1), (9, 2, 0)),
+}
+"""Places of arguments that count rows, groups or channels; of which operand, along which dim."""
+
+SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
+"""What drops dims of one element: of shards, also dims that only a shard has one element of."""
+
+
+def local_shape(shape: Sequence[int], placement: Placement, ranks: int, rank: int = 0) -> list[int]:
+    """The shape of what one rank holds; the first has the largest chunks."""
+    local = list(shape)
+    if isinstance(placement, Shard):
+        local[placement.dim] = chunk_of(local[placement.dim], ranks, rank)[1]
+    return local
+
+
+def filled(operator: Operator, shards: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of an operator with others in the place of its tensors."""
+    given = iter(shards)
+
+    def fill(leaf: Any) -> Any:
+        return next(given) if isinstance(leaf, torch.Tensor) else leaf
+
+    args, kwargs = pytree.tree_map(fill, (list(operator.args), operator.kwargs))
+    return args, kwargs
+
+
+def local_bytes(tensor: torch.Tensor, placement: Placement, ranks: int) -> int:
+    """The bytes of what the first rank holds, which has the most."""
+    return math.prod(local_shape(tensor.shape, placement, ranks)) * tensor.element_size()
+
+
+def local_arguments(
+    operator: Operator, op_strategy: OpStrategy, shards: Sequence[Any], ranks: int, rank: int = 0
+) -> Operator:
+    """The operator on one rank's shards.
+
+    Args:
+        operator: on whole tensors.
+        op_strategy: how it is split.
+        shards: this rank's part of each operand, in order; nodes or tensors.
+        ranks: of the axis.
+        rank: this one.
+    """
+    args, kwargs = filled(operator, shards)
+    place = SIZES.get(operator.target)
+    if operator.target in SQUEEZES:
+        shape = local_shape(operator.results[0].shape, op_strategy.results[0], ranks, rank)
+        return replace(operator, target=aten.view.default, args=(args[0], shape), kwargs={})
+    if place is not None:
+        args[place] = local_shape(operator.results[0].shape, op_strategy.results[0], ranks, rank)
+    if operator.target in (start_all_gather, start_reduce_scatter):
+        made = zip(operator.results, op_strategy.results, strict=True)
+        args[1] = [local_shape(t.shape, p, ranks, rank)[0] for t, p in made]
+    for place, of, dim in COUNTS.get(operator.target, ()):
+        lies = op_strategy.operands[of]
+        if isinstance(lies, Shard) and lies.dim == dim:
+            args[place] = _share(args[place], ranks, rank)
+    return replace(operator, args=tuple(args), kwargs=kwargs)
+
+
+def _share(count: Any, ranks: int, rank: int) -> Any:
+    """One rank's share of a number of things, or of each of several; one thing all have."""
+    if isinstance(count, (list, tuple)):
+        return [_share(each, ranks, rank) for each in count]
+    return chunk_of(count, ranks, rank)[1] if count and count > 1 else count

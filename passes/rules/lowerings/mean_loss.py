@@ -1,0 +1,116 @@
+"""Rules and custom lowerings of losses that compare two tensors element by element.
+
+Without reduction they are pointwise, and a sum over shards is a part of the sum. A mean divides by
+the elements of the whole, which a shard does not know: its lowering sums and divides by these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from autopar._torch import OpOverload
+from autopar.passes.rules.loops import DimAccess, Loop, Operator, Reduced
+from autopar.passes.rules.lowerings.context import LoweringContext, aten
+
+NONE, MEAN, SUM = 0, 1, 2
+
+LOSSES: tuple[OpOverload, ...] = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.soft_margin_loss.default,
+)
+
+BACKWARDS: tuple[OpOverload, ...] = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+    aten.soft_margin_loss_backward.default,
+)
+
+
+def loss(operator: Operator) -> list[Loop]:
+    """(input, target, ...): every dim, of the elements or of a sum."""
+    return _dims(operator, (NONE, SUM), first=0)
+
+
+def loss_backward(operator: Operator) -> list[Loop]:
+    """(gradient, input, target, ...): every dim, unless the gradient is that of a mean."""
+    return _dims(operator, (NONE, SUM), first=1)
+
+
+def _mean(operator: Operator) -> list[Loop]:
+    return _dims(operator, (MEAN,), first=0)
+
+
+def _mean_backward(operator: Operator) -> list[Loop]:
+    return _dims(operator, (MEAN,), first=1)
+
+
+def _dims(operator: Operator, reductions: tuple[int, ...], first: int) -> list[Loop]:
+    """The dims of the input, which stands at operand `first`; others are aligned at their last."""
+    how = _reduction(operator)
+    if how not in reductions:
+        return []
+    shape = operator.operands[first].shape
+    scalar: Reduced | None = "sum" if first == 0 and how != NONE else None
+
+    def place(tensor: Any, dim: int) -> DimAccess | None:
+        own = dim - len(shape) + tensor.dim()
+        return DimAccess(own) if own >= 0 and tensor.shape[own] == shape[dim] != 1 else None
+
+    if operator.operands[first + 1].shape != shape:
+        return []  # one is broadcast
+    return [
+        Loop(
+            size,
+            tuple(place(tensor, dim) for tensor in operator.operands),
+            (scalar or DimAccess(dim),),
+        )
+        for dim, size in enumerate(shape)
+    ]
+
+
+def _place(operator: Operator) -> int:
+    """The place of the argument `reduction`."""
+    names = [argument.name for argument in operator.target._schema.arguments]
+    return names.index("reduction")
+
+
+def _reduction(operator: Operator) -> Any:
+    return operator.argument(_place(operator), "reduction", MEAN)
+
+
+def _summed(site: LoweringContext) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with a sum in the place of the mean."""
+    args, kwargs = list(site.arguments.args), dict(site.arguments.kwargs)
+    place = _place(site.operator)
+    if place < len(args):
+        args[place] = SUM
+    else:
+        kwargs["reduction"] = SUM
+    return args, kwargs
+
+
+def _lower(site: LoweringContext) -> list[fx.Node]:
+    args, kwargs = _summed(site)
+    total = site.op(site.operator.target, *args, **kwargs)
+    return [site.op(aten.div.Scalar, total, site.operator.operands[0].numel())]
+
+
+def _lower_backward(site: LoweringContext) -> list[fx.Node]:
+    args, kwargs = _summed(site)
+    args[0] = site.op(aten.div.Scalar, args[0], site.operator.operands[1].numel())
+    return [site.op(site.operator.target, *args, **kwargs)]
+
+
+LOWERINGS: dict[str, Any] = {
+    "mean_loss": (LOSSES, _mean, _lower),
+    "mean_loss_backward": (BACKWARDS, _mean_backward, _lower_backward),
+}
+"""Targets, loops and lowering, by name."""

@@ -1,0 +1,98 @@
+"""Own lowerings of what is drawn at random: drawn whole on every rank, which keeps its shard.
+
+So the numbers are those of one device, and every rank's generator stands where its would.
+"""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from autopar.passes.rules.loops import DimAccess, Loop, Operator
+from autopar.passes.rules.lowerings.context import LoweringContext, aten
+
+LIKE = (
+    aten.bernoulli.p,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.uniform.default,
+    aten.normal_functional.default,
+    aten.exponential.default,
+)
+"""What draws a tensor of the shape of another, whose elements are not looked at."""
+
+MADE = (
+    aten.rand.default,
+    aten.randn.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.normal.float_float,
+)
+"""What draws a tensor of a shape."""
+
+OF = (aten.bernoulli.default, aten.poisson.default)
+"""What draws by numbers that differ from element to element."""
+
+
+def _dims(operator: Operator) -> list[Loop]:
+    """Every dim of operands and results."""
+    shape = operator.results[0].shape
+    return [
+        Loop(
+            size,
+            tuple(DimAccess(dim) for _ in operator.operands),
+            tuple(DimAccess(dim) for _ in operator.results),
+        )
+        for dim, size in enumerate(shape)
+    ]
+
+
+def _dims_drawn(operator: Operator) -> list[Loop]:
+    """Every dim of the result; operands are whole."""
+    shape = operator.results[0].shape
+    return [
+        Loop(size, (None,) * len(operator.operands), (DimAccess(dim),))
+        for dim, size in enumerate(shape)
+    ]
+
+
+def _like(site: LoweringContext) -> list[fx.Node]:
+    own, *args = site.arguments.args
+    shape = list(site.operator.results[0].shape)
+    whole = site.op(aten.new_empty.default, own, shape)
+    return _drawn(site, whole, *args)
+
+
+def _made(site: LoweringContext) -> list[fx.Node]:
+    return _drawn(site, *site.arguments.args)
+
+
+def _drawn(site: LoweringContext, *args: Any) -> list[fx.Node]:
+    drawn = site.op(site.operator.target, *args, **site.arguments.kwargs)
+    return [site.mine(drawn, site.op_strategy.results[0])]
+
+
+def _dropout(site: LoweringContext) -> list[fx.Node]:
+    """(input, p, train): the mask is drawn over ones."""
+    source, p, train = site.arguments.args
+    shape = list(site.operator.results[0].shape)
+    ones = site.op(aten.new_ones.default, source, shape)
+    pair = site.op(site.operator.target, ones, p, train)
+    scale, mask = (
+        site.mine(site.op(getitem, pair, place), placement)
+        for place, placement in enumerate(site.op_strategy.results)
+    )
+    return [site.op(aten.mul.Tensor, source, scale), mask]
+
+
+LOWERINGS: dict[str, Any] = {
+    "draw_like": (LIKE, _dims, _like),
+    "draw": (MADE, _dims, _made),
+    "draw_of": (OF, _dims_drawn, _made),
+    "dropout": ((aten.native_dropout.default,), _dims, _dropout),
+}
+"""Targets, loops and lowering, by name."""

@@ -1,0 +1,132 @@
+"""Rules for what looks tensors up by number: embedding, gather, scatter, indexing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autopar.passes.rules.loops import DimAccess, Loop, Operator
+
+
+def embedding(operator: Operator) -> list[Loop]:
+    """(weight [entries, width], indices): every dim of the indices, and the width."""
+    weight, indices = operator.operands
+    loops = [
+        Loop(size, (None, DimAccess(d)), (DimAccess(d),)) for d, size in enumerate(indices.shape)
+    ]
+    return [*loops, Loop(weight.shape[1], (DimAccess(1), None), (DimAccess(indices.dim()),))]
+
+
+def embedding_backward(operator: Operator) -> list[Loop]:
+    """(gradient, indices, entries, ...): indices are summed over, the width is free."""
+    gradient, indices = operator.operands
+    loops = [
+        Loop(size, (DimAccess(d), DimAccess(d)), ("sum",)) for d, size in enumerate(indices.shape)
+    ]
+    return [
+        *loops,
+        Loop(gradient.shape[-1], (DimAccess(gradient.dim() - 1), None), (DimAccess(1),)),
+    ]
+
+
+def gather(operator: Operator) -> list[Loop]:
+    """(source, dim, index): other dims of equal size in both; of the dim itself, the index."""
+    source, index = operator.operands
+    gone = operator.args[1] % max(source.dim(), 1)
+    loops = [
+        Loop(size, (DimAccess(d), DimAccess(d)), (DimAccess(d),))
+        for d, size in enumerate(source.shape)
+        if d != gone and index.shape[d] == size
+    ]
+    return [
+        *loops,
+        *(Loop(n, (None, DimAccess(gone)), (DimAccess(gone),)) for n in index.shape[gone:][:1]),
+    ]
+
+
+def scatter(operator: Operator) -> list[Loop]:
+    """(target, dim, index[, source]): other dims of equal size in all; of a sum, the summands."""
+    target, *others = operator.operands
+    gone = operator.args[1] % max(target.dim(), 1)
+    loops = [
+        Loop(size, tuple(DimAccess(d) for _ in operator.operands), (DimAccess(d),))
+        for d, size in enumerate(target.shape)
+        if d != gone and all(t.shape[d] == size for t in others)
+    ]
+    sizes = {t.shape[gone] for t in others if t.dim()}
+    if operator.target is torch.ops.aten.scatter_add.default and len(sizes) == 1:
+        loops.append(Loop(sizes.pop(), ("sum", DimAccess(gone), DimAccess(gone)), ("sum",)))
+    return loops
+
+
+def index(operator: Operator) -> list[Loop]:
+    """(source, indices): dims of the source that are not indexed, dims of a single index."""
+    source, chosen = operator.operands[0], operator.args[1]
+    places = [d for d, i in enumerate(chosen) if i is not None]
+    given = [i for i in chosen if i is not None]
+    if any(i.dtype == torch.bool for i in given) or not _adjacent(places):
+        return []
+    shape = torch.broadcast_shapes(*(i.shape for i in given))
+    first, wide = places[0], len(shape)
+    loops = []
+    for d, size in enumerate(source.shape):
+        if d not in places:
+            at = DimAccess(d if d < first else d - len(places) + wide)
+            loops.append(Loop(size, (DimAccess(d), *(None for _ in given)), (at,)))
+    for d, size in enumerate(shape):
+        own = tuple(_aligned(i, d, shape) for i in given)
+        loops.append(Loop(size, (None, *own), (DimAccess(first + d),)))
+    return loops
+
+
+def index_put(operator: Operator) -> list[Loop]:
+    """(target, indices, values, accumulate): dims that are not indexed; of a sum all others."""
+    target, chosen = operator.operands[0], operator.args[1]
+    source = Operator(operator.target, (target, chosen), {}, ())
+    values = operator.operands[-1]
+    adds = bool(operator.argument(3, "accumulate", False))
+    loops = []
+    for loop in index(source):
+        (at,) = loop.results
+        assert isinstance(at, DimAccess)
+        if values.dim() <= at.dim or values.shape[at.dim] != loop.size:
+            continue  # they are broadcast
+        if loop.operands[0] is not None:
+            loops.append(Loop(loop.size, (*loop.operands, at), (loop.operands[0],)))
+        elif adds:
+            loops.append(Loop(loop.size, ("sum", *loop.operands[1:], at), ("sum",)))
+    return loops
+
+
+def index_add(operator: Operator) -> list[Loop]:
+    """(target, dim, numbers, summands): every other dim, and the summands."""
+    target, _, summands = operator.operands
+    dim = operator.args[1] % target.dim()
+    loops = [
+        Loop(size, (DimAccess(d), None, DimAccess(d)), (DimAccess(d),))
+        for d, size in enumerate(target.shape)
+        if d != dim
+    ]
+    return [*loops, Loop(summands.shape[dim], ("sum", DimAccess(0), DimAccess(dim)), ("sum",))]
+
+
+def index_select(operator: Operator) -> list[Loop]:
+    """(source, dim, indices): every other dim, and the indices."""
+    source, chosen = operator.operands
+    gone = operator.args[1] % source.dim()
+    loops = [
+        Loop(size, (DimAccess(d), None), (DimAccess(d),))
+        for d, size in enumerate(source.shape)
+        if d != gone
+    ]
+    return [*loops, Loop(chosen.shape[0], (None, DimAccess(0)), (DimAccess(gone),))]
+
+
+def _adjacent(places: Sequence[int]) -> bool:
+    return bool(places) and list(places) == list(range(places[0], places[0] + len(places)))
+
+
+def _aligned(tensor: torch.Tensor, dim: int, shape: Sequence[int]) -> DimAccess | None:
+    own = dim - len(shape) + tensor.dim()
+    return DimAccess(own) if own >= 0 and tensor.shape[own] == shape[dim] != 1 else None

@@ -1,0 +1,127 @@
+"""The oracle: a way of an operator is right if the operator, run on shards, says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autopar._torch import pytree
+from autopar.errors import PassError
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Partial, Placement, Shard, can_cut, chunk_rows
+from autopar.passes.rules.local_args import local_arguments
+from autopar.passes.rules.loops import Operator
+from autopar.passes.rules.lowerings.registry import program
+from autopar.passes.rules.proof.spmd_interpreter import run
+
+
+def cut(tensor: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Tensor]:
+    """What each rank holds of a tensor; summands of a partial one are random.
+
+    Raises:
+        PassError: the dim cannot be cut so.
+    """
+    if isinstance(placement, Shard):
+        size, pieces = tensor.shape[placement.dim], placement.interleave
+        if not can_cut(size, ranks, pieces):
+            raise PassError(f"{placement} does not cut {list(tensor.shape)} over {ranks} ranks")
+        if pieces == 1:
+            chunks = tensor.split(chunk_rows(size, ranks), placement.dim)
+            return [chunk.clone(memory_format=torch.contiguous_format) for chunk in chunks]
+        parts = tensor.unflatten(placement.dim, (pieces, ranks, size // (pieces * ranks)))
+        return [
+            parts.select(placement.dim + 1, rank)
+            .flatten(placement.dim, placement.dim + 1)
+            .contiguous()
+            for rank in range(ranks)
+        ]
+    if isinstance(placement, Partial):
+        if placement.op == "sum":
+            parts = [torch.rand_like(tensor) - 0.5 for _ in range(ranks - 1)]
+            return [*parts, tensor - sum(parts)]
+        return [tensor if rank == 1 % ranks else tensor - rank - 1 for rank in range(ranks)]
+    return [tensor] * ranks
+
+
+def joined(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor | None:
+    """The whole that ranks hold parts of; None if they should agree and do not."""
+    if isinstance(placement, Shard) and placement.interleave == 1:
+        return torch.cat(list(parts), placement.dim)
+    if isinstance(placement, Shard):
+        pieces = [p.unflatten(placement.dim, (placement.interleave, -1)) for p in parts]
+        return torch.cat(pieces, placement.dim + 1).flatten(placement.dim, placement.dim + 1)
+    if isinstance(placement, Partial):
+        stacked = torch.stack(list(parts))
+        return stacked.sum(0) if placement.op == "sum" else stacked.amax(0)
+    same = all(equal(part, parts[0]) for part in parts)
+    return parts[0] if same else None
+
+
+def holds(operator: Operator, op_strategy: OpStrategy, ranks: int) -> bool:
+    """Whether an operator on real tensors gives the same by a way as in one piece."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        got = on_shards(operator, op_strategy, ranks)
+        torch.manual_seed(0)
+        want = results_of(operator)
+    for place, placement in enumerate(op_strategy.results):
+        parts = [results[place] for results in got]
+        if want[place] is None:
+            continue
+        if any(part is None for part in parts):
+            return False
+        try:
+            made = joined(parts, placement)
+        except RuntimeError:
+            return False
+        if made is None or not equal(made, want[place]):
+            return False
+    return True
+
+
+def on_shards(operator: Operator, op_strategy: OpStrategy, ranks: int) -> Sequence[Sequence[Any]]:
+    """What each rank yields for an operator on real tensors, computed by a way."""
+    whole = operator.operands
+    cuts = [cut(t, p, ranks) for t, p in zip(whole, op_strategy.operands, strict=True)]
+    shards = [[parts[rank] for parts in cuts] for rank in range(ranks)]
+    if op_strategy.lowering:
+        return run([program(operator, op_strategy, ranks, rank) for rank in range(ranks)], shards)
+    return [
+        results_of(local_arguments(operator, op_strategy, own, ranks, rank))
+        for rank, own in enumerate(shards)
+    ]
+
+
+def results_of(operator: Operator) -> tuple[Any, ...]:
+    """Runs an operator; its results as a tuple."""
+    value = operator.target(*operator.args, **operator.kwargs)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def equal(have: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether two tensors are equal up to rounding."""
+    if have.shape != want.shape or have.dtype != want.dtype:
+        return False
+    if not want.dtype.is_floating_point:
+        return torch.equal(have, want)
+    bound = math.sqrt(torch.finfo(want.dtype).eps)
+    return torch.allclose(have, want, rtol=bound, atol=bound, equal_nan=True)
+
+
+def real(operator: Operator, generator: torch.Generator | None = None) -> Operator:
+    """The operator on random real tensors of the same shapes and dtypes."""
+
+    def make(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.dtype.is_floating_point:
+            made = torch.rand(value.shape, dtype=torch.float64, generator=generator) + 0.1
+            return made.to(value.dtype)
+        return torch.zeros(value.shape, dtype=value.dtype)
+
+    args, kwargs = pytree.tree_map(make, (list(operator.args), operator.kwargs))
+    made = Operator(operator.target, tuple(args), kwargs, ())
+    return Operator(made.target, made.args, made.kwargs, results_of(made))

@@ -1,0 +1,194 @@
+"""Probing: the loops of an operator that has no rule, found by running it.
+
+A hypothesis is a loop: one dim of each result, and for each operand a dim of that size or none.
+The oracle runs the operator on shards of small random tensors, and what holds for 2 and for 3 ranks
+is taken as a loop, of equal chunks. What was found is kept on disk. Operators that draw random
+numbers, write to their operands, look at values to find their shapes or read bytes that may be an
+opaque workspace are not probed: they stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from itertools import islice, product
+from typing import Any
+
+import torch
+
+from autopar._torch import FakeTensorMode, OpOverload, decomposition, pytree
+from autopar.cost_model.disk_cache import cache_directory, digest, read_kept, write_json
+from autopar.cost_model.kernels.random_inputs import takes_any
+from autopar.ir.op_strategy import OpStrategy
+from autopar.passes.rules.local_args import local_arguments
+from autopar.passes.rules.loops import DimAccess, Loop, Operator, split
+from autopar.passes.rules.proof.oracle import cut, holds, results_of
+
+RANKS = (2, 3)
+LARGEST = 1 << 16
+"""Elements that a tensor may have to be probed."""
+
+_TRIED = 200  # hypotheses a dim of the result
+_UNFIT = (
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+)
+
+
+def probed(operator: Operator) -> list[Loop]:
+    """The loops of an operator as far as running it shows them; none if it cannot be probed."""
+    if not can_be_probed(operator):
+        return []
+    text = described(operator)
+    path = cache_directory() / "probes" / f"{digest({'operator': text, **_facts()})}.json"
+    kept = read_kept(path, lambda data: [_loop(operator, **fields) for fields in data])
+    if kept is None:
+        kept = list(_found(operator))
+        write_json(path, [asdict(loop) for loop in kept])
+    return kept
+
+
+def can_be_probed(operator: Operator) -> bool:
+    """Whether an operator yields tensors, the same ones for the same operands, and no more."""
+    target = operator.target
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    if any(tag in target.tags for tag in _UNFIT) or not operator.operands:
+        return False
+    has_bytes = any(t.dtype == torch.uint8 for t in operator.operands)
+    if has_bytes and not takes_any(target, operator.operands):
+        return False
+    return all(isinstance(t, torch.Tensor) and t.dim() > 0 for t in operator.results)
+
+
+def described(operator: Operator) -> str:
+    """An operator and the shapes and dtypes that it is called with, as a text."""
+
+    def text(leaf: Any) -> Any:
+        return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
+
+    return str((str(operator.target), pytree.tree_map(text, (operator.args, operator.kwargs))))
+
+
+def _facts() -> Mapping[str, str]:
+    return {"torch": torch.__version__, "schema": "4"}
+
+
+def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields: Any) -> Loop:
+    """A loop as it is kept on disk.
+
+    Raises:
+        ValueError: the operator has no such loop.
+    """
+
+    def at(kept: Any) -> Any:
+        return DimAccess(**kept) if isinstance(kept, dict) else kept
+
+    def size_at(tensor: torch.Tensor, place: Any) -> int:
+        return tensor.shape[place.dim]
+
+    loop = Loop(operands=tuple(map(at, operands)), results=tuple(map(at, results)), **fields)
+    tensors = (*operator.operands, *operator.results)
+    places = zip((*loop.operands, *loop.results), tensors, strict=True)
+    if loop.own or any(at and size_at(tensor, at) != loop.size for at, tensor in places):
+        raise ValueError(f"{operator.target} has no loop of {loop.size}")
+    return loop
+
+
+# -- small tensors of the same structure -------------------------------------------------------
+
+
+def _found(operator: Operator) -> Iterator[Loop]:
+    """The loops of an operator, found on tensors as small as it bears."""
+    for size in (_shrunk(operator), lambda n: n):
+        sample = _sampled(operator, size)
+        if sample is not None:
+            yield from _loops(operator, sample)
+            return
+
+
+def _shrunk(operator: Operator) -> Callable[[int], int]:
+    """Small sizes for large ones, equal ones for equal ones, that 2 and 3 ranks divide."""
+    shapes = [t.shape for t in (*operator.operands, *operator.results)]
+    sizes = sorted({size for shape in shapes for size in shape if size > 1})
+    small = {size: 6 * (place + 1) for place, size in enumerate(sizes)}
+    return lambda size: small.get(size, size)
+
+
+def _sampled(operator: Operator, size: Callable[[int], int]) -> Operator | None:
+    """The operator on random tensors of other sizes; None if it refuses them or they are large."""
+    generator = torch.Generator().manual_seed(0)
+    largest = max(t.numel() for t in (*operator.operands, *operator.results))
+
+    def made(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return _random([size(n) for n in leaf.shape], leaf.dtype, generator)
+        is_size = isinstance(leaf, int) and not isinstance(leaf, bool) and leaf > 1
+        return size(leaf) if is_size else leaf
+
+    shapes = [[size(n) for n in t.shape] for t in operator.operands]
+    if max(torch.Size(s).numel() for s in shapes) > LARGEST or largest == 0:
+        return None
+    args, kwargs = pytree.tree_map(made, (list(operator.args), operator.kwargs))
+    target = decomposition(operator.target) or operator.target
+    sample = Operator(target, tuple(args), kwargs, ())
+    try:
+        results = results_of(sample)
+    except Exception:  # whatever an operator has against these tensors
+        return None
+    want = [[size(n) for n in t.shape] for t in operator.results]
+    if [list(t.shape) for t in results] != want:
+        return None
+    return Operator(sample.target, sample.args, sample.kwargs, results)
+
+
+def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Numbers from 0.1 to 1.1, integers below the sizes that are tried."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return (torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1).to(dtype)
+    top = 2 if dtype == torch.bool else 6
+    return torch.randint(0, top, shape, generator=generator).to(dtype)
+
+
+# -- hypotheses --------------------------------------------------------------------------------
+
+
+def _loops(operator: Operator, sample: Operator) -> Iterator[Loop]:
+    """What holds on a sample, at the sizes of the operator itself."""
+    first, *others = sample.results
+    for dim, size in enumerate(first.shape):
+        choices = [_dims_of(size, t, dim) for t in (*sample.operands, *others)]
+        for places in islice(product(*choices), _TRIED):
+            count = len(sample.operands)
+            results = (DimAccess(dim), *places[count:])
+            loop = Loop(size, places[:count], results, free=False, even=True)
+            if any(places[:count]) and None not in places[count:] and _holds(sample, loop):
+                yield replace(loop, size=operator.results[0].shape[dim])
+                break
+
+
+def _dims_of(size: int, tensor: torch.Tensor, dim: int) -> list[DimAccess | None]:
+    """Where a loop may run in a tensor: at the same dim, at others of its size, nowhere."""
+    same = [d for d, n in enumerate(tensor.shape) if n == size]
+    return [*(DimAccess(d) for d in sorted(same, key=lambda d: (d != dim, d))), None]
+
+
+def _check_shards(sample: Operator, op_strategy: OpStrategy, ranks: int) -> None:
+    """Runs an operator on fake shards: it raises where kernels might read beyond their operands."""
+    pairs = zip(sample.operands, op_strategy.operands, strict=True)
+    parts = [cut(tensor, placement, ranks)[0] for tensor, placement in pairs]
+    with FakeTensorMode() as mode:
+        shards = [mode.from_tensor(part) for part in parts]
+        results_of(local_arguments(sample, op_strategy, shards, ranks))
+
+
+def _holds(sample: Operator, loop: Loop) -> bool:
+    """Whether shards give the whole, for each number of ranks that divides the loop."""
+    tried = [ranks for ranks in RANKS if loop.size % ranks == 0 and loop.size > 1]
+    try:
+        for ranks in tried:
+            _check_shards(sample, split(loop), ranks)
+        return bool(tried) and all(holds(sample, split(loop), ranks) for ranks in tried)
+    except Exception:  # whatever an operator has against these shards
+        return False

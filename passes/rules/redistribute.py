@@ -1,0 +1,134 @@
+"""Conversions: how a tensor gets from one placement to another, as steps that lowering emits.
+
+| from | to | steps |
+|---|---|---|
+| S(d) | R | all-gather |
+| P | R | all-reduce |
+| P | S(d) | reduce-scatter |
+| S(d) | S(e) | all-to-all |
+| S(d) | S(d, interleaved otherwise) | all-gather, slice |
+| R | S(d) | slice |
+| R | P | kept by rank 0, zeros elsewhere |
+| S(d) | P | all-gather, kept by rank 0 |
+
+Of a dim that the ranks do not divide all chunks travel at the size of the largest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.ir.placement import Partial, Placement, Replicate, Shard
+
+Kind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "keep_first"]
+
+
+@dataclass(frozen=True)
+class RedistributeStep:
+    """One step of a conversion.
+
+    Attributes:
+        kind: a collective, or what a rank does alone.
+        before: how the tensor lies before it.
+        after: how it lies after it.
+    """
+
+    kind: Kind
+    before: Placement
+    after: Placement
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that it is, None if ranks do it alone."""
+        return None if self.kind in ("slice", "keep_first") else self.kind
+
+    def message_bytes(self, shape: Sequence[int], item: int, ranks: int) -> int:
+        """The size of its message as `cost_model.collectives` means it.
+
+        Args:
+            shape: of the whole tensor.
+            item: bytes of an element.
+            ranks: of the axis.
+        """
+        whole = math.prod(self.padded(shape, ranks)) * item
+        return whole // ranks if self.kind == "all_to_all" else whole
+
+    def padded(self, shape: Sequence[int], ranks: int) -> list[int]:
+        """The shape of the whole if all chunks were as large as the largest."""
+        made = list(shape)
+        for shard in self.shards:
+            made[shard.dim] += -made[shard.dim] % ranks
+        return made
+
+    @property
+    def shards(self) -> list[Shard]:
+        """How the tensor is sharded before and after it."""
+        return [p for p in (self.before, self.after) if isinstance(p, Shard)]
+
+    def copied(self, shape: Sequence[int], ranks: int) -> int:
+        """The elements that are read and written beside its collective, which is over dim 0.
+
+        Args:
+            shape: of the whole tensor.
+            ranks: of the axis.
+        """
+        whole = math.prod(self.padded(shape, ranks))
+        part, padded = whole // ranks, whole > math.prod(shape)
+        copies = sum(not _in_front(shape, shard) for shard in self.shards)
+        match self.kind:
+            case "all_gather":
+                return 2 * (whole * copies + part * padded * (1 + copies))
+            case "reduce_scatter":
+                return 2 * (whole * max(copies, padded) + part * padded * copies)
+            case "all_to_all":
+                return 2 * part * (copies + 2 * padded)
+            case "slice":
+                return 2 * part * copies
+            case "keep_first":
+                return 2 * whole
+        return 0
+
+
+def _in_front(shape: Sequence[int], shard: Shard) -> bool:
+    """Whether the chunks of a dim lie one after the other in memory."""
+    return math.prod(shape[: shard.dim]) == 1 and shard.interleave == 1
+
+
+def redistribute_steps(before: Placement, after: Placement) -> tuple[RedistributeStep, ...] | None:
+    """The steps from one placement to another, none if they are equal; None if there is no way."""
+    if before == after:
+        return ()
+    whole = Replicate()
+    match before, after:
+        case Shard(), Replicate():
+            return (RedistributeStep("all_gather", before, after),)
+        case Partial(), Replicate():
+            return (RedistributeStep("all_reduce", before, after),)
+        case Partial("sum"), Shard():
+            return (RedistributeStep("reduce_scatter", before, after),)
+        case Partial(), Shard():
+            return (
+                RedistributeStep("all_reduce", before, whole),
+                RedistributeStep("slice", whole, after),
+            )
+        case Shard(), Shard() if before.dim != after.dim:
+            return (RedistributeStep("all_to_all", before, after),)
+        case Shard(), Shard():
+            return (
+                RedistributeStep("all_gather", before, whole),
+                RedistributeStep("slice", whole, after),
+            )
+        case Replicate(), Shard():
+            return (RedistributeStep("slice", before, after),)
+        case Replicate(), Partial("sum"):
+            return (RedistributeStep("keep_first", before, after),)
+        case Shard(), Partial("sum"):
+            return (
+                RedistributeStep("all_gather", before, whole),
+                RedistributeStep("keep_first", whole, after),
+            )
+        case _:
+            return None

@@ -1,0 +1,81 @@
+"""The clusters that ship."""
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
+from autopar.cost_model.collectives import COLLECTIVES
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.topology.devices import find_device
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = ("8x4090-pcie", "aws-p5", "dgx-a100", "dgx-h100", "dgx1v-roce", "gcp-a3mega")
+
+
+def test_they_are_package_data():
+    assert shipped_clusters() == NAMES
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "*.json" in setup["package-data"]["autopar.cost_model.tables"]
+    files = resources.files("autopar.cost_model.tables")
+    assert all(files.joinpath(f"{name}.json").is_file() for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_has_a_source(name):
+    cluster = Cluster.load(name)
+    assert cluster.name == name
+    assert cluster.provenance.startswith("imported from ")
+    for key, entry in cluster.curves.items():
+        assert "imported from " in entry.provenance, key
+    assert cluster.figures == find_device(cluster.device)
+    assert cluster.figures.source.startswith("imported from ")
+    assert all(p for _, _, p in cluster.topology.edges(data="provenance"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_collectives_over_what_was_measured_have_a_price(name):
+    cluster = Cluster.named(name)
+    whole = GroupShape(cluster.world_size, cluster.ranks_per_node)
+    kinds = {}
+    for collective in COLLECTIVES:
+        shape = GroupShape(2, 1 if whole.nodes > 1 else 2) if collective == "send" else whole
+        costs = [cluster.seconds(collective, n, shape) for n in (1e3, 1e6, 1e9)]
+        assert [c.seconds for c in costs] == sorted(c.seconds for c in costs)
+        kinds[collective] = costs[-2].kind
+    assert kinds["all_reduce"] in ("imported", "modelled")  # dgx1v from 8 MB on only
+    assert kinds["send"] == "modelled"
+
+
+def test_large_ones_where_the_fabric_is_uniform():
+    large = Cluster.named("dgx-h100", nodes=128)
+    assert (large.world_size, large.name) == (1024, "128 x dgx-h100")
+    wide = large.seconds("all_reduce", 2**30, GroupShape(1024, 8))
+    assert wide.kind == "modelled"
+    assert "NCCL" in wide.provenance
+    p5 = Cluster.named("aws-p5", nodes=4)
+    pair, four = (p5.seconds("all_reduce", 2**30, GroupShape(n, 8)) for n in (16, 32))
+    assert pair.seconds < four.seconds < 2 * pair.seconds
+    assert "from 16 ranks" in four.provenance
+    assert four.error > pair.error
+    small = Cluster.named("dgx-a100", nodes=1)
+    assert small.seconds("all_reduce", 2**30, GroupShape(4, 4)).kind == "modelled"
+
+
+def test_others_are_refused():
+    with pytest.raises(ClusterError, match="its fabric is not uniform"):
+        Cluster.named("dgx1v-roce", nodes=4)
+    with pytest.raises(ClusterError, match="measure all_reduce over 4 ranks, 4 a node"):
+        Cluster.named("8x4090-pcie").seconds("all_reduce", 1e6, GroupShape(4, 4))
+    with pytest.raises(ClusterError, match="choose 8x4090-pcie, aws-p5"):
+        Cluster.named("dgx-b200")
+
+
+def test_devices_by_the_names_that_torch_gives():
+    assert find_device("NVIDIA A100-SXM4-80GB").memory_bytes == 80 * 10**9
+    assert find_device("NVIDIA H100 80GB HBM3").flops_per_s["bfloat16"] == 989.4e12
+    assert find_device("NVIDIA GeForce RTX 4090").flops_per_s["bfloat16"] == 165.2e12
+    assert find_device("cpu") is None

@@ -1,0 +1,157 @@
+import json
+import os
+import signal
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from autopar.cost_model.collectives import COLLECTIVES
+from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.curves.measured_curve import CurveKey
+from autopar.cost_model.disk_cache import cache_directory, read_kept, write_json
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.measurement import cluster_cache as kept
+from autopar.cost_model.measurement.measure import measure
+from tests.harness.worlds import Raised, run, run_isolated
+
+SIZES = (1024, 65536)
+PAIR = GroupShape(2, 2)
+
+
+def _measure_twice(rank: int, world_size: int) -> tuple:
+    factor, kept.FACTOR = kept.FACTOR, 1e9  # however noisy the machine, the kept one holds
+    try:
+        first = measure(sizes=SIZES, budget_s=0.2)
+        files = sorted(path.name for path in cache_directory().glob("clusters/*"))
+        if rank == 1:  # only what rank 0 finds on its disk counts
+            os.environ["AUTOPAR_CACHE"] += "-elsewhere"
+        again = measure(collectives=("all_gather",), mesh={"dp": 2}, sizes=SIZES, budget_s=0.1)
+        return first, again == first, len(files)
+    finally:
+        kept.FACTOR = factor
+
+
+def test_all_ranks_get_the_same_cluster_and_keep_it(tmp_path):
+    answers = run(_measure_twice, 2, env={"AUTOPAR_CACHE": str(tmp_path)})
+    (first, holds, files), (second, *_) = answers
+    assert first == second
+    assert holds
+    assert files == 1
+    assert set(first.curves) == {CurveKey(name, PAIR) for name in COLLECTIVES}
+    assert first.curves[CurveKey("all_reduce", PAIR)].curve.bytes[0] == SIZES[0]
+    assert first.world_size == first.ranks_per_node == 2
+    assert first.slowdown.provenance.startswith("measured")
+    assert first.provenance.startswith("measured 20")
+    assert first.seconds("all_gather", 1024, PAIR).kind == "measured"
+
+
+def _spoil_what_is_kept(rank: int, world_size: int) -> tuple:
+    settings = {"collectives": ("all_reduce",), "sizes": SIZES, "budget_s": 0.1}
+    measure(**settings)
+    if rank == 0:
+        (path,) = cache_directory().glob("clusters/*")
+        data = json.loads(path.read_text())
+        for row in data["cluster"]["curves"]:
+            row["seconds"] = [seconds * 1e4 for seconds in row["seconds"]]
+        path.write_text(json.dumps(data))
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        again = measure(**settings)
+    return again.seconds("all_reduce", 1024, PAIR).seconds, [str(w.message) for w in said]
+
+
+def test_a_kept_measurement_that_no_longer_holds_is_replaced_and_said_so(tmp_path):
+    first, second = run(_spoil_what_is_kept, 2, env={"AUTOPAR_CACHE": str(tmp_path)})
+    assert first[0] < 1
+    assert "out of date: all_reduce of 1024 bytes over 2 ranks" in first[1][0]
+    assert second == (first[0], [])
+
+
+def _measure_parts(rank: int, world_size: int) -> list:
+    settings = {"sizes": (1000,), "budget_s": 0.1, "cache": False, "dtype": "bfloat16"}
+    half = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
+    made = [measure(collectives=("all_reduce", "send"), **settings)]
+    if half is not None:
+        made.append(measure(half, collectives=("broadcast",), **settings))
+    return [{(k.collective, k.shape, k.dtype) for k in cluster.curves} for cluster in made]
+
+
+def test_every_shape_is_measured_and_a_group_by_itself(tmp_path):
+    answers = run(_measure_parts, 4, env={"AUTOPAR_CACHE": str(tmp_path)})
+    shapes = [PAIR, GroupShape(2, 2, groups=2), GroupShape(4, 4)]
+    whole = {("all_reduce", shape, "bfloat16") for shape in shapes}
+    whole |= {("send", shape, "bfloat16") for shape in shapes[:2]}
+    part = {("broadcast", PAIR, "bfloat16")}
+    assert answers == [[whole, part]] * 2 + [[whole]] * 2
+
+
+def test_without_a_group_there_is_nothing_to_send():
+    cluster = measure()
+    assert (cluster.world_size, dict(cluster.curves)) == (1, {})
+    assert cluster.seconds("all_reduce", 1e9, GroupShape(1, 1)).seconds == 0
+
+
+def test_a_fake_group_is_modelled():
+    dist.init_process_group("fake", rank=0, world_size=256)
+    try:
+        cluster = measure()
+    finally:
+        dist.destroy_process_group()
+    assert cluster.world_size == 256
+    assert cluster.provenance.startswith("modelled")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"collectives": ("gather",)}, "collectives='gather': choose all_reduce"),
+        ({"collectives": ()}, r"collectives=\(\): give a list"),
+        ({"sizes": (0,)}, "sizes=0: give a whole number from 1"),
+        ({"sizes": ()}, r"sizes=\(\): give a list"),
+        ({"dtype": "float7"}, "dtype='float7': choose float32, .*; did you mean 'float"),
+        ({"budget_s": -1.0}, "budget_s=-1.0: give a positive number of seconds"),
+        ({"mesh": {"dp": 3}}, r"\{'dp': 3\} is not of 1 ranks"),
+    ],
+)
+def test_bad_requests_are_refused(arguments, says):
+    with pytest.raises(ClusterError, match=says):
+        measure(**arguments)
+
+
+def _disagree(rank: int, world_size: int) -> None:
+    measure(sizes=(1024 * (rank + 1),), budget_s=0.1)
+
+
+def test_ranks_that_disagree_are_told_on_every_rank():
+    message = "measure: sizes is (1024,) on rank 0 but (2048,) on rank 1"
+    answers = run(_disagree, 2, expect_errors=True)
+    assert answers == [Raised("DisagreementError", message)] * 2
+
+
+def _die_while_measuring(rank: int, world_size: int) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+    if rank == 1:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+    measure(sizes=SIZES, budget_s=30.0, cache=False)
+
+
+def test_when_a_rank_dies_the_others_say_what_they_were_doing():
+    answers = run_isolated(_die_while_measuring, 3, init=False, timeout=60, expect_errors=True)
+    assert answers[1].type == "Died"
+    for answer in (answers[0], answers[2]):
+        assert answer.type == "CommunicationError"
+        assert "while timing" in answer.message or "while agreeing" in answer.message
+
+
+def test_a_folder_that_cannot_be_written_is_only_a_warning(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.warns(UserWarning, match="could not keep its measurements"):
+        write_json(blocked / "x.json", {})
+    write_json(tmp_path / "deep" / "x.json", {"a": 1})
+    assert read_kept(tmp_path / "deep" / "x.json", dict) == {"a": 1}
+    assert read_kept(tmp_path / "none" / "x.json", dict) is None

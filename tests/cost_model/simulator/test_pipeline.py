@@ -1,0 +1,90 @@
+from itertools import pairwise
+
+import pytest
+
+from autopar.cost_model.simulator.pipeline import StageCost, simulate_pipeline
+from autopar.cost_model.simulator.schedules import Action, orders
+
+EVEN = StageCost(1.0, 2.0, input_s=1.0, weight_s=1.0)
+
+
+def simulated(schedule, ranks, micros, chunks=1, stage=EVEN, transfer=0.0):
+    made = orders(schedule, ranks, micros, chunks)
+    return simulate_pipeline(made, [stage] * (ranks * chunks), lambda nbytes: transfer)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("ranks", "micros"), [(1, 3), (2, 1), (2, 4), (4, 4), (4, 16), (8, 5)])
+def test_bubble_of_even_stages(schedule, ranks, micros):
+    found = simulated(schedule, ranks, micros)
+    assert found.step_s == pytest.approx(3.0 * (micros + ranks - 1))
+    assert found.bubble == pytest.approx((ranks - 1) / (micros + ranks - 1))
+    assert found.exposed_s == 0.0
+
+
+@pytest.mark.parametrize(("ranks", "micros", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 16, 3)])
+def test_interleaving_divides_the_bubble(ranks, micros, chunks):
+    """(p - 1) / v of what one micro-batch takes on a rank: Narayanan et al. 2021, 2.2.2."""
+    found = simulated("interleaved", ranks, micros, chunks)
+    assert found.step_s == pytest.approx(3.0 * (micros * chunks + ranks - 1))
+
+
+@pytest.mark.parametrize(("ranks", "micros"), [(2, 4), (4, 8), (4, 16)])
+def test_zero_bubble_fills_two_thirds(ranks, micros):
+    """(p - 1)(F + I - W) is left: Qi et al. 2023, table 2."""
+    found = simulated("zero_bubble", ranks, micros)
+    assert found.step_s == pytest.approx(3.0 * micros + (ranks - 1))
+
+
+def test_the_slowest_stage_sets_the_pace():
+    stages = [StageCost(1.0, 2.0), StageCost(2.0, 4.0)]
+    found = simulate_pipeline(orders("1f1b", 2, 8), stages, lambda nbytes: 0.0)
+    assert found.step_s == pytest.approx(1.0 + 8 * 6.0 + 2.0)
+    assert found.idle == pytest.approx((1 - 24 / 51, 1 - 48 / 51))
+
+
+def test_transfers_overlap_with_compute_but_not_with_each_other():
+    """GPipe over two ranks: transfers that are shorter than a forward show once each way."""
+    stages = [StageCost(1.0, 1.0, sent_bytes=5), StageCost(1.0, 1.0, returned_bytes=7)]
+    hidden = simulate_pipeline(orders("gpipe", 2, 4), stages, lambda nbytes: nbytes / 10)
+    assert hidden.exposed_s == pytest.approx(0.5 + 0.7)
+    assert hidden.transfer_s == pytest.approx(4 * (0.5 + 0.7))
+    slow = simulate_pipeline(orders("gpipe", 2, 4), stages, lambda nbytes: nbytes / 2)
+    assert slow.step_s == pytest.approx((1.0 + 4 * 2.5 + 1.0) + (1.0 + 4 * 3.5 + 1.0))
+    on_its_way = [e for e in slow.timeline if e.stream == "rank 1 to 0"]
+    assert [e.end_s - e.start_s for e in on_its_way] == pytest.approx([3.5] * 4)
+    assert all(a.end_s <= b.start_s for a, b in pairwise(on_its_way))
+
+
+def test_messages_that_come_late_do_not_keep_the_link():
+    """GPipe over two ranks: the first of each way shows, the others come during work."""
+    stages = [StageCost(1.0, 1.0, sent_bytes=1), StageCost(1.0, 1.0, returned_bytes=1)]
+    made = orders("gpipe", 2, 4)
+    found = simulate_pipeline(made, stages, lambda nbytes: 0.9, late_s=0.3)
+    assert found.step_s == pytest.approx(2 * 5.0 + 2 * (0.9 + 0.3))
+    assert found.transfer_s == pytest.approx(8 * 0.9)
+
+
+def test_who_waits_leaves_cores_to_the_others():
+    """Two ranks on one core: of one micro-batch nothing runs at once, so all is twice as fast.
+
+    Of three, stage 1 has the core alone for 1.5 s: the last forward, and the first backward;
+    stage 0 for 0.5 s at the beginning and 1 s at the end; the rest is as timed.
+    """
+    for micros, expected in ((1, 3.0), (3, 0.5 + 2.0 + 1.5 + 4.0 + 1.0)):
+        found = simulate_pipeline(
+            orders("gpipe", 2, micros), [EVEN] * 2, lambda nbytes: 0.0, crowding=2.0
+        )
+        assert found.step_s == pytest.approx(expected)
+        assert found.exposed_s == 0.0
+
+
+def test_what_happens_once_a_step():
+    stages = [StageCost(1.0, 1.0, first_s=3.0, last_s=5.0)]
+    assert simulate_pipeline(orders("1f1b", 1, 4), stages, lambda n: 0.0).step_s == 8 + 3 + 5
+
+
+def test_orders_that_wait_for_each_other():
+    crossed = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
+    with pytest.raises(ValueError, match="0B0, 1F0"):
+        simulate_pipeline(crossed, [EVEN, EVEN], lambda nbytes: 0.0)

@@ -1,0 +1,99 @@
+"""Operators without a rule: their loops are found by running them, and kept."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+
+from autopar._torch import FakeTensorMode
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.roles import Input, Output
+from autopar.passes.core.node_builder import call
+from autopar.passes.rules.loops import DimAccess, Loop, Operator, split
+from autopar.passes.rules.proof import probing
+from autopar.passes.rules.proof.oracle import holds, results_of
+from autopar.passes.rules.unsupported_notes import fallback_notes
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test alone."""
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def called(target: object, *args: object) -> Operator:
+    made = Operator(target, args, {}, ())
+    return Operator(target, args, {}, results_of(made))
+
+
+def test_found_at_small_sizes_for_large_ones() -> None:
+    operator = called(aten.diagonal_copy.default, torch.rand(400, 30, 30), 0, 1, 2)
+    assert probing.probed(operator) == [
+        Loop(400, (DimAccess(0),), (DimAccess(0),), free=False, even=True)
+    ]
+
+
+def test_what_is_found_holds_where_sizes_are_among_the_arguments() -> None:
+    operator = called(aten.unfold_copy.default, torch.rand(4, 6), 1, 2, 2)
+    loops = probing.probed(operator)
+    assert [loop.operands for loop in loops] == [(DimAccess(0),)]
+    assert all(holds(operator, split(loop), 2) for loop in loops)
+
+
+def test_two_operands_that_are_split_together() -> None:
+    operator = called(
+        aten._cdist_forward.default, torch.rand(6, 4, 5), torch.rand(6, 3, 5), 2.0, None
+    )
+    assert {loop.operands for loop in probing.probed(operator)} == {
+        (DimAccess(0), DimAccess(0)),
+        (DimAccess(1), None),
+        (None, DimAccess(1)),
+    }
+
+
+def test_kept_on_disk(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = called(aten.trace.default, torch.rand(6, 6))
+    assert probing.probed(operator) == []  # a scalar
+    operator = called(aten.diagonal_copy.default, torch.rand(6, 6, 6))
+    first = probing.probed(operator)
+    assert first
+    monkeypatch.setattr(probing, "holds", lambda *_: pytest.fail("it was run again"))
+    assert probing.probed(operator) == first
+    assert len(list(shelf.glob("probes/*.json"))) == 1
+
+
+def test_a_note_for_what_stays_whole() -> None:
+    graph = fx.Graph()
+    matrix = graph.placeholder("matrix")
+    with FakeTensorMode():
+        matrix.meta["val"] = torch.empty(6, 6)
+        traces = [call(graph, matrix, aten.trace.default, matrix) for _ in range(2)]
+        known = call(graph, matrix, aten.exp.default, matrix)
+    graph.output([*traces, known])
+    whole = TrainingGraph(graph, (Input(0),), (Output(0), Output(1), Output(2)), {})
+    (note,) = fallback_notes(whole, "tp")
+    assert note == "aten.trace.default has no rule: whole on every rank of tp (2x)"
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.multinomial.default, (torch.rand(6, 6), 2)),
+        (aten.add_.Tensor, (torch.rand(6), torch.rand(6))),
+        (aten.nonzero.default, (torch.rand(6),)),
+    ],
+)
+def test_not_probed(target: object, args: tuple[object, ...]) -> None:
+    assert not probing.can_be_probed(called(target, *args))
+
+
+def test_an_opaque_workspace_is_not_made_up() -> None:
+    """torch reads addresses from that of an LSTM's backward."""
+    x, workspace = torch.rand(6, 6), torch.zeros(6, dtype=torch.uint8)
+    layer = Operator(aten.mkldnn_rnn_layer_backward.default, (x, workspace), {}, (x,))
+    assert not probing.can_be_probed(layer)
+    assert probing.can_be_probed(called(aten.cumsum.default, workspace, 0))

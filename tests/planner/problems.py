@@ -1,0 +1,25 @@
+"""Questions to the planner, as `autopar.plan` asks them."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopar
+from autopar.capture.model_info import describe_parameters
+from autopar.planner.search.fixed_mesh import PlanningProblem
+
+
+def problem_of(model: nn.Module, strategy: autopar.Strategy, **more: Any) -> PlanningProblem:
+    """Four ranks on CPUs; `more` are other attributes of the question."""
+    return PlanningProblem(
+        model=type(model).__name__,
+        parameters=describe_parameters(model),
+        strategy=strategy,
+        precision=None,
+        optimizer=torch.optim.AdamW,
+        device=torch.device("cpu"),
+        comm_backend="gloo",
+        **{"world_size": 4, "memory": None, "batch": "global", "cluster": None, "live": False}
+        | more,
+    )

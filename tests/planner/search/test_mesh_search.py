@@ -1,0 +1,181 @@
+"""Which meshes are looked at, and which is chosen, from answers that a person can check."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from autopar.errors import BatchError, CaptureError, OutOfMemoryError
+from autopar.plan.prediction import Prediction
+from autopar.plan.strategy import Strategy
+from autopar.planner.search.fixed_mesh import PlanningProblem
+from autopar.planner.search.mesh_estimate import MeshEstimate
+from autopar.planner.search.mesh_search import EstimateMesh, fastest_mesh, meshes
+from autopar.report.plan import Plan
+from tests.harness.models import MODELS
+from tests.planner.problems import problem_of
+
+GPT = MODELS["gpt"]
+AUTO = Strategy(search=("pp", "tp"))
+Mesh = tuple[int, int, int | None]
+
+
+def mesh(strategy: Strategy) -> Mesh:
+    return strategy.pp_size, strategy.model_parallel_size, strategy.micro_batches
+
+
+def test_every_mesh_the_fewest_parts_first() -> None:
+    found = [mesh(own)[:2] for own in meshes(AUTO, 4, near=4, blocks=3)]
+    assert found == [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2)]
+    far = [mesh(own)[:2] for own in meshes(AUTO, 16, near=2, blocks=2)]
+    assert far == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    fixed = [mesh(own)[:2] for own in meshes(replace(AUTO, tp=2), 8, near=8, blocks=8)]
+    assert fixed == [(1, 2), (2, 2), (4, 2)]
+    assert list(meshes(Strategy(), 4, 4, 3)) == [Strategy()]
+
+
+def test_shards_over_the_neighbours_that_are_left_of_a_node() -> None:
+    strategy = Strategy(search=("tp", "dp_shard"))
+    found = [
+        (own.model_parallel_size, own.dp_shard) for own in meshes(strategy, 16, near=4, blocks=2)
+    ]
+    assert found == [(1, None), (1, 4), (2, None), (2, 2), (4, None)]
+    alone = [own.dp_shard for own in meshes(strategy, 4, near=4, blocks=2)]
+    assert alone == [None] * 3  # one node
+    assert not any(own.dp_shard for own in meshes(replace(strategy, zero=0), 16, 4, 2))
+
+
+def problem(strategy: Strategy = AUTO, memory: int | None = None) -> PlanningProblem:
+    return problem_of(GPT.make(), strategy, memory=memory)
+
+
+def predicted(step_s: float, exposed_s: float, recompute: str = "none") -> Plan:
+    cost = Prediction(
+        step_s=step_s,
+        update_s=0.0,
+        compute_s=step_s - exposed_s,
+        communication_s=exposed_s,
+        exposed_s=exposed_s,
+        peak_bytes=1,
+        memory={},
+    )
+    levels = (("", recompute),)
+    return replace(problem().base(), recompute=levels, memory_cap=1, prediction=cost)  # type: ignore[arg-type]
+
+
+Answers = Mapping[Mesh, Plan | Exception]
+
+
+def looking(answers: Answers, seen: list[Mesh]) -> Callable[[PlanningProblem], Plan]:
+    def look(own: PlanningProblem) -> Plan:
+        assert not own.strategy.search
+        seen.append(mesh(own.strategy))
+        answer = answers[seen[-1]]
+        if isinstance(answer, Exception):
+            raise answer
+        return replace(answer, name=str(seen[-1]))
+
+    return look
+
+
+def expecting(seconds: Mapping[Mesh, float]) -> EstimateMesh:
+    """Outlines that are right to the half; others take 10 s."""
+
+    def sketch(own: PlanningProblem) -> MeshEstimate:
+        step_s = seconds.get(mesh(own.strategy), 10.0)
+        return MeshEstimate(own.strategy, step_s, step_s / 2, 0.0)
+
+    return sketch
+
+
+FAR = expecting({})
+
+
+def test_the_fastest_is_chosen_and_the_others_are_kept() -> None:
+    """In the order in which they are expected, as long as one may be faster."""
+    answers: Answers = {
+        (1, 1, None): predicted(2.0, 1.0),
+        (2, 1, 4): predicted(1.2, 0.2),
+        (1, 2, None): BatchError("odd rows"),
+        (2, 1, 8): predicted(1.3, 0.3),
+    }
+    expected = {(2, 1, 4): 1.1, (1, 2, 1): 1.2, (2, 1, 8): 1.3, (2, 1, 2): 1.4, (2, 2, 2): 2.3}
+    beats: list[float] = []
+    look = looking(answers, seen := [])
+
+    def noting(own: PlanningProblem) -> Plan:
+        beats.append(own.incumbent_s)
+        return look(own)
+
+    plan = fastest_mesh(problem(), noting, expecting(expected), near=4)
+    assert seen == list(answers)
+    assert beats == [math.inf, 2.0, 1.2, 1.2]
+    assert plan.name == "(2, 1, 4)"
+    assert [other.name for other in plan.runners_up] == ["(2, 1, 8)", "(1, 1, None)"]
+    assert plan.runners_up[0].why == "100.00 ms slower: +100.00 ms to wait for messages"
+    assert plan.notes[-2] == "tp=2 is not possible: odd rows"
+    assert plan.notes[-1].startswith("not looked at: pp=2, 2 micro-batches, pp=2 x tp=2, 2 micro")
+    assert plan.notes[-1].endswith("expected to take 1400 ms or more, and certainly 700")
+
+
+def test_the_best_of_every_mesh_comes_first_where_several_are_tried() -> None:
+    answers: Answers = {
+        (1, 1, None): predicted(2.0, 1.0),
+        (2, 1, 4): predicted(1.6, 0.2),
+        (1, 2, None): predicted(1.7, 0.2),
+        (2, 1, 8): predicted(1.5, 0.2),
+    }
+    expected = {(2, 1, 4): 1.1, (2, 1, 8): 1.3, (1, 2, 1): 1.4}
+    trying = replace(problem(), autotune_candidates=[])
+    plan = fastest_mesh(trying, looking(answers, seen := []), expecting(expected), near=4)
+    assert seen == [(1, 1, None), (2, 1, 4), (1, 2, None), (2, 1, 8)]
+    assert plan.name == "(2, 1, 8)"
+
+
+def test_what_cannot_be_faster_is_not_looked_at() -> None:
+    """An outline promises half of 10 s at best."""
+    plan = fastest_mesh(problem(), looking({(1, 1, None): predicted(2.0, 0.5)}, []), FAR, near=4)
+    assert plan.notes[-1].endswith("certainly 5000")
+
+
+def test_what_computes_all_the_time_cannot_be_beaten() -> None:
+    answers: Answers = {(1, 1, None): predicted(2.0, 0.01)}
+    plan = fastest_mesh(problem(), looking(answers, []), near=4, outline=FAR)
+    assert "not looked at: tp=2, pp=2, tp=4, pp=2 x tp=2; 0% of the step" in plan.notes[-1]
+    assert plan == fastest_mesh(problem(), looking(answers, []), near=4, outline=FAR)
+
+
+def test_time_runs_out() -> None:
+    answers: Answers = {(1, 1, None): predicted(2.0, 0.5)}
+    expected = expecting({(2, 1, 4): 1.1})
+    plan = fastest_mesh(problem(), looking(answers, []), expected, 4, go_on=lambda: False)
+    assert "expected to take 1100 ms or more, and certainly 550" in plan.notes[-1]
+
+
+def test_micro_batches_while_memory_presses() -> None:
+    """Without stages they are rows that wait: less in memory, no less to compute."""
+    answers: Answers = {
+        (1, 1, None): OutOfMemoryError("", 7),
+        (1, 1, 2): predicted(2.0, 0.5, "full"),
+        (1, 1, 4): predicted(1.5, 0.01),
+    }
+    expected = expecting({(1, 1, 2): 1.0, (1, 1, 4): 1.1})
+    plan = fastest_mesh(problem(memory=10**9), looking(answers, seen := []), expected, near=4)
+    assert seen == list(answers)
+    assert plan.name == "(1, 1, 4)"
+
+
+def test_states_that_exceed_the_cap_are_not_looked_at() -> None:
+    """Whole states of 4 x 112,040 bytes fit in 120 kB only over four ranks."""
+    given = problem(replace(AUTO, zero=0), memory=120_000)
+    answers: Answers = {(1, 4, None): predicted(2.0, 0.0)}
+    expected = expecting({(1, 4, 1): 1.0})
+    assert fastest_mesh(given, looking(answers, []), expected, near=4).name == "(1, 4, None)"
+    with pytest.raises(OutOfMemoryError, match="tp=4: parameters, gradients and states alone"):
+        fastest_mesh(replace(given, memory=50_000), looking({}, []), expected, near=4)
+
+
+def test_what_cannot_be_captured_at_all_is_said() -> None:
+    with pytest.raises(CaptureError):
+        fastest_mesh(problem(), looking({(1, 1, None): CaptureError("if x > 0")}, []), FAR, 4)

@@ -1,0 +1,187 @@
+"""The page: it stands alone, and every figure on it is the plan's."""
+
+import dataclasses
+import html
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.cost_model.memory.liveness import CATEGORIES
+from autopar.plan.report_data import ReportData
+from autopar.report.html.lanes import MOST_PIECES, WIDTH, lanes_of
+from autopar.report.html.memory import MEANS
+from autopar.report.html.mesh import held_bytes, portions_of, stored
+from autopar.report.html.page import page
+from tests.report.plans import ROWS, STRATEGIES, planned
+
+PREDICTED = ("data", "sharded", "stages")
+
+
+class Parsed(HTMLParser):
+    """A page taken apart: open elements, figures by section, ids, links, scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.section = ""
+        self.figures: dict[str, list[float]] = {}
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.text: dict[str, str] = {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        if tag != "meta":
+            self.open.append(tag)
+        self.ids += [given["id"]] if "id" in given else []
+        self.links += [given[k] for k in ("href", "src") if k in given]
+        if tag in ("section", "header"):
+            self.section = given.get("id", tag)
+        if tag == "data":
+            self.figures.setdefault(self.section, []).append(float(given["value"]))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        where = self.open[-1] if self.open else ""
+        self.text[where] = self.text.get(where, "") + data
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_page_stands_alone(name):
+    parsed = Parsed(page(planned(name)))
+    assert len(set(parsed.ids)) == len(parsed.ids)
+    assert parsed.links
+    assert {link[1:] for link in parsed.links} <= set(parsed.ids)
+    assert all(link.startswith("#") for link in parsed.links)
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_figures_are_those_of_the_plan(name):
+    plan, shown = planned(name), Parsed(page(planned(name))).figures
+    p = plan.prediction
+    near = [pytest.approx(value, rel=1e-6) for value in (p.step_s, p.exposed_s, p.compute_s)]
+    assert all(value in shown["header"] for value in near)
+    assert {plan.world_size, p.peak_bytes} <= set(shown["header"])
+    brings = ROWS / p.step_s, p.work.utilisation(p.step_s, plan.world_size)
+    assert all(pytest.approx(value, rel=1e-6) in shown["header"] for value in brings)
+    assert set(filter(None, p.memory.values())) <= set(shown["memory"])
+    for other in plan.runners_up:
+        assert pytest.approx(other.step_s, rel=1e-6) in shown["others"]
+        assert other.peak_bytes in shown["others"]
+    for item in p.exposures:
+        assert pytest.approx(item.exposed_s, rel=1e-6) in shown["waits"]
+    assert set(p.provenance.values()) <= set(shown["sources"])
+    for item in p.report_data.traffic:
+        assert sum(n * times for n, times, _ in item.sent) in shown["traffic"]
+    assert {n for _, n in plan.sent_bytes} <= set(shown["mesh"])
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_the_timeline_has_every_event_and_the_peak(name):
+    p = planned(name).prediction
+    data = json.loads(re.search(r'id="timeline">(.*?)</script>', page(planned(name)))[1])
+    pieces = [piece for track in data["tracks"] for lane in track for piece in lane["pieces"]]
+    drawn = {piece[2] for piece in pieces}
+    assert {event[0] for event in p.events} <= drawn
+    assert max(start + width for start, width, *_ in pieces) == pytest.approx(WIDTH, rel=1e-4)
+    held = [
+        sum(column) for column in zip(*(row for *_, row in data["memory"]["rows"]), strict=True)
+    ]
+    assert max(held) == p.peak_bytes
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_a_rank_is_said_to_hold_is_its_share(name):
+    plan = planned(name)
+    for rank in range(plan.world_size):
+        held = plan.pipeline.held(plan.mesh_coordinate(rank)["pp"]) if plan.pipeline else None
+        own = {n: size for n, size in plan.parameter_bytes if held is None or n in held}
+        expected = sum(plan.share_of(name) * size for name, size in own.items())
+        assert held_bytes(plan, portions_of(plan), rank) == pytest.approx(expected)
+
+
+def test_slices_of_all_ranks_make_the_whole():
+    plan = planned("sharded")
+    for portion in portions_of(plan):
+        spans = {portion.held(stored(plan, rank), dict(plan.storage)) for rank in range(8)}
+        assert sum(high - low for low, high in spans) == pytest.approx(1.0)
+
+
+def test_of_many_ranks_some_are_drawn_and_every_stage():
+    plan = planned("stages")
+    mesh = (("pp", 4), (plan.axis, 256))
+    parsed = page(dataclasses.replace(plan, mesh=mesh, world_size=1024))
+    drawn = [int(rank) for rank in re.findall(r"<b>rank (\d+)</b>", parsed)]
+    assert len(drawn) <= 32
+    assert {rank // 256 for rank in drawn} == {0, 1, 2, 3}
+    assert drawn[-1] == 1023
+    assert "… 248 more" in parsed
+
+
+def test_a_plan_that_was_read_makes_the_same_page():
+    plan = planned("sharded")
+    again = autopar.Plan.from_dict(json.loads(plan.to_json()))
+    assert page(again) == page(plan)
+    copied = re.search(r"As JSON.*?<pre[^>]*>(.*?)</pre>", page(plan), re.S)[1]
+    assert autopar.Plan.from_dict(json.loads(html.unescape(copied))) == plan
+
+
+def test_without_a_picture_there_is_still_a_curve_and_without_prediction_a_word():
+    plan = planned("data")
+    bare = dataclasses.replace(plan.prediction, report_data=ReportData())
+    text = page(dataclasses.replace(plan, prediction=bare))
+    assert '"tensors"' in text
+    assert 'id="traffic"' not in text
+    assert "Nothing was predicted" in page(planned("fixed"))
+
+
+def test_a_long_timeline_stays_small():
+    p = planned("data").prediction
+    row, step = p.events[0], 1e-3
+    many = tuple((f"mm_{i}", *row[1:2], i * step, (i + 1) * step, row[4]) for i in range(40_000))
+    long = dataclasses.replace(p, events=many, step_s=40_000 * step, report_data=ReportData())
+    assert sum(len(lane.pieces) for lane in lanes_of(long)) <= MOST_PIECES
+    assert len(page(dataclasses.replace(planned("data"), prediction=long))) < 1_000_000
+
+
+def test_every_category_has_a_colour_and_a_meaning():
+    style = (Path(autopar.__file__).parent / "report" / "html" / "page.css").read_text()
+    assert set(MEANS) == set(CATEGORIES)
+    assert all(f".c-{name.replace(' ', '-')} " in style for name in CATEGORIES)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FRAMED = """<!doctype html><title></title><iframe width=360 height=800 srcdoc="{page}"></iframe>
+<script>onload = () => {{
+  const inside = document.querySelector("iframe").contentDocument;
+  const names = inside.querySelectorAll(".names span").length;
+  document.title = `${{inside.documentElement.scrollWidth}} wide, ${{names}} names`;
+}};</script>"""
+"""The page in a frame as wide as a phone: Chromium's own windows are at least 500 pixels wide."""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to draw the page")
+@pytest.mark.parametrize("name", ["sharded", "stages"])
+def test_a_phone_need_not_scroll_sideways(name, tmp_path):
+    framed = FRAMED.format(page=html.escape(page(planned(name))))
+    (tmp_path / "frame.html").write_text(framed)
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
+    flags += " --disable-background-networking --disable-component-update --dump-dom"
+    command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'user'}"]
+    command.append(f"file://{tmp_path / 'frame.html'}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = re.search(r"<title>(\d+) wide, (\d+) names</title>", done.stdout)
+    assert found, done.stderr[-500:]
+    assert int(found[1]) <= 360
+    assert int(found[2]) > 0  # the script has run

@@ -1,0 +1,59 @@
+"""Error bars are those of the validations that are kept."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopar.plan.prediction import Prediction
+from autopar.report.error_bars import (
+    MEMORY,
+    STEPS,
+    PredictionInterval,
+    memory_interval,
+    step_interval,
+)
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def published(*names):
+    """Predicted by published; steps are the shorter the more TFLOP/s there are."""
+    tables = [
+        json.loads((RESULTS / f"published-{name}.json").read_text())["tables"] for name in names
+    ]
+    return [
+        row["predicted"] / row["published"] for t in tables for rows in t.values() for row in rows
+    ]
+
+
+def counted(name):
+    cases = json.loads((RESULTS / name).read_text())
+    cases = cases["cases"] if "cases" in cases else cases["parts"]["memory"]["cases"]
+    return [case["measured"] / case["predicted"] for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("bar", "ratios"),
+    [
+        (STEPS["measured"], counted("prediction-steps-2026-11-21.json")),
+        (STEPS["modelled"], published("sc21-2026-11-22", "h100-2026-11-22")),
+        (MEMORY["measured"], counted("prediction-memory-2026-11-21.json")),
+        (MEMORY["modelled"], [1 / r for r in published("activations-2026-11-22")]),
+    ],
+)
+def test_nine_in_ten_cases_lie_within(bar, ratios):
+    low, high = np.quantile(ratios, [0.05, 0.95])
+    assert (bar.low, bar.high) == pytest.approx((min(low, 1.0), max(high, 1.0)), abs=0.006)
+    assert bar.source.startswith(str(len(ratios)))
+
+
+def test_bars_are_of_what_figures_are():
+    here = Prediction(1.0, 0.1, 0.8, 0.0, 0.0, 100, provenance={"measured": 9, "modelled": 2})
+    there = Prediction(
+        1.0, 0.1, 0.8, 0.0, 0.0, 100, context_bytes=5, provenance={"imported": 1, "modelled": 9}
+    )
+    assert (step_interval(here), memory_interval(here)) == (STEPS["measured"], MEMORY["measured"])
+    assert (step_interval(there), memory_interval(there)) == (STEPS["modelled"], MEMORY["modelled"])
+    assert PredictionInterval(0.5, 2.0, "").of_rate(10.0) == (5.0, 20.0)

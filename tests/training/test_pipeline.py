@@ -1,0 +1,310 @@
+"""Models cut into stages train exactly as on one device: any schedule, any other axis beside."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+import autopar
+from tests.harness.models import MODELS
+from tests.harness.reference import Reference, batches, to_dtype, train_steps
+from tests.harness.training import (
+    ADAMW,
+    EXACT,
+    Pair,
+    assert_same_training,
+    close,
+    fixed,
+    optimizer_of,
+    plain,
+    rows_of,
+    whole_state,
+)
+from tests.harness.worlds import run
+from tests.runtime.test_module import make_regressor, regress, regression
+
+ROWS = 8
+f64 = torch.float64
+f32 = torch.float32
+
+
+def staged(pp: int, micro_batches: int = 4, schedule: str = "1f1b", **options: Any) -> Any:
+    """A strategy of stages that leaves nothing to choose."""
+    given: Any = {"pp": pp, "micro_batches": micro_batches, "schedule": schedule, **options}
+    return fixed(given.pop("zero", 0), **given)
+
+
+def train(
+    rank: int, world_size: int, name: str, setups: list[dict[str, Any]], dtype: torch.dtype
+) -> list[Reference]:
+    found = []
+    for options in setups:
+        model = autopar.compile(
+            MODELS[name].make().to(dtype), strategy=staged(**options), fallback=False
+        )
+        optimizer = optimizer_of(dtype)(model.parameters())  # before the plan is made
+        given = batches(MODELS[name], range(10), ROWS, dtype)
+        losses = train_steps(model, optimizer, MODELS[name], given)
+        found.append(Reference(losses, whole_state(model)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "setups"),
+    [
+        (
+            "gpt",
+            2,
+            [
+                {"pp": 2, "schedule": "gpipe", "micro_batches": 1},
+                {"pp": 2, "schedule": "1f1b"},
+                {"pp": 2, "schedule": "interleaved", "micro_batches": 2},
+                {"pp": 2, "schedule": "zero_bubble", "micro_batches": 8},
+            ],
+        ),
+        ("gpt", 3, [{"pp": 3, "schedule": "zero_bubble"}]),
+        (
+            "gpt",
+            4,
+            [
+                {"pp": 4},
+                {"pp": 2, "zero": 3},
+                {"pp": 2, "zero": 1},
+                {"pp": 2, "zero": 2, "schedule": "interleaved"},
+                {"pp": 2, "tp": 2},
+            ],
+        ),
+        ("encdec", 2, [{"pp": 2, "schedule": "interleaved"}]),
+        ("conv", 2, [{"pp": 2, "micro_batches": 1}]),
+        ("odd", 2, [{"pp": 2, "micro_batches": 2}]),
+        ("encoder", 2, [{"pp": 2}]),
+        ("moe", 2, [{"pp": 2}]),
+    ],
+)
+def test_pipelines_train_exactly(name: str, world_size: int, setups: list[dict[str, Any]]) -> None:
+    want = plain(name, f64, ROWS)
+    answers = run(train, world_size, name=name, setups=setups, dtype=f64, timeout=300)
+    for rank, found in enumerate(answers):
+        for got, setup in zip(found, setups, strict=True):
+            assert_same_training(got, want, EXACT[f64], f"rank {rank} under {setup}")
+
+
+def test_float32_trains_exactly() -> None:
+    for (got,) in run(train, 2, name="gpt", setups=[{"pp": 2}], dtype=f32):
+        assert_same_training(got, plain("gpt", f32, ROWS), EXACT[f32])
+
+
+# -- what a training loop does beside steps ----------------------------------------------------
+
+
+def batch_of(name: str, step: int, rows: int = ROWS) -> Any:
+    return to_dtype(MODELS[name].batch(rows, step), f64)
+
+
+def loop(rank: int, world_size: int) -> None:
+    """Gradients accumulate, are scaled and clipped; batches may be smaller; evaluation fits in."""
+    pair = Pair("gpt", strategy=staged(2))
+    for step in range(3):
+        for part, rows in enumerate((8, 4)):
+            args, _ = batch_of("gpt", 2 * step + part, rows)
+            losses = [model(*args) for model in pair.models]
+            close(losses[1], losses[0])
+            for loss in losses:
+                (loss * 1024).backward()
+        norms = [
+            torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1),
+            pair.parallel.clip_grad_norm_(0.1),
+        ]
+        close(norms[1], norms[0])
+        pair.step()
+        for model in pair.models:
+            model.eval()
+        with torch.no_grad():
+            close(*(model(*batch_of("gpt", 9, 4)[0]) for model in reversed(pair.models)))
+        for model in pair.models:
+            model.train()
+    pair.check_state()
+
+
+def test_loops() -> None:
+    run(loop, 2)
+
+
+def held_back(rank: int, world_size: int) -> None:
+    """Under no_sync gradients stay on data-parallel ranks until the next call."""
+    pair = Pair("encoder", strategy=staged(2, 2, zero=2))
+    for part in range(3):
+        args, kwargs = batch_of("encoder", part, 8)
+        with pair.parallel.no_sync() if part < 2 else contextlib.nullcontext():
+            for model in pair.models:
+                (MODELS["encoder"].loss(model(*args, **kwargs)) / 3).backward()
+    pair.step()
+    pair.check_state()
+
+
+def test_gradients_are_held_back() -> None:
+    run(held_back, 4)
+
+
+def bring_rows(rank: int, world_size: int) -> None:
+    """Each data-parallel rank brings its rows, or all are given all, even or not."""
+    pair = Pair("gpt", strategy=staged(2, 2, zero=3), batch="local")
+    args, _ = batch_of("gpt", 0)
+    own = pair.parallel.data_parallel_rank, pair.parallel.data_parallel_size
+    losses = pair.plain(*args), pair.parallel(*rows_of((args, {}), *own)[0])
+    close(losses[1], losses[0])
+    for loss in losses:
+        loss.backward()
+    pair.step()
+    pair.check_state()
+    pair = Pair("gpt", strategy=staged(2, 2))
+    for step, rows in enumerate((8, 7, 5)):
+        for model in pair.models:
+            model(*batch_of("gpt", step, rows)[0]).backward()
+        pair.step()
+    pair.check_state()
+
+
+def test_rows_over_data_parallel_ranks() -> None:
+    run(bring_rows, 4)
+
+
+def loss_outside(rank: int, world_size: int) -> None:
+    """The model returns rows, and gradients enter by them."""
+    pair = Pair(make_regressor, strategy=staged(2, 2))
+    for seed in range(3):
+        x, y = regression(8, seed)
+        outputs = [model(x) for model in pair.models]
+        close(outputs[1], outputs[0])
+        for output in outputs:
+            F.mse_loss(output, y).backward()
+        pair.step()
+    pair.check_state()
+
+
+def two_at_once(rank: int, world_size: int) -> None:
+    """Two calls before either's backward."""
+    pair = Pair(make_regressor, strategy=staged(2, 2))
+    for seed in range(2):
+        given = [regression(8, 10 * seed + part) for part in range(2)]
+        for model in pair.models:
+            outputs = [model(x) for x, _ in given]
+            losses = [F.mse_loss(out, y) for out, (_, y) in zip(outputs, given, strict=True)]
+            losses[0].backward()
+            losses[1].backward()
+        pair.step()
+    pair.check_state()
+
+
+@pytest.mark.parametrize("how", [loss_outside, two_at_once], ids=lambda how: how.__name__)
+def test_losses_made_outside_of_the_model(how: Any) -> None:
+    run(how, 2)
+
+
+def freeze(rank: int, world_size: int) -> None:
+    """By their modules between steps, or by name, before the first step and between them."""
+    pair = Pair(make_regressor, strategy=staged(2, 2), loss_fn=F.mse_loss)
+    for seed in range(4):
+        for model in pair.models:
+            regress(model, *regression(8, seed)).backward()
+        pair.step()
+        for model in pair.models:
+            model.layers[2].requires_grad_(seed == 2)
+    pair.check_state()
+    plan = pair.parallel.plan
+    pair = Pair(make_regressor, plan=plan, loss_fn=F.mse_loss)
+    for model in pair.models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("bias" not in name)
+    for seed in range(3):
+        for model in pair.models:
+            regress(model, *regression(8, seed)).backward()
+        pair.step()
+        for model in pair.models:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name.endswith("weight") == bool(seed))
+    pair.check_state()
+
+
+def test_parameters_may_be_frozen() -> None:
+    run(freeze, 2)
+
+
+def draw(rank: int, world_size: int) -> list[float]:
+    """Dropout runs; stages draw different numbers, and every rank hears of the same loss."""
+    model = autopar.compile(MODELS["dropout"].make(), strategy=staged(2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    given = [batch_of("dropout", 0)] * 20
+    return train_steps(model, optimizer, MODELS["dropout"], given)
+
+
+def test_dropout() -> None:
+    first, second = run(draw, 2)
+    assert first == second
+    assert len(set(first)) == len(first)
+    assert first[-1] < first[0] - 0.1
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def resume(
+    rank: int,
+    world_size: int,
+    source: str | None,
+    target: str,
+    which: range,
+    options: dict[str, Any],
+) -> Reference:
+    """Trains on from a checkpoint, if there is one, and writes another."""
+    strategy = staged(**options) if "pp" in options else fixed(**options)
+    model = autopar.compile(MODELS["gpt"].make().double(), strategy=strategy)
+    optimizer = ADAMW(model.parameters())
+    if source is not None:
+        parts = state_of(model, optimizer)
+        checkpoint.load(parts, checkpoint_id=source)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=parts["model"],
+            optim_state_dict=parts["optimizer"],
+            options=FLAT,
+        )
+    losses = train_steps(model, optimizer, MODELS["gpt"], batches(MODELS["gpt"], which, ROWS))
+    checkpoint.save(state_of(model, optimizer), checkpoint_id=target)
+    return Reference(losses, whole_state(model))
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=FLAT)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def test_training_moves_between_layouts(tmp_path: Path) -> None:
+    setups: list[tuple[int, dict[str, Any]]] = [
+        (4, {"pp": 2, "tp": 2, "zero": 3}),
+        (4, {"zero": 3}),
+        (4, {"pp": 4}),
+        (4, {"tp": 4}),
+        (1, {}),
+    ]
+    want = plain("gpt", f64, ROWS, 2 * len(setups))
+    losses: list[float] = []
+    source = None
+    for turn, (ranks, options) in enumerate(setups):
+        target = str(tmp_path / str(turn))
+        places = {"source": source, "target": target, "options": options}
+        answers = run(resume, ranks, which=range(2 * turn, 2 * turn + 2), **places)
+        source, losses = target, losses + answers[0].losses
+    assert_same_training(Reference(losses, answers[0].state), want, EXACT[f64])
