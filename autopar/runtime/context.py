@@ -83,11 +83,11 @@ class ExecutionContext:
     def index_model(self) -> None:
         """Learns what changed in Python since the last call; before every call."""
         if self.guards.look():
-            self.__dict__.pop("inside", None)
+            self.__dict__.pop("index", None)
 
     def reindex_model(self) -> None:
         """Forgets what the model held: its parameters were replaced."""
-        self.__dict__.pop("inside", None)
+        self.__dict__.pop("index", None)
         self.guards.forget()
 
     def rebind(self, name: str, value: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ class ExecutionContext:
                     carried=self.guards.carried,
                 )
             self.guards.watch(made.reads, made.classes, made.outside, made.carried)
-            self.__dict__.pop("inside", None)
+            self.__dict__.pop("index", None)
             graph = replace(made.graph, parameters=self._planned(made.graph.parameters))
             known[key] = replace(made, graph=graph)
             return known[key]
