@@ -49,8 +49,8 @@ def build_pass_pipeline(
         plan: the plan.
         rank: this rank in the world.
         backend: torch.distributed backend to lower collectives for.
-        op_strategies: strategies of the nodes along each axis of `plan.partitions`, in that order; nodes
-            along axes left out are replicated.
+        op_strategies: strategies of the nodes along each axis of `plan.partitions`, in that order;
+            nodes along axes left out are replicated.
         hold: keep gradients unreduced, as under `no_sync`.
         held: parameters with unreduced gradients from earlier calls.
         compiled: whether a compiler that fuses operators follows.

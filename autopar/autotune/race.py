@@ -1,4 +1,4 @@
-"""`benchmark_plans`: plans run on the ranks that there are, in turn, step by step, on copies of a module."""
+"""`benchmark_plans`: runs plans in turn, step by step, on copies of a module."""
 
 from __future__ import annotations
 

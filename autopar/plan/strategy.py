@@ -132,7 +132,8 @@ class Strategy:
             )
         if self.split_points is not None and len(self.split_points) != self.stages - 1:
             raise StrategyError(
-                f"split_points={self.split_points!r}: {self.stages} stages have {self.stages - 1} cuts between them"
+                f"split_points={self.split_points!r}: {self.stages} stages have "
+                f"{self.stages - 1} cuts between them"
             )
 
     def allowing(self, lossy: bool | Sequence[str]) -> Strategy:

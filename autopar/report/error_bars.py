@@ -1,4 +1,4 @@
-"""`PredictionInterval`: how far what came true lay from what was predicted, in validations that were really made.
+"""`PredictionInterval`: the ratio of measured to predicted values in past validations.
 
 Each bar holds nine in ten of the cases kept in benchmarks/results (their quantiles of 5 and 95 %),
 and what was predicted; a test computes them anew from there. Of figures that are modelled,

@@ -1,4 +1,4 @@
-"""`replay_step`: a lowered step run on all ranks at once with its collectives left out, timed inside.
+"""`replay_step`: times a lowered step on all ranks at once, without its collectives.
 
 An operator that is run by itself looks up to three times faster than in a step, and one that is
 run among others on a host that ranks share may take any time. So the whole generated program of a

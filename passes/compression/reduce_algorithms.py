@@ -8,7 +8,7 @@ that step will be skipped.
 
 | way | methods | all-reduce | reduce-scatter |
 |---|---|---|---|
-| `AllToAllReduce` | casts, int8, sign | messages to chunks' owners; their sums to all | the first half |
+| `AllToAllReduce` | casts, int8, sign | messages to owners; sums to all | the first half |
 | `AllGatherReduce` | top-k, threshold | messages to all | messages to the owners of chunks |
 | `RandomKReduce` | random-k | all-reduce of the same places | reduce-scatter of them |
 | `LowRankReduce` | PowerSGD | two small all-reduces | the same, of which own rows are made |

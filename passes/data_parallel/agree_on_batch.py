@@ -21,9 +21,9 @@ EVIDENCE_SIZE = 4
 class AgreeOnBatch(Pass):
     """Adds up evidence of what each rank of a model was given.
 
-    Before: the graph of ranks that are to be given the same rows. After: it takes `BatchChecksum` of
-    the axes and returns the `ChecksumSum`, summed along one after the other by the first collectives
-    of the forward: all these ranks find the same. Tier: exact.
+    Before: the graph of ranks that are to be given the same rows. After: it takes the axes'
+    `BatchChecksum` and returns the `ChecksumSum`, summed along one after the other by the first
+    collectives of the forward: all these ranks find the same. Tier: exact.
 
     Attributes:
         axes: the mesh axes that the model is partitioned along.

@@ -45,7 +45,7 @@ class Placements:
     """Placements of a graph along the batch axis.
 
     Attributes:
-        op_strategies: strategy of every operator that is not computed whole on every slice, by node name.
+        op_strategies: strategies of operators that are not replicated, by node name.
         inputs: placement of every placeholder, by node name.
         returned: placement of every output of the model, by its index.
         gathered: operators that read rows of other slices, in order, by node name; and how many

@@ -29,8 +29,8 @@ class AccumulateMicroBatches(Pass):
     """Replaces each sum over the batch by what a micro-batch adds, and the total.
 
     Before: the graph of one micro-batch, with sums over `BATCH` where the whole batch is reduced
-    over. After: it has none; it returns `MicrobatchPartial`s, and takes each `BatchTotal`: early ones, known from
-    the inputs alone, and late ones, known when all forwards have run. Tier: exact.
+    over. After: it has none; it returns `MicrobatchPartial`s, and takes each `BatchTotal`: early
+    ones, known from the inputs alone, and late ones, known when all forwards have run. Tier: exact.
     """
 
     ensures = frozenset({GraphProperty.ROWS_DIVIDED})

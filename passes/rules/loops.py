@@ -2,7 +2,8 @@
 
 An operator is a nest of loops. To split one over the ranks of an axis shards every tensor that the
 loop runs over, leaves the others whole, and makes a result that the loop is reduced out of a
-partial sum. So a rule has to say only which loops there are; `strategies_of_loops` derives the rest.
+partial sum. So a rule has to say only which loops there are; `strategies_of_loops` derives the
+rest.
 
 For `mm` of [m, k] and [k, n]:
 

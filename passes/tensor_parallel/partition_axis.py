@@ -55,8 +55,8 @@ class PartitionAxis(Pass):
     Attributes:
         axis: the mesh axis.
         rank: this rank's place on it.
-        op_strategies: by the name of their node, how operators and parameters lie; what is not named is
-            whole on every rank.
+        op_strategies: strategies of operators and parameters, by node name; the others are
+            replicated.
     """
 
     axis: str

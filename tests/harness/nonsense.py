@@ -641,7 +641,8 @@ def all_cases(folder: Path, seed: int) -> Iterator[Case]:
     """
     script = folder / "make.py"
     script.write_text(
-        "from tests.harness.nonsense import INPUTS, Model\n\ndef make():\n    return Model(), INPUTS\n"
+        "from tests.harness.nonsense import INPUTS, Model\n\n"
+        "def make():\n    return Model(), INPUTS\n"
     )
     yield from argument_cases(str(script))
     plan = example_plan().to_dict()

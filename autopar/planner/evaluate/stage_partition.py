@@ -1,4 +1,4 @@
-"""`partition_stages`: where to cut a model into stages, by dynamic programming over the places between."""
+"""`partition_stages`: cuts a model into stages by dynamic programming over its cut points."""
 
 from __future__ import annotations
 

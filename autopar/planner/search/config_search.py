@@ -46,7 +46,8 @@ def choose(
     blocks are raised one by one in recomputation or stage, as far as needed, the fastest first;
     where that is not enough, in smaller buckets.
     The sizes of buckets are tried on the winner. Deterministic. Where even without waiting for
-    collectives no stage would take less than `incumbent_s` seconds, the first that fits is returned.
+    collectives no stage would take less than `incumbent_s` seconds, the first that fits is
+    returned.
 
     Raises:
         OutOfMemoryError: nothing fits.

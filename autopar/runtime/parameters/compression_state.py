@@ -1,4 +1,4 @@
-"""`CompressionState`: what compression keeps from one step to the next, on this rank and in a state dict.
+"""`CompressionState`: tensors that compression keeps between steps, here and in state dicts.
 
 In a state dict every state is a DTensor with a leading dim for each axis of the mesh, along which
 every rank has its own entry: so a checkpoint holds what each rank has kept, and training goes on

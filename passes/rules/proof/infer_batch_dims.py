@@ -1,8 +1,8 @@
 """Which dims of what a lowering writes run over the rows of the batch: it is written twice.
 
 What a pass puts in the place of an operator has to say, like every node of a graph that runs on
-several data-parallel ranks, which of its dims run over rows (`meta["batch_dims"]`). So it is written
-again for twice the rows; what doubled runs over rows.
+several data-parallel ranks, which of its dims run over rows (`meta["batch_dims"]`). So it is
+written again for twice the rows; what doubled runs over rows.
 """
 
 from __future__ import annotations
