@@ -2,7 +2,8 @@
 
 The ranks of an axis may lie over nodes, `intra_node` neighbours on each. Then collectives can go
 over two smaller groups: that of "dp.intra_node", a rank's neighbours, and that of "dp.inter_node",
-the ranks at the same place of every node. Levels are no axes of the mesh: they do not multiply its ranks.
+the ranks at the same place of every node. Levels are no axes of the mesh: they do not multiply
+its ranks.
 """
 
 from __future__ import annotations

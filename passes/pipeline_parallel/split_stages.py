@@ -2,9 +2,9 @@
 
 What a later stage needs of an earlier one is sent on from stage to stage, and gradients go back
 the same way. What depends on inputs alone every stage computes for itself. Small values that all
-ranks are to return (losses, new values of buffers) leave the stages as `MicrobatchPartial`s, of which
-the epilogue makes what is returned; sums over the batch that are known from the inputs come from the
-prologue, before anything else runs.
+ranks are to return (losses, new values of buffers) leave the stages as `MicrobatchPartial`s, of
+which the epilogue makes what is returned; sums over the batch that are known from the inputs come
+from the prologue, before anything else runs.
 """
 
 from __future__ import annotations

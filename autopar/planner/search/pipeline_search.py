@@ -131,7 +131,8 @@ def named_cuts(strategy: Strategy, places: CutPoints) -> Cuts:
         if at[0] <= (found[-1] if found else 0):
             raise StrategyError(
                 f"split_points={strategy.split_points!r}: {cut!r} is not used after what comes "
-                "before it, so a stage would have nothing to do. Name them in the order of the forward."
+                "before it, so a stage would have nothing to do. Name them in the order of "
+                "the forward."
             )
         found.append(at[0])
     return tuple(found)
