@@ -4,8 +4,8 @@
     python -m benchmarks.communication --rates 1gbit --layouts 2x2 --steps 5
 
 Strategies of autopar and its peers train the same model, in turn, step by step, in the same
-processes on nodes that are network namespaces (`benchmarks.cluster`): bytes and their rate are as on
-a real network. Needs root on Linux; the exit status is 77 where nodes cannot be emulated.
+processes on nodes that are network namespaces (`benchmarks.cluster`): bytes and their rate are as
+on a real network. Needs root on Linux; the exit status is 77 where nodes cannot be emulated.
 """
 
 from __future__ import annotations
