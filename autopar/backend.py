@@ -111,7 +111,7 @@ def as_training_graph(
         tuple(outputs),
         parameters,
         axes={AXIS: dist.get_world_size()},
-        properties=frozenset({GraphProperty.ROWS_DIVIDED}),
+        properties=frozenset({GraphProperty.BATCH_SHARDED}),
     )
     for role, node in outputs.items():
         if isinstance(role, Gradient):

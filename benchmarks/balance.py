@@ -32,7 +32,7 @@ from autopar.capture.offline import capture_of_rank
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import Buffer, Input, Parameter, Saved
 from autopar.passes.core.runner import run_passes
-from autopar.passes.pipeline_parallel.stage_dependence import uses
+from autopar.passes.pipeline_parallel.stage_dependence import parameter_uses
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, split_plan_stages
 from autopar.plan.pipeline import Pipeline
@@ -80,7 +80,7 @@ def balance_of(case: str, rounds: int) -> Iterator[dict[str, Any]]:
     plans = {n: autopar.plan(model, n, example_inputs=inputs, strategy=strategy(case, n))
              for n in RANKS}  # fmt: skip
     graph = capture_of_rank(model, inputs, 0, 1, "global", None, None, MICRO_BATCHES)
-    places = CutPoints.of(uses(graph), graph.parameters)
+    places = CutPoints.of(parameter_uses(graph), graph.parameters)
     last = len(places.names)
     wanted = [p for p, names in enumerate(places.names) if p and _begins(case, names)]
     chosen = {n: _cuts(plan, places) for n, plan in plans.items()}

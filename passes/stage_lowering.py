@@ -14,11 +14,11 @@ from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.reuse_gathered import (
     export_gathered,
-    gathered_once,
     import_gathered,
+    once_gathered_params,
 )
 from autopar.passes.pipeline import build_model_pipeline, build_stage_pipeline
-from autopar.passes.pipeline_parallel.split_stages import Stages, split_stages
+from autopar.passes.pipeline_parallel.split_stages import PipelineStages, split_stages
 from autopar.plan.partition import NodeStrategies
 from autopar.plan.spec import PlanSpec
 
@@ -48,7 +48,7 @@ def split_plan_stages(
     rank: int,
     op_strategies: Sequence[NodeStrategies],
     micro_batches: int,
-) -> Stages:
+) -> PipelineStages:
     """The graphs of all stages of a captured micro-batch, as a rank sees them.
 
     Args:
@@ -146,7 +146,7 @@ def lower_stage(
     last = run_passes(graph, at_last)
     more = last if before == at_last else run_passes(graph, before)
     zero = dict(plan.zero_stages)
-    if count == 1 or not gathered_once(more, zero):
+    if count == 1 or not once_gathered_params(more, zero):
         return MicrobatchPrograms(more, more, last)
     later = import_gathered(more, zero)
     return MicrobatchPrograms(

@@ -13,7 +13,7 @@ from autopar._torch import pytree
 from autopar.capture.call import Call, TensorSpec
 from autopar.common.containers import flatten
 from autopar.errors import BatchError, DisagreementError
-from autopar.ir.batch_slicing import Slices
+from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.placement import even_rows
 
 SAMPLE_BYTES = 1 << 20
@@ -45,9 +45,9 @@ class BatchShard:
     in_time: bool = False
 
     @property
-    def slices(self) -> Slices:
+    def slices(self) -> BatchSlices:
         """The slices of the batch, and which of them this is."""
-        return Slices(self.count, self.index, self.total, self.in_time)
+        return BatchSlices(self.count, self.index, self.total, self.in_time)
 
     def micro_batches(self, count: int) -> list[BatchShard]:
         """The share cut into as many equal parts.

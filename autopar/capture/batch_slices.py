@@ -9,7 +9,7 @@ from autopar._torch import pytree
 from autopar.capture.call import Call
 from autopar.capture.trace import Capture
 from autopar.errors import CoupledRowsError
-from autopar.ir.batch_slicing import Slices
+from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.graph import TrainingGraph, render_node, user_line
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.local_batch import LocalBatch
@@ -20,7 +20,9 @@ Captures = Callable[[Call], Capture]
 """Captures a call."""
 
 
-def capture_slice(capture: Captures, call: Call, slices: Slices, *, local: bool = False) -> Capture:
+def capture_slice(
+    capture: Captures, call: Call, slices: BatchSlices, *, local: bool = False
+) -> Capture:
     """The capture of one slice of a batch.
 
     The call is captured at the whole batch, and its graph partitioned by proven rules: the slice
@@ -40,14 +42,14 @@ def capture_slice(capture: Captures, call: Call, slices: Slices, *, local: bool 
         return capture(call)
     made = capture(call if local else call.with_rows(slices.rows))
 
-    def partitioned(own: Slices) -> TrainingGraph:
+    def partitioned(own: BatchSlices) -> TrainingGraph:
         if local:
             return run_passes(made.graph, [LocalBatch(own, call.has_rows)])
         kept = tuple(sorted(written_outputs(made)))
         return run_passes(made.graph, [PartitionBatch(own, call.has_rows, kept)])
 
     graph = partitioned(slices)
-    if slices.in_time:
+    if slices.over_time:
         if slices.is_even:
             check_alike(graph, partitioned(replace(slices, index=slices.index ^ 1)))
         run_passes(graph, [AccumulateMicroBatches()])

@@ -19,7 +19,7 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.driver.inspect import planned_strategies, program_text
 from autopar.formatting import printable
-from autopar.passes.tensor_parallel.partition_axes import complete
+from autopar.passes.tensor_parallel.partition_axes import complete_strategies
 from autopar.planner.placement.costs import PlacementCosts
 from autopar.planner.placement.table import placement_tables
 from autopar.report.explain import with_reasons
@@ -92,4 +92,4 @@ def placements(
     for axis, graph, op_strategies in planned_strategies(model, example_inputs, plan):
         yield f"along {axis}, {mesh[axis]} ranks; {cluster.name}, {cluster.provenance}"
         prices = PlacementCosts(shapes[axis], cluster, times, others=shapes)
-        yield from placement_tables(graph, complete(graph, op_strategies), prices)
+        yield from placement_tables(graph, complete_strategies(graph, op_strategies), prices)

@@ -12,10 +12,10 @@ from autopar.capture.model_info import describe_parameters, device_of
 from autopar.capture.offline import capture_of_rank
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.core.runner import run_passes
-from autopar.passes.data_parallel.reuse_gathered import ONCE
+from autopar.passes.data_parallel.reuse_gathered import GATHER_ONCE_STAGES
 from autopar.passes.pipeline import build_pass_pipeline, build_stage_pipeline
 from autopar.passes.stage_lowering import split_plan_stages
-from autopar.passes.tensor_parallel.partition_axes import in_turn
+from autopar.passes.tensor_parallel.partition_axes import partition_in_order
 from autopar.plan.partition import NodeStrategies, rows_of, scaled
 from autopar.planner.placement.unmeasured import repartition
 from autopar.report.plan import Plan
@@ -38,7 +38,7 @@ def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int
         first, op_strategies = planned[axis]
         return scaled(op_strategies, first, rows_of(first), rows_of(graph))
 
-    turns = in_turn(planned, with_axes(graph, plan), place, as_planned)
+    turns = partition_in_order(planned, with_axes(graph, plan), place, as_planned)
     own = [op_strategies for _, _, op_strategies in turns]
     if plan.pipeline is None:
         return str(
@@ -48,7 +48,11 @@ def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int
         )
     stages = split_plan_stages(graph, plan, rank, own, plan.pipeline.micro_batches).stages
     passes, zero = build_stage_pipeline(plan, rank, backend), dict(plan.zero_stages)
-    once = "; what ZeRO 1 and 2 gather, the first for all" if {*ONCE} & {*zero.values()} else ""
+    once = (
+        "; what ZeRO 1 and 2 gather, the first for all"
+        if {*GATHER_ONCE_STAGES} & {*zero.values()}
+        else ""
+    )
     return "\n\n".join(
         f"# stage {stage} of {plan.pipeline.stages}, for each micro-batch{once}\n"
         f"{run_passes(stages[stage], passes)}"
@@ -67,7 +71,7 @@ def planned_strategies(
         return repartition(graph, partitions[axis]) if op_strategies is None else op_strategies
 
     graph = with_axes(_capture_under(plan, model, example_inputs, 0), plan)
-    return in_turn(partitions, graph, plan.mesh_coordinate(0), find)
+    return partition_in_order(partitions, graph, plan.mesh_coordinate(0), find)
 
 
 def _capture_under(

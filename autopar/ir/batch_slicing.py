@@ -1,4 +1,4 @@
-"""`Slices`: how the rows of a batch are cut, over ranks and over time."""
+"""`BatchSlices`: how the rows of a batch are cut, over ranks and over time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCH = "batch"
 
 
 @dataclass(frozen=True)
-class Slices:
+class BatchSlices:
     """The slices of a batch, and which of them a graph is for.
 
     Attributes:
@@ -26,7 +26,7 @@ class Slices:
     count: int
     index: int
     rows: int
-    in_time: bool = False
+    over_time: bool = False
 
     @property
     def is_even(self) -> bool:
@@ -34,7 +34,7 @@ class Slices:
         return self.rows % self.count == 0
 
     @property
-    def ranks(self) -> int:
+    def axis_size(self) -> int:
         """The size of the batch axis, as functions of shapes take it."""
         return self.count if self.is_even else UnevenRanks(self.count, self.rows)
 
@@ -44,21 +44,21 @@ class Slices:
         return self.count if self.is_even else self.rows
 
     @property
-    def held(self) -> int:
+    def local_units(self) -> int:
         """Units of this slice."""
         return 1 if self.is_even else even_rows(self.rows, self.count)[self.index]
 
-    def place(self, device: torch.device | None = None) -> torch.Tensor:
+    def unit_indices(self, device: torch.device | None = None) -> torch.Tensor:
         """The value of `BatchIndex`: the numbers of this slice's units, int64 [held]."""
         sizes = even_rows(self.rows, self.count)
         first = self.index if self.is_even else sum(sizes[: self.index])
-        return torch.arange(first, first + self.held, device=device)
+        return torch.arange(first, first + self.local_units, device=device)
 
-    def can_cut(self, size: int, interleave: int = 1) -> bool:
+    def divides(self, size: int, interleave: int = 1) -> bool:
         """Whether a dim of `size` consists of whole units in each of `interleave` pieces."""
         return size > 0 and size % (interleave * self.units) == 0
 
-    def split(self, shape: tuple[int, ...], shard: Shard) -> tuple[list[int], int]:
+    def split_shape(self, shape: tuple[int, ...], shard: Shard) -> tuple[list[int], int]:
         """A shape with the sharded dim as [pieces, units, size of a unit], and the units' dim."""
         size = shape[shard.dim] // (shard.interleave * self.units)
         inner = [shard.interleave, self.units, size]

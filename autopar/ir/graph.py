@@ -56,7 +56,7 @@ class ParameterInfo:
 class GraphProperty(enum.Enum):
     """A fact about a graph that passes require of it, and ensure for those behind them."""
 
-    ROWS_DIVIDED = "rows lie over the ranks of the data axis, and gradients are partial sums"
+    BATCH_SHARDED = "rows lie over the ranks of the data axis, and gradients are partial sums"
     PARAMETERS_SHARDED = "parameters lie as `layouts` says, gathered before their first use"
     GRADIENTS_SYNCHRONIZED = "gradients of parameters are whole sums, laid out as their parameters"
     COLLECTIVES_BUCKETED = "collectives of one bucket are one"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from autopar.errors import BatchError
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.placement import even_rows
-from autopar.passes.tensor_parallel.partition_axes import in_turn
+from autopar.passes.tensor_parallel.partition_axes import partition_in_order
 from autopar.plan.partition import NodeStrategies, Partition, mark, rows_of, scaled, splits_rows
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import assert_same_across_ranks
@@ -57,5 +57,7 @@ def strategies_of_call(
 
     return tuple(
         op_strategies
-        for _, _, op_strategies in in_turn(partitions, graph, plan.mesh_coordinate(rank), find)
+        for _, _, op_strategies in partition_in_order(
+            partitions, graph, plan.mesh_coordinate(rank), find
+        )
     )

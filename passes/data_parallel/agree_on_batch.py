@@ -14,7 +14,7 @@ from autopar.passes.core.collective_ops import collective, start_all_reduce
 from autopar.passes.core.node_builder import add_input, fake_like
 from autopar.passes.core.pass_base import Pass, PassResult
 
-EVIDENCE_SIZE = 4
+CHECKSUM_SIZE = 4
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class AgreeOnBatch(Pass):
         """Applies the pass to a copy of `graph`."""
         if next(graph.calls(), None) is None:
             return PassResult(graph, "nothing is computed")
-        return PassResult(agree_on_batch(graph.copy(), self.axes, "_".join(self.axes)))
+        return PassResult(sum_batch_checksums(graph.copy(), self.axes, "_".join(self.axes)))
 
 
-def agree_on_batch(graph: TrainingGraph, axes: Sequence[str], name: str) -> TrainingGraph:
+def sum_batch_checksums(graph: TrainingGraph, axes: Sequence[str], name: str) -> TrainingGraph:
     """Writes sums of evidence over axes, one after the other, at the start of the forward.
 
     Args:
@@ -46,7 +46,7 @@ def agree_on_batch(graph: TrainingGraph, axes: Sequence[str], name: str) -> Trai
         axes: of the mesh.
         name: of the `BatchChecksum` and its `ChecksumSum`.
     """
-    fake = fake_like(graph, (EVIDENCE_SIZE,), torch.float64)
+    fake = fake_like(graph, (CHECKSUM_SIZE,), torch.float64)
     graph, total = add_input(graph, BatchChecksum(name), f"evidence_{name}".rstrip("_"), fake)
     total.meta |= {"phase": "forward", "batch_dims": ((),), "placement": Partial()}
     placement = Varying() if name else Replicate()  # the data axis is the one that is typed

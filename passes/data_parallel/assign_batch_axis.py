@@ -13,7 +13,7 @@ from autopar.passes.core.collective_ops import (
     starts,
 )
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.passes.data_parallel.agree_on_batch import agree_on_batch
+from autopar.passes.data_parallel.agree_on_batch import sum_batch_checksums
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class AssignBatchAxis(Pass):
 
     axis: str
     agree: bool = True
-    ensures = frozenset({GraphProperty.ROWS_DIVIDED})
+    ensures = frozenset({GraphProperty.BATCH_SHARDED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
@@ -40,4 +40,4 @@ class AssignBatchAxis(Pass):
             if axis_of(start) == BATCH:
                 place = 2 if start.target in (start_reduce_scatter, start_all_gather) else 1
                 start.args = (*start.args[:place], self.axis, *start.args[place + 1 :])
-        return PassResult(agree_on_batch(graph, (self.axis,), "") if self.agree else graph)
+        return PassResult(sum_batch_checksums(graph, (self.axis,), "") if self.agree else graph)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar.common.notices import Difference
-from autopar.ir.batch_slicing import BATCH, Slices
+from autopar.ir.batch_slicing import BATCH, BatchSlices
 from autopar.ir.graph import TrainingGraph, elements, tensors
 from autopar.ir.placement import Partial, Replicate, Varying
 from autopar.ir.roles import (
@@ -42,7 +42,7 @@ class LocalBatch(Pass):
         has_rows: for each flattened argument, whether its dim 0 runs over the rows.
     """
 
-    slices: Slices
+    slices: BatchSlices
     has_rows: tuple[bool, ...]
 
     def __call__(self, graph: TrainingGraph) -> PassResult:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.common.notices import Difference
-from autopar.ir.batch_slicing import BATCH, Slices
+from autopar.ir.batch_slicing import BATCH, BatchSlices
 from autopar.ir.graph import TrainingGraph, Value, dense_strides, elements, user_line
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Partial, Placement, Replicate, Shard, Varying
@@ -36,9 +36,9 @@ from autopar.passes.core.collective_ops import (
 )
 from autopar.passes.core.node_builder import call, fake_like, is_random
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.passes.data_parallel.propagate import Placements, propagate, rows_after
-from autopar.passes.data_parallel.redistribute import Redistribution, moves
-from autopar.passes.rules.batch_loops import draws
+from autopar.passes.data_parallel.propagate import BatchPlacements, batch_dims_after, propagate
+from autopar.passes.data_parallel.redistribute import BatchRedistributor, moves
+from autopar.passes.rules.batch_loops import draws_random
 from autopar.passes.rules.local_args import local_shape
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS
@@ -62,21 +62,23 @@ class PartitionBatch(Pass):
         kept: outputs that stay in the model, so that every rank needs all rows of them.
     """
 
-    slices: Slices
+    slices: BatchSlices
     has_rows: tuple[bool, ...]
-    kept: tuple[int, ...] = ()
+    whole_outputs: tuple[int, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to `graph`, which stays as it is."""
-        placements = propagate(graph, self.slices, self.has_rows, self.kept)
+        placements = propagate(graph, self.slices, self.has_rows, self.whole_outputs)
         return PassResult(_BatchPartitioner(graph, self.slices, placements).run())
 
 
 class _BatchPartitioner(Partitioner):
     """One walk over the graph, which writes that of a slice."""
 
-    def __init__(self, graph: TrainingGraph, slices: Slices, placements: Placements) -> None:
-        super().__init__(graph, BATCH, slices.ranks, slices.index, placements.op_strategies)
+    def __init__(
+        self, graph: TrainingGraph, slices: BatchSlices, placements: BatchPlacements
+    ) -> None:
+        super().__init__(graph, BATCH, slices.axis_size, slices.index, placements.op_strategies)
         self.slices, self.placements = slices, placements
         self.extra: dict[InputRole, fx.Node] = {}
 
@@ -101,7 +103,9 @@ class _BatchPartitioner(Partitioner):
 
     def index(self) -> fx.Node:
         """The placeholder of this slice's place."""
-        return self.extra_input(BatchIndex(), "batch_index", (self.slices.held,), torch.int64)
+        return self.extra_input(
+            BatchIndex(), "batch_index", (self.slices.local_units,), torch.int64
+        )
 
     def weight(self) -> fx.Node:
         """The placeholder of this slice's share of the rows."""
@@ -138,7 +142,7 @@ class _BatchPartitioner(Partitioner):
     def operator(self, node: fx.Node) -> None:
         """One operator on what this slice holds; what all draw whole, the first slice draws."""
         super().operator(node)
-        if is_name(node) or not is_random(node) or not draws(Operator.of(node)):
+        if is_name(node) or not is_random(node) or not draws_random(Operator.of(node)):
             return
         op_strategy = self.op_strategies.get(node.name)
         if op_strategy is None or not any(isinstance(p, Shard) for p in op_strategy.results):
@@ -157,7 +161,7 @@ class _BatchPartitioner(Partitioner):
             if node in self.tuples:
                 drawn = call(self.new, node, operator.getitem, drawn, place)
             end, write = self.last, self.redistribution(node)
-            (agreed,) = write.reduce([write.kept_by_first(drawn)])
+            (agreed,) = write.reduce([write.keep_first(drawn)])
             self.mark(end)
             self.made[value] = (agreed, WHOLE)
 
@@ -204,8 +208,8 @@ class _BatchPartitioner(Partitioner):
 
     # Redistribution.
 
-    def redistribution(self, like: fx.Node) -> Redistribution:
-        return Redistribution(self.new, like, self.slices, self.index, self.weight)
+    def redistribution(self, like: fx.Node) -> BatchRedistributor:
+        return BatchRedistributor(self.new, like, self.slices, self.index, self.weight)
 
     def operand(self, value: Value, wanted: Placement, reader: fx.Node) -> fx.Node:
         """A value as its reader wants it, redistributed where nobody wanted it so before."""
@@ -268,12 +272,12 @@ class _BatchPartitioner(Partitioner):
         """The placement in which a value is returned."""
         match role:
             case Output(index):
-                return self.placements.returned[index]
+                return self.placements.outputs[index]
             case Gradient(Parameter()):
                 return PART
             case Gradient(Input() as of):
                 placement = self.placement_of(of)
-                return PART if placement == WHOLE and self.slices.in_time else placement
+                return PART if placement == WHOLE and self.slices.over_time else placement
             case Update(Input() as of):
                 return self.placement_of(of)
         return WHOLE
@@ -312,7 +316,7 @@ class _BatchPartitioner(Partitioner):
             if received or not (kinds or own):
                 node.meta |= {"placement": WHOLE, "batch_dims": rows}
             else:
-                rows = rows if is_name(node) else rows_after(node)
+                rows = rows if is_name(node) else batch_dims_after(node)
                 node.meta |= {"placement": kinds.pop() if len(kinds) == 1 else V}
                 node.meta["batch_dims"] = rows
 
@@ -332,13 +336,13 @@ class _BatchPartitioner(Partitioner):
         """A note for each operator that reads rows of other slices, and one for random numbers."""
         nodes = {node.name: node for node in self.old.calls()}
         seen: dict[str, int] = {}
-        for name, nbytes in self.placements.gathered.items():
+        for name, nbytes in self.placements.gathered_bytes.items():
             node = nodes[name]
             if node.meta["phase"] == "forward":
                 where = f"{node.target} needs all rows of the batch ({user_line(node)})"
                 seen[where] = seen.get(where, 0) + nbytes
         for where, nbytes in seen.items():
             yield f"{where}: {nbytes} bytes are gathered, exact"
-        for name in sorted(self.placements.drawn)[:1]:
+        for name in sorted(self.placements.local_random)[:1]:
             line = user_line(nodes[name])
             yield Difference(f"each rank draws random numbers for its own rows, first at {line}")

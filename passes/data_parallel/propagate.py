@@ -18,30 +18,36 @@ import torch
 from torch import fx
 
 from autopar.cost_model.kernels.signature import described, moved_bytes
-from autopar.ir.batch_slicing import Slices
+from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.graph import TrainingGraph, Value, elements, operands
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.ir.roles import Buffer, Gradient, Input, Output, Parameter, Tangent, Update
 from autopar.passes.core.collective_ops import is_name, value_of
 from autopar.passes.core.node_builder import is_view
-from autopar.passes.data_parallel.redistribute import LATENCY, NETWORK, Move, cost, moves
-from autopar.passes.rules.batch_loops import batch_loops, batch_strategies, draws, is_cast
-from autopar.passes.rules.loops import DimAccess, Loop, Operator, replicated, split
+from autopar.passes.data_parallel.redistribute import (
+    BYTES_PER_SENT_BYTE,
+    LATENCY,
+    Move,
+    move_cost,
+    moves,
+)
+from autopar.passes.rules.batch_loops import batch_loops, batch_strategies, draws_random, is_cast
+from autopar.passes.rules.loops import DimAccess, Loop, Operator, replicated, split_loop
 from autopar.passes.rules.operators.partial_linear import EACH, TOGETHER, linear_strategies
-from autopar.passes.rules.registry import is_known
+from autopar.passes.rules.registry import is_supported
 
 WHOLE, PART = Replicate(), Partial()
-FLOPS_A_BYTE = 8.0
+ITERATIONS_PER_BYTE = 8.0
 """Iterations of an operator's loops that cost as much as moving one byte of memory."""
 
 
-PENDING = 0.9 * LATENCY
+PENDING_SUM = 0.9 * LATENCY
 """Cost of a partial value's later sum, which may share a message with others."""
 
 
 @dataclass(frozen=True)
-class Placements:
+class BatchPlacements:
     """Placements of a graph along the batch axis.
 
     Attributes:
@@ -55,14 +61,14 @@ class Placements:
 
     op_strategies: Mapping[str, OpStrategy]
     inputs: Mapping[str, Placement]
-    returned: Mapping[int, Placement]
-    gathered: Mapping[str, int] = field(default_factory=dict)
-    drawn: frozenset[str] = frozenset()
+    outputs: Mapping[int, Placement]
+    gathered_bytes: Mapping[str, int] = field(default_factory=dict)
+    local_random: frozenset[str] = frozenset()
 
 
 def propagate(
-    graph: TrainingGraph, slices: Slices, has_rows: Sequence[bool], kept: Sequence[int] = ()
-) -> Placements:
+    graph: TrainingGraph, slices: BatchSlices, has_rows: Sequence[bool], kept: Sequence[int] = ()
+) -> BatchPlacements:
     """Placements of every value of a graph captured at the whole batch.
 
     Args:
@@ -80,7 +86,7 @@ class _Propagation:
     def __init__(
         self,
         graph: TrainingGraph,
-        slices: Slices,
+        slices: BatchSlices,
         has_rows: Sequence[bool],
         kept: Sequence[int],
     ) -> None:
@@ -94,7 +100,7 @@ class _Propagation:
         self.chosen: dict[object, OpStrategy] = {}
         self.final = _only_gradients(graph)
 
-    def run(self) -> Placements:
+    def run(self) -> BatchPlacements:
         inputs = dict(zip(self.graph.placeholders, self.graph.inputs, strict=True))
         tangents: list[fx.Node] = []
         for node, role in inputs.items():
@@ -116,7 +122,7 @@ class _Propagation:
                 self.visit(node)
         returned = returned or self.returned()
         self.sink(returned)
-        return Placements(
+        return BatchPlacements(
             self.op_strategies,
             {node.name: self.at[Value(node)] for node in inputs},
             returned,
@@ -163,19 +169,24 @@ class _Propagation:
         whole = node.name not in self.op_strategies and all(
             self.at[value] == WHOLE for value in reads
         )
-        if len(wanted) > 1 or not isinstance(shard, Shard) or not whole or draws(Operator.of(node)):
+        if (
+            len(wanted) > 1
+            or not isinstance(shard, Shard)
+            or not whole
+            or draws_random(Operator.of(node))
+        ):
             return
         if len(elements(node)) > 1 or not all(isinstance(v.tensor, torch.Tensor) for v in reads):
             return
-        known = is_known(node.target)
+        known = is_supported(node.target)
         for loop in self.loops_of(Operator.of(node), _likeness(node)) if known else ():
             (at,) = loop.results
-            if loop.own or not isinstance(at, DimAccess) or at.dim != shard.dim:
+            if loop.lowering or not isinstance(at, DimAccess) or at.dim != shard.dim:
                 continue
             pieces, rest = divmod(shard.interleave, at.interleave)
-            fits = not rest and (loop.free or pieces == 1)
-            if fits and loop.size and self.slices.can_cut(loop.size, pieces):
-                self.op_strategies[node.name] = split(loop.interleaved(pieces))
+            fits = not rest and (loop.interleavable or pieces == 1)
+            if fits and loop.size and self.slices.divides(loop.size, pieces):
+                self.op_strategies[node.name] = split_loop(loop.interleaved(pieces))
                 self.at[Value(node)] = shard
                 return
 
@@ -191,7 +202,9 @@ class _Propagation:
             self.move(node, value, wanted)
         if op_strategy != replicated(Operator.of(node)):
             self.op_strategies[node.name] = op_strategy
-        if draws(Operator.of(node)) and any(isinstance(p, Shard) for p in op_strategy.results):
+        if draws_random(Operator.of(node)) and any(
+            isinstance(p, Shard) for p in op_strategy.results
+        ):
             self.drawn.add(node.name)
         for place, placement in enumerate(op_strategy.results):
             self.at[Value(node, place)] = placement
@@ -238,10 +251,10 @@ class _Propagation:
         """
         operator = Operator.of(node)
         found = [replicated(operator)]
-        known = not whole or is_known(operator.target)
+        known = not whole or is_supported(operator.target)
         for loop in self.loops_of(operator, likeness) if known else ():
-            found += [split(cut) for cut in self.cuts(loop, have)]
-        if not draws(Operator.of(node)):
+            found += [split_loop(cut) for cut in self.cuts(loop, have)]
+        if not draws_random(Operator.of(node)):
             linear = [*linear_strategies(operator), *batch_strategies(operator)]
             late = node.meta["phase"] == "backward"
             found += [
@@ -267,10 +280,10 @@ class _Propagation:
                 and placement.dim == at.dim
             ):
                 inside, rest = divmod(placement.interleave, at.interleave)
-                if not rest and loop.free:
+                if not rest and loop.interleavable:
                     pieces.add(inside)
         for count in sorted(pieces):
-            if loop.size and self.slices.can_cut(loop.size, count):
+            if loop.size and self.slices.divides(loop.size, count):
                 yield loop.interleaved(count)
 
     def price(
@@ -287,11 +300,11 @@ class _Propagation:
         for value, wanted in dict(zip(reads, op_strategy.operands, strict=True)).items():
             for move in self.path(value, wanted):
                 if move[2] not in self.moved.get(value, ()):
-                    total += cost(move, value.tensor, self.slices)
+                    total += move_cost(move, value.tensor, self.slices)
         divided = any(isinstance(p, Shard) for p in (*op_strategy.operands, *op_strategy.results))
         total += self.work(node, likeness) / (self.slices.count if divided else 1)
         total += (
-            LATENCY if draws(Operator.of(node)) and not divided else 0.0
+            LATENCY if draws_random(Operator.of(node)) and not divided else 0.0
         )  # slices agree on what is drawn
         made = [
             (p, t)
@@ -300,9 +313,11 @@ class _Propagation:
         ]
         for placement, tensor in made:
             if isinstance(placement, Partial) and not last:
-                total += PENDING + 2 * NETWORK * tensor.numel() * tensor.element_size()
+                total += (
+                    PENDING_SUM + 2 * BYTES_PER_SENT_BYTE * tensor.numel() * tensor.element_size()
+                )
             elif whole and isinstance(placement, Shard):  # readers may want it whole again
-                total += cost(("gather", placement, WHOLE), tensor, self.slices)
+                total += move_cost(("gather", placement, WHOLE), tensor, self.slices)
             elif placement == WHOLE and last:
                 total += 2 * tensor.numel() * tensor.element_size()
         return total
@@ -312,8 +327,8 @@ class _Propagation:
         if is_view(node):
             return 0.0
         loops = self.loops.get(likeness, [])
-        iterations = math.prod(loop.size for loop in loops if not loop.own)
-        return max(float(moved_bytes(node)), iterations / FLOPS_A_BYTE)
+        iterations = math.prod(loop.size for loop in loops if not loop.lowering)
+        return max(float(moved_bytes(node)), iterations / ITERATIONS_PER_BYTE)
 
 
 def _only_gradients(graph: TrainingGraph) -> frozenset[Value]:
@@ -359,12 +374,12 @@ def _likeness(node: fx.Node) -> tuple[object, ...]:
     return node.target, described(node.args), described(node.kwargs)
 
 
-def rows_after(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+def batch_dims_after(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     """For each result of an operator on one slice, the dims over rows, by its rule."""
     given = [(n.meta.get("batch_dims") or ((),))[0] for n in operands(node)]
     none: tuple[tuple[int, ...], ...] = ((),) * len(elements(node))
     known = all(isinstance(n.meta["val"], torch.Tensor) for n in operands(node))
-    if not (known and any(given) and is_known(node.target)):
+    if not (known and any(given) and is_supported(node.target)):
         return none
     for loop in _matching(batch_loops(Operator.of(node)), given):
         return tuple((at.dim,) if isinstance(at, DimAccess) else () for at in loop.results)

@@ -23,12 +23,12 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from autopar.ir.batch_slicing import BATCH, Slices
+from autopar.ir.batch_slicing import BATCH, BatchSlices
 from autopar.ir.graph import tensors
 from autopar.ir.placement import Partial, Placement, Replicate, Shard, even_rows
 from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_reduce
 from autopar.passes.core.node_builder import aten, call
-from autopar.passes.rules.emit_redistribute import Emission
+from autopar.passes.rules.emit_redistribute import RedistributeEmitter
 from autopar.passes.rules.local_args import local_shape
 from autopar.passes.rules.redistribute import RedistributeStep
 
@@ -38,20 +38,20 @@ Move = tuple[Kind, Placement, Placement]
 WIDE_BYTES = 1 << 16
 """Sums of up to so many bytes travel as float64, so that they share a message."""
 
-NETWORK = 10.0
+BYTES_PER_SENT_BYTE = 10.0
 """Bytes of memory traffic that sending one byte costs."""
 
 LATENCY = float(1 << 17)
 """Bytes of memory traffic that one collective costs, however small."""
 
-IN_TIME = 100.0
+MICRO_BATCH_FACTOR = 100.0
 """Factor on collectives over micro-batches, most of which cannot be scheduled."""
 
 
-def moves(before: Placement, after: Placement, slices: Slices) -> list[Move] | None:
+def moves(before: Placement, after: Placement, slices: BatchSlices) -> list[Move] | None:
     """The moves from one placement to another; none if they are equal, None if there is no way."""
     whole, part = Replicate(), Partial()
-    joint = slices.is_even and not slices.in_time
+    joint = slices.is_even and not slices.over_time
     if before == after:
         return []
     match before, after:
@@ -59,7 +59,7 @@ def moves(before: Placement, after: Placement, slices: Slices) -> list[Move] | N
             return [("select", before, after)]
         case Replicate(), Partial("sum"):
             return [("share", before, after)]
-        case Shard(), Replicate() if slices.in_time:
+        case Shard(), Replicate() if slices.over_time:
             return [("spread", before, part), ("reduce", part, after)]
         case Shard(), Replicate():
             return [("gather", before, after)]
@@ -80,12 +80,17 @@ def moves(before: Placement, after: Placement, slices: Slices) -> list[Move] | N
             return None
 
 
-def cost(move: Move, tensor: torch.Tensor, slices: Slices) -> float:
+def move_cost(move: Move, tensor: torch.Tensor, slices: BatchSlices) -> float:
     """The cost of a move of a whole tensor, in bytes of memory traffic."""
     whole = float(tensor.numel() * tensor.element_size())
     part = whole / slices.count
-    sent = NETWORK * (slices.count - 1) / slices.count * (IN_TIME if slices.in_time else 1.0)
-    start = LATENCY * (IN_TIME if slices.in_time else 1.0)
+    sent = (
+        BYTES_PER_SENT_BYTE
+        * (slices.count - 1)
+        / slices.count
+        * (MICRO_BATCH_FACTOR if slices.over_time else 1.0)
+    )
+    start = LATENCY * (MICRO_BATCH_FACTOR if slices.over_time else 1.0)
     match move[0]:
         case "select":
             return 2 * part
@@ -100,7 +105,7 @@ def cost(move: Move, tensor: torch.Tensor, slices: Slices) -> float:
 
 
 @dataclass(frozen=True)
-class Redistribution:
+class BatchRedistributor:
     """Writes moves at a graph's insertion point.
 
     Attributes:
@@ -113,7 +118,7 @@ class Redistribution:
 
     graph: fx.Graph
     like: fx.Node
-    slices: Slices
+    slices: BatchSlices
     index: Callable[[], fx.Node]
     weight: Callable[[], fx.Node]
 
@@ -161,9 +166,9 @@ class Redistribution:
         dtype = _fake(value).dtype
         if dtype.is_floating_point or dtype.is_complex:
             return self.op(aten.mul.Tensor, value, self._cast(self.weight(), dtype))
-        return self.kept_by_first(value)
+        return self.keep_first(value)
 
-    def kept_by_first(self, value: fx.Node) -> fx.Node:
+    def keep_first(self, value: fx.Node) -> fx.Node:
         """The value on the first slice, zeros on all others."""
         place = self.op(aten.select.int, self.index(), 0, 0)
         others = self.op(aten.ne.Scalar, place, 0)
@@ -173,18 +178,20 @@ class Redistribution:
         """Writes an operator."""
         return call(self.graph, self.like, target, *args, **kwargs)
 
-    def _emission(self) -> Emission:
-        return Emission(self.graph, self.like, self.slices.count, self.slices.index, BATCH)
+    def _emission(self) -> RedistributeEmitter:
+        return RedistributeEmitter(
+            self.graph, self.like, self.slices.count, self.slices.index, BATCH
+        )
 
     def _select(self, value: fx.Node, shard: Shard) -> fx.Node:
         shape = tuple(_fake(value).shape)
-        split, dim = self.slices.split(shape, shard)
+        split, dim = self.slices.split_shape(shape, shard)
         part = self.op(aten.index_select.default, self._view(value, split), dim, self.index())
         return self._view(part, self._local(shape, shard))
 
     def _spread(self, value: fx.Node, shard: Shard, whole: tuple[int, ...]) -> fx.Node:
-        split, dim = self.slices.split(whole, shard)
-        local = [*split[:dim], self.slices.held, *split[dim + 1 :]]
+        split, dim = self.slices.split_shape(whole, shard)
+        local = [*split[:dim], self.slices.local_units, *split[dim + 1 :]]
         zeros = self.op(aten.new_zeros.default, value, split)
         part = self._view(value, local)
         made = self.op(aten.index_copy.default, zeros, dim, self.index(), part)
@@ -200,12 +207,12 @@ class Redistribution:
         slices = self.slices
         sizes = even_rows(slices.rows, slices.count)
         most, full = sizes[0], slices.rows % slices.count
-        split, dim = slices.split(whole, shard)
-        local = self._view(value, [*split[:dim], slices.held, *split[dim + 1 :]])
+        split, dim = slices.split_shape(whole, shard)
+        local = self._view(value, [*split[:dim], slices.local_units, *split[dim + 1 :]])
         order = [dim, *(d for d in range(len(split)) if d != dim)]
         front = self._contiguous(self.op(aten.permute.default, local, order))
         rest = list(_fake(front).shape[1:])
-        pads = [0] * (2 * len(rest)) + [0, most - slices.held]
+        pads = [0] * (2 * len(rest)) + [0, most - slices.local_units]
         front = self.op(aten.constant_pad_nd.default, front, pads)
         (every,) = collective(
             self.graph, self.like, start_all_gather, [front], [slices.count * most], BATCH
@@ -240,7 +247,7 @@ class Redistribution:
         return self.op(aten._to_copy.default, value, dtype=dtype)
 
     def _local(self, shape: Sequence[int], shard: Shard) -> list[int]:
-        return local_shape(shape, shard, self.slices.ranks, self.slices.index)
+        return local_shape(shape, shard, self.slices.axis_size, self.slices.index)
 
     def _contiguous(self, value: fx.Node) -> fx.Node:
         return self._emission().contiguous(value)

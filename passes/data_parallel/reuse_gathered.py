@@ -13,11 +13,11 @@ from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import UnshardedParam
 from autopar.passes.core.node_builder import add_input
 
-ONCE = (1, 2)
+GATHER_ONCE_STAGES = (1, 2)
 """ZeRO stages under which they are."""
 
 
-def gathered_once(graph: TrainingGraph, stages: Mapping[str, int]) -> dict[str, fx.Node]:
+def once_gathered_params(graph: TrainingGraph, stages: Mapping[str, int]) -> dict[str, fx.Node]:
     """The nodes that are such parameters, whole, by name.
 
     Args:
@@ -28,14 +28,14 @@ def gathered_once(graph: TrainingGraph, stages: Mapping[str, int]) -> dict[str, 
         name: node
         for node in graph.calls()
         if (name := node.meta.get("gathered")) and node.meta["phase"] == "forward"
-        if stages[graph.parameters[name].block] in ONCE
+        if stages[graph.parameters[name].block] in GATHER_ONCE_STAGES
     }
 
 
 def export_gathered(graph: TrainingGraph, stages: Mapping[str, int]) -> TrainingGraph:
     """The program of the first micro-batch: it also returns what the others need not gather."""
     graph = graph.copy()
-    found = gathered_once(graph, stages)
+    found = once_gathered_params(graph, stages)
     return graph.with_results({UnshardedParam(name): node for name, node in found.items()})
 
 
@@ -45,7 +45,7 @@ def import_gathered(graph: TrainingGraph, stages: Mapping[str, int]) -> Training
     Values keep their names, so that all have the same backwards.
     """
     graph = graph.copy()
-    for name, node in gathered_once(graph, stages).items():
+    for name, node in once_gathered_params(graph, stages).items():
         graph, given = add_input(
             graph, UnshardedParam(name), f"{node.name}_given", node.meta["val"]
         )

@@ -40,7 +40,7 @@ class ShardParameters(Pass):
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
         stages = dict(self.stages)
-        sharded = [p for p in graph.parameters.values() if shards(p, stages[p.block])]
+        sharded = [p for p in graph.parameters.values() if is_sharded(p, stages[p.block])]
         if not sharded:
             return PassResult(graph, "every block is stage 0: parameters stay whole")
         graph = graph.copy()
@@ -101,7 +101,7 @@ def kept_over(parameters: Mapping[ParameterInfo, fx.Node]) -> set[ParameterInfo]
     return {info for info, node in own.items() if all(other < node for other in others)}
 
 
-def shards(info: ParameterInfo, stage: int) -> bool:
+def is_sharded(info: ParameterInfo, stage: int) -> bool:
     """Whether a parameter is sharded between steps under a ZeRO stage."""
     return bool(info.shape) and (stage == 3 or (stage > 0 and info.requires_grad))
 

@@ -34,21 +34,21 @@ class SynchronizeGradients(Pass):
 
     axis: str
     rank: int
-    hold: tuple[str, ...] = ()
-    held: tuple[str, ...] = ()
+    unreduced: tuple[str, ...] = ()
+    accumulated: tuple[str, ...] = ()
     shard_axis: str = ""
-    requires = frozenset({GraphProperty.ROWS_DIVIDED})
+    requires = frozenset({GraphProperty.BATCH_SHARDED})
     ensures = frozenset({GraphProperty.GRADIENTS_SYNCHRONIZED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
         names = [r.of.name for r in graph.outputs if _is_parameter(r)]  # type: ignore[union-attr]
-        if not names and not self.held:
+        if not names and not self.accumulated:
             return PassResult(graph, "no parameter has a gradient")
-        if self.hold:
+        if self.unreduced:
             graph = self.hold_gradients(graph)
-        for name in self.held:
+        for name in self.accumulated:
             graph = self.add_held(graph, name)
         changed = {}
         for role, node in zip(graph.outputs, graph.results, strict=True):
@@ -59,7 +59,7 @@ class SynchronizeGradients(Pass):
     def hold_gradients(self, graph: TrainingGraph) -> TrainingGraph:
         """Returns local gradients under the role `UnreducedGrad`."""
         roles = tuple(
-            UnreducedGrad(r.of.name) if _is_parameter(r) and r.of.name in self.hold else r  # type: ignore[union-attr]
+            UnreducedGrad(r.of.name) if _is_parameter(r) and r.of.name in self.unreduced else r  # type: ignore[union-attr]
             for r in graph.outputs
         )
         return replace(graph, outputs=roles)

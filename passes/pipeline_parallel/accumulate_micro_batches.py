@@ -21,7 +21,7 @@ from autopar.passes.core.collective_ops import (
 )
 from autopar.passes.core.node_builder import add_input
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.passes.pipeline_parallel.stage_dependence import kinds_of
+from autopar.passes.pipeline_parallel.stage_dependence import dependences
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class AccumulateMicroBatches(Pass):
     ones, known from the inputs alone, and late ones, known when all forwards have run. Tier: exact.
     """
 
-    ensures = frozenset({GraphProperty.ROWS_DIVIDED})
+    ensures = frozenset({GraphProperty.BATCH_SHARDED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`.
@@ -45,7 +45,7 @@ class AccumulateMicroBatches(Pass):
         sums = [start for start in starts(graph) if axis_of(start) == BATCH]
         if not sums:
             return PassResult(graph, "nothing is reduced over the batch")
-        kinds, waits = kinds_of(graph), {wait_of(start) for start in sums}
+        kinds, waits = dependences(graph), {wait_of(start) for start in sums}
         chained = {start for start in sums if not waits.isdisjoint(_ancestors(start))}
         for start in sums:
             is_sum = start.target is start_all_reduce and op_of(start) == "sum"
@@ -88,7 +88,7 @@ def _ancestors(start: fx.Node) -> Iterator[fx.Node]:
 
 def _check(graph: TrainingGraph) -> None:
     """No rows, and no other part, may need a late total in the forward."""
-    kinds = kinds_of(graph)
+    kinds = dependences(graph)
     returned = {n: r for r, n in zip(graph.outputs, graph.results, strict=True) if n is not None}
     for node in graph.calls():
         if node.meta["phase"] == "backward":

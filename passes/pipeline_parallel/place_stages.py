@@ -10,7 +10,12 @@ from autopar.ir.graph import TrainingGraph
 from autopar.passes.core.collective_ops import is_name
 from autopar.passes.core.node_builder import aten
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.passes.pipeline_parallel.stage_dependence import Kind, kinds_of, packet, stages_by_use
+from autopar.passes.pipeline_parallel.stage_dependence import (
+    Dependence,
+    dependences,
+    forward_stages,
+    op_packet,
+)
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,12 @@ class PlaceStages(Pass):
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
-        forward = stages_by_use(graph, dict(self.uses))
+        forward = forward_stages(graph, dict(self.uses))
         owners: dict[int, int] = {}
         for node, stage in forward.items():
             node.meta["stage"] = stage
             owners.setdefault(node.meta["seq_nr"], stage)
-        kinds = kinds_of(graph)
+        kinds = dependences(graph)
         for node in graph.calls():
             if node.meta["phase"] == "backward" and kinds[node] == "staged":
                 wanted = owners.get(node.meta["seq_nr"])
@@ -46,7 +51,7 @@ class PlaceStages(Pass):
 
 
 def backward_stage(
-    node: fx.Node, wanted: int | None, kinds: dict[fx.Node, Kind], stages: int
+    node: fx.Node, wanted: int | None, kinds: dict[fx.Node, Dependence], stages: int
 ) -> int:
     """The stage of an operator of the backward, all before it having theirs.
 
@@ -57,7 +62,7 @@ def backward_stage(
     late = [n for n in staged if n.meta["phase"] == "backward"]
     highest = min((n.meta["stage"] for n in late), default=stages - 1)
     lowest = max((n.meta["stage"] for n in staged if n not in late), default=0)
-    is_sum = packet(node) is aten.add and len(late) == 2
+    is_sum = op_packet(node) is aten.add and len(late) == 2
     if wanted is None or is_sum or is_name(node):
         wanted = highest
     return max(lowest, min(wanted, highest))

@@ -34,11 +34,11 @@ from autopar.ir.roles import (
 from autopar.passes.core.collective_ops import is_name
 from autopar.passes.core.node_builder import aten
 from autopar.passes.pipeline_parallel.place_stages import backward_stage
-from autopar.passes.pipeline_parallel.stage_dependence import LAYOUT, kinds_of, packet
+from autopar.passes.pipeline_parallel.stage_dependence import LAYOUT_OPS, dependences, op_packet
 
 
 @dataclass(frozen=True)
-class Stages:
+class PipelineStages:
     """A graph cut into stages.
 
     Attributes:
@@ -53,12 +53,12 @@ class Stages:
     prologue: TrainingGraph | None
     stages: tuple[TrainingGraph, ...]
     epilogue: TrainingGraph
-    same: frozenset[int]
-    makers: dict[int, int]
-    late: bool
+    replicated_partials: frozenset[int]
+    partial_stage: dict[int, int]
+    has_late_totals: bool
 
     @cached_property
-    def returned_by(self) -> dict[int, int]:
+    def output_stage(self) -> dict[int, int]:
         """The stage that makes each output that leaves it as it is, by index."""
         graphs = enumerate(self.stages)
         return {r.index: s for s, g in graphs for r in g.outputs if isinstance(r, Output)}
@@ -69,13 +69,13 @@ class Stages:
         return frozenset(r.index for g in self.stages for r in g.inputs if isinstance(r, Tangent))
 
     @cached_property
-    def at_once(self) -> bool:
+    def can_interleave_backward(self) -> bool:
         """Whether backwards may run among the forwards: one loss, that nothing else depends on."""
-        losses = self.tangents - set(self.returned_by)
-        return len(self.tangents) == len(losses) == 1 and not self.late
+        losses = self.tangents - set(self.output_stage)
+        return len(self.tangents) == len(losses) == 1 and not self.has_late_totals
 
 
-def split_stages(graph: TrainingGraph, stages: int) -> Stages:
+def split_stages(graph: TrainingGraph, stages: int) -> PipelineStages:
     """Cuts a graph that `place_stages` went over, and that may be partitioned since.
 
     Raises:
@@ -91,7 +91,7 @@ class _StageSplitter:
         self.graph, self.count = graph, count
         self.order = {node: place for place, node in enumerate(graph.graph.nodes)}
         self.roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
-        self.kinds = kinds_of(graph)
+        self.kinds = dependences(graph)
         self.stage: dict[fx.Node, int] = {}
         for node in graph.calls():
             if self.kinds[node] == "staged":
@@ -113,7 +113,7 @@ class _StageSplitter:
         read = [self.stage[n] for n in node.all_input_nodes if n in self.stage]
         return max(read, default=0) if wanted is None or is_name(node) else max(wanted, *read, 0)
 
-    def split(self) -> Stages:
+    def split(self) -> PipelineStages:
         empty = sorted(set(range(self.count)) - set(self.stage.values()))
         if empty:
             raise StrategyError(
@@ -131,7 +131,7 @@ class _StageSplitter:
         stages = tuple(self.stage_graph(index) for index in range(self.count))
         late = any(isinstance(r, BatchTotal) and r.late for g in stages for r in g.inputs)
         same = frozenset(self.totals.values())
-        return Stages(prologue, stages, epilogue, same, self.makers, late)
+        return PipelineStages(prologue, stages, epilogue, same, self.makers, late)
 
     # What is returned, and by whom.
 
@@ -160,7 +160,7 @@ class _StageSplitter:
     def contributions(self, node: fx.Node) -> Iterable[tuple[int, fx.Node]]:
         """A gradient as what each stage adds to it."""
         here = self.stage.get(node, self.count - 1)
-        if packet(node) is aten.add and node.meta["phase"] == "backward":
+        if op_packet(node) is aten.add and node.meta["phase"] == "backward":
             terms = [n for n in node.args if isinstance(n, fx.Node) and n in self.stage]
             alike = len(terms) == 2 and all(_same_type(n, node) for n in terms)
             if alike and any(self.stage[n] != here for n in terms):
@@ -185,7 +185,7 @@ class _StageSplitter:
 
     def base(self, node: fx.Node, stage: int) -> bool:
         """Whether a stage makes a value of an earlier one for itself: the view of one it gets."""
-        if packet(node) not in LAYOUT or node.meta["phase"] == "backward":
+        if op_packet(node) not in LAYOUT_OPS or node.meta["phase"] == "backward":
             return False
         source = node.args[0]
         return (

@@ -15,14 +15,14 @@ from autopar.ir.roles import BatchTotal, Parameter, StageInput
 from autopar.passes.core.collective_ops import STARTS, wait
 from autopar.passes.core.node_builder import is_random
 
-Kind = Literal["free", "held", "late", "staged"]
+Dependence = Literal["free", "held", "late", "staged"]
 """free: of inputs and constants alone, which every stage is given. held: a view or copy of
 parameters alone, or what they are gathered to. late: of totals that the forwards add up. staged:
 all other values, which one stage makes."""
 
 aten = torch.ops.aten
 
-HEAVY = frozenset(
+COSTLY_OPS = frozenset(
     {
         aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.dot, aten.mv,
         aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention,
@@ -31,7 +31,7 @@ HEAVY = frozenset(
 )  # fmt: skip
 """Operators that are not run twice to save a transfer."""
 
-LAYOUT = frozenset(
+LAYOUT_OPS = frozenset(
     {
         aten.t, aten.transpose, aten.permute, aten.view, aten._unsafe_view, aten.reshape,
         aten.unsqueeze, aten.squeeze, aten.expand, aten.slice, aten.select, aten.split,
@@ -41,17 +41,17 @@ LAYOUT = frozenset(
 )  # fmt: skip
 """Operators that only lay a value out in another way."""
 
-NAMES = (operator.getitem, wait)
+ALIASES = (operator.getitem, wait)
 
 
-def packet(node: fx.Node) -> object:
+def op_packet(node: fx.Node) -> object:
     """The operator of a node without its overload."""
     return getattr(node.target, "overloadpacket", node.target)
 
 
-def kinds_of(graph: TrainingGraph) -> dict[fx.Node, Kind]:
+def dependences(graph: TrainingGraph) -> dict[fx.Node, Dependence]:
     """What every node depends on."""
-    found: dict[fx.Node, Kind] = {}
+    found: dict[fx.Node, Dependence] = {}
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         match role:
             case Parameter():
@@ -70,20 +70,20 @@ def kinds_of(graph: TrainingGraph) -> dict[fx.Node, Kind]:
     return found
 
 
-def _kind(node: fx.Node, given: set[Kind]) -> Kind:
+def _kind(node: fx.Node, given: set[Dependence]) -> Dependence:
     forward = node.meta["phase"] == "forward"
     if "late" in given and (given <= {"free", "late"} or (forward and not has_batch_dim(node))):
         return "late"
-    if is_random(node) or packet(node) in HEAVY:
+    if is_random(node) or op_packet(node) in COSTLY_OPS:
         return "staged"
     if given <= {"free"}:
         return "free"
-    lays_out = packet(node) in LAYOUT or node.target in STARTS or node.target in NAMES
+    lays_out = op_packet(node) in LAYOUT_OPS or node.target in STARTS or node.target in ALIASES
     return "held" if given == {"held"} and lays_out else "staged"
 
 
 @dataclass(frozen=True)
-class Use:
+class ParameterUse:
     """A forward operator that reads a parameter.
 
     Attributes:
@@ -94,12 +94,12 @@ class Use:
 
     node: fx.Node
     name: str
-    number: int
+    index: int
 
 
-def uses(graph: TrainingGraph) -> Iterator[Use]:
+def parameter_uses(graph: TrainingGraph) -> Iterator[ParameterUse]:
     """The uses of parameters by the forward, in its order."""
-    kinds, counts = kinds_of(graph), dict[str, int]()
+    kinds, counts = dependences(graph), dict[str, int]()
     names: dict[fx.Node, tuple[str, ...]] = {
         node: (role.name,)
         for role, node in zip(graph.inputs, graph.placeholders, strict=True)
@@ -115,10 +115,10 @@ def uses(graph: TrainingGraph) -> Iterator[Use]:
         for name in read:
             number = counts.get(name, 0)
             counts[name] = number + 1
-            yield Use(node, name, number)
+            yield ParameterUse(node, name, number)
 
 
-def stages_by_use(
+def forward_stages(
     graph: TrainingGraph, wanted: Mapping[str, tuple[int, ...]]
 ) -> dict[fx.Node, int]:
     """The stage of each forward operator that one stage makes: that of the last use before it.
@@ -128,11 +128,11 @@ def stages_by_use(
         wanted: for each parameter the stage of each of its uses; later ones are like the last.
     """
     at: dict[fx.Node, int] = {}
-    for use in uses(graph):
+    for use in parameter_uses(graph):
         known = wanted.get(use.name, (0,))
-        stage = known[min(use.number, len(known) - 1)]
+        stage = known[min(use.index, len(known) - 1)]
         at[use.node] = max(at.get(use.node, 0), stage)
-    kinds, found, now = kinds_of(graph), dict[fx.Node, int](), 0
+    kinds, found, now = dependences(graph), dict[fx.Node, int](), 0
     for node in graph.calls():
         if node.meta["phase"] == "backward":
             break

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 _DRAWS = frozenset({*LIKE, *OF, aten.native_dropout.default})
 
 
-def draws(operator: Operator) -> bool:
+def draws_random(operator: Operator) -> bool:
     """Whether an operator draws random numbers; attention without dropout does not."""
     seeded = torch.Tag.nondeterministic_seeded in getattr(operator.target, "tags", ())
     return seeded and not attention.has_no_dropout(operator)
@@ -61,10 +61,12 @@ def batch_loops(operator: Operator) -> list[Loop]:
     """The loops of an operator along the batch axis."""
     if operator.target in LOGICAL:
         return LOGICAL[operator.target](operator)
-    if not draws(operator):
+    if not draws_random(operator):
         return loops_of(operator)
     if operator.target in _DRAWS:
         return same_dims(operator, range(operator.operands[0].dim()))
     if RULES.get(operator.target) in (attention.heads, attention.attention):
-        return [replace(loop, free=False) for loop in attention.heads(operator, draws=True)][:1]
+        return [
+            replace(loop, interleavable=False) for loop in attention.heads(operator, draws=True)
+        ][:1]
     return []

@@ -29,7 +29,7 @@ def all_gather(operator: Operator) -> list[Loop]:
     """Rows of a rank lie in the result inside of its piece."""
     given, made = operator.operands[0], operator.results[0]
     pieces, rest = divmod(made.shape[0], given.shape[0])
-    rows = [Loop(given.shape[0], (DimAccess(0),), (DimAccess(0, pieces),), even=True)]
+    rows = [Loop(given.shape[0], (DimAccess(0),), (DimAccess(0, pieces),), even_only=True)]
     return _dims(operator, 1) + ([] if rest or len(operator.results) > 1 else rows)
 
 
@@ -37,7 +37,7 @@ def reduce_scatter(operator: Operator) -> list[Loop]:
     """Rows of a rank lie in the operand inside of its piece."""
     given, made = operator.operands[0], operator.results[0]
     pieces, rest = divmod(given.shape[0], made.shape[0])
-    rows = [Loop(made.shape[0], (DimAccess(0, pieces),), (DimAccess(0),), even=True)]
+    rows = [Loop(made.shape[0], (DimAccess(0, pieces),), (DimAccess(0),), even_only=True)]
     return _dims(operator, 1) + ([] if rest or len(operator.results) > 1 else rows)
 
 

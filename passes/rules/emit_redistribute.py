@@ -28,7 +28,7 @@ from autopar.passes.rules.local_args import local_shape
 from autopar.passes.rules.redistribute import RedistributeStep
 
 
-class Emission:
+class RedistributeEmitter:
     """Writes nodes at a graph's insertion point, for one rank.
 
     Attributes:
@@ -192,12 +192,12 @@ class Emission:
         """A tensor in another shape, copied if its strides do not allow that."""
         if list(shape) == _shape(value):
             return value
-        if not viewable(tensors(value)[0], shape):
+        if not can_view(tensors(value)[0], shape):
             value = self.contiguous(value)
         return self.op(aten.view.default, value, list(shape))
 
 
-def viewable(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+def can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     """Whether a tensor's strides allow to look at it in another shape."""
     try:
         tensor.view(list(shape))

@@ -13,7 +13,7 @@ from autopar.passes.rules.operators.views import factors, view
 from autopar.passes.rules.registry import rule_of
 
 
-def undivided_notes(graph: TrainingGraph, sharded: Collection[str], axis: str) -> tuple[str, ...]:
+def indivisible_notes(graph: TrainingGraph, sharded: Collection[str], axis: str) -> tuple[str, ...]:
     """A note for each number, of heads or the like, that ranks do not divide.
 
     Args:

@@ -58,7 +58,7 @@ def local_shape(shape: Sequence[int], placement: Placement, ranks: int, rank: in
     return local
 
 
-def filled(operator: Operator, shards: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+def with_operands(operator: Operator, shards: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of an operator with others in the place of its tensors."""
     given = iter(shards)
 
@@ -86,7 +86,7 @@ def local_arguments(
         ranks: of the axis.
         rank: this one.
     """
-    args, kwargs = filled(operator, shards)
+    args, kwargs = with_operands(operator, shards)
     place = SIZES.get(operator.target)
     if operator.target in SQUEEZES:
         shape = local_shape(operator.results[0].shape, op_strategy.results[0], ranks, rank)

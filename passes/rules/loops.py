@@ -2,8 +2,7 @@
 
 An operator is a nest of loops. To split one over the ranks of an axis shards every tensor that the
 loop runs over, leaves the others whole, and makes a result that the loop is reduced out of a
-partial sum. So a rule has to say only which loops there are; `strategies_of_loops` derives the
-rest.
+partial sum. So a rule has to say only which loops there are; `loop_strategies` derives the rest.
 
 For `mm` of [m, k] and [k, n]:
 
@@ -58,9 +57,9 @@ class Loop:
     size: int
     operands: tuple[DimAccess | Reduced | None, ...]
     results: tuple[DimAccess | Reduced | None, ...]
-    free: bool = True
-    own: str = ""
-    even: bool = False
+    interleavable: bool = True
+    lowering: str = ""
+    even_only: bool = False
 
     def interleaved(self, pieces: int) -> Loop:
         """The loop inside of each of `pieces` equal pieces of it."""
@@ -122,7 +121,7 @@ def replicated(operator: Operator) -> OpStrategy:
     return OpStrategy((whole,) * len(operator.operands), (whole,) * len(operator.results))
 
 
-def strategies_of_loops(
+def loop_strategies(
     loops: list[Loop], ranks: int, interleaves: Sequence[int] = (1,)
 ) -> Iterator[OpStrategy]:
     """The ways that splitting one loop over `ranks` allows.
@@ -133,14 +132,14 @@ def strategies_of_loops(
         interleaves: numbers of pieces to try for loops whose pieces may be interleaved.
     """
     for loop in loops:
-        yield from map(split, fitting(loop, ranks, interleaves))
+        yield from map(split_loop, feasible_loops(loop, ranks, interleaves))
 
 
-def fitting(loop: Loop, ranks: int, interleaves: Iterable[int]) -> Iterator[Loop]:
+def feasible_loops(loop: Loop, ranks: int, interleaves: Iterable[int]) -> Iterator[Loop]:
     """A loop in each of these numbers of pieces that `ranks` divide, in one also unevenly."""
-    for pieces in interleaves if loop.free else (1,):
+    for pieces in interleaves if loop.interleavable else (1,):
         evenly = loop.size % (pieces * ranks) == 0
-        if evenly or (not loop.even and can_cut(loop.size, ranks, pieces)):
+        if evenly or (not loop.even_only and can_cut(loop.size, ranks, pieces)):
             yield loop.interleaved(pieces)
 
 
@@ -158,10 +157,10 @@ def fills_dims(loop: Loop, operator: Operator) -> bool:
     )
 
 
-def split(loop: Loop) -> OpStrategy:
+def split_loop(loop: Loop) -> OpStrategy:
     """Where the tensors lie if a loop is split over ranks."""
     operands, results = (tuple(map(_placement, at)) for at in (loop.operands, loop.results))
-    return OpStrategy(operands, results, loop.own)
+    return OpStrategy(operands, results, loop.lowering)
 
 
 def _placement(at: DimAccess | Reduced | None) -> Placement:

@@ -68,7 +68,7 @@ class RedistributeStep:
         """How the tensor is sharded before and after it."""
         return [p for p in (self.before, self.after) if isinstance(p, Shard)]
 
-    def copied(self, shape: Sequence[int], ranks: int) -> int:
+    def copied_elements(self, shape: Sequence[int], ranks: int) -> int:
         """The elements that are read and written beside its collective, which is over dim 0.
 
         Args:

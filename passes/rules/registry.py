@@ -33,7 +33,7 @@ from autopar.passes.rules.operators.generic import (
     rolled,
     unpadded,
 )
-from autopar.passes.rules.proof.probing import probed
+from autopar.passes.rules.proof.probing import probe_loops
 
 aten = torch.ops.aten
 
@@ -180,7 +180,7 @@ RULES: Mapping[OpOverload, Rule] = {
 
 def rule_of(target: Any) -> Rule | None:
     """The rule of an operator: its own, or that of pointwise operators; None if it has none."""
-    if (rule := RULES.get(target) or EXCHANGES.get(target)) is not None:
+    if (rule := RULES.get(target) or COLLECTIVE_RULES.get(target)) is not None:
         return rule
     tags = getattr(target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
@@ -188,7 +188,7 @@ def rule_of(target: Any) -> Rule | None:
     return pointwise if torch.Tag.pointwise in tags or target in POINTWISE else None
 
 
-EXCHANGES: Mapping[Any, Rule] = {
+COLLECTIVE_RULES: Mapping[Any, Rule] = {
     start_all_reduce: exchanges.all_reduce,
     start_all_gather: exchanges.all_gather,
     start_reduce_scatter: exchanges.reduce_scatter,
@@ -224,15 +224,15 @@ def loops_of(operator: Operator) -> list[Loop]:
 
     Of an operator that is not known they are found by running it.
     """
-    if not is_known(operator.target):
-        return probed(operator)
+    if not is_supported(operator.target):
+        return probe_loops(operator)
     rule = rule_of(operator.target)
     by_rule = [] if rule is None else rule(operator)
     found = [*by_rule, *lowering_loops(operator)]
-    return [loop if fills_dims(loop, operator) else replace(loop, even=True) for loop in found]
+    return [loop if fills_dims(loop, operator) else replace(loop, even_only=True) for loop in found]
 
 
-def is_known(target: Any) -> bool:
+def is_supported(target: Any) -> bool:
     """Whether there is a rule for an operator, a lowering of its own, or nothing to split."""
     if rule_of(target) is not None or any(
         target in own.targets for own in CUSTOM_LOWERINGS.values()

@@ -9,10 +9,10 @@ from torch import fx
 
 from autopar.ir.graph import TrainingGraph, operands, user_line
 from autopar.passes.rules.loops import Operator
-from autopar.passes.rules.registry import is_known, loops_of
+from autopar.passes.rules.registry import is_supported, loops_of
 
 
-def fallback_notes(graph: TrainingGraph, axis: str) -> tuple[str, ...]:
+def unsupported_notes(graph: TrainingGraph, axis: str) -> tuple[str, ...]:
     """A note for each operator without a rule in which probing found no loop either.
 
     Args:
@@ -34,7 +34,7 @@ def fallback_notes(graph: TrainingGraph, axis: str) -> tuple[str, ...]:
 
 
 def _stays_whole(node: fx.Node) -> bool:
-    if not hasattr(node.target, "_schema") or is_known(node.target):
+    if not hasattr(node.target, "_schema") or is_supported(node.target):
         return False
     given = (n.meta["val"] for n in operands(node))
     return not all(isinstance(v, torch.Tensor) for v in given) or not loops_of(Operator.of(node))

@@ -14,7 +14,7 @@ from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
 from autopar.plan.partition import NodeStrategies
 
 
-def in_turn(
+def partition_in_order(
     axes: Iterable[str],
     graph: TrainingGraph,
     place: Mapping[str, int],
@@ -36,7 +36,9 @@ def in_turn(
         yield axis, graph, op_strategies
 
 
-def complete(graph: TrainingGraph, op_strategies: NodeStrategies) -> dict[fx.Node, OpStrategy]:
+def complete_strategies(
+    graph: TrainingGraph, op_strategies: NodeStrategies
+) -> dict[fx.Node, OpStrategy]:
     """The way of every operator and placeholder: those that are not named are whole."""
     found, whole = dict(op_strategies), Replicate()
     return {

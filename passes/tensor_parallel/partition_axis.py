@@ -27,18 +27,18 @@ from autopar.passes.core.collective_ops import (
 from autopar.passes.core.node_builder import aten, call
 from autopar.passes.core.node_builder import value as fakes
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.passes.rules.emit_redistribute import Emission, viewable
-from autopar.passes.rules.indivisible_notes import undivided_notes
+from autopar.passes.rules.emit_redistribute import RedistributeEmitter, can_view
+from autopar.passes.rules.indivisible_notes import indivisible_notes
 from autopar.passes.rules.local_args import local_arguments, local_shape
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS
 from autopar.passes.rules.proof.infer_batch_dims import (
-    infer_operator_batch_dims,
-    infer_placement_batch_dims,
-    mark_batch_dims,
+    double_operator,
+    double_placement,
+    record_batch_dims,
 )
 from autopar.passes.rules.redistribute import RedistributeStep, redistribute_steps
-from autopar.passes.rules.unsupported_notes import fallback_notes
+from autopar.passes.rules.unsupported_notes import unsupported_notes
 
 WHOLE = Replicate()
 
@@ -139,8 +139,12 @@ class Partitioner:
             partitioned=(*self.old.partitioned, self.axis),
             notes=(
                 *self.old.notes,
-                *fallback_notes(self.old, self.axis),
-                *(undivided_notes(self.old, self.op_strategies, self.axis) if self.placed else ()),
+                *unsupported_notes(self.old, self.axis),
+                *(
+                    indivisible_notes(self.old, self.op_strategies, self.axis)
+                    if self.placed
+                    else ()
+                ),
             ),
         )
 
@@ -208,8 +212,8 @@ class Partitioner:
         made = emit(self.new, node, operator, op_strategy, shards)
         if "batch_dims" in node.meta:
             read = [n.meta["batch_dims"][0] for n in operands(node)]
-            twice = infer_operator_batch_dims(operator, op_strategy, read, node.meta["batch_dims"])
-            mark_batch_dims(self.since(end), shards, lambda g, x: emit(g, node, *twice, x))
+            twice = double_operator(operator, op_strategy, read, node.meta["batch_dims"])
+            record_batch_dims(self.since(end), shards, lambda g, x: emit(g, node, *twice, x))
         self.inherit(end, node)
         items = {item.args[1]: item for item in node.users if item.target is getitem}
         for index, result in enumerate(made):
@@ -284,7 +288,7 @@ class Partitioner:
     def viewable(self, local: Operator, node: fx.Node) -> Operator:
         """A view of a shard, copied if its strides do not allow what those of the whole did."""
         source, shape, *rest = local.args
-        if viewable(tensors(source)[0], shape):
+        if can_view(tensors(source)[0], shape):
             return local
         contiguous = torch.contiguous_format
         copy = call(self.new, node, aten.clone.default, source, memory_format=contiguous)
@@ -337,20 +341,20 @@ class Partitioner:
         """Writes one step of a conversion of a tensor of some shape for a reader."""
         place = (self.ranks, self.rank, self.axis)
         end = self.last
-        result = Emission(self.new, reader, *place).emit(step, node, whole)
+        result = RedistributeEmitter(self.new, reader, *place).emit(step, node, whole)
         self.inherit(end, node)
         if "batch_dims" in reader.meta:
             (rows,) = node.meta["batch_dims"]
             twice = replace(
                 step,
-                before=infer_placement_batch_dims(step.before, rows),
-                after=infer_placement_batch_dims(step.after, rows),
+                before=double_placement(step.before, rows),
+                after=double_placement(step.after, rows),
             )
             size = [n * 2 if d in rows else n for d, n in enumerate(whole)]
-            mark_batch_dims(
+            record_batch_dims(
                 self.since(end),
                 [node],
-                lambda g, x: Emission(g, reader, *place).emit(twice, x[0], size),
+                lambda g, x: RedistributeEmitter(g, reader, *place).emit(twice, x[0], size),
             )
         return result
 

@@ -45,7 +45,7 @@ def _clusters() -> object:
 
 def _probes() -> object:
     x = torch.rand(6, 4, 4)
-    return probing.probed(Operator(aten.diagonal_copy.default, (x, 0, 1, 2), {}, (x[:, 0],)))
+    return probing.probe_loops(Operator(aten.diagonal_copy.default, (x, 0, 1, 2), {}, (x[:, 0],)))
 
 
 USERS = {"operators": _operators, "scratch": _scratch, "clusters": _clusters, "probes": _probes}

@@ -152,7 +152,7 @@ class World:
                 case BatchFraction():
                     found[role] = torch.tensor(share.rows / share.total, dtype=torch.float64)
                 case BatchIndex():
-                    found[role] = share.slices.place()
+                    found[role] = share.slices.unit_indices()
                 case BatchChecksum():
                     found[role] = batch_checksum(self.leaves, share.rows, "global", CPU)
                 case Tangent(index):

@@ -15,8 +15,8 @@ from autopar.ir.placement import Replicate
 from autopar.ir.roles import Buffer, Input, InputRole, OutputRole, Parameter
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
-from autopar.passes.rules.proof.oracle import cut, joined
-from autopar.passes.rules.proof.spmd_interpreter import run
+from autopar.passes.rules.proof.oracle import shard_tensor, unshard
+from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
 from autopar.plan.partition import NodeStrategies
 
@@ -56,10 +56,10 @@ def partitioned(
     placed = {
         lies[name]: op_strategy.results[0] for name, op_strategy in op_strategies if name in lies
     }
-    parts = [cut(values[role], placed.get(role, WHOLE), ranks) for role in graph.inputs]
-    found = run([module_of(g) for g in graphs], list(zip(*parts, strict=True)))
+    parts = [shard_tensor(values[role], placed.get(role, WHOLE), ranks) for role in graph.inputs]
+    found = run_spmd([module_of(g) for g in graphs], list(zip(*parts, strict=True)))
     return {
-        role: joined(results, placed.get(getattr(role, "of", None), WHOLE))  # type: ignore[call-overload]
+        role: unshard(results, placed.get(getattr(role, "of", None), WHOLE))  # type: ignore[call-overload]
         for role, results in zip(graph.outputs, zip(*found, strict=True), strict=True)
         if results[0] is not None
     }
@@ -67,7 +67,7 @@ def partitioned(
 
 def whole(graph: TrainingGraph, values: Values) -> dict[OutputRole, Tensor]:
     """What one device returns."""
-    (found,) = run([module_of(graph)], [[values[role] for role in graph.inputs]])
+    (found,) = run_spmd([module_of(graph)], [[values[role] for role in graph.inputs]])
     return dict(zip(graph.outputs, found, strict=True))
 
 

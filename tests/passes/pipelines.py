@@ -26,8 +26,8 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline_parallel.accumulate_micro_batches import AccumulateMicroBatches
 from autopar.passes.pipeline_parallel.place_stages import PlaceStages
 from autopar.passes.pipeline_parallel.split_dgrad_wgrad import split_dgrad_wgrad
-from autopar.passes.pipeline_parallel.split_stages import Stages, split_stages
-from autopar.passes.pipeline_parallel.stage_dependence import uses
+from autopar.passes.pipeline_parallel.split_stages import PipelineStages, split_stages
+from autopar.passes.pipeline_parallel.stage_dependence import parameter_uses
 from autopar.passes.split_forward_backward import split_forward_backward
 from tests.harness.reference import relative_error
 from tests.passes.parity import World
@@ -40,20 +40,20 @@ def cut_at(graph: TrainingGraph, places: Sequence[int]) -> Uses:
     """The stage of each use of each parameter, a stage beginning at each of some users."""
     table: dict[str, list[int]] = {name: [] for name in graph.parameters}
     order = {node: number for number, node in enumerate(users(graph))}
-    for use in uses(graph):
+    for use in parameter_uses(graph):
         table[use.name].append(sum(order[use.node] >= place for place in places))
     return tuple((name, tuple(stages) or (0,)) for name, stages in table.items())
 
 
 def users(graph: TrainingGraph) -> list[fx.Node]:
     """The operators of the forward that read parameters."""
-    return list(dict.fromkeys(use.node for use in uses(graph)))
+    return list(dict.fromkeys(use.node for use in parameter_uses(graph)))
 
 
-def cut(world: World, places: Sequence[int]) -> Stages:
+def cut(world: World, places: Sequence[int]) -> PipelineStages:
     """The world's model in stages, its ranks being the micro-batches."""
     share = world.share(0)
-    slices = replace(share.slices, in_time=True)
+    slices = replace(share.slices, over_time=True)
     graph = capture_slice(world.attempt, share.call, slices).graph
     graph = replace(graph, axes={BATCH: world.ranks})
     count = len(places) + 1
@@ -68,7 +68,7 @@ class Pipeline:
     """Stages with what travels between them."""
 
     world: World
-    stages: Stages
+    stages: PipelineStages
     in_two: bool = False
     totals: dict[int, Tensor] = field(default_factory=dict)
     parts: dict[int, Tensor] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Pipeline:
                 case Saved():
                     self.saved.setdefault((stage, micro), {})[role] = value  # type: ignore
                 case MicrobatchPartial(index):
-                    fixed = index in self.stages.same and index in self.parts
+                    fixed = index in self.stages.replicated_partials and index in self.parts
                     self.parts[index] = value if fixed else self.parts.get(index, 0) + value  # type: ignore
                 case _ if value is not None:
                     self.results.setdefault(role, []).append(value)

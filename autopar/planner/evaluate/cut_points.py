@@ -12,7 +12,12 @@ from autopar.cost_model.collectives import Transfer, collective_of
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 from autopar.ir.roles import Gradient, Parameter
-from autopar.passes.pipeline_parallel.stage_dependence import LAYOUT, Use, kinds_of, packet
+from autopar.passes.pipeline_parallel.stage_dependence import (
+    LAYOUT_OPS,
+    ParameterUse,
+    dependences,
+    op_packet,
+)
 from autopar.planner.evaluate.stage_partition import Segment
 
 Uses = tuple[tuple[str, tuple[int, ...]], ...]
@@ -32,7 +37,7 @@ class CutPoints:
     uses: Uses
 
     @staticmethod
-    def of(found: Iterable[Use], parameters: Iterable[str]) -> CutPoints:
+    def of(found: Iterable[ParameterUse], parameters: Iterable[str]) -> CutPoints:
         """The places of a graph's uses of parameters, in the order in which they come."""
         names: dict[fx.Node, list[str]] = {}
         table: dict[str, list[int]] = {name: [] for name in parameters}
@@ -61,7 +66,7 @@ def segments_of(
         taken: seconds from each place to the next.
         copies: bytes that are held for each byte of a parameter, gradient and states included.
     """
-    kinds, at = kinds_of(graph), _stages(graph)
+    kinds, at = dependences(graph), _stages(graph)
     returned = {n for r, n in zip(graph.outputs, graph.results, strict=True)
                 if n is not None and isinstance(r, Gradient)}  # fmt: skip
     count = len(places.names)
@@ -139,7 +144,7 @@ def _is_view(node: fx.Node, at: Mapping[fx.Node, int]) -> bool:
     """Whether a value is another's, laid out in another way."""
     source = node.args[0] if node.args else None
     return (
-        packet(node) in LAYOUT
+        op_packet(node) in LAYOUT_OPS
         and node.meta["phase"] == "forward"
         and isinstance(source, fx.Node)
         and source in at

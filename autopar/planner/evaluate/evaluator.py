@@ -22,7 +22,7 @@ from autopar.passes.communication.bucket_collectives import BucketCollectives, p
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
-from autopar.passes.data_parallel.shard_parameters import shards
+from autopar.passes.data_parallel.shard_parameters import is_sharded
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.plan.buckets import Buckets
 from autopar.plan.compression import Compressions
@@ -267,7 +267,7 @@ class Evaluator:
 
     def _shards(self, info: ParameterInfo, stages: Mapping[str, int]) -> bool:
         """Whether a parameter is sharded between steps; what forward changes is not."""
-        return info.name in self.graph.parameters and shards(info, stages[info.block])
+        return info.name in self.graph.parameters and is_sharded(info, stages[info.block])
 
     @staticmethod
     def compressions(choice: CandidateConfig, buckets: Buckets) -> Compressions:

@@ -15,7 +15,7 @@ from autopar.cost_model.simulator.pipeline import PipelineSimulation
 from autopar.cost_model.simulator.streams import Event
 from autopar.ir.graph import tensor_bytes, tensors
 from autopar.ir.roles import Gradient, MicrobatchPartial, Parameter
-from autopar.passes.pipeline_parallel.split_stages import Stages
+from autopar.passes.pipeline_parallel.split_stages import PipelineStages
 from autopar.plan.pipeline import Pipeline
 
 
@@ -76,7 +76,7 @@ class P2PCost:
 
 
 def framed(
-    run: PipelineSimulation, stages: Stages, pipeline: Pipeline, link: P2PCost
+    run: PipelineSimulation, stages: PipelineStages, pipeline: Pipeline, link: P2PCost
 ) -> PipelineSimulation:
     """A schedule with what goes over the links before it and after it, for which all ranks wait.
 
@@ -111,7 +111,7 @@ def framed(
     )
 
 
-def _lending(stages: Stages, pipeline: Pipeline, link: P2PCost) -> tuple[float, float]:
+def _lending(stages: PipelineStages, pipeline: Pipeline, link: P2PCost) -> tuple[float, float]:
     """Seconds to lend parameters, and to give their gradients back: links are used at once."""
     lent, back = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for index, graph in enumerate(stages.stages):

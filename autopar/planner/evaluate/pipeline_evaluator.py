@@ -21,7 +21,7 @@ from autopar.passes.communication.bucket_collectives import BucketCollectives, p
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline_parallel.accumulate_gradients import accumulate_gradients
 from autopar.passes.pipeline_parallel.split_dgrad_wgrad import split_dgrad_wgrad
-from autopar.passes.pipeline_parallel.split_stages import Stages
+from autopar.passes.pipeline_parallel.split_stages import PipelineStages
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import (
     MicrobatchPrograms,
@@ -50,7 +50,7 @@ Staged = tuple[Plan, list[MicrobatchPrograms], StageDedup]
 class PipelineEvaluator(Evaluator):
     """Turns choices into plans with stages, and prices them; `base` has the pipeline."""
 
-    cuts: dict[str, Stages] = field(default_factory=dict, compare=False, repr=False)
+    cuts: dict[str, PipelineStages] = field(default_factory=dict, compare=False, repr=False)
     known: dict[CandidateConfig, Candidate] = field(default_factory=dict, compare=False, repr=False)
     lowerings: dict[CandidateConfig, Staged] = field(
         default_factory=dict, compare=False, repr=False
@@ -88,7 +88,7 @@ class PipelineEvaluator(Evaluator):
         return self.evaluated(choice, plan, prediction)
 
     def _together(
-        self, costs: Sequence[StageCost], stages: Stages, link: P2PCost
+        self, costs: Sequence[StageCost], stages: PipelineStages, link: P2PCost
     ) -> PipelineSimulation:
         """A whole step of all ranks, but for the optimizer's."""
         orders, times = self.orders(stages), (link.issue_s, link.late_s)
@@ -99,10 +99,10 @@ class PipelineEvaluator(Evaluator):
         run = simulate_pipeline(orders, costs, link.seconds, *times, crowding)
         return framed(run, stages, self.pipeline, link)
 
-    def orders(self, stages: Stages) -> Orders:
+    def orders(self, stages: PipelineStages) -> Orders:
         """What each rank does: forwards first, where the loss must be known before a backward."""
         p = self.pipeline
-        if stages.at_once:
+        if stages.can_interleave_backward:
             return orders(p.schedule, p.ranks, p.micro_batches, p.stages_per_rank)
         return tuple(map(tuple.__add__, *split_orders(p.ranks, p.micro_batches, p.stages_per_rank)))
 

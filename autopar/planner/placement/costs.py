@@ -68,7 +68,9 @@ class PlacementCosts:
             if step.collective is not None:
                 size = step.message_bytes(tensor.shape, tensor.element_size(), self.shape.ranks)
                 costs.append(self.sent(step.collective, size, tensor.dtype))
-            copied = step.copied(tuple(tensor.shape), self.shape.ranks) * tensor.element_size()
+            copied = (
+                step.copied_elements(tuple(tensor.shape), self.shape.ranks) * tensor.element_size()
+            )
             costs.append(self._streamed(copied, tensor.element_size()))
         return _sum(costs)
 

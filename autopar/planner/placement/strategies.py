@@ -16,7 +16,14 @@ from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Placement, Replicate, Shard, can_cut
 from autopar.ir.roles import Parameter
 from autopar.passes.core.collective_ops import is_name, value_of
-from autopar.passes.rules.loops import DimAccess, Loop, Operator, fitting, replicated, split
+from autopar.passes.rules.loops import (
+    DimAccess,
+    Loop,
+    Operator,
+    feasible_loops,
+    replicated,
+    split_loop,
+)
 from autopar.passes.rules.operators.partial_linear import linear_strategies
 from autopar.passes.rules.registry import loops_of
 from autopar.planner.placement.repeated_nodes import repeated
@@ -100,7 +107,7 @@ def _ways(node: fx.Node, loops: Sequence[Loop]) -> Sequence[OpStrategy]:
     """All ways of an operator whose loops are split in so many pieces."""
     operator = Operator.of(node)
     return list(
-        dict.fromkeys([replicated(operator), *map(split, loops), *linear_strategies(operator)])
+        dict.fromkeys([replicated(operator), *map(split_loop, loops), *linear_strategies(operator)])
     )
 
 
@@ -127,7 +134,7 @@ def _loops(node: fx.Node, even: bool) -> list[Loop]:
         return any(isinstance(at, DimAccess) and at.dim in dims for at, dims in places)
 
     loops = loops_of(Operator.of(node))
-    return [replace(loop, even=True) if even or of_rows(loop) else loop for loop in loops]
+    return [replace(loop, even_only=True) if even or of_rows(loop) else loop for loop in loops]
 
 
 def _known(reads: Sequence[Value]) -> bool:
@@ -199,7 +206,7 @@ class _Spread:
         return [
             made
             for i, loop in enumerate(self.given[node])
-            for made in fitting(loop, self.ranks, sorted(self.pieces[node, i]))
+            for made in feasible_loops(loop, self.ranks, sorted(self.pieces[node, i]))
         ]
 
     def run(self) -> None:
@@ -214,13 +221,13 @@ class _Spread:
 
     def attempt(self, node: fx.Node, i: int, pieces: int) -> None:
         """Tries a loop in so many pieces."""
-        if self.given[node][i].free and pieces not in self.pieces[node, i]:
+        if self.given[node][i].interleavable and pieces not in self.pieces[node, i]:
             self.pieces[node, i].add(pieces)
             self.tell(node, i, pieces)
 
     def tell(self, node: fx.Node, i: int, pieces: int) -> None:
         """A loop in so many pieces shards the values that it runs over accordingly."""
-        if any(fitting(self.given[node][i], self.ranks, (pieces,))):
+        if any(feasible_loops(self.given[node][i], self.ranks, (pieces,))):
             for value, dim, interleave in self.places.get((node, i), ()):
                 self.meet(value, dim, interleave * pieces)
 

@@ -20,7 +20,7 @@ from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.optimizer_memory import optimizer_state_ratio
 from autopar.errors import StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.passes.tensor_parallel.partition_axes import in_turn
+from autopar.passes.tensor_parallel.partition_axes import partition_in_order
 from autopar.plan.partition import NodeStrategies, Partition, named
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import fingerprint
@@ -237,7 +237,7 @@ def _shards(
     decided = dict(zip(axes, op_strategies, strict=True))
     graph, first = replace(graph, axes=dict(problem.mesh)), dict.fromkeys(axes, 0)
     nodes: dict[str, fx.Node] = {}
-    for axis, before, _ in in_turn(axes, graph, first, lambda axis, _: decided[axis]):
+    for axis, before, _ in partition_in_order(axes, graph, first, lambda axis, _: decided[axis]):
         nodes |= shards_of(strategy_choices(before, axes[axis]).op_strategies, axes[axis])
     return nodes
 
@@ -397,7 +397,7 @@ def evaluator_of(
     def along(axis: str, graph: TrainingGraph) -> NodeStrategies:
         return given[axis] if given else strategies_along(problem, axis, graph, machine, memory)
 
-    turns = in_turn(axes, whole, first, along)
+    turns = partition_in_order(axes, whole, first, along)
     for axis, before, op_strategies in turns:
         found.append(op_strategies)
         partition = Partition.of(axis, axes[axis], before, op_strategies)

@@ -16,7 +16,7 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.pipeline import build_stage_pipeline
-from autopar.passes.pipeline_parallel.stage_dependence import uses
+from autopar.passes.pipeline_parallel.stage_dependence import parameter_uses
 from autopar.passes.stage_lowering import place_plan_stages
 from autopar.plan.partition import rows_of
 from autopar.plan.pipeline import Pipeline
@@ -101,7 +101,7 @@ def cut_points_of(strategy: Strategy, model: str, graph: TrainingGraph) -> CutPo
     Raises:
         StrategyError: it cannot be cut into as many stages.
     """
-    places = CutPoints.of(uses(graph), graph.parameters)
+    places = CutPoints.of(parameter_uses(graph), graph.parameters)
     if len(places.names) < strategy.stages:
         raise StrategyError(
             f"{model} uses parameters in {len(places.names)} places, so it cannot be cut into "

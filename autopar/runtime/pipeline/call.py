@@ -71,7 +71,7 @@ class PipelineCall:
             len(self.shares),
             self.held,
             self.states,
-            program.split.same,
+            program.split.replicated_partials,
             differentiates=program.differentiates,
         )
         self.at_once = self.compiled.at_once and not self.no_sync and not self.held
@@ -92,7 +92,7 @@ class PipelineCall:
                 weight = share.rows / share.total
                 return torch.tensor(weight, dtype=torch.float64, device=self.compiled.device)
             case BatchIndex():
-                return share.slices.place(self.compiled.device)
+                return share.slices.unit_indices(self.compiled.device)
             case BatchTotal(index):
                 return self.step.totals[index]
             case UnshardedParam(name):
@@ -177,7 +177,7 @@ class PipelineCall:
                     found[index] = value
                 case Update(Buffer(name)):
                     self.updates[name] = value
-        for index, stage in program.split.returned_by.items():
+        for index, stage in program.split.output_stage.items():
             found[index] = self._broadcast(index, stage)
         return [found[index] for index in self.returned]
 
@@ -279,7 +279,7 @@ class PipelineCall:
         Times their number: gradients that enter by rows are averaged over all slices of a batch, as
         losses that ranks make of their rows are.
         """
-        stage = self.compiled.program.split.returned_by.get(index)
+        stage = self.compiled.program.split.output_stage.get(index)
         count = len(self.shares)
         if stage is None or count == 1:
             return tangent

@@ -58,7 +58,7 @@ class CompiledPipelineCall:
     @cached_property
     def at_once(self) -> bool:
         """Whether backwards can run among the forwards: of one loss, whose gradient is known."""
-        return self.program.split.at_once
+        return self.program.split.can_interleave_backward
 
     @cached_property
     def parts(self) -> dict[int, torch.Tensor]:

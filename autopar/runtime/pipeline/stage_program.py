@@ -14,7 +14,7 @@ from autopar.passes.core.node_builder import is_random
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline_parallel.accumulate_gradients import accumulate_gradients
 from autopar.passes.pipeline_parallel.split_dgrad_wgrad import split_dgrad_wgrad
-from autopar.passes.pipeline_parallel.split_stages import Stages
+from autopar.passes.pipeline_parallel.split_stages import PipelineStages
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
 from autopar.plan.partition import NodeStrategies
@@ -74,7 +74,7 @@ class PipelineProgram:
 
     capture: Capture
     micro_batches: int
-    split: Stages
+    split: PipelineStages
     stages: Mapping[int, StageProgram]
     prologue: Half | None
     epilogue: Half

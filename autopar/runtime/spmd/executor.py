@@ -116,7 +116,7 @@ class SpmdExecutor:
                     weight = share.rows / share.total
                     values.append(torch.tensor(weight, dtype=torch.float64, device=setting.device))
                 case BatchIndex():
-                    values.append(share.slices.place(setting.device))
+                    values.append(share.slices.unit_indices(setting.device))
                 case BatchChecksum(axis):
                     mode = "global" if axis else setting.options.batch
                     values.append(batch_checksum(leaves, share.rows, mode, setting.device))

@@ -44,10 +44,10 @@ def _batch_norm(site: LoweringContext) -> list[fx.Node]:
     whole, own = site.operator.operands[0], value(x)
     channels, dims = whole.shape[1], [0, *range(2, whole.dim())]
     elements = whole.numel() // channels
-    moments = site.op(aten.var_mean.correction, site.accurate(x), dims, correction=0)
+    moments = site.op(aten.var_mean.correction, site.upcast(x), dims, correction=0)
     variance, mean = (site.op(getitem, moments, place) for place in (0, 1))
     share = site.op(aten.full_like.default, _first(site, mean), own.numel() / whole.numel())
-    table = site.stacked(site.op(aten.cat.default, [mean, variance, share]))
+    table = site.gather_stacked(site.op(aten.cat.default, [mean, variance, share]))
     sizes = [channels, channels, 1]
     pieces = site.op(aten.split_with_sizes.default, table, sizes, 1)
     means, variances, shares = (site.op(getitem, pieces, place) for place in range(3))
@@ -109,7 +109,7 @@ def _batch_norm_backward(site: LoweringContext) -> list[fx.Node | None]:
         [True, True, True],
     )  # fmt: skip
     direct, d_weight, d_bias = (site.op(getitem, frozen, place) for place in range(3))
-    sum_xhat, sum_dy = site.reduced(d_weight, d_bias)
+    sum_xhat, sum_dy = site.all_reduce(d_weight, d_bias)
     scale = inverse if weight is None else site.op(aten.mul.Tensor, inverse, weight)
     scale = site.op(aten.mul.Scalar, scale, whole.shape[1] / whole.numel())
     slope = site.op(aten.mul.Tensor, site.op(aten.mul.Tensor, scale, inverse), sum_xhat)

@@ -15,7 +15,7 @@ from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Placement, Shard, chunk_of
 from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_reduce
 from autopar.passes.core.node_builder import call
-from autopar.passes.rules.local_args import filled
+from autopar.passes.rules.local_args import with_operands
 from autopar.passes.rules.loops import Operator
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ class LoweringContext:
     @cached_property
     def arguments(self) -> Operator:
         """The operator with this rank's nodes in the place of tensors, by place or name."""
-        args, kwargs = filled(self.operator, self.shards)
+        args, kwargs = with_operands(self.operator, self.shards)
         return Operator(self.operator.target, tuple(args), kwargs, self.operator.results)
 
     @property
@@ -66,11 +66,11 @@ class LoweringContext:
         with next(t.fake_mode for t in known if t is not None):
             return call(self.graph, self.like, target, *args, **kwargs)
 
-    def reduced(self, *nodes: fx.Node, op: str = "sum") -> list[fx.Node]:
+    def all_reduce(self, *nodes: fx.Node, op: str = "sum") -> list[fx.Node]:
         """These nodes summed over the ranks (or their maximum), in one message."""
         return collective(self.graph, self.like, start_all_reduce, nodes, self.axis, op)
 
-    def stacked(self, node: fx.Node) -> fx.Node:
+    def gather_stacked(self, node: fx.Node) -> fx.Node:
         """What every rank has of this node, in a new first dim."""
         row = self.op(aten.unsqueeze.default, node, 0)
         (found,) = collective(
@@ -82,7 +82,7 @@ class LoweringContext:
         """Where this rank's chunk of a dim of `size` begins, and its size."""
         return chunk_of(size, self.ranks, self.rank)
 
-    def mine(self, node: fx.Node, placement: Placement) -> fx.Node:
+    def local_shard(self, node: fx.Node, placement: Placement) -> fx.Node:
         """This rank's shard of what is whole; anything else as it is."""
         if not isinstance(placement, Shard):
             return node
@@ -93,7 +93,7 @@ class LoweringContext:
         parts = [self.op(aten.slice.Tensor, node, dim, s, s + width) for s in starts]
         return self.op(aten.cat.default, parts, dim) if pieces > 1 else parts[0]
 
-    def accurate(self, node: fx.Node) -> fx.Node:
+    def upcast(self, node: fx.Node) -> fx.Node:
         """In the precision that sums are computed in: at least float32."""
         dtype = value(node).dtype
         return self.cast(node, torch.float32 if dtype.itemsize < 4 else dtype)

@@ -41,7 +41,7 @@ def zero_unless(site: LoweringContext, known: fx.Node, node: fx.Node, first: int
 def _entries(operator: Operator) -> list[Loop]:
     """(weight, indices, ...): the entries."""
     part: Reduced = "sum"
-    return [Loop(operator.operands[0].shape[0], (DimAccess(0), None), (part,), free=False)]
+    return [Loop(operator.operands[0].shape[0], (DimAccess(0), None), (part,), interleavable=False)]
 
 
 def _embedding(site: LoweringContext) -> list[fx.Node]:
@@ -53,7 +53,7 @@ def _embedding(site: LoweringContext) -> list[fx.Node]:
 def _entries_backward(operator: Operator) -> list[Loop]:
     """(gradient, indices, entries, padding, by frequency): the entries, of the result alone."""
     by_frequency = operator.args[4]
-    loop = Loop(operator.args[2], (None, None), (DimAccess(0),), free=False)
+    loop = Loop(operator.args[2], (None, None), (DimAccess(0),), interleavable=False)
     return [] if by_frequency else [loop]
 
 
@@ -85,7 +85,9 @@ def _index_dim(operator: Operator) -> list[Loop]:
     dim = _indexed(operator)
     if dim is None:
         return []
-    return [Loop(operator.operands[0].shape[dim], (DimAccess(dim), None), ("sum",), free=False)]
+    return [
+        Loop(operator.operands[0].shape[dim], (DimAccess(dim), None), ("sum",), interleavable=False)
+    ]
 
 
 def _index(site: LoweringContext) -> list[fx.Node]:
@@ -108,7 +110,7 @@ def _index_put_dim(operator: Operator) -> list[Loop]:
             operator.operands[0].shape[dim],
             (DimAccess(dim), None, None),
             (DimAccess(dim),),
-            free=False,
+            interleavable=False,
         )
     ]
 
@@ -138,7 +140,7 @@ def _along_dim(operator: Operator) -> list[Loop]:
     if not source.dim():
         return []
     dim = operator.args[1] % source.dim()
-    return [Loop(source.shape[dim], (DimAccess(dim), None), ("sum",), free=False)]
+    return [Loop(source.shape[dim], (DimAccess(dim), None), ("sum",), interleavable=False)]
 
 
 def _gather(site: LoweringContext) -> list[fx.Node]:

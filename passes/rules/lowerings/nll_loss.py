@@ -28,7 +28,7 @@ def _classes(operator: Operator) -> list[Loop]:
     if source.dim() < 2:
         return []
     rest = (None,) * len(others)
-    return [Loop(source.shape[1], (DimAccess(1), *rest), ("sum", None), free=False)]
+    return [Loop(source.shape[1], (DimAccess(1), *rest), ("sum", None), interleavable=False)]
 
 
 def _nll_loss(site: LoweringContext) -> list[fx.Node]:
@@ -77,7 +77,7 @@ def _nll_loss_rows(site: LoweringContext) -> list[fx.Node]:
     log, target, weights, _, ignored = site.arguments.args
     pair = site.op(site.operator.target, log, target, weights, SUM, ignored)
     sums = [site.op(getitem, pair, 0), _total(site, pair)]
-    sums = site.reduced(*(site.cast(node, torch.float64) for node in sums))
+    sums = site.all_reduce(*(site.cast(node, torch.float64) for node in sums))
     loss, total = (site.cast(node, value(log).dtype) for node in sums)
     return [site.op(aten.div.Tensor, loss, total), total]
 
@@ -97,7 +97,9 @@ def _classes_backward(operator: Operator) -> list[Loop]:
     if source.dim() < 2:
         return []
     rest = (None,) * len(others)
-    return [Loop(source.shape[1], (None, DimAccess(1), *rest), (DimAccess(1),), free=False)]
+    return [
+        Loop(source.shape[1], (None, DimAccess(1), *rest), (DimAccess(1),), interleavable=False)
+    ]
 
 
 def _nll_loss_backward(site: LoweringContext) -> list[fx.Node]:

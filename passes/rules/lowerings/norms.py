@@ -43,7 +43,7 @@ def _layer_norm_dims(operator: Operator) -> list[Loop]:
 
 def _layer_norm(site: LoweringContext) -> list[fx.Node | None]:
     source, _, weight, bias, eps = site.arguments.args
-    dims, x = list(_FORWARD(site.operator)), site.accurate(source)
+    dims, x = list(_FORWARD(site.operator)), site.upcast(source)
     mean, variance, offset = _moments(site, x, dims, 0)
     rstd = site.op(aten.rsqrt.default, site.op(aten.add.Scalar, variance, eps))
     made = site.op(aten.mul.Tensor, offset, rstd)
@@ -79,7 +79,7 @@ def _layer_norm_backward_dims(operator: Operator) -> list[Loop]:
 def _layer_norm_backward(site: LoweringContext) -> list[fx.Node | None]:
     gradient, source, _, mean, rstd, weight, _, mask = site.arguments.args
     dims = list(_BACKWARD(site.operator))
-    gradient, source = site.accurate(gradient), site.accurate(source)
+    gradient, source = site.upcast(gradient), site.upcast(source)
     normal = site.op(aten.mul.Tensor, site.op(aten.sub.Tensor, source, mean), rstd)
     product = site.op(aten.mul.Tensor, gradient, normal)
     rows = list(range(dims[0]))
@@ -134,7 +134,7 @@ def _mean(site: LoweringContext) -> list[fx.Node]:
 
 def _variance(site: LoweringContext) -> list[fx.Node]:
     correction = site.operator.kwargs.get("correction")
-    x = site.accurate(site.shards[0])
+    x = site.upcast(site.shards[0])
     dims = reduced_dims(site.operator, 1)
     mean, variance, _ = _moments(site, x, dims, 1 if correction is None else correction)
     results = site.operator.results
@@ -151,9 +151,11 @@ def _is_euclidean(operator: Operator) -> list[Loop]:
 
 
 def _vector_norm(site: LoweringContext) -> list[fx.Node]:
-    x, result = site.accurate(site.shards[0]), site.operator.results[0]
+    x, result = site.upcast(site.shards[0]), site.operator.results[0]
     square = site.op(aten.mul.Tensor, x, x)
-    (total,) = site.reduced(site.op(aten.sum.dim_IntList, square, reduced_dims(site.operator, 2)))
+    (total,) = site.all_reduce(
+        site.op(aten.sum.dim_IntList, square, reduced_dims(site.operator, 2))
+    )
     norm = site.op(aten.view.default, site.op(aten.sqrt.default, total), list(result.shape))
     return [site.cast(norm, result.dtype)]
 
@@ -180,7 +182,7 @@ def _means(
     sums = [site.op(aten.sum.dim_IntList, node, list(dims), True) for node in nodes]
     over = max(count - correction, 0)
     scale = 1 / over if over else float("inf")
-    return [site.op(aten.mul.Scalar, total, scale) for total in site.reduced(*sums)]
+    return [site.op(aten.mul.Scalar, total, scale) for total in site.all_reduce(*sums)]
 
 
 LOWERINGS = {

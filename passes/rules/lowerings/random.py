@@ -73,7 +73,7 @@ def _made(site: LoweringContext) -> list[fx.Node]:
 
 def _drawn(site: LoweringContext, *args: Any) -> list[fx.Node]:
     drawn = site.op(site.operator.target, *args, **site.arguments.kwargs)
-    return [site.mine(drawn, site.op_strategy.results[0])]
+    return [site.local_shard(drawn, site.op_strategy.results[0])]
 
 
 def _dropout(site: LoweringContext) -> list[fx.Node]:
@@ -83,7 +83,7 @@ def _dropout(site: LoweringContext) -> list[fx.Node]:
     ones = site.op(aten.new_ones.default, source, shape)
     pair = site.op(site.operator.target, ones, p, train)
     scale, mask = (
-        site.mine(site.op(getitem, pair, place), placement)
+        site.local_shard(site.op(getitem, pair, place), placement)
         for place, placement in enumerate(site.op_strategy.results)
     )
     return [site.op(aten.mul.Tensor, source, scale), mask]

@@ -165,7 +165,7 @@ CUSTOM_LOWERINGS: Mapping[str, CustomLowering] = {
 def lowering_loops(operator: Operator) -> list[Loop]:
     """The loops of an operator that an own lowering splits."""
     return [
-        replace(loop, own=name)
+        replace(loop, lowering=name)
         for name, own in CUSTOM_LOWERINGS.items()
         if operator.target in own.targets
         for loop in own.rule(operator)

@@ -22,7 +22,7 @@ def _scanned(operator: Operator) -> list[Loop]:
     """(source, dim): the dim, in order."""
     source = operator.operands[0]
     return [
-        Loop(source.shape[dim], (DimAccess(dim),), (DimAccess(dim),), free=False)
+        Loop(source.shape[dim], (DimAccess(dim),), (DimAccess(dim),), interleavable=False)
         for dim in reduced_dims(operator, 1)
     ]
 
@@ -32,7 +32,7 @@ def _cumsum(site: LoweringContext) -> list[fx.Node]:
     dim, dtype = site.shard.dim, site.operator.results[0].dtype
     own = site.op(aten.cumsum.default, site.shards[0], dim, dtype=dtype)
     width = value(own).shape[dim]
-    totals = site.stacked(site.op(aten.slice.Tensor, own, dim, width - 1, width))
+    totals = site.gather_stacked(site.op(aten.slice.Tensor, own, dim, width - 1, width))
     later = [0, 0] * (value(totals).dim() - 1) + [1, -1]
     before = site.op(aten.constant_pad_nd.default, totals, later)
     sums = site.op(aten.cumsum.default, before, 0, dtype=dtype)
@@ -47,13 +47,15 @@ def _reduced(operator: Operator) -> list[Loop]:
     source = operator.operands[0]
     results = (None,) * len(operator.results)
     dims = reduced_dims(operator, 1) if source.dtype.is_signed else []
-    return [Loop(source.shape[dim], (DimAccess(dim),), results, free=False) for dim in dims]
+    return [
+        Loop(source.shape[dim], (DimAccess(dim),), results, interleavable=False) for dim in dims
+    ]
 
 
 def _least(site: LoweringContext) -> list[fx.Node]:
     args = site.arguments
     own = site.op(args.target, *args.args, **args.kwargs)
-    (least,) = site.reduced(site.op(aten.neg.default, own), op="max")
+    (least,) = site.all_reduce(site.op(aten.neg.default, own), op="max")
     return [site.op(aten.neg.default, least)]
 
 
@@ -69,11 +71,11 @@ def _extremum(
         pair = site.op(takes_dim, source, dim, True)
         own, place = (site.op(getitem, pair, i) for i in (0, 1))
         high = own if largest else site.op(aten.neg.default, own)
-        (top,) = site.reduced(high, op="max")
+        (top,) = site.all_reduce(high, op="max")
         place = site.op(aten.add.Scalar, place, begin)
         beaten = site.op(aten.lt.Tensor, high, top)
         place = site.op(aten.where.ScalarSelf, beaten, size, place)
-        (first,) = site.reduced(site.op(aten.neg.default, place), op="max")
+        (first,) = site.all_reduce(site.op(aten.neg.default, place), op="max")
         best = top if largest else site.op(aten.neg.default, top)
         found = [best, site.op(aten.neg.default, first)][-len(site.operator.results) :]
         return [

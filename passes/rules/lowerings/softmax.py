@@ -29,18 +29,18 @@ def _own_dim(place: int) -> Rule:
 
 def _exponentials(site: LoweringContext, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
     """The maximum over the dim, x less it, and the exponentials of that."""
-    (top,) = site.reduced(site.op(aten.amax.default, x, [dim], True), op="max")
+    (top,) = site.all_reduce(site.op(aten.amax.default, x, [dim], True), op="max")
     shifted = site.op(aten.sub.Tensor, x, top)
     return top, shifted, site.op(aten.exp.default, shifted)
 
 
 def _sum(site: LoweringContext, x: fx.Node, dim: int) -> fx.Node:
-    (total,) = site.reduced(site.op(aten.sum.dim_IntList, x, [dim], True))
+    (total,) = site.all_reduce(site.op(aten.sum.dim_IntList, x, [dim], True))
     return total
 
 
 def _softmax(site: LoweringContext) -> list[fx.Node]:
-    x, dim = site.accurate(site.arguments.args[0]), site.shard.dim
+    x, dim = site.upcast(site.arguments.args[0]), site.shard.dim
     _, _, powers = _exponentials(site, x, dim)
     share = site.op(aten.div.Tensor, powers, _sum(site, powers, dim))
     return [site.cast(share, site.operator.results[0].dtype)]
@@ -48,7 +48,7 @@ def _softmax(site: LoweringContext) -> list[fx.Node]:
 
 def _safe_softmax(site: LoweringContext) -> list[fx.Node]:
     """A row of minus infinities yields zeros."""
-    x, dim = site.accurate(site.arguments.args[0]), site.shard.dim
+    x, dim = site.upcast(site.arguments.args[0]), site.shard.dim
     top, _, powers = _exponentials(site, x, dim)
     share = site.op(aten.div.Tensor, powers, _sum(site, powers, dim))
     empty = site.op(aten.eq.Scalar, top, -math.inf)
@@ -57,7 +57,7 @@ def _safe_softmax(site: LoweringContext) -> list[fx.Node]:
 
 
 def _log_softmax(site: LoweringContext) -> list[fx.Node]:
-    x, dim = site.accurate(site.arguments.args[0]), site.shard.dim
+    x, dim = site.upcast(site.arguments.args[0]), site.shard.dim
     _, shifted, powers = _exponentials(site, x, dim)
     total = site.op(aten.log.default, _sum(site, powers, dim))
     log = site.op(aten.sub.Tensor, shifted, total)
@@ -65,7 +65,7 @@ def _log_softmax(site: LoweringContext) -> list[fx.Node]:
 
 
 def _softmax_backward(site: LoweringContext) -> list[fx.Node]:
-    gradient, share = map(site.accurate, site.shards)
+    gradient, share = map(site.upcast, site.shards)
     product = site.op(aten.mul.Tensor, gradient, share)
     total = _sum(site, product, site.shard.dim)
     made = site.op(aten.sub.Tensor, product, site.op(aten.mul.Tensor, share, total))
@@ -73,7 +73,7 @@ def _softmax_backward(site: LoweringContext) -> list[fx.Node]:
 
 
 def _log_softmax_backward(site: LoweringContext) -> list[fx.Node]:
-    gradient, log = map(site.accurate, site.shards)
+    gradient, log = map(site.upcast, site.shards)
     total = _sum(site, gradient, site.shard.dim)
     taken = site.op(aten.mul.Tensor, site.op(aten.exp.default, log), total)
     made = site.op(aten.sub.Tensor, gradient, taken)
@@ -88,11 +88,11 @@ def _summed_dims(operator: Operator) -> list[Loop]:
 
 
 def _logsumexp(site: LoweringContext) -> list[fx.Node]:
-    x, dims = site.accurate(site.shards[0]), site.operator.args[1]
-    (top,) = site.reduced(site.op(aten.amax.default, x, dims, True), op="max")
+    x, dims = site.upcast(site.shards[0]), site.operator.args[1]
+    (top,) = site.all_reduce(site.op(aten.amax.default, x, dims, True), op="max")
     top = site.op(aten.masked_fill.Scalar, top, site.op(aten.isinf.default, top), 0.0)
     powers = site.op(aten.exp.default, site.op(aten.sub.Tensor, x, top))
-    (total,) = site.reduced(site.op(aten.sum.dim_IntList, powers, dims, True))
+    (total,) = site.all_reduce(site.op(aten.sum.dim_IntList, powers, dims, True))
     log = site.op(aten.add.Tensor, site.op(aten.log.default, total), top)
     result = site.operator.results[0]
     return [site.cast(site.op(aten.view.default, log, list(result.shape)), result.dtype)]

@@ -23,7 +23,7 @@ from autopar.passes.rules.loops import Operator
 Dims = tuple[int, ...]
 
 
-def mark_batch_dims(
+def record_batch_dims(
     written: Sequence[fx.Node],
     given: Sequence[fx.Node],
     again: Callable[[fx.Graph, list[fx.Node]], object],
@@ -42,7 +42,7 @@ def mark_batch_dims(
         twin = graph.placeholder(node.name)
         twin.meta = {
             **node.meta,
-            "val": infer_batch_dims(node.meta["val"], node.meta["batch_dims"][0]),
+            "val": double_tensor(node.meta["val"], node.meta["batch_dims"][0]),
         }
         twins.append(twin)
     again(graph, twins)
@@ -56,7 +56,7 @@ def mark_batch_dims(
         )
 
 
-def infer_batch_dims(tensor: torch.Tensor, rows: Dims) -> torch.Tensor:
+def double_tensor(tensor: torch.Tensor, rows: Dims) -> torch.Tensor:
     """A tensor like this of twice the rows, contiguous where it is."""
     strides = tensor.stride()
     return tensor.new_empty_strided(
@@ -65,14 +65,14 @@ def infer_batch_dims(tensor: torch.Tensor, rows: Dims) -> torch.Tensor:
     )
 
 
-def infer_placement_batch_dims(placement: Placement, rows: Dims) -> Placement:
+def double_placement(placement: Placement, rows: Dims) -> Placement:
     """Where a tensor lies at twice the rows: what is cut inside of each row has more pieces."""
     if isinstance(placement, Shard) and placement.interleave > 1 and placement.dim in rows:
         return Shard(placement.dim, placement.interleave * 2)
     return placement
 
 
-def infer_operator_batch_dims(
+def double_operator(
     operator: Operator, op_strategy: OpStrategy, read: Sequence[Dims], made: Sequence[Dims]
 ) -> tuple[Operator, OpStrategy]:
     """An operator and its way at twice the rows.
@@ -86,18 +86,18 @@ def infer_operator_batch_dims(
     dims = iter(read)
 
     def double(leaf: Any) -> Any:
-        return infer_batch_dims(leaf, next(dims)) if isinstance(leaf, torch.Tensor) else leaf
+        return double_tensor(leaf, next(dims)) if isinstance(leaf, torch.Tensor) else leaf
 
     args, kwargs = pytree.tree_map(double, (list(operator.args), operator.kwargs))
     results = tuple(
-        t if t is None else infer_batch_dims(t, rows)
+        t if t is None else double_tensor(t, rows)
         for t, rows in zip(operator.results, made, strict=True)
     )
     return (
         Operator(operator.target, tuple(args), kwargs, results),
         replace(
             op_strategy,
-            operands=tuple(map(infer_placement_batch_dims, op_strategy.operands, read)),
-            results=tuple(map(infer_placement_batch_dims, op_strategy.results, made)),
+            operands=tuple(map(double_placement, op_strategy.operands, read)),
+            results=tuple(map(double_placement, op_strategy.results, made)),
         ),
     )

@@ -15,10 +15,10 @@ from autopar.ir.placement import Partial, Placement, Shard, can_cut, chunk_rows
 from autopar.passes.rules.local_args import local_arguments
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import program
-from autopar.passes.rules.proof.spmd_interpreter import run
+from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 
 
-def cut(tensor: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Tensor]:
+def shard_tensor(tensor: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Tensor]:
     """What each rank holds of a tensor; summands of a partial one are random.
 
     Raises:
@@ -46,7 +46,7 @@ def cut(tensor: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Te
     return [tensor] * ranks
 
 
-def joined(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor | None:
+def unshard(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor | None:
     """The whole that ranks hold parts of; None if they should agree and do not."""
     if isinstance(placement, Shard) and placement.interleave == 1:
         return torch.cat(list(parts), placement.dim)
@@ -56,17 +56,17 @@ def joined(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor 
     if isinstance(placement, Partial):
         stacked = torch.stack(list(parts))
         return stacked.sum(0) if placement.op == "sum" else stacked.amax(0)
-    same = all(equal(part, parts[0]) for part in parts)
+    same = all(is_close(part, parts[0]) for part in parts)
     return parts[0] if same else None
 
 
-def holds(operator: Operator, op_strategy: OpStrategy, ranks: int) -> bool:
+def is_correct(operator: Operator, op_strategy: OpStrategy, ranks: int) -> bool:
     """Whether an operator on real tensors gives the same by a way as in one piece."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        got = on_shards(operator, op_strategy, ranks)
+        got = run_on_shards(operator, op_strategy, ranks)
         torch.manual_seed(0)
-        want = results_of(operator)
+        want = run_operator(operator)
     for place, placement in enumerate(op_strategy.results):
         parts = [results[place] for results in got]
         if want[place] is None:
@@ -74,34 +74,38 @@ def holds(operator: Operator, op_strategy: OpStrategy, ranks: int) -> bool:
         if any(part is None for part in parts):
             return False
         try:
-            made = joined(parts, placement)
+            made = unshard(parts, placement)
         except RuntimeError:
             return False
-        if made is None or not equal(made, want[place]):
+        if made is None or not is_close(made, want[place]):
             return False
     return True
 
 
-def on_shards(operator: Operator, op_strategy: OpStrategy, ranks: int) -> Sequence[Sequence[Any]]:
+def run_on_shards(
+    operator: Operator, op_strategy: OpStrategy, ranks: int
+) -> Sequence[Sequence[Any]]:
     """What each rank yields for an operator on real tensors, computed by a way."""
     whole = operator.operands
-    cuts = [cut(t, p, ranks) for t, p in zip(whole, op_strategy.operands, strict=True)]
+    cuts = [shard_tensor(t, p, ranks) for t, p in zip(whole, op_strategy.operands, strict=True)]
     shards = [[parts[rank] for parts in cuts] for rank in range(ranks)]
     if op_strategy.lowering:
-        return run([program(operator, op_strategy, ranks, rank) for rank in range(ranks)], shards)
+        return run_spmd(
+            [program(operator, op_strategy, ranks, rank) for rank in range(ranks)], shards
+        )
     return [
-        results_of(local_arguments(operator, op_strategy, own, ranks, rank))
+        run_operator(local_arguments(operator, op_strategy, own, ranks, rank))
         for rank, own in enumerate(shards)
     ]
 
 
-def results_of(operator: Operator) -> tuple[Any, ...]:
+def run_operator(operator: Operator) -> tuple[Any, ...]:
     """Runs an operator; its results as a tuple."""
     value = operator.target(*operator.args, **operator.kwargs)
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def equal(have: torch.Tensor, want: torch.Tensor) -> bool:
+def is_close(have: torch.Tensor, want: torch.Tensor) -> bool:
     """Whether two tensors are equal up to rounding."""
     if have.shape != want.shape or have.dtype != want.dtype:
         return False
@@ -111,7 +115,7 @@ def equal(have: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.allclose(have, want, rtol=bound, atol=bound, equal_nan=True)
 
 
-def real(operator: Operator, generator: torch.Generator | None = None) -> Operator:
+def on_random_tensors(operator: Operator, generator: torch.Generator | None = None) -> Operator:
     """The operator on random real tensors of the same shapes and dtypes."""
 
     def make(value: Any) -> Any:
@@ -124,4 +128,4 @@ def real(operator: Operator, generator: torch.Generator | None = None) -> Operat
 
     args, kwargs = pytree.tree_map(make, (list(operator.args), operator.kwargs))
     made = Operator(operator.target, tuple(args), kwargs, ())
-    return Operator(made.target, made.args, made.kwargs, results_of(made))
+    return Operator(made.target, made.args, made.kwargs, run_operator(made))

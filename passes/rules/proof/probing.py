@@ -21,8 +21,8 @@ from autopar.cost_model.disk_cache import cache_directory, digest, read_kept, wr
 from autopar.cost_model.kernels.random_inputs import takes_any
 from autopar.ir.op_strategy import OpStrategy
 from autopar.passes.rules.local_args import local_arguments
-from autopar.passes.rules.loops import DimAccess, Loop, Operator, split
-from autopar.passes.rules.proof.oracle import cut, holds, results_of
+from autopar.passes.rules.loops import DimAccess, Loop, Operator, split_loop
+from autopar.passes.rules.proof.oracle import is_correct, run_operator, shard_tensor
 
 RANKS = (2, 3)
 LARGEST = 1 << 16
@@ -36,11 +36,11 @@ _UNFIT = (
 )
 
 
-def probed(operator: Operator) -> list[Loop]:
+def probe_loops(operator: Operator) -> list[Loop]:
     """The loops of an operator as far as running it shows them; none if it cannot be probed."""
     if not can_be_probed(operator):
         return []
-    text = described(operator)
+    text = operator_text(operator)
     path = cache_directory() / "probes" / f"{digest({'operator': text, **_facts()})}.json"
     kept = read_kept(path, lambda data: [_loop(operator, **fields) for fields in data])
     if kept is None:
@@ -62,7 +62,7 @@ def can_be_probed(operator: Operator) -> bool:
     return all(isinstance(t, torch.Tensor) and t.dim() > 0 for t in operator.results)
 
 
-def described(operator: Operator) -> str:
+def operator_text(operator: Operator) -> str:
     """An operator and the shapes and dtypes that it is called with, as a text."""
 
     def text(leaf: Any) -> Any:
@@ -72,7 +72,7 @@ def described(operator: Operator) -> str:
 
 
 def _facts() -> Mapping[str, str]:
-    return {"torch": torch.__version__, "schema": "4"}
+    return {"torch": torch.__version__, "schema": "5"}
 
 
 def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields: Any) -> Loop:
@@ -91,7 +91,7 @@ def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields:
     loop = Loop(operands=tuple(map(at, operands)), results=tuple(map(at, results)), **fields)
     tensors = (*operator.operands, *operator.results)
     places = zip((*loop.operands, *loop.results), tensors, strict=True)
-    if loop.own or any(at and size_at(tensor, at) != loop.size for at, tensor in places):
+    if loop.lowering or any(at and size_at(tensor, at) != loop.size for at, tensor in places):
         raise ValueError(f"{operator.target} has no loop of {loop.size}")
     return loop
 
@@ -134,7 +134,7 @@ def _sampled(operator: Operator, size: Callable[[int], int]) -> Operator | None:
     target = decomposition(operator.target) or operator.target
     sample = Operator(target, tuple(args), kwargs, ())
     try:
-        results = results_of(sample)
+        results = run_operator(sample)
     except Exception:  # whatever an operator has against these tensors
         return None
     want = [[size(n) for n in t.shape] for t in operator.results]
@@ -162,7 +162,7 @@ def _loops(operator: Operator, sample: Operator) -> Iterator[Loop]:
         for places in islice(product(*choices), _TRIED):
             count = len(sample.operands)
             results = (DimAccess(dim), *places[count:])
-            loop = Loop(size, places[:count], results, free=False, even=True)
+            loop = Loop(size, places[:count], results, interleavable=False, even_only=True)
             if any(places[:count]) and None not in places[count:] and _holds(sample, loop):
                 yield replace(loop, size=operator.results[0].shape[dim])
                 break
@@ -177,10 +177,10 @@ def _dims_of(size: int, tensor: torch.Tensor, dim: int) -> list[DimAccess | None
 def _check_shards(sample: Operator, op_strategy: OpStrategy, ranks: int) -> None:
     """Runs an operator on fake shards: it raises where kernels might read beyond their operands."""
     pairs = zip(sample.operands, op_strategy.operands, strict=True)
-    parts = [cut(tensor, placement, ranks)[0] for tensor, placement in pairs]
+    parts = [shard_tensor(tensor, placement, ranks)[0] for tensor, placement in pairs]
     with FakeTensorMode() as mode:
         shards = [mode.from_tensor(part) for part in parts]
-        results_of(local_arguments(sample, op_strategy, shards, ranks))
+        run_operator(local_arguments(sample, op_strategy, shards, ranks))
 
 
 def _holds(sample: Operator, loop: Loop) -> bool:
@@ -188,7 +188,7 @@ def _holds(sample: Operator, loop: Loop) -> bool:
     tried = [ranks for ranks in RANKS if loop.size % ranks == 0 and loop.size > 1]
     try:
         for ranks in tried:
-            _check_shards(sample, split(loop), ranks)
-        return bool(tried) and all(holds(sample, split(loop), ranks) for ranks in tried)
+            _check_shards(sample, split_loop(loop), ranks)
+        return bool(tried) and all(is_correct(sample, split_loop(loop), ranks) for ranks in tried)
     except Exception:  # whatever an operator has against these shards
         return False

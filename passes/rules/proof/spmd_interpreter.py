@@ -30,7 +30,7 @@ from autopar.passes.core.collective_ops import (
 Program = Generator[tuple[fx.Node, list[Tensor]], list[Tensor], list[Any]]
 
 
-def run(
+def run_spmd(
     graphs: Sequence[fx.Graph | fx.GraphModule],
     arguments: Sequence[Sequence[Any]],
     axes: Mapping[str, int] | None = None,

@@ -68,8 +68,8 @@ def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None
     graph = run_passes(two_layers().graph(0), passes)
     assert graph.history == (
         "captured from TwoLayers",
-        "partition_batch(slices=Slices(count=2, index=0, rows=4, in_time=False), "
-        "has_rows=(True,), kept=())",
+        "partition_batch(slices=BatchSlices(count=2, index=0, rows=4, over_time=False), "
+        "has_rows=(True,), whole_outputs=())",
         "assign_batch_axis(axis='dp', agree=True)",
         "shard_parameters(axis='dp', rank=1, stages=(('blocks.0', 0), ('blocks.1', 0))): declined, "
         "every block is stage 0: parameters stay whole",
@@ -119,7 +119,7 @@ def test_a_failing_pass_leaves_a_reproducer() -> None:
 
 def test_a_pass_that_comes_too_early_is_refused() -> None:
     passes = [SynchronizeGradients(AXIS, 0), AssignBatchAxis(AXIS)]
-    with pytest.raises(PassError, match="the graph lacks ROWS_DIVIDED: put a pass that ensures it"):
+    with pytest.raises(PassError, match="the graph lacks BATCH_SHARDED: put a pass that ensures it"):
         run_passes(two_layers().graph(0), passes)
 
 

@@ -40,7 +40,7 @@ def test_whole_parameters_are_reduced_and_sharded_ones_scattered() -> None:
 
 def test_hold_returns_local_gradients() -> None:
     graph = run_passes(two_layers().graph(0), before(0))
-    after = run_passes(graph, [SynchronizeGradients(AXIS, 0, hold=NAMES)])
+    after = run_passes(graph, [SynchronizeGradients(AXIS, 0, unreduced=NAMES)])
     assert_expected_inline(
         changes(graph, after),
         """\
@@ -51,7 +51,7 @@ def test_hold_returns_local_gradients() -> None:
 
 def test_held_gradients_are_added_before_the_reduction() -> None:
     graph = run_passes(two_layers().graph(0), before(0))
-    after = run_passes(graph, [SynchronizeGradients(AXIS, 0, held=NAMES[:1])])
+    after = run_passes(graph, [SynchronizeGradients(AXIS, 0, accumulated=NAMES[:1])])
     assert_expected_inline(
         changes(graph, after),
         """\
@@ -72,9 +72,11 @@ def test_accumulation_reduces_once() -> None:
     """Two calls that hold, and one that adds what they held: three times the gradient."""
     it: World = two_layers(ranks=3, rows=7)
     held = it.run(
-        it.lower(lambda rank: (*before(rank, 3), SynchronizeGradients(AXIS, rank, hold=NAMES)))
+        it.lower(lambda rank: (*before(rank, 3), SynchronizeGradients(AXIS, rank, unreduced=NAMES)))
     )
-    graphs = it.lower(lambda rank: (*before(rank, 3), SynchronizeGradients(AXIS, rank, held=NAMES)))
+    graphs = it.lower(
+        lambda rank: (*before(rank, 3), SynchronizeGradients(AXIS, rank, accumulated=NAMES))
+    )
     inputs = []
     for rank, graph in enumerate(graphs):
         kept = {Accumulated(name): 2 * held[rank][UnreducedGrad(name)] for name in NAMES}  # type: ignore
@@ -89,7 +91,7 @@ def test_accumulation_reduces_once() -> None:
 def test_a_held_gradient_of_a_parameter_that_this_call_does_not_use() -> None:
     it = two_layers()
     it.model.blocks[0].requires_grad_(False)
-    graph = run_passes(it.graph(0), [*before(0), SynchronizeGradients(AXIS, 0, held=NAMES)])
+    graph = run_passes(it.graph(0), [*before(0), SynchronizeGradients(AXIS, 0, accumulated=NAMES)])
     assert graph.result(Gradient(Parameter(NAMES[0]))) is not None
 
 

@@ -108,7 +108,7 @@ def test_inputs_are_not_sent() -> None:
 def test_counts_of_targets_are_known_before_the_losses() -> None:
     stages = cut(world("gpt", 2), [4])
     assert stages.prologue is not None
-    assert not stages.late
+    assert not stages.has_late_totals
     early = [r for g in stages.stages for r in g.inputs if isinstance(r, BatchTotal)]
     assert early
     assert not any(r.late for r in early)
@@ -131,7 +131,7 @@ def test_what_the_backward_needs_of_all_forwards_is_late() -> None:
     it = skips(2)
     it = World(Squared().double(), it.batch, 2)
     stages = cut(it, [1])
-    assert stages.late
+    assert stages.has_late_totals
     assert max(Pipeline(it, stages).run().values()) <= EXACT
 
 

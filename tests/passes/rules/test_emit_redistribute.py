@@ -10,10 +10,10 @@ from autopar._torch import FakeTensorMode
 from autopar.ir.graph import tensor_bytes
 from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.passes.core.collective_ops import start_all_to_all
-from autopar.passes.rules.emit_redistribute import Emission
-from autopar.passes.rules.proof.infer_batch_dims import mark_batch_dims
-from autopar.passes.rules.proof.oracle import cut, equal, joined
-from autopar.passes.rules.proof.spmd_interpreter import run
+from autopar.passes.rules.emit_redistribute import RedistributeEmitter
+from autopar.passes.rules.proof.infer_batch_dims import record_batch_dims
+from autopar.passes.rules.proof.oracle import is_close, shard_tensor, unshard
+from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.rules.redistribute import RedistributeStep, redistribute_steps
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def program(
     with FakeTensorMode() as mode:
         node.meta = {"val": mode.from_tensor(part), "phase": "forward"}
         for step in redistribute_steps(before, after) or ():
-            node = Emission(graph, node, n, rank, "tp").emit(step, node, whole)
+            node = RedistributeEmitter(graph, node, n, rank, "tp").emit(step, node, whole)
     graph.output([node])
     return graph
 
@@ -56,15 +56,17 @@ def test_uneven_chunks_are_padded_and_cut(before: Placement, after: Placement, n
 def check(before: Placement, after: Placement, n: int, whole: torch.Tensor) -> None:
     """Ranks convert what they hold of a tensor into what they should."""
     whole = whole.transpose(0, 1)
-    parts = cut(whole, before, n)
+    parts = shard_tensor(whole, before, n)
     graphs = [program(part, whole.shape, before, after, n, rank) for rank, part in enumerate(parts)]
     if all(step.kind != "keep_first" for step in redistribute_steps(before, after) or ()):
         assert len({tuple(node.target for node in graph.nodes) for graph in graphs}) == 1
-    results = [result for (result,) in run(graphs, [[part] for part in parts])]
-    made = joined(results, after)
+    results = [result for (result,) in run_spmd(graphs, [[part] for part in parts])]
+    made = unshard(results, after)
     assert made is not None
-    assert equal(made, whole)
-    assert [result.shape for result in results] == [part.shape for part in cut(whole, after, n)]
+    assert is_close(made, whole)
+    assert [result.shape for result in results] == [
+        part.shape for part in shard_tensor(whole, after, n)
+    ]
     for graph, result in zip(graphs, results, strict=True):
         (returned,) = graph.output_node().args[0]  # type: ignore[misc]
         assert returned.meta["val"].stride() == result.stride()
@@ -84,7 +86,7 @@ def test_rows_are_known_where_one_row_needs_no_copy(kind: str) -> None:
     )
 
     def emit(graph: fx.Graph, given: list[fx.Node]) -> fx.Node:
-        return Emission(graph, given[0], 2, 0, "tp").emit(step, given[0], (1, 8, 3))
+        return RedistributeEmitter(graph, given[0], 2, 0, "tp").emit(step, given[0], (1, 8, 3))
 
     graph = fx.Graph()
     row = graph.placeholder("row")
@@ -92,6 +94,6 @@ def test_rows_are_known_where_one_row_needs_no_copy(kind: str) -> None:
         row.meta = {"val": torch.empty(1, 4, 3), "batch_dims": ((0,),), "phase": "forward"}
         result = emit(graph, [row])
         written = [node for node in graph.nodes if node is not row]
-        mark_batch_dims(written, [row], emit)
+        record_batch_dims(written, [row], emit)
     assert result.meta["batch_dims"] == ((0,),)
     assert aten.clone.default not in {node.target for node in written}

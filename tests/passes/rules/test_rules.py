@@ -11,10 +11,10 @@ from torch import fx
 from autopar.ir.graph import tensors
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Shard
-from autopar.passes.rules.loops import Operator, strategies_of_loops
+from autopar.passes.rules.loops import Operator, loop_strategies
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, program
 from autopar.passes.rules.operators.partial_linear import linear_strategies
-from autopar.passes.rules.proof.oracle import holds
+from autopar.passes.rules.proof.oracle import is_correct
 from autopar.passes.rules.registry import RULES, loops_of
 from tests.passes.rules.samples import SAMPLES, draw_operator
 
@@ -30,10 +30,10 @@ def test_ways_hold(target: Any, data: st.DataObject) -> None:
     ranks = data.draw(st.sampled_from([2, 3]), "ranks")
     torch.manual_seed(0)
     for op_strategy in [
-        *strategies_of_loops(loops_of(operator), ranks, (1, 2)),
+        *loop_strategies(loops_of(operator), ranks, (1, 2)),
         *linear_strategies(operator),
     ]:
-        assert holds(operator, op_strategy, ranks), (
+        assert is_correct(operator, op_strategy, ranks), (
             f"{operator.target} by {op_strategy} over {ranks} ranks"
         )
         if op_strategy.lowering and is_even(

@@ -23,12 +23,12 @@ from autopar.passes.core.collective_ops import (
     start_reduce_scatter,
 )
 from autopar.passes.core.runner import run_passes
-from autopar.passes.rules.loops import Operator, strategies_of_loops
+from autopar.passes.rules.loops import Operator, loop_strategies
 from autopar.passes.rules.operators.partial_linear import linear_strategies
-from autopar.passes.rules.proof.oracle import cut, equal, joined
-from autopar.passes.rules.proof.spmd_interpreter import run
+from autopar.passes.rules.proof.oracle import is_close, shard_tensor, unshard
+from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.rules.registry import loops_of
-from autopar.passes.tensor_parallel.partition_axes import in_turn
+from autopar.passes.tensor_parallel.partition_axes import partition_in_order
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
 from autopar.plan.partition import NodeStrategies, mark, named
 from autopar.planner.placement.strategies import strategy_choices
@@ -51,12 +51,12 @@ def together(graph: TrainingGraph, values: Sequence[Tensor], find: Find) -> list
         find: the ways of a graph along an axis.
     """
     axes, ranks = graph.axes, list(product(*map(range, graph.axes.values())))
-    turns = in_turn(axes, graph, dict.fromkeys(axes, 0), find)
+    turns = partition_in_order(axes, graph, dict.fromkeys(axes, 0), find)
     first = {axis: own for axis, _, own in turns}
     programs, texts = [], set()
     for at in ranks:
         place = dict(zip(axes, at, strict=True))
-        own = list(in_turn(axes, graph, place, lambda axis, _: first[axis]))
+        own = list(partition_in_order(axes, graph, place, lambda axis, _: first[axis]))
         texts.add(str([(mark(before), shapes(before.graph)) for _, before, _ in own]))
         passes = [PartitionAxis(axis, place[axis], found) for axis, _, found in own]
         programs.append(module_of(run_passes(graph, passes)))
@@ -65,11 +65,14 @@ def together(graph: TrainingGraph, values: Sequence[Tensor], find: Find) -> list
     parts = [list(values)]
     for n, lies in zip(axes.values(), placed, strict=True):
         cuts = [
-            [cut(x, lies.get(role, WHOLE), n) for x, role in zip(part, graph.inputs, strict=True)]
+            [
+                shard_tensor(x, lies.get(role, WHOLE), n)
+                for x, role in zip(part, graph.inputs, strict=True)
+            ]
             for part in parts
         ]
         parts = [[own[rank] for own in each] for each in cuts for rank in range(n)]
-    results: list[list[Any]] = run(programs, parts, axes)
+    results: list[list[Any]] = run_spmd(programs, parts, axes)
     for n, lies in zip(reversed(axes.values()), reversed(placed), strict=True):
         groups = [results[i : i + n] for i in range(0, len(results), n)]
         results = [_joined(graph, lies, group) for group in groups]
@@ -89,7 +92,7 @@ def _joined(
     made: list[Any] = []
     for role, own in zip(graph.outputs, zip(*parts, strict=True), strict=True):
         where = lies.get(getattr(role, "of", None), WHOLE)  # type: ignore[arg-type]
-        made.append(None if own[0] is None else joined(own, where))
+        made.append(None if own[0] is None else unshard(own, where))
         assert (made[-1] is None) == (own[0] is None), f"ranks disagree about {role}"
     return made
 
@@ -140,7 +143,7 @@ def test_ranks_compute_what_one_device_does(
     found = together(graph, [values[role] for role in graph.inputs], find)
     for role, made in zip(graph.outputs, found, strict=True):
         if made is not None:
-            assert equal(made, want[role]), role
+            assert is_close(made, want[role]), role
 
 
 # -- collectives of another axis ---------------------------------------------------------------
@@ -180,18 +183,18 @@ def test_collectives_of_another_axis(
     roles = tuple(map(Input, range(count))), tuple(map(Output, range(count)))
     graph = TrainingGraph(program, *roles, {}, axes={"tp": INNER, "cp": OUTER})
     parts = [[torch.randn(shape, dtype=torch.float64) for _ in range(count)] for _ in range(INNER)]
-    want = run([program] * INNER, parts)
+    want = run_spmd([program] * INNER, parts)
     (node,) = program.find_nodes(op="call_function", target=start)
     operator = Operator.of(node)
     possible = [
-        *strategies_of_loops(loops_of(operator), OUTER, (1, 2)),
+        *loop_strategies(loops_of(operator), OUTER, (1, 2)),
         *linear_strategies(operator),
     ]
     assert len(possible) >= 2
     for op_strategy in possible:
         passes = [PartitionAxis("cp", rank, ((node.name, op_strategy),)) for rank in range(OUTER)]
         programs = [run_passes(graph, [one]).graph for one in passes]
-        got = run(programs * INNER, [p for p in parts for _ in programs], graph.axes)
+        got = run_spmd(programs * INNER, [p for p in parts for _ in programs], graph.axes)
         for rank, results in enumerate(got):
             for have, true in zip(results, want[rank // OUTER], strict=True):
-                assert equal(have, true), op_strategy
+                assert is_close(have, true), op_strategy

@@ -10,7 +10,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.kernels.signature import signature, time_key
 from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing
-from autopar.passes.rules.loops import Operator, split
+from autopar.passes.rules.loops import Operator, split_loop
 from autopar.passes.rules.registry import loops_of
 from autopar.planner.placement.costs import PlacementCosts, local_node, shards_of
 from autopar.planner.placement.strategies import strategy_choices
@@ -20,7 +20,7 @@ from tests.planner.blocks import Stack, captured
 def test_half_of_an_operator_takes_half_of_its_time() -> None:
     graph = captured(Stack(lambda: nn.Linear(512, 512, bias=False), 1), (1024, 512))
     node = next(n for n in graph.calls() if n.target is torch.ops.aten.mm.default)
-    (rows, *_) = map(split, loops_of(Operator.of(node)))
+    (rows, *_) = map(split_loop, loops_of(Operator.of(node)))
     taken = {time_key(node): 0.1, time_key(local_node(node, rows, 2)): 0.3}
     times = {key: Timing(seconds, 1e9, 0, "2026-01-01") for key, seconds in taken.items()}
     operators = replace(OperatorTimes.load("cpu"), times=times)
@@ -39,7 +39,7 @@ def test_shards_take_what_they_took_alone() -> None:
     rehearsed = Timing(0.1, 1e9, 0, "2026-01-01", rehearsed=True)
     operators = replace(operators, times={time_key(node): rehearsed})
     prices = PlacementCosts(GroupShape(2, 2, 1), Cluster.default(2), operators)
-    for op_strategy in map(split, loops_of(Operator.of(node))):
+    for op_strategy in map(split_loop, loops_of(Operator.of(node))):
         parts = [signature(n) for n in (local_node(node, op_strategy, 2), node)]
         part, whole = (operators.alone[key] for key in parts)
         assert prices.operator(node, op_strategy).seconds == pytest.approx(

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from autopar.ir.op_strategy import OpStrategy
-from autopar.passes.rules.loops import Operator, strategies_of_loops
+from autopar.passes.rules.loops import Operator, loop_strategies
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, lowering_loops
-from autopar.passes.rules.proof.oracle import holds, results_of
+from autopar.passes.rules.proof.oracle import is_correct, run_operator
 
 aten = torch.ops.aten
 ROWS, CLASSES, RANKS = 6, 12, 3
@@ -15,9 +15,9 @@ ROWS, CLASSES, RANKS = 6, 12, 3
 def split(name: str, target: object, *args: object) -> tuple[Operator, OpStrategy]:
     """An operator and its first way by a lowering."""
     made = Operator(target, args, {}, ())
-    operator = Operator(target, args, {}, results_of(made))
+    operator = Operator(target, args, {}, run_operator(made))
     return operator, next(
-        w for w in strategies_of_loops(lowering_loops(operator), RANKS) if w.lowering == name
+        w for w in loop_strategies(lowering_loops(operator), RANKS) if w.lowering == name
     )
 
 
@@ -54,7 +54,7 @@ def test_bfloat16_is_summed_in_float32(name: str) -> None:
     x = torch.randn(ROWS, 3 * 512).bfloat16()
     target = getattr(aten, f"_{name}").default
     operator, op_strategy = split(name, target, x, 1, False)
-    assert holds(operator, op_strategy, RANKS)
+    assert is_correct(operator, op_strategy, RANKS)
     assert CUSTOM_LOWERINGS[name].traffic(operator, op_strategy, RANKS)[0] == (
         "all_reduce",
         4 * ROWS,

@@ -10,10 +10,10 @@ from autopar._torch import FakeTensorMode
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import Input, Output
 from autopar.passes.core.node_builder import call
-from autopar.passes.rules.loops import DimAccess, Loop, Operator, split
+from autopar.passes.rules.loops import DimAccess, Loop, Operator, split_loop
 from autopar.passes.rules.proof import probing
-from autopar.passes.rules.proof.oracle import holds, results_of
-from autopar.passes.rules.unsupported_notes import fallback_notes
+from autopar.passes.rules.proof.oracle import is_correct, run_operator
+from autopar.passes.rules.unsupported_notes import unsupported_notes
 
 aten = torch.ops.aten
 
@@ -27,28 +27,28 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def called(target: object, *args: object) -> Operator:
     made = Operator(target, args, {}, ())
-    return Operator(target, args, {}, results_of(made))
+    return Operator(target, args, {}, run_operator(made))
 
 
 def test_found_at_small_sizes_for_large_ones() -> None:
     operator = called(aten.diagonal_copy.default, torch.rand(400, 30, 30), 0, 1, 2)
-    assert probing.probed(operator) == [
-        Loop(400, (DimAccess(0),), (DimAccess(0),), free=False, even=True)
+    assert probing.probe_loops(operator) == [
+        Loop(400, (DimAccess(0),), (DimAccess(0),), interleavable=False, even_only=True)
     ]
 
 
 def test_what_is_found_holds_where_sizes_are_among_the_arguments() -> None:
     operator = called(aten.unfold_copy.default, torch.rand(4, 6), 1, 2, 2)
-    loops = probing.probed(operator)
+    loops = probing.probe_loops(operator)
     assert [loop.operands for loop in loops] == [(DimAccess(0),)]
-    assert all(holds(operator, split(loop), 2) for loop in loops)
+    assert all(is_correct(operator, split_loop(loop), 2) for loop in loops)
 
 
 def test_two_operands_that_are_split_together() -> None:
     operator = called(
         aten._cdist_forward.default, torch.rand(6, 4, 5), torch.rand(6, 3, 5), 2.0, None
     )
-    assert {loop.operands for loop in probing.probed(operator)} == {
+    assert {loop.operands for loop in probing.probe_loops(operator)} == {
         (DimAccess(0), DimAccess(0)),
         (DimAccess(1), None),
         (None, DimAccess(1)),
@@ -57,12 +57,12 @@ def test_two_operands_that_are_split_together() -> None:
 
 def test_kept_on_disk(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operator = called(aten.trace.default, torch.rand(6, 6))
-    assert probing.probed(operator) == []  # a scalar
+    assert probing.probe_loops(operator) == []  # a scalar
     operator = called(aten.diagonal_copy.default, torch.rand(6, 6, 6))
-    first = probing.probed(operator)
+    first = probing.probe_loops(operator)
     assert first
     monkeypatch.setattr(probing, "holds", lambda *_: pytest.fail("it was run again"))
-    assert probing.probed(operator) == first
+    assert probing.probe_loops(operator) == first
     assert len(list(shelf.glob("probes/*.json"))) == 1
 
 
@@ -75,7 +75,7 @@ def test_a_note_for_what_stays_whole() -> None:
         known = call(graph, matrix, aten.exp.default, matrix)
     graph.output([*traces, known])
     whole = TrainingGraph(graph, (Input(0),), (Output(0), Output(1), Output(2)), {})
-    (note,) = fallback_notes(whole, "tp")
+    (note,) = unsupported_notes(whole, "tp")
     assert note == "aten.trace.default has no rule: whole on every rank of tp (2x)"
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.passes.rules.loops import Operator
-from autopar.passes.rules.proof.oracle import results_of
+from autopar.passes.rules.proof.oracle import run_operator
 
 aten = torch.ops.aten
 SIZES = (1, 2, 3, 4, 5, 6, 12)
@@ -69,4 +69,4 @@ def draw_operator(target: Any, data: st.DataObject) -> Operator:
     *args, last = SAMPLES[target](Draw(data))
     args, kwargs = (args, last) if isinstance(last, dict) else ([*args, last], {})
     made = Operator(target, tuple(args), kwargs, ())
-    return Operator(target, made.args, kwargs, results_of(made))
+    return Operator(target, made.args, kwargs, run_operator(made))
