@@ -1,4 +1,4 @@
-"""`Cluster`: the machines as the cost model knows them, measured or modelled, as one JSON file."""
+"""`Cluster`: machines and the times of their collectives, as one JSON file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.common.documents import load
 from autopar.cost_model.algorithms.extrapolate import Fabric
 from autopar.cost_model.cluster.document import cluster_fields
 from autopar.cost_model.cluster.interference import SHARED_CORES, SHARED_GPU, Slowdown
-from autopar.cost_model.cluster.pricing import Prices
+from autopar.cost_model.cluster.pricing import CollectivePricer
 from autopar.cost_model.collectives import Link, Transfer, check_collective
 from autopar.cost_model.cost import ClusterError, Cost, check_provenance
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured, row_of
@@ -30,10 +30,9 @@ SCHEMA_VERSION = 2
 
 _TABLES = resources.files("autopar.cost_model.tables")
 
-# Round figures of a machine of each kind, used where nothing was measured: gloo over loopback on
-# a shared host, NCCL over NVLink (launch 18-25 us on A100 x 8, busbw 230 GB/s: superbenchmark).
+# Round figures for machines that nobody measured: gloo over loopback on a shared host, and NCCL
+# over NVLink (launch 18-25 us on A100 x 8, busbw 230 GB/s: superbenchmark).
 _LINKS = {"cpu": Link(2e-4, 1e-4, 2e9), "cuda": Link(1.5e-5, 2e-6, 1.5e11)}
-
 
 _KINDS: Mapping[str, Any] = {
     "curves": Mapping,
@@ -48,26 +47,26 @@ _KINDS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a plan is priced on.
+    """Machines that a plan is priced on.
 
     Attributes:
-        name: how a person calls it.
+        name: name for people.
         device: "cpu", or the name of the GPU.
         world_size: number of ranks.
         ranks_per_node: number of ranks on each node.
         curves: times of collectives over groups, with the origin of each.
         backend: "gloo", "nccl", ...
-        versions: of torch and the backend.
-        provenance: where the whole comes from, "measured DATE on HOST" or "modelled by ...".
-        slowdown: of compute and collectives by each other.
-        uniform: whether groups of one shape do equally well wherever they lie, as behind a
-            switch. Only then may times of other shapes be derived from those measured.
-        topology: devices, switches, NICs and links (see `topology`); None if not known.
-        figures: peaks of a device; None if not known.
-        link: for collectives without a curve; None means they cannot be priced.
+        versions: versions of torch and the backend.
+        provenance: origin of the whole, "measured DATE on HOST" or "modelled by ...".
+        slowdown: slowdown of compute and collectives by each other.
+        uniform: whether groups of one shape take equally long wherever they are, as behind a
+            switch. Only then are times of other shapes derived from measured ones.
+        topology: devices, switches, NICs and links (see `topology`); None if unknown.
+        figures: peak rates of a device; None if unknown.
+        link: round figures for collectives without a curve; None to refuse these.
         device_memory_bytes: memory that one rank may fill, if known.
         host_memory_bytes: memory of one node, if known.
-        schema_version: of this record.
+        schema_version: version of the JSON document.
     """
 
     name: str
@@ -101,13 +100,13 @@ class Cluster:
             if (size := getattr(self, field_name)) is not None:
                 count(field_name, size, 1, MOST_BYTES, ClusterError)
         for field_name, kind in _KINDS.items():
-            if not isinstance(given := getattr(self, field_name), kind):
-                raise refused(field_name, given, "give what its type says", ClusterError)
+            if not isinstance(value := getattr(self, field_name), kind):
+                raise refused(field_name, value, "give what its type says", ClusterError)
         check_provenance(self.provenance)
 
     @classmethod
     def default(cls, world_size: int, device: str = "cpu") -> Cluster:
-        """A cluster of one node of which nothing was measured: every figure is modelled.
+        """A cluster of one node with modelled figures only.
 
         Args:
             world_size: number of ranks.
@@ -138,31 +137,34 @@ class Cluster:
             collective: one of `collectives.COLLECTIVES`.
             nbytes: message size in bytes, as `collectives` defines it for each.
             shape: the groups that run it.
-            dtype: of the tensors.
+            dtype: dtype of the tensors.
 
         Raises:
-            ClusterError: it was not measured and may not be derived; says what to measure.
+            ClusterError: it was not measured and may not be derived; the message says what to
+                measure.
         """
         check_collective(collective)
         if not nbytes >= 0:
             raise ClusterError(f"{collective} of {nbytes} bytes over {shape}")
         if shape.ranks == 1:
             return Cost(0.0, "modelled by nothing to send")
-        return self._prices.cost(CurveKey(collective, shape, dtype), nbytes)
+        return self._pricer.cost(CurveKey(collective, shape, dtype), nbytes)
 
-    def price(self, sent: Transfer) -> Cost:
-        """The time of one issued collective, and of a piece of one its part of the whole."""
-        whole = self.seconds(sent.collective, sent.nbytes * sent.pieces, sent.shape, sent.dtype)
-        return dataclasses.replace(whole, seconds=whole.seconds / sent.pieces)
+    def price(self, transfer: Transfer) -> Cost:
+        """The time of one issued collective; of one of several pieces, its share of the whole."""
+        nbytes = transfer.nbytes * transfer.pieces
+        whole = self.seconds(transfer.collective, nbytes, transfer.shape, transfer.dtype)
+        return dataclasses.replace(whole, seconds=whole.seconds / transfer.pieces)
 
     @property
     def fabric(self) -> Fabric:
-        """What its groups have in common."""
-        return self._prices.fabric
+        """Properties that all groups share."""
+        return self._pricer.fabric
 
     @cached_property
-    def _prices(self) -> Prices:
-        return Prices(self)
+    def _pricer(self) -> CollectivePricer:
+        names = (f.name for f in dataclasses.fields(CollectivePricer) if f.init)
+        return CollectivePricer(**{name: getattr(self, name) for name in names})
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -197,17 +199,17 @@ class Cluster:
         return cls(**cluster_fields(data, source))
 
     def save(self, path: str | Path) -> None:
-        """Write the cluster as JSON."""
+        """Writes the cluster as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def named(cls, name: str, nodes: int | None = None) -> Cluster:
-        """A cluster that ships with autopar (`shipped_clusters` lists them).
+        """A cluster that ships with autopar (see `shipped_clusters`).
 
         Args:
-            name: such as "dgx-h100".
-            nodes: how many machines of that kind; by default as many as were measured. More or
-                fewer than that only where the fabric is uniform.
+            name: name, such as "dgx-h100".
+            nodes: number of machines; by default as many as were measured. Other numbers require
+                a uniform fabric.
         """
         choice("name", name, shipped_clusters(), ", the clusters that ship", ClusterError)
         cluster = cls.from_dict(json.loads((_TABLES / f"{name}.json").read_text()), name)
@@ -217,7 +219,7 @@ class Cluster:
         """The cluster with another number of nodes.
 
         Raises:
-            ClusterError: the fabric is not uniform, so that more nodes may do otherwise.
+            ClusterError: the fabric is not uniform.
         """
         count("nodes", nodes, 1, MOST_RANKS // self.ranks_per_node, ClusterError)
         if nodes * self.ranks_per_node == self.world_size:
@@ -237,10 +239,10 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read a cluster that `save` wrote, or one that ships, by its name.
+        """The cluster in a file that `save` wrote, or a shipped one by its name.
 
         Raises:
-            ClusterError: the file is no cluster; names the field.
+            ClusterError: the file is no cluster; the message names the field.
         """
         if isinstance(path, str) and path in shipped_clusters() and not Path(path).exists():
             return cls.named(path)
@@ -249,6 +251,6 @@ class Cluster:
 
 @cache
 def shipped_clusters() -> tuple[str, ...]:
-    """The names that `Cluster.named` knows."""
+    """The names that `Cluster.named` accepts."""
     names = (entry.name for entry in _TABLES.iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))

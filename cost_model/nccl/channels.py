@@ -15,8 +15,7 @@ import networkx as nx
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.nccl.constants import ALGORITHMS, GENERATIONS
-from autopar.cost_model.topology.link_levels import members
-from autopar.cost_model.topology.topology import node_of
+from autopar.cost_model.topology.topology import group_devices, node_of
 
 PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "P2C", "PHB", "SYS", "NET", "DIS")
 """Kinds of path between two devices, nearest first, as NCCL prints them."""
@@ -187,7 +186,7 @@ def communicator_on(graph: nx.Graph, shape: GroupShape, device: str) -> Communic
         ClusterError: what NCCL finds on such a cluster is not known.
     """
     capability = next((cc for part, cc in CAPABILITIES.items() if part in device), None)
-    own = members(graph, GroupShape(shape.ranks, shape.ranks_per_node))[0]
+    own = group_devices(graph, GroupShape(shape.ranks, shape.ranks_per_node))
     kinds = graph.nodes(data="kind")
     wires = [
         graph.edges[d, n]["bytes_per_s"] for d in own for n in graph[d] if n.endswith("/switch")

@@ -1,9 +1,8 @@
-"""The cluster as a networkx graph: devices, switches, NICs and the links between them.
+"""The topology of a cluster as a networkx graph.
 
-Nodes are called "node0", "node0/gpu3", "node0/switch", "node0/nic1", "fabric"; their `kind` is one
-of KINDS. An edge is a full-duplex link with `bytes_per_s` (one direction), `latency_s` and
-`provenance`. A NIC belongs to the devices that it is linked to, so a path from a device to another
-machine says which NIC it takes. `routes` finds rings and trees on such a graph.
+Graph nodes are named "node0", "node0/gpu3", "node0/switch", "node0/nic1" and "fabric"; their
+`kind` is one of KINDS. Edges are full-duplex links with `bytes_per_s` (one direction), `latency_s`
+and `provenance`. A NIC serves the devices that it has a link to.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import networkx as nx
 
 from autopar.cost_model.cost import KINDS as PROVENANCE_KINDS
 from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.group_shape import GroupShape
 
 KINDS = ("device", "switch", "nic", "host", "fabric")
 _EDGE_FIELDS = ("bytes_per_s", "latency_s", "provenance")
@@ -27,8 +27,8 @@ class Wire:
 
     Attributes:
         bytes_per_s: bytes per second in each direction.
-        latency_s: seconds that an empty message takes.
-        provenance: where the figures come from: "measured ...", "imported ...", "modelled ...".
+        latency_s: latency of an empty message, in seconds.
+        provenance: origin of the figures: "measured ...", "imported ...", "modelled ...".
     """
 
     bytes_per_s: float
@@ -36,7 +36,7 @@ class Wire:
     provenance: str
 
     def join(self, graph: nx.Graph, first: str, second: str, width: int = 1) -> None:
-        """Link two nodes by `width` such wires side by side."""
+        """Links two graph nodes by `width` parallel wires."""
         graph.add_edge(
             first,
             second,
@@ -51,7 +51,7 @@ Inside = Callable[[nx.Graph, str, Sequence[str]], None]
 
 
 def switched(wire: Wire) -> Inside:
-    """Every device has a link of `wire` to one switch (NVSwitch, or a PCIe switch)."""
+    """Links every device to one switch (NVSwitch, or a PCIe switch)."""
 
     def build(graph: nx.Graph, node: str, devices: Sequence[str]) -> None:
         graph.add_node(f"{node}/switch", kind="switch")
@@ -62,7 +62,7 @@ def switched(wire: Wire) -> Inside:
 
 
 def meshed(widths: Mapping[tuple[int, int], int], wire: Wire) -> Inside:
-    """Devices i and j are linked by widths[i, j] wires (NVLink without a switch)."""
+    """Links devices i and j by widths[i, j] wires (NVLink without a switch)."""
 
     def build(graph: nx.Graph, node: str, devices: Sequence[str]) -> None:
         for (i, j), width in widths.items():
@@ -72,11 +72,11 @@ def meshed(widths: Mapping[tuple[int, int], int], wire: Wire) -> Inside:
 
 
 def hosted(wire: Wire, root: Wire | None = None, per_switch: int = 1) -> Inside:
-    """Devices meet in the host: through its memory, or over PCIe without peer-to-peer access.
+    """Links devices through the host: its memory, or PCIe without peer-to-peer access.
 
     Args:
-        wire: from a device to the host, or to its PCIe switch.
-        root: from a PCIe switch to the host; None if there are no such switches.
+        wire: link from a device to the host, or to its PCIe switch.
+        root: link from a PCIe switch to the host; None without such switches.
         per_switch: devices behind one PCIe switch.
     """
 
@@ -108,13 +108,13 @@ def build(
 
     Args:
         nodes: number of machines.
-        devices: devices of each.
-        inside: what links the devices of one machine: `switched`, `meshed`, `hosted`, or several.
-        nics: NICs of each; needed for more than one machine.
-        nic: the link from a NIC to the fabric; the one to its devices is taken to be no slower.
-        nic_at: whether NICs sit at the devices, spread evenly over them, or at the host.
-        device: how devices are called: "gpu" makes "node0/gpu3".
-        cpu: whose the hosts' processors are, kept at the hosts: NCCL's choices depend on it.
+        devices: devices of each machine.
+        inside: links inside a machine: `switched`, `meshed`, `hosted`, or several of these.
+        nics: NICs of each machine; required for more than one machine.
+        nic: link from a NIC to the fabric, and from a NIC to its devices.
+        nic_at: position of the NICs: spread evenly over the devices, or at the host.
+        device: prefix of device names: "gpu" makes "node0/gpu3".
+        cpu: vendor of the hosts' processors, an input of NCCL's model.
     """
     if nodes < 1 or devices < 1:
         raise ClusterError(f"a cluster of {nodes} nodes with {devices} devices each")
@@ -148,30 +148,43 @@ def _add_nics(
 
 
 def node_of(name: str) -> str:
-    """The machine that a graph node belongs to: "node0/gpu3" -> "node0"."""
+    """The machine of a graph node: "node0/gpu3" -> "node0"."""
     return name.partition("/")[0]
 
 
-def devices_of(graph: nx.Graph) -> list[str]:
-    """All devices in the order of ranks: machine by machine."""
-    return [name for name, kind in graph.nodes(data="kind") if kind == "device"]
+def devices_by_node(graph: nx.Graph) -> dict[str, list[str]]:
+    """Devices of each machine, in the order of ranks."""
+    devices: dict[str, list[str]] = {}
+    for name, kind in graph.nodes(data="kind"):
+        if kind == "device":
+            devices.setdefault(node_of(name), []).append(name)
+    return devices
 
 
-def by_node(devices: Sequence[str]) -> dict[str, list[str]]:
-    """Devices grouped by machine, in the order given."""
-    grouped: dict[str, list[str]] = {}
-    for device in devices:
-        grouped.setdefault(node_of(device), []).append(device)
-    return grouped
+def group_devices(graph: nx.Graph, shape: GroupShape) -> list[str]:
+    """The devices of the first group of a shape: consecutive ones of each machine.
+
+    Raises:
+        ClusterError: the groups do not fit on the cluster.
+    """
+    machines = list(devices_by_node(graph).values())
+    devices = min(map(len, machines))
+    fitting = (devices // shape.ranks_per_node) * (len(machines) // shape.nodes)
+    if shape.groups > fitting:
+        raise ClusterError(
+            f"{shape}: this cluster of {len(machines)} machines with {devices} devices has room "
+            f"for {fitting} such groups"
+        )
+    return [d for machine in machines[: shape.nodes] for d in machine[: shape.ranks_per_node]]
 
 
 def repeated(graph: nx.Graph, nodes: int) -> nx.Graph:
-    """The same machines, more or fewer of them: the first is repeated if all are alike.
+    """The topology with another number of machines: copies of the first, if all are alike.
 
     Raises:
         ClusterError: the machines differ, or the only one has no NIC.
     """
-    machines = list(by_node(devices_of(graph)))
+    machines = list(devices_by_node(graph))
     if nodes == len(machines):
         return graph
     first, *others = ({n for n in graph if node_of(n) == m} | {"fabric"} for m in machines)
@@ -190,19 +203,15 @@ def repeated(graph: nx.Graph, nodes: int) -> nx.Graph:
 
 
 def _alike(first: nx.Graph, second: nx.Graph) -> bool:
-    def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-        return all(a.get(key) == b.get(key) for key in ("kind", "bytes_per_s", "latency_s"))
-
-    return nx.vf2pp_is_isomorphic(first, second, node_label="kind") and sorted(
-        w for *_, w in first.edges(data="bytes_per_s")
-    ) == sorted(w for *_, w in second.edges(data="bytes_per_s"))
+    widths = [sorted(w for *_, w in g.edges(data="bytes_per_s")) for g in (first, second)]
+    return widths[0] == widths[1] and nx.vf2pp_is_isomorphic(first, second, node_label="kind")
 
 
 def check_topology(graph: nx.Graph) -> nx.Graph:
-    """The graph, if it is one of a cluster.
+    """The graph, if it describes a cluster.
 
     Raises:
-        ClusterError: naming the node or link that is not as this module defines it.
+        ClusterError: a node or link is malformed; the message names it.
     """
     for name, kind in graph.nodes(data="kind"):
         if not isinstance(name, str) or kind not in KINDS:
@@ -218,7 +227,12 @@ def check_topology(graph: nx.Graph) -> nx.Graph:
             )
         if not str(link["provenance"]).startswith(PROVENANCE_KINDS):
             raise ClusterError(f"{where}: provenance {link['provenance']!r}")
-    devices = devices_of(graph)
-    if not devices:
+    if not devices_by_node(graph):
         raise ClusterError("topology: there is no device")
     return graph
+
+
+def nics_per_node(graph: nx.Graph) -> int:
+    """NICs of the first machine."""
+    kinds: Any = graph.nodes(data="kind")
+    return sum(kind == "nic" and node_of(name) == "node0" for name, kind in kinds)

@@ -5,10 +5,23 @@ import pytest
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.nccl.model import Tuning
-from autopar.cost_model.nccl.tuner import MAX_BYTES, NAMES, check, export, match, parse
+from autopar.cost_model.nccl.tuner import ANY, MAX_BYTES, NAMES, check, export, parse
 from tests.cost_model.nccl.test_model import ONE_H100, TWO_A100
 
 TWO = Tuning.of(TWO_A100)
+
+
+def match(rules, collective, nbytes, nodes, ranks, unavailable=()):
+    """The setting that the plugin applies: its first line that matches."""
+    return next(
+        (rule.algorithm, rule.protocol, rule.channels)
+        for rule in rules
+        if rule.collective == collective
+        and rule.min_bytes <= nbytes <= rule.max_bytes
+        and rule.nodes in (ANY, nodes)
+        and rule.ranks in (ANY, ranks)
+        and (rule.algorithm, rule.protocol) not in unavailable
+    )
 
 
 def test_every_size_of_every_collective_has_a_line_with_channels():
@@ -25,7 +38,7 @@ def test_every_size_of_every_collective_has_a_line_with_channels():
             choice.protocol,
             choice.channels,
         )
-    assert match(rules, "allreduce", 2**20, 1, 8, frozenset({("nvls", "simple")}))[0] == "ring"
+    assert match(rules, "allreduce", 2**20, 1, 8, {("nvls", "simple")})[0] == "ring"
 
 
 def test_measured_combinations_decide_where_there_are_some():
