@@ -52,9 +52,9 @@ from autopar.runtime.agreement.consensus import (
     broadcast_from_rank0,
     run_on_all_ranks,
 )
-from autopar.runtime.attributes import check_new
-from autopar.runtime.fallback import differences, fall_back
-from autopar.runtime.module import Captured, DistributedModule
+from autopar.runtime.attributes import check_not_compiled
+from autopar.runtime.fallback import describe_fallback_differences, wrap_with_ddp_or_fsdp
+from autopar.runtime.module import CaptureFunction, DistributedModule
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.distribute import check_plain, make_contiguous, materialize
 from autopar.runtime.process_groups import backend_of, ensure_process_group, make_mesh
@@ -150,7 +150,7 @@ def compile(
         verify=verify,
     )
     ranks = ensure_process_group(world_size, timeout_s)
-    check_new(model)
+    check_not_compiled(model)
     check_plain(model)
     device = device_of(model)
     materialize(model, device)
@@ -203,7 +203,7 @@ def compile(
     if plan is not None:
         run_on_all_ranks(lambda: plan.check(model, parameters.values(), ranks))
 
-    def make_plan(captured: Captured, call: Any) -> Plan:
+    def make_plan(captured: CaptureFunction, call: Any) -> Plan:
         chosen = plan
         if chosen is None:
             count = num_plans_to_benchmark(trials, problem)
@@ -229,7 +229,7 @@ def compile(
     )
     sharded = chosen.zero != 0 or options.model_parallel_size > 1 or bool(chosen.search)
     late = plan is None and example_inputs is None and sharded
-    module.prepare(replicated_dtensors=late)
+    module.broadcast_parameters(replicated_dtensors=late)
     if example_inputs is not None:
         module.plan_for(*flattened(example_inputs))
     elif plan is not None:
@@ -237,7 +237,7 @@ def compile(
     if verify:
         from autopar.verification.verify import verify_first_call  # imports this module
 
-        module.before_training = verify_first_call
+        module.before_first_training_call = verify_first_call
     return module
 
 
@@ -282,7 +282,7 @@ def plan(
         backend=backend,
         progress=progress,
     )
-    check_new(model)
+    check_not_compiled(model)
     device = device_of(model)
     autocast = precision_of(precision)
     problem = PlanningProblem(
@@ -345,7 +345,7 @@ def plan(
 
 def _choose(
     problem: PlanningProblem,
-    captured: Captured,
+    captured: CaptureFunction,
     time_limit_s: float | None,
     recorder: Profiler | None = None,
     trials: int = 0,
@@ -412,11 +412,14 @@ def _fall_back(model: nn.Module, problem: PlanningProblem, reason: CaptureError)
     name = "fully_shard" if shard else "DistributedDataParallel"
     wanted = problem.strategy.model_parallel_size * problem.strategy.pp_size
     undivided = " and does not divide the model" if wanted > 1 else ""
-    told = f"autopar trains with torch's {name} instead{undivided}: {reason}\n{differences(model)}"
-    warn_once(FallbackWarning, told)
+    warn_once(
+        FallbackWarning,
+        f"autopar trains with torch's {name} instead{undivided}: {reason}\n"
+        f"{describe_fallback_differences(model)}",
+    )
     mesh = make_mesh(problem.device, (("dp_shard", ranks),))
     assert mesh is not None
-    return fall_back(model, mesh, shard=shard)
+    return wrap_with_ddp_or_fsdp(model, mesh, shard=shard)
 
 
 def _strategy(given: str | Strategy, batch: str, lossy: bool | Sequence[str]) -> Strategy:

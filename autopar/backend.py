@@ -23,7 +23,7 @@ from autopar.passes.core.node_builder import aten, call
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
-from autopar.runtime.agreement.consensus import is_live
+from autopar.runtime.agreement.consensus import is_multi_rank
 
 AXIS = "dp_replicate"
 BUCKET_BYTES = 16 * 2**20
@@ -34,7 +34,7 @@ def autopar(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[.
     trained = tuple(isinstance(value, nn.Parameter) for value in example_inputs)
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
-        if is_live() and any(trained):
+        if is_multi_rank() and any(trained):
             joint = synchronized(joint, trained, options["num_fwd_outputs"])
         return default_partition(joint, inputs, **options)
 

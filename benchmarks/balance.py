@@ -37,7 +37,7 @@ from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, split_plan_stages
 from autopar.plan.pipeline import Pipeline
 from autopar.planner.evaluate.cut_points import CutPoints
-from autopar.runtime.codegen.program import Half, generate
+from autopar.runtime.codegen.program import CompiledGraph, generate
 from autopar.runtime.pipeline.stage import Stage
 from benchmarks.models import CASES
 
@@ -143,7 +143,9 @@ def _timed(
     own = split_plan_stages(graph, plan, 0, (), MICRO_BATCHES).stages[1 if run[0] else 0]
     passes, _ = build_microbatch_pipelines(own, plan, 0, "gloo", micro_batches=MICRO_BATCHES)
     split = split_forward_backward(run_passes(own, passes))
-    halves = [Half(g, generate(g, {}, "eager")) for g in (split.forward, split.backward) if g]
+    halves = [
+        CompiledGraph(g, generate(g, {}, "eager")) for g in (split.forward, split.backward) if g
+    ]
     given = [_given(half, model, inputs) for half in halves]
 
     def once() -> None:
@@ -161,12 +163,12 @@ def _timed(
 
 
 def _given(
-    half: Half, model: nn.Module, inputs: tuple[torch.Tensor, ...]
+    half: CompiledGraph, model: nn.Module, inputs: tuple[torch.Tensor, ...]
 ) -> list[torch.Tensor | None]:
     """Arguments like those of a step."""
     found: list[torch.Tensor | None] = []
     for role in half.inputs:
-        like = half.like(role)
+        like = half.fake_tensor(role)
         match role:
             case Parameter(name):
                 found.append(model.get_parameter(name).detach())

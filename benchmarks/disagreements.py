@@ -87,7 +87,7 @@ def rank_of(scenario: Scenario, rank: int, size: int, port: int, folder: str, pi
     began = [time.monotonic()]
     for stage in ("begin_step", "forward", "backward", "clip", "update", "after", "end"):
         setattr(loop, stage, _marking(getattr(loop, stage), began))
-    Channel.meet = _marking(Channel.meet, began)  # type: ignore[method-assign]
+    Channel.exchange = _marking(Channel.exchange, began)  # type: ignore[method-assign]
     try:
         losses = loop.run()
         ended = ("finished", "", json.dumps(losses), began[0], False)

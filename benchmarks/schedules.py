@@ -58,7 +58,7 @@ def recorded(spans: list[Span]) -> Iterator[None]:
     with (
         patch.object(Stage, "forward", timed(Stage.forward, "F")),
         patch.object(Stage, "backward", timed(Stage.backward, "I")),
-        patch.object(Stage, "finish", timed(Stage.finish, "W")),
+        patch.object(Stage, "finish", timed(Stage.weight_backward, "W")),
         patch.object(Schedule, "run", timed(Schedule.run, "schedule")),
     ):
         yield

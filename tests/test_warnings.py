@@ -15,7 +15,7 @@ import autopar
 from autopar.common.notices import Difference
 from autopar.cost_model.disk_cache import write_json
 from autopar.runtime.codegen.program import Program
-from autopar.runtime.fallback import differences
+from autopar.runtime.fallback import describe_fallback_differences
 from autopar.runtime.spmd import executor as whole
 from tests.harness.training import fixed
 from tests.harness.worlds import run
@@ -57,7 +57,7 @@ def train(make: Callable[[], nn.Module], width: int, **options: Any) -> None:
 
 
 def differing() -> None:
-    with patch.object(whole, "build", noted(whole.build)):
+    with patch.object(whole, "build_program", noted(whole.build_program)):
         train(Net, 64, strategy=fixed(0))
 
 
@@ -72,8 +72,8 @@ def falling_back() -> None:
 def on_trial() -> None:
     inputs = (torch.ones(4, 64),)
     plan = autopar.plan(Net(), 2, example_inputs=inputs, strategy=fixed(0))
-    with patch.object(whole, "build", noted(whole.build)):
-        autopar.compile(Net(), strategy=fixed(0)).copied_under(plan)(*inputs)
+    with patch.object(whole, "build_program", noted(whole.build_program)):
+        autopar.compile(Net(), strategy=fixed(0)).copy_with_plan(plan)(*inputs)
 
 
 KINDS = {
@@ -130,8 +130,8 @@ def test_batch_norm_of_a_rank_is_named() -> None:
             super().__init__()
             self.norm = nn.BatchNorm1d(4)
 
-    assert "own rows: norm." in differences(Normed())
-    assert "atch norm" not in differences(Branching())
+    assert "own rows: norm." in describe_fallback_differences(Normed())
+    assert "atch norm" not in describe_fallback_differences(Branching())
 
 
 def test_what_cannot_be_kept_is_a_warning_of_measurements(tmp_path: Path) -> None:

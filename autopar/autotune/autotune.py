@@ -11,13 +11,13 @@ from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.planner.machine import ranks_of
 from autopar.planner.search.fixed_mesh import PlanningProblem
 from autopar.report.plan import Plan
-from autopar.runtime.agreement.consensus import broadcast_from_rank0, is_live
+from autopar.runtime.agreement.consensus import broadcast_from_rank0, is_multi_rank
 from autopar.runtime.module import DistributedModule
 
 
 def num_plans_to_benchmark(trials: int | None, problem: PlanningProblem) -> int:
     """How many plans are tried, if somebody says so or the mesh is searched; 0 for none."""
-    if not is_live():
+    if not is_multi_rank():
         return 0
     several = problem.world_size > 1 and bool(problem.strategy.search)
     return TRIALS * several if trials is None else trials
@@ -46,5 +46,5 @@ def benchmark_and_pick(
     if len(plans) == 1:
         return plans[0]
     args, kwargs = call
-    timed = benchmark_plans(module.copied_under, plans, args, kwargs, optimizer)
+    timed = benchmark_plans(module.copy_with_plan, plans, args, kwargs, optimizer)
     return with_measured_times(plans, timed.seconds, timed.rounds)

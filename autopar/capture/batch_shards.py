@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +11,9 @@ import torch
 from autopar._torch import pytree
 from autopar.capture.call import Call, TensorSpec
 from autopar.common.containers import flatten
-from autopar.errors import BatchError, DisagreementError
+from autopar.errors import BatchError
 from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.placement import even_rows
-
-SAMPLE_BYTES = 1 << 20
-MODULUS = 1 << 20
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-"""Arguments whose text is the same on ranks that are given the same."""
 
 
 @dataclass(frozen=True)
@@ -132,72 +126,3 @@ def last_part(inputs: Any, parts: int) -> Any:
     tensors = iter(share.tensors)
     taken = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
     return pytree.tree_unflatten(taken, structure)
-
-
-def batch_checksum(
-    leaves: Sequence[Any], rows: int, mode: str, device: torch.device
-) -> torch.Tensor:
-    """What the ranks add up to find out whether they agree: sums and sums of squares."""
-    check = checksum(leaves) if mode == "global" else 0
-    row_count = 0 if mode == "global" else rows
-    values = [check, check**2, row_count, row_count**2]
-    return torch.tensor(values, dtype=torch.float64, device=device)
-
-
-def checksum(leaves: Sequence[Any]) -> int:
-    """A number below 2**20 that differs, almost surely, between different batches."""
-    value = 0
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            data = leaf.detach().reshape(-1)
-            step = max(1, data.numel() * data.element_size() // SAMPLE_BYTES)
-            part = data[::step].contiguous().view(torch.uint8).cpu().numpy()
-            value = zlib.crc32(part.data, zlib.crc32(str(tuple(leaf.shape)).encode(), value))
-        else:
-            text = repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__qualname__
-            value = zlib.crc32(text.encode(), value)
-    return value % MODULUS
-
-
-def check_checksum_sum(verdict: torch.Tensor, ranks: int, mode: str) -> None:
-    """Raises on every rank alike if the ranks were not given what they must be.
-
-    n numbers are equal exactly if n times the sum of their squares is the square of their sum.
-
-    Raises:
-        DisagreementError: under batch="global", ranks were given different batches.
-        BatchError: under batch="local", ranks brought different numbers of rows.
-    """
-    check, check_squares, rows, rows_squares = (int(v) for v in verdict.tolist())
-    if not _all_equal(check, check_squares, ranks):
-        raise DisagreementError(
-            "the ranks were given different batches, but batch='global' means that every rank is "
-            "given the same one and takes its own rows. Seed the sampler alike on all ranks, or "
-            "use batch='local' and let each rank bring its rows."
-        )
-    if not _all_equal(rows, rows_squares, ranks):
-        raise BatchError(
-            f"the ranks brought different numbers of rows ({rows} in all over {ranks} ranks). "
-            "With batch='local' every rank must bring as many: drop or pad the last batch "
-            "(DistributedSampler does), or use batch='global'."
-        )
-
-
-def check_model_parallel_peers(verdict: torch.Tensor, ranks: int) -> None:
-    """Raises on every rank alike if ranks that share a model were not given the same rows.
-
-    Raises:
-        DisagreementError: they were not.
-    """
-    check, squares, *_ = (int(v) for v in verdict.tolist())
-    if not _all_equal(check, squares, ranks):
-        raise DisagreementError(
-            f"{ranks} ranks that share one model (tp, cp, ep) were given different batches. Give "
-            "all of them the same: choose rows by model.data_parallel_rank and "
-            "data_parallel_size, not by the rank in the world."
-        )
-
-
-def _all_equal(total: int, squares: int, ranks: int) -> bool:
-    """Whether numbers of this sum, and sum of squares, are all equal: then only they are."""
-    return ranks * squares == total**2

@@ -73,17 +73,17 @@ class Profiler(Recorder):
         self.asked: list[tuple[PlanningProblem, Graphs]] = []
         self.plan: Plan | None = None
 
-    def begin(self, graph: TrainingGraph) -> None:
+    def start_step(self, graph: TrainingGraph) -> None:
         """A call starts: the calls before it may be enough."""
-        super().begin(graph)
-        trained = [step for step in self.steps[:-1] if len(step.halves) > 1]
+        super().start_step(graph)
+        trained = [step for step in self.steps[:-1] if len(step.runs) > 1]
         alike = [step for step in trained if trained and step.graph is trained[-1].graph]
         if not self.done and len(alike) >= WARM_STEPS + self.count:
             self.done = True
             with torch.enable_grad():  # the forward has none
                 made = self.compared(alike[-self.count :])
             made.save(self.folder / f"rank{rank()}.json")
-            super().begin(graph)  # measuring was no part of the step
+            super().start_step(graph)  # measuring was no part of the step
         if self.done:
             del self.steps[:-1]
 
@@ -224,7 +224,7 @@ def _measured(
             else:
                 target = names.get(event.name, event.name)
                 operators[target] = operators.get(target, 0.0) + share
-    inside = statistics.mean(sum(t[-1] - t[0] for _, t in step.halves) for step in steps)
+    inside = statistics.mean(sum(t[-1] - t[0] for _, t in step.runs) for step in steps)
     mean = statistics.mean(step.seconds for step in steps)
     return Side(middle.seconds, operators, waits, mean - inside, tuple(middle.events()))
 

@@ -19,12 +19,12 @@ OWN = {
     "_fallback",
     "plan",
     "mesh",
-    "_hold",
-    "_states_to_come",
-    "_setting",
+    "_no_sync",
+    "_pending_compression_state",
+    "_context",
     "_protocol",
-    "before_training",
-    "_runner",
+    "before_first_training_call",
+    "_executor",
 }
 """Attributes of the module itself; all others are the model's."""
 
@@ -82,7 +82,7 @@ class ModelAttributes(nn.Module):
             delattr(self._wrapped[0], name)
 
 
-def check_new(model: nn.Module) -> None:
+def check_not_compiled(model: nn.Module) -> None:
     """Raises StrategyError if a model, or a module in it, was compiled by autopar before."""
     for name, module in model.named_modules():
         if isinstance(module, ModelAttributes):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import DataDependentOutputException, DynamicOutputShapeException, pytree
 from autopar.capture.provenance import first_line, user_frame
 from autopar.errors import CaptureError, ModelError
-from autopar.runtime.parameters.distribute import local
+from autopar.runtime.parameters.distribute import local_part
 
 _OF_TRACING = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -61,8 +61,8 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _is_sharded(model: nn.Module) -> bool:
     parts = [p for p in model.parameters() if isinstance(p, DTensor)]
-    return any(local(part).shape != part.shape for part in parts)
+    return any(local_part(part).shape != part.shape for part in parts)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return local(tensor).detach().clone().requires_grad_(tensor.requires_grad)
+    return local_part(tensor).detach().clone().requires_grad_(tensor.requires_grad)

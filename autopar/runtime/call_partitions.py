@@ -15,7 +15,7 @@ from autopar.runtime.agreement.consensus import assert_same_across_ranks
 MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]
 
 
-def strategies_of_call(
+def call_strategies(
     graph: TrainingGraph,
     plan: Plan,
     rank: int,

@@ -17,6 +17,7 @@ from autopar._torch import laid_as
 from autopar.capture.batch_shards import BatchShard
 from autopar.capture.batch_slices import capture_slice
 from autopar.capture.call import Call
+from autopar.capture.state.effects import attribute_of
 from autopar.capture.state.guards import Guards
 from autopar.capture.trace import Capture, capture
 from autopar.errors import StrategyError
@@ -26,12 +27,11 @@ from autopar.report.plan import Plan
 from autopar.runtime.agreement.captured_graph import agree_on_graph
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.call_partitions import MakeStrategies
-from autopar.runtime.inside import ModuleIndex
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
-from autopar.runtime.parameters.distribute import is_remote
+from autopar.runtime.parameters.distribute import is_remote, local_part
 from autopar.runtime.rng import RandomStream
-from autopar.runtime.written import tell_parts
+from autopar.runtime.written import warn_of_local_writes
 
 
 @dataclass
@@ -59,15 +59,15 @@ class ExecutionContext:
     parameters: Mapping[str, ParameterInfo]
     device: torch.device
     options: Options
-    random: RandomStream
+    rng: RandomStream
     make_strategies: MakeStrategies
     plan: Plan | None = None
     mesh: DeviceMesh | None = None
     groups: Mapping[str, str] = field(default_factory=dict)
-    held: dict[str, torch.Tensor] = field(default_factory=dict)
-    states: CompressionState = field(default_factory=CompressionState)
+    unreduced_grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    compression_state: CompressionState = field(default_factory=CompressionState)
     captures: dict[Any, Capture] = field(default_factory=dict)
-    attempts: dict[Any, Capture] = field(default_factory=dict)
+    planning_captures: dict[Any, Capture] = field(default_factory=dict)
     all_tangents: bool = False
 
     @cached_property
@@ -92,23 +92,23 @@ class ExecutionContext:
 
     def rebind(self, name: str, value: torch.Tensor) -> None:
         """Gives a buffer, or an attribute that is carried as one, a new tensor."""
-        module, key = self.index.places[name]
+        module, key = self.index.buffer_owners[name]
         holder = module._buffers if key in module._buffers else vars(module)
         self.guards.rebind(holder, key, value)
 
     def capture(self, share: BatchShard, for_planning: bool = False) -> Capture:
         """Captures a call; the backward too, if it may be wanted."""
         differentiate = for_planning or torch.is_grad_enabled()
-        key = (*self.key(share), differentiate)
+        key = (*self.call_key(share), differentiate)
         if key not in self.captures:
             self.guards.check_now()
-            known = self.attempts if for_planning else {}
+            known = self.planning_captures if for_planning else {}
             made = self._capture(share, differentiate, known)
-            key = (*self.key(share), differentiate)  # what it reads may make the state another
+            key = (*self.call_key(share), differentiate)  # what it reads may make the state another
             self.captures[key] = made
         return self.captures[key]
 
-    def agreed_capture(self, share: BatchShard) -> Capture:
+    def capture_on_all_ranks(self, share: BatchShard) -> Capture:
         """Captures a call on every rank at once, and compares what was captured.
 
         Raises:
@@ -155,7 +155,7 @@ class ExecutionContext:
 
         made = capture_slice(attempt, share.call, share.slices, local=self.options.local)
         if share.count > 1:
-            tell_parts(made, self.model)
+            warn_of_local_writes(made, self.model)
         return made
 
     def _planned(self, captured: Iterable[str]) -> dict[str, ParameterInfo]:
@@ -185,7 +185,7 @@ class ExecutionContext:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, enabled=False)
 
-    def key(self, share: BatchShard) -> tuple[Any, ...]:
+    def call_key(self, share: BatchShard) -> tuple[Any, ...]:
         """What distinguishes a kind of call."""
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -194,7 +194,7 @@ class ExecutionContext:
         trained = tuple(p.requires_grad for p in self.index.parameters.values())
         return (*called, autocast, modes, trained, self.all_tangents, self.guards.state)
 
-    def differentiable(
+    def differentiable_inputs(
         self, share: BatchShard
     ) -> tuple[tuple[Differentiable, ...], list[torch.Tensor]]:
         """What autograd is told that a call depends on: parameters held here, and inputs."""
@@ -210,7 +210,36 @@ class ExecutionContext:
                 tensors.append(tensor)
         return tuple(roles), tensors
 
-    def wrap(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    def as_grad_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """A parameter's gradient around its local part."""
         parameter = self.index.parameters[name]
         return laid_as(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+
+
+@dataclass(frozen=True)
+class ModuleIndex:
+    """The modules and parameters of a model, and where its buffers are kept."""
+
+    modules: tuple[nn.Module, ...]
+    parameters: Mapping[str, nn.Parameter]
+    buffer_owners: dict[str, tuple[nn.Module, str]]
+
+    @staticmethod
+    def of(model: nn.Module, carried: Iterable[tuple[str, str]]) -> ModuleIndex:
+        """The modules, parameters and buffers; what is carried counts as buffers too."""
+        places = {
+            name: (model.get_submodule(module), key)
+            for name, _ in model.named_buffers()
+            for module, key in [attribute_of(name)]
+        }
+        for module, key in carried:
+            places[f"{module}.{key}" if module else key] = (model.get_submodule(module), key)
+        return ModuleIndex(tuple(model.modules()), dict(model.named_parameters()), places)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers as they are now: assigning to one replaces it."""
+        found = {}
+        for name, (module, key) in self.buffer_owners.items():
+            buffer = module._buffers.get(key)
+            found[name] = local_part(getattr(module, key)) if buffer is None else buffer
+        return found

@@ -16,16 +16,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar._torch import pytree
-from autopar.capture.batch_shards import BatchShard, batch_checksum, check_checksum_sum
+from autopar.capture.batch_shards import BatchShard
 from autopar.capture.model_info import find_separate_blocks
 from autopar.capture.provenance import first_line, user_frame
 from autopar.common.containers import flatten
 from autopar.errors import AutoparError, BatchError, StrategyError
-from autopar.runtime.parameters.distribute import local
-from autopar.runtime.process_groups import failing_together
+from autopar.runtime.batch_checks import batch_checksum, check_checksum_sum
+from autopar.runtime.parameters.distribute import local_part
+from autopar.runtime.process_groups import explaining_comm_errors
 
 
-def fall_back(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
+def wrap_with_ddp_or_fsdp(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
     """The model under DDP, or under fully_shard block by block.
 
     What cannot be captured often branches, so that parameters go unused: DDP looks for them.
@@ -48,7 +49,7 @@ def fall_back(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
     return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
 
 
-def differences(model: nn.Module) -> str:
+def describe_fallback_differences(model: nn.Module) -> str:
     """The results that torch's data parallelism computes otherwise than one device, in words."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     norms = [name for name, m in model.named_modules() if isinstance(m, kinds) and m.training]
@@ -68,7 +69,7 @@ def as_ddp(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
 
 
-def as_global(
+def average_over_batch(
     result: Any,
     leaves: Sequence[Any],
     share: BatchShard,
@@ -101,7 +102,7 @@ def as_global(
     proof = batch_checksum(leaves, share.rows, mode, device)
     own = [x.detach().double() * (share.rows / share.total) for x in scalars.values()]
     vector = torch.cat([proof, torch.stack(own)]) if own else proof
-    with torch.no_grad(), failing_together("forward"):
+    with torch.no_grad(), explaining_comm_errors("forward"):
         dist.all_reduce(vector)
     check_checksum_sum(vector[: len(proof)], ranks, mode)
     weight = share.rows * ranks / share.total
@@ -157,7 +158,9 @@ class AliasedDDP(nn.Module):
                     continue
                 alias = aliases.setdefault(
                     id(parameter),
-                    nn.Parameter(local(parameter.detach()), requires_grad=parameter.requires_grad),
+                    nn.Parameter(
+                        local_part(parameter.detach()), requires_grad=parameter.requires_grad
+                    ),
                 )
                 self.places.append((module, name, parameter, alias))
         self.outer = {id(alias): parameter for _, _, parameter, alias in self.places}
@@ -245,7 +248,7 @@ class _Aliased:
 
 
 @contextlib.contextmanager
-def errors_of_rows(ranks: int) -> Iterator[None]:
+def explaining_row_errors(ranks: int) -> Iterator[None]:
     """Explains what a model raises that was given a rank's rows instead of the whole batch.
 
     Args:

@@ -21,35 +21,39 @@ from autopar.common.containers import check_seen, flatten
 from autopar.errors import CaptureError
 from autopar.ir.graph import ParameterInfo
 from autopar.report.plan import Plan
-from autopar.runtime.agreement.channel import settle
+from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.protocol import CallState, Protocol
-from autopar.runtime.agreement.replicas import Replicas, compare
+from autopar.runtime.agreement.replicas import Replicas, compare_replicas
 from autopar.runtime.attributes import ModelAttributes
 from autopar.runtime.blame import check_runs
 from autopar.runtime.call_partitions import MakeStrategies
 from autopar.runtime.context import ExecutionContext
-from autopar.runtime.fallback import as_global, errors_of_rows
+from autopar.runtime.fallback import average_over_batch, explaining_row_errors
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.clip_grad import clip_grad_norm
-from autopar.runtime.parameters.compression_state import KEY, CompressionState
+from autopar.runtime.parameters.compression_state import STATE_DICT_KEY, CompressionState
 from autopar.runtime.parameters.distribute import (
     as_dtensors,
-    broadcast_state,
+    broadcast_from_rank0,
+    distribute_like,
     is_remote,
-    laid_out_as,
 )
 from autopar.runtime.pipeline.executor import PipelineExecutor
-from autopar.runtime.pipeline.stage_parameters import fetched, keep_own, stage_mesh
+from autopar.runtime.pipeline.stage_parameters import (
+    distribute_plan_parameters,
+    fetch_remote_parameters,
+    stage_mesh,
+)
 from autopar.runtime.process_groups import make_groups, make_mesh, rank
 from autopar.runtime.rng import stream_of
 from autopar.runtime.spmd.executor import SpmdExecutor
 
-Captured = Callable[[int, int, int], Capture]
+CaptureFunction = Callable[[int, int, int], Capture]
 """Captures what a rank does of a call, given how many ranks the model itself is partitioned over,
 how many its stages lie on, and into how many micro-batches the rows of a rank are cut."""
-MakePlan = Callable[[Captured, Any], Plan]
+MakePlan = Callable[[CaptureFunction, Any], Plan]
 """Plans a call, which is given too: its arguments and keyword arguments."""
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
 CheckCall = Callable[["DistributedModule", list[Any], Any], None]
@@ -88,13 +92,13 @@ class DistributedModule(ModelAttributes):
         self._fallback: tuple[nn.Module, ...] = ()
         self.plan: Plan | None = None
         self.mesh: DeviceMesh | None = None
-        self._hold = False
-        self._states_to_come: Mapping[str, Any] | None = None
-        self.before_training: CheckCall | None = None
+        self._no_sync = False
+        self._pending_compression_state: Mapping[str, Any] | None = None
+        self.before_first_training_call: CheckCall | None = None
         infos, stream = dict(parameters), stream_of(options, device)
-        self._setting = ExecutionContext(model, infos, device, options, stream, make_strategies)
+        self._context = ExecutionContext(model, infos, device, options, stream, make_strategies)
         self._protocol = Protocol.of(model)
-        self._runner: SpmdExecutor | PipelineExecutor | None = None
+        self._executor: SpmdExecutor | PipelineExecutor | None = None
 
     # What a training script asks of it.
 
@@ -115,21 +119,21 @@ class DistributedModule(ModelAttributes):
         While gradients are held back, `.grad` is not changed.
         """
         inner = self._fallback[0] if self._fallback else None
-        before, self._hold = self._hold, self._options.dp_size > 1
+        before, self._no_sync = self._no_sync, self._options.dp_size > 1
         try:
             with getattr(inner, "no_sync", contextlib.nullcontext)():
                 yield
         finally:
-            self._hold = before
+            self._no_sync = before
 
     @property
     def rng_state(self) -> torch.Tensor:
         """State of this rank's random stream (dropout); save and restore it with a checkpoint."""
-        return self._setting.random.get()
+        return self._context.rng.get_state()
 
     @rng_state.setter
     def rng_state(self, state: torch.Tensor) -> None:
-        self._setting.random.set(state)
+        self._context.rng.set_state(state)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on this rank's rows; scalars come back as means over the global batch."""
@@ -139,13 +143,13 @@ class DistributedModule(ModelAttributes):
         leaves, structure = flatten((args, kwargs))
         check_seen(leaves)
         if not self._fallback:
-            self._setting.index_model()
-        check = self.before_training if torch.is_grad_enabled() else None
+            self._context.index_model()
+        check = self.before_first_training_call if torch.is_grad_enabled() else None
         if check is not None:
-            self.before_training = None  # copies that planning makes are not to check
+            self.before_first_training_call = None  # copies that planning makes are not to check
         number = self._agree_on_call(leaves, structure)
         if check is not None or not self._settles:
-            settle()
+            finish_exchange()
         if self.plan is None and not self._fallback:
             self.plan_for(leaves, structure)
         if check is not None:
@@ -153,22 +157,24 @@ class DistributedModule(ModelAttributes):
         result = self._run(leaves, structure)
         if self._protocol is not None:
             compared = self._options.batch == "global"
-            self._protocol.follow_backward(result, number, compare=compared, settles=self._settles)
-            self._protocol.steps.expect(self._setting.index.parameters.values())
+            self._protocol.agree_on_backward(
+                result, number, compare=compared, settles=self._settles
+            )
+            self._protocol.optimizer_steps.restart(self._context.index.parameters.values())
         return result
 
     @property
     def _settles(self) -> bool:
         """Whether programs settle what ranks agree on, just before they communicate."""
-        return isinstance(self._runner, SpmdExecutor) and self._options.backend == "eager"
+        return isinstance(self._executor, SpmdExecutor) and self._options.backend == "eager"
 
     def _run(self, leaves: list[Any], structure: Any) -> Any:
-        share = self._share(leaves, structure)
+        share = self._batch_shard(leaves, structure)
         if self._fallback:
             return self._run_fallback(leaves, share)
-        assert self._runner is not None
+        assert self._executor is not None
         try:
-            return self._runner.run(leaves, share, self._hold)
+            return self._executor.run(leaves, share, self._no_sync)
         except CaptureError as error:
             self._check_runs(leaves, structure, error)
             raise
@@ -177,24 +183,24 @@ class DistributedModule(ModelAttributes):
         """Agrees with all ranks on a call, before anything is sent; gives its number."""
         if self._protocol is None:
             return 0
-        with self._protocol.preparing():
+        with self._protocol.reporting_errors():
             state = CallState(
                 leaves=leaves,
                 structure=structure,
-                share=self._share(leaves, structure),
+                shard=self._batch_shard(leaves, structure),
                 batch=self._options.batch,
                 model_parallel_peers=self._options.model_parallel_peers,
-                modules=self._setting.index.modules,
-                parameters=self._setting.index.parameters,
-                no_sync=self._hold,
-                held=sorted(self._setting.held),
+                modules=self._context.index.modules,
+                parameters=self._context.index.parameters,
+                no_sync=self._no_sync,
+                unreduced_grads=sorted(self._context.unreduced_grads),
                 is_planned=self.plan is not None or bool(self._fallback),
                 stage=self._stage,
                 dp_rank=self._options.dp_rank(rank()),
-                all_tangents=self._setting.all_tangents,
+                all_tangents=self._context.all_tangents,
                 is_captured=not self._fallback,
             )
-        return self._protocol.call(state, self._replicas)
+        return self._protocol.agree_on_call(state, self._replicas)
 
     @property
     def _stage(self) -> int:
@@ -204,7 +210,7 @@ class DistributedModule(ModelAttributes):
     @property
     def _replicas(self) -> Replicas:
         """Parameters and buffers; torch's DDP sends buffers around by itself, at each call."""
-        inside = self._setting.index
+        inside = self._context.index
         return Replicas(inside.parameters, {} if self._fallback else inside.buffers())
 
     def check_replicas(
@@ -223,7 +229,7 @@ class DistributedModule(ModelAttributes):
             DisagreementError: on every rank, with the names and ranks of copies that have parted.
         """
         if self._protocol is not None:
-            compare(self._replicas, optimizer, self._stage, tolerance)
+            compare_replicas(self._replicas, optimizer, self._stage, tolerance)
 
     def train(self, mode: bool = True) -> DistributedModule:
         """Sets training mode, of the model too."""
@@ -255,16 +261,18 @@ class DistributedModule(ModelAttributes):
         Under a pipeline all ranks call this at once: they send each other what they hold.
         """
         if self._protocol is not None and self.plan is not None and self.plan.pp_size > 1:
-            self._protocol.save()
+            self._protocol.agree_on_state_dict()
         found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if self.mesh is not None and (kept := self._setting.states.saved(self._own_mesh)):
-            found[prefix + KEY] = kept
+        if self.mesh is not None and (
+            kept := self._context.compression_state.state_dict(self._own_mesh)
+        ):
+            found[prefix + STATE_DICT_KEY] = kept
         if self.plan is None or self.plan.pp_size == 1:
             return found
         assert self.mesh is not None
         assert self.plan.pipeline is not None
         model, group = self._wrapped[0], self.mesh.get_group("pp")
-        elsewhere = fetched(model, self.plan.pipeline, group, self._device)
+        elsewhere = fetch_remote_parameters(model, self.plan.pipeline, group, self._device)
         for name, parameter in model.named_parameters(prefix[:-1], remove_duplicate=False):
             if parameter in elsewhere:
                 found[name] = elsewhere[parameter]
@@ -278,18 +286,18 @@ class DistributedModule(ModelAttributes):
         Of a whole model; a rank takes its own part. Under a pipeline `assign` copies all the same.
         """
         state_dict = dict(state_dict)
-        self._take_states(state_dict.pop(KEY, None))
+        self._take_states(state_dict.pop(STATE_DICT_KEY, None))
         own = dict(self._wrapped[0].named_parameters(remove_duplicate=False))
-        values = {name: laid_out_as(own.get(name), value) for name, value in state_dict.items()}
+        values = {name: distribute_like(own.get(name), value) for name, value in state_dict.items()}
         assign = assign and not any(is_remote(parameter) for parameter in own.values())
         return super().load_state_dict(values, strict=strict, assign=assign)
 
     def _take_states(self, values: Mapping[str, Any] | None) -> None:
         """Loads what compression had kept; keeps it for the plan if there is none yet."""
         if self.plan is None:
-            self._states_to_come = values
-        elif self._setting.states.known and self.mesh is not None:
-            self._setting.states.load(values or {}, self._own_mesh)
+            self._pending_compression_state = values
+        elif self._context.compression_state.tensors and self.mesh is not None:
+            self._context.compression_state.load(values or {}, self._own_mesh)
 
     @property
     def _own_mesh(self) -> DeviceMesh:
@@ -316,11 +324,11 @@ class DistributedModule(ModelAttributes):
             RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite`.
         """
         if self._protocol is not None:
-            self._protocol.clip(max_norm, norm_type)
+            self._protocol.agree_on_clipping(max_norm, norm_type)
         across = self.plan is not None and self.plan.pp_size > 1
         group = self.mesh.get_group("pp") if across and self.mesh is not None else None
         widest = functools.reduce(
-            torch.promote_types, (i.dtype for i in self._setting.parameters.values())
+            torch.promote_types, (i.dtype for i in self._context.parameters.values())
         )
         like = torch.empty((), dtype=widest, device=self._device)
         own = list(self.parameters())
@@ -330,24 +338,30 @@ class DistributedModule(ModelAttributes):
         """A copy with its own parameters under the same plan, such as an average of weights."""
         made = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
-            if name not in ("_setting", "_runner", "_protocol"):
+            if name not in ("_context", "_executor", "_protocol"):
                 made.__dict__[name] = value if name in SHARED else copy.deepcopy(value, memo)
-        model, stream = made._wrapped[0], copy.deepcopy(self._setting.random, memo)
-        made._setting = replace(
-            self._setting, model=model, random=stream, held={}, states=self._setting.states.copied()
+        model, stream = made._wrapped[0], copy.deepcopy(self._context.rng, memo)
+        made._context = replace(
+            self._context,
+            model=model,
+            rng=stream,
+            unreduced_grads={},
+            compression_state=self._context.compression_state.copy(),
         )
         protocol = self._protocol
-        made._protocol = replace(protocol, steps=OptimizerSteps()) if protocol is not None else None
-        made._setting.guards = self._setting.guards.copied(model)
-        made._runner = made._new_runner()
-        if isinstance(self._runner, SpmdExecutor) and isinstance(made._runner, SpmdExecutor):
-            made._runner.programs = self._runner.programs
+        made._protocol = (
+            replace(protocol, optimizer_steps=OptimizerSteps()) if protocol is not None else None
+        )
+        made._context.guards = self._context.guards.copied(model)
+        made._executor = made._new_runner()
+        if isinstance(self._executor, SpmdExecutor) and isinstance(made._executor, SpmdExecutor):
+            made._executor.programs = self._executor.programs
         return made
 
-    def copied_under(self, plan: Plan) -> DistributedModule:
+    def copy_with_plan(self, plan: Plan) -> DistributedModule:
         """A copy with its own parameters that follows a plan, while there is none here yet."""
         made = copy.deepcopy(self)
-        made._options = made._setting.options = replace(made._options, recorder=None, on_trial=True)
+        made._options = made._context.options = replace(made._options, recorder=None, on_trial=True)
         made.apply_plan(plan)
         return made
 
@@ -357,46 +371,46 @@ class DistributedModule(ModelAttributes):
         """Takes a plan: makes the mesh, lays the parameters out and keeps those of own stages."""
         self._divide(plan.model_parallel_size, plan.pp_size)
         self.mesh = mesh = make_mesh(self._device, plan.storage, ("pp", *plan.shard_order))
-        run_on_all_ranks(lambda: keep_own(self._wrapped[0], plan, mesh))
-        self._setting.reindex_model()
-        self._setting.attempts.clear()
+        run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
+        self._context.reindex_model()
+        self._context.planning_captures.clear()
         self.plan = plan
-        states = CompressionState.of_plan(plan, self._setting.parameters, rank(), self._device)
-        self._setting.states = states
-        if self._states_to_come is not None:
-            self._take_states(self._states_to_come)
-            self._states_to_come = None
-        self._setting.plan, self._setting.mesh = plan, mesh
-        self._setting.guards.carry(plan.changed)
-        self._setting.groups = make_groups(self._device, plan.axes, mesh)
-        self._runner = self._new_runner()
+        states = CompressionState.of_plan(plan, self._context.parameters, rank(), self._device)
+        self._context.compression_state = states
+        if self._pending_compression_state is not None:
+            self._take_states(self._pending_compression_state)
+            self._pending_compression_state = None
+        self._context.plan, self._context.mesh = plan, mesh
+        self._context.guards.carry(plan.changed)
+        self._context.groups = make_groups(self._device, plan.axes, mesh)
+        self._executor = self._new_runner()
 
     def _divide(self, tensor_ranks: int, pipeline_ranks: int) -> None:
         """Learns which ranks have the same rows, where the plan was to decide that."""
         options = replace(self._options, model_parallel_size=tensor_ranks, pp_size=pipeline_ranks)
         if options != self._options:
-            self._options = self._setting.options = options
-            self._setting.random = stream_of(options, self._device)
+            self._options = self._context.options = options
+            self._context.rng = stream_of(options, self._device)
 
     def _new_runner(self) -> SpmdExecutor | PipelineExecutor | None:
         if self.plan is None:
             return None
         return (
-            SpmdExecutor(self._setting)
+            SpmdExecutor(self._context)
             if self.plan.pipeline is None
-            else PipelineExecutor(self._setting)
+            else PipelineExecutor(self._context)
         )
 
-    def prepare(self, *, replicated_dtensors: bool) -> None:
+    def broadcast_parameters(self, *, replicated_dtensors: bool) -> None:
         """Gives all ranks the parameters of rank 0, and DTensors where a plan is yet to come."""
         if self._options.ranks == 1:
             return
-        broadcast_state(self)
+        broadcast_from_rank0(self)
         if replicated_dtensors:
             mesh = make_mesh(self._device, (("dp_shard", self._options.ranks),))
             assert mesh is not None
             as_dtensors(self, mesh)
-            self._setting.reindex_model()
+            self._context.reindex_model()
 
     def plan_for(self, leaves: list[Any], structure: Any) -> None:
         """Plans on the arguments of a call, or falls back."""
@@ -405,8 +419,8 @@ class DistributedModule(ModelAttributes):
             options = replace(
                 self._options, model_parallel_size=tensor_ranks, pp_size=pipeline_ranks
             )
-            share = self._share(leaves, structure, options).micro_batches(micro_batches)[0]
-            return self._setting.capture(share, for_planning=True)
+            share = self._batch_shard(leaves, structure, options).micro_batches(micro_batches)[0]
+            return self._context.capture(share, for_planning=True)
 
         try:
             call = pytree.tree_unflatten(leaves, structure)
@@ -416,17 +430,17 @@ class DistributedModule(ModelAttributes):
             # ranks that bring the same rows count alike: means stay what they are
             self._options = replace(self._options, model_parallel_size=1, pp_size=1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
-            self._setting.reindex_model()
+            self._context.reindex_model()
 
     def _check_runs(self, leaves: list[Any], structure: Any, reason: CaptureError) -> None:
         """Raises ModelError, on every rank, if the plain model fails at this call."""
         model, options = self._wrapped[0], self._options
-        with_autocast = self._setting.autocast()
+        with_autocast = self._context.autocast()
         run_on_all_ranks(
             lambda: check_runs(model, leaves, structure, options.loss_fn, with_autocast, reason)
         )
 
-    def _share(
+    def _batch_shard(
         self, leaves: list[Any], structure: Any, options: Options | None = None
     ) -> BatchShard:
         options = options or self._options
@@ -438,14 +452,14 @@ class DistributedModule(ModelAttributes):
         options, inner, tensors = self._options, self._fallback[0], iter(share.tensors)
         own = [next(tensors) if isinstance(x, TensorSpec) else x for x in share.call.leaves]
         args, kwargs = pytree.tree_unflatten(own, share.call.structure)
-        with self._setting.autocast(), errors_of_rows(options.ranks):
+        with self._context.autocast(), explaining_row_errors(options.ranks):
             if options.loss_fn is None:
                 result = inner(*args, **kwargs)
             else:
                 result = options.loss_fn(inner(*args[:-1], **kwargs), args[-1])
         if options.ranks == 1:
             return result
-        return as_global(
+        return average_over_batch(
             result, leaves, share, mode=options.batch, ranks=options.ranks, device=self._device
         )
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import CommunicationError, StrategyError
 from autopar.ir.mesh_levels import mesh_of
 
-LAUNCH = "autopar run SCRIPT --nproc {n}   (or: torchrun --nproc-per-node {n} SCRIPT)"
+LAUNCH_COMMAND = "autopar run SCRIPT --nproc {n}   (or: torchrun --nproc-per-node {n} SCRIPT)"
 
 
 def ensure_process_group(world_size: int | None, timeout_s: float) -> int:
@@ -48,16 +48,16 @@ def _contradiction(world_size: int, running: int) -> StrategyError:
     if running == 1:
         return StrategyError(
             f"world_size={world_size}, but this is one process outside of torchrun. "
-            f"Launch with: {LAUNCH.format(n=world_size)}"
+            f"Launch with: {LAUNCH_COMMAND.format(n=world_size)}"
         )
     return StrategyError(
         f"world_size={world_size}, but {running} ranks are running. Leave world_size out, or "
-        f"launch with: {LAUNCH.format(n=world_size)}"
+        f"launch with: {LAUNCH_COMMAND.format(n=world_size)}"
     )
 
 
 def make_mesh(
-    device: torch.device, axes: tuple[tuple[str, int], ...], cuts: Sequence[str] = ()
+    device: torch.device, axes: tuple[tuple[str, int], ...], shard_order: Sequence[str] = ()
 ) -> DeviceMesh | None:
     """The mesh of a plan's axes of more than one rank; None for one rank.
 
@@ -69,7 +69,7 @@ def make_mesh(
             are left out.
     """
     sizes = dict(axes)
-    names = [name for name in cuts or sizes if sizes.get(name, 1) > 1]
+    names = [name for name in shard_order or sizes if sizes.get(name, 1) > 1]
     if not names:
         return None
     kept = [name for name in sizes if sizes[name] > 1]
@@ -120,7 +120,7 @@ def rank() -> int:
 
 
 @contextlib.contextmanager
-def failing_together(what: str) -> Iterator[None]:
+def explaining_comm_errors(what: str) -> Iterator[None]:
     """Says which rank saw a collective fail, and what that usually means."""
     try:
         yield

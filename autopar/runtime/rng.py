@@ -34,7 +34,7 @@ class RandomStream:
         self.rank, self.device = rank, device
         self.state: torch.Tensor | None = None
 
-    def get(self) -> torch.Tensor:
+    def get_state(self) -> torch.Tensor:
         """The state of the stream."""
         if not self.own:
             return self._default_state()
@@ -42,7 +42,7 @@ class RandomStream:
             self.state = self._seeded(torch.initial_seed())
         return self.state.clone()
 
-    def set(self, state: torch.Tensor) -> None:
+    def set_state(self, state: torch.Tensor) -> None:
         """Continues from a state."""
         if self.own:
             self.state = state.clone()
@@ -50,7 +50,7 @@ class RandomStream:
             self._set_default(state)
 
     @contextlib.contextmanager
-    def during(self, needed: bool) -> Iterator[None]:
+    def as_default(self, needed: bool) -> Iterator[None]:
         """Makes this stream torch's default one."""
         if not (needed and self.own):
             yield
@@ -58,7 +58,7 @@ class RandomStream:
         outside = self._default_state()
         if self.shared and self.state is None:
             self.state = self._agreed()
-        self._set_default(self.get())
+        self._set_default(self.get_state())
         try:
             yield
         finally:

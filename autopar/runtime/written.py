@@ -23,7 +23,7 @@ def result_of(capture: Capture, leaves: list[Any], model: nn.Module) -> Any:
     return result
 
 
-def tell_parts(capture: Capture, model: nn.Module) -> None:
+def warn_of_local_writes(capture: Capture, model: nn.Module) -> None:
     """Warns of attributes that get this rank's rows where the plain model's get all rows."""
     if not capture.writes:
         return

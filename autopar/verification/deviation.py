@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autopar.runtime.agreement.consensus import gather_objects, is_live
+from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 
 KINDS = ("loss", "gradient", "parameter", "buffer")
 """In the order of a step."""
@@ -148,7 +148,7 @@ class Comparison:
     def everywhere(self) -> dict[str, Deviation]:
         """The worst of each kind over all ranks, each of which holds some of the tensors."""
         mine = [*self.worst.values(), *([self.first] if self.first else [])], self.missing
-        found = gather_objects(mine) if is_live() else [mine]
+        found = gather_objects(mine) if is_multi_rank() else [mine]
         for deviations, _ in found:
             for deviation in deviations:
                 self._keep(deviation)

@@ -27,9 +27,9 @@ from autopar.errors import FallbackWarning, StrategyError, VerificationError
 from autopar.plan.spec import fingerprint
 from autopar.report.plan import Plan
 from autopar.report.table import compressed
-from autopar.runtime.agreement.consensus import gather_objects, is_live
+from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.parameters.distribute import broadcast_state, materialize
+from autopar.runtime.parameters.distribute import broadcast_from_rank0, materialize
 from autopar.runtime.process_groups import ensure_process_group, rank
 from autopar.verification.deviation import TOLERANCES, Comparison, Deviation, Verification
 from autopar.verification.draws import ConstantDraws
@@ -86,8 +86,8 @@ def verify(
         ensure_process_group(options.get("world_size"), options.get("timeout_s", 300.0))
         plain = copy.deepcopy(model)
         materialize(plain, device_of(plain))
-        if is_live():
-            broadcast_state(plain)
+        if is_multi_rank():
+            broadcast_from_rank0(plain)
         given = isinstance(example_inputs, _Call)
         leaves, structure = example_inputs if given else flattened(example_inputs)
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
@@ -332,7 +332,7 @@ def _check_draws(draws: ConstantDraws, backend: str) -> None:
 def _mean(loss: Tensor, weight: float) -> Tensor:
     """The mean of the ranks' losses by their rows; a loss that all ranks share stays the same."""
     own = loss.detach().double()
-    if not is_live():
+    if not is_multi_rank():
         return own
     return own.new_tensor(sum(gather_objects(own.item() * weight)))
 
@@ -371,7 +371,7 @@ def _in_double(plan: Plan, model: nn.Module) -> Plan:
 
 
 def _world_size() -> int:
-    return dist.get_world_size() if is_live() else 1
+    return dist.get_world_size() if is_multi_rank() else 1
 
 
 def _whole(tensor: Tensor) -> Tensor:

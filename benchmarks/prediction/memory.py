@@ -135,7 +135,7 @@ def measure(rank: int, world_size: int, name: str) -> list[dict[str, Any]]:
         for zero in STAGES:
             for level in LEVELS:
                 model, peaks = _train(subject, batches, zero, level)
-                graph = next(p.graph for p in model._runner.programs.values())
+                graph = next(p.graph for p in model._executor.programs.values())
                 scratch = scratch.measure([graph])
                 for kind, counted in peaks.items():
                     overhead = Overhead(needs[kind], scratch, batches=0)

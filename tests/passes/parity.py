@@ -9,12 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.batch_shards import (
-    BatchShard,
-    batch_checksum,
-    batch_shard_of,
-    check_checksum_sum,
-)
+from autopar.capture.batch_shards import BatchShard, batch_shard_of
 from autopar.capture.batch_slices import capture_slice
 from autopar.capture.call import Call
 from autopar.capture.model_info import describe_parameters
@@ -41,6 +36,7 @@ from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.report.plan import Plan
+from autopar.runtime.batch_checks import batch_checksum, check_checksum_sum
 from tests.harness.models import Batch
 from tests.harness.reference import relative_error, snapshot
 from tests.passes.simulated import Results, Values, chunks, run_ranks

@@ -89,7 +89,7 @@ def test_one_rank_equals_the_model() -> None:
 
 
 def spoiled_gradient(name: str) -> Callable[..., Tensor]:
-    wrap = ExecutionContext.wrap
+    wrap = ExecutionContext.as_grad_of
 
     def spoiled(setting: ExecutionContext, parameter: str, gradient: Tensor) -> Tensor:
         return wrap(setting, parameter, gradient * 1.001 if parameter == name else gradient)

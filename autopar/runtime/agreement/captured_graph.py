@@ -17,9 +17,9 @@ from autopar.errors import DisagreementError
 from autopar.ir.graph import TrainingGraph, tensors, user_line
 from autopar.ir.roles import Parameter
 from autopar.plan.spec import SCHEMA_VERSION
-from autopar.runtime.agreement.consensus import gather_objects, is_live
+from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 
-SAMPLE_BYTES = 1 << 20
+MAX_SAMPLE_BYTES = 1 << 20
 """Bytes of a constant that are compared."""
 
 SOURCE = "  # "
@@ -47,7 +47,7 @@ def agree_on_graph(graph: TrainingGraph, *, even: bool) -> None:
     Raises:
         DisagreementError: on every rank, with the first difference.
     """
-    if not is_live():
+    if not is_multi_rank():
         return
     lines = described(graph) if even else described_at_any_rows(graph)
     event = "compares the captured graph"
@@ -117,5 +117,5 @@ def _content(tensor: torch.Tensor) -> str:
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         return kind
     flat = tensor.detach().reshape(-1)
-    few = flat[:: max(1, flat.numel() * flat.element_size() // SAMPLE_BYTES)]
+    few = flat[:: max(1, flat.numel() * flat.element_size() // MAX_SAMPLE_BYTES)]
     return f"{kind} {zlib.crc32(few.cpu().contiguous().view(torch.uint8).numpy().data):08x}"

@@ -22,19 +22,19 @@ from torch import distributed as dist
 from autopar._torch import default_store, group_timeout
 from autopar.errors import AutoparError, CommunicationError, DisagreementError
 
-ENTRIES = 16
+MAX_ENTRIES = 16
 """Things that a record has room for."""
 
-SHOWN = 16
+SAMPLE_NUMBERS = 16
 """Numbers of a record that ranks show each other without comparing them here."""
 
-HEAD = 2 + SHOWN
+HEADER_NUMBERS = 2 + SAMPLE_NUMBERS
 """Numbers of a record before its entries: the event, the bytes of its payload, and those shown."""
 
-TEXT = 400
+MAX_TEXT_CHARS = 400
 """Characters of a value in an error."""
 
-ANSWER_S = 1.5
+PEER_REPLY_S = 1.5
 """Seconds that a rank whose wait failed listens for what the other ranks wait for."""
 
 
@@ -53,7 +53,7 @@ class Entry:
 
     name: str
     value: object
-    among: object = ""
+    group: object = ""
     advice: str = ""
     error: type[AutoparError] = DisagreementError
     shown: str | None = None
@@ -62,10 +62,10 @@ class Entry:
     def text(self) -> str:
         """The value as an error shows it."""
         text = str(self.value) if self.shown is None else self.shown
-        return text if len(text) <= TEXT else text[: TEXT - 3] + "..."
+        return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
 
 
-def number_of(value: object) -> int:
+def stable_hash(value: object) -> int:
     """A number of 63 bits that differs, almost surely, between different texts."""
     return value if type(value) is int and abs(value) < 2**62 else _hashed(str(value))
 
@@ -76,20 +76,20 @@ def _hashed(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Met:
+class Exchanged:
     """Everything that the ranks brought to a meeting.
 
     Attributes:
         payloads: by rank; empty if no rank brought any.
-        shown: by rank, `SHOWN` numbers each.
+        shown: by rank, `SAMPLE_NUMBERS` numbers each.
     """
 
     payloads: list[bytes]
-    shown: list[list[int]]
+    samples: list[list[int]]
 
 
 @dataclass(frozen=True)
-class Announced:
+class PendingExchange:
     """A record on its way to the other ranks.
 
     Attributes:
@@ -108,7 +108,7 @@ class Announced:
     numbers: Sequence[int]
     table: torch.Tensor
     work: dist.Work
-    then: Callable[[Met], None] | None
+    then: Callable[[Exchanged], None] | None
 
 
 @dataclass
@@ -124,12 +124,12 @@ class Channel:
         announced: the record on its way, which is settled before the next one leaves.
     """
 
-    reference: weakref.ref[dist.ProcessGroup]
+    group_reference: weakref.ref[dist.ProcessGroup]
     rank: int
     size: int
-    meetings: int = 0
-    modules: int = 0
-    announced: Announced | None = None
+    num_exchanges: int = 0
+    num_modules: int = 0
+    pending: PendingExchange | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -138,7 +138,7 @@ class Channel:
         Raises:
             CommunicationError: it was destroyed.
         """
-        group = self.reference()
+        group = self.group_reference()
         if group is None:
             raise CommunicationError(
                 "the process group was destroyed: call destroy_process_group() after the last "
@@ -146,39 +146,39 @@ class Channel:
             )
         return group
 
-    def meet(
+    def exchange(
         self,
         event: str,
         entries: Sequence[Entry] = (),
         payload: bytes = b"",
         shown: Sequence[int] = (),
-    ) -> Met:
+    ) -> Exchanged:
         """Waits until every rank says the same, and hands payloads around.
 
         Args:
             event: what this rank is about to do, as a verb with its object: "calls Model".
             entries: what must be equal; the same names on every rank.
             payload: is given to every rank.
-            shown: at most `SHOWN` numbers, which every rank sees.
+            shown: at most `SAMPLE_NUMBERS` numbers, which every rank sees.
 
         Raises:
             DisagreementError: on every rank alike, if the events or entries differ.
             CommunicationError: a rank did not come before the timeout.
         """
-        self.announce(event, entries, payload, shown)
-        met = self.settle()
+        self.start_exchange(event, entries, payload, shown)
+        met = self.finish_exchange()
         assert met is not None
         return met
 
-    def announce(
+    def start_exchange(
         self,
         event: str,
         entries: Sequence[Entry] = (),
         payload: bytes = b"",
         shown: Sequence[int] = (),
-        then: Callable[[Met], None] | None = None,
+        then: Callable[[Exchanged], None] | None = None,
     ) -> None:
-        """Begins a meeting; `settle` ends it, before this rank communicates with others.
+        """Begins a meeting; `finish_exchange` ends it, before this rank communicates with others.
 
         Args:
             event, entries, payload, shown: as for `meet`.
@@ -187,39 +187,39 @@ class Channel:
         Raises:
             DisagreementError, CommunicationError: from the meeting before, if that was not ended.
         """
-        self.settle()
-        self.meetings += 1
+        self.finish_exchange()
+        self.num_exchanges += 1
         names = ",".join(entry.name for entry in entries)
         numbers = [_hashed(f"{event}|{names}"), len(payload), *shown]
-        numbers += [0] * (HEAD - len(numbers))
+        numbers += [0] * (HEADER_NUMBERS - len(numbers))
         for entry in entries:
-            numbers += [number_of(entry.value), number_of(entry.among)]
-        numbers += [0] * (HEAD + 2 * ENTRIES - len(numbers))
+            numbers += [stable_hash(entry.value), stable_hash(entry.group)]
+        numbers += [0] * (HEADER_NUMBERS + 2 * MAX_ENTRIES - len(numbers))
         own = torch.tensor(numbers)
         table = own.new_empty(self.size, own.numel())
         with self.waiting(event):
             work = dist.all_gather(list(table.unbind()), own, group=self.group, async_op=True)
-        self.announced = Announced(event, entries, payload, numbers, table, work, then)
+        self.pending = PendingExchange(event, entries, payload, numbers, table, work, then)
 
-    def settle(self) -> Met | None:
+    def finish_exchange(self) -> Exchanged | None:
         """Ends the meeting that has begun; None if there is none.
 
         Raises:
             DisagreementError: on every rank alike, if the events or entries differ.
             CommunicationError: a rank did not come before the timeout.
         """
-        if self.announced is None:
+        if self.pending is None:
             return None
-        begun, self.announced = self.announced, None
+        begun, self.pending = self.pending, None
         with self.waiting(begun.event):
             begun.work.wait()
             table = begun.table.tolist()
         own = begun.numbers
-        if any(row[0] != own[0] or row[HEAD:] != own[HEAD:] for row in table):
+        if any(row[0] != own[0] or row[HEADER_NUMBERS:] != own[HEADER_NUMBERS:] for row in table):
             self._compare(begun.event, begun.entries, table)
         with self.waiting(begun.event):
             payloads = self._payloads(begun.payload, [row[1] for row in table])
-        met = Met(payloads, [row[2:HEAD] for row in table])
+        met = Exchanged(payloads, [row[2:HEADER_NUMBERS] for row in table])
         if begun.then is not None:
             begun.then(met)
         return met
@@ -243,7 +243,7 @@ class Channel:
         differing = [
             (place, entry)
             for place, entry in enumerate(entries)
-            if same_event and _differs([row[HEAD + 2 * place :][:2] for row in table])
+            if same_event and _differs([row[HEADER_NUMBERS + 2 * place :][:2] for row in table])
         ]
         if same_event and not differing:
             return
@@ -251,7 +251,9 @@ class Channel:
         if not same_event:
             raise DisagreementError(_of_events([own[0] for own in said]))
         lines = [
-            _of_entry(event, entry, index, said, [row[HEAD + 2 * place :][:2] for row in table])
+            _of_entry(
+                event, entry, index, said, [row[HEADER_NUMBERS + 2 * place :][:2] for row in table]
+            )
             for index, (place, entry) in enumerate(differing, 1)
         ]
         raise differing[0][1].error("\n".join(lines))
@@ -294,9 +296,9 @@ class Channel:
         found = {self.rank: event}
         with contextlib.suppress(RuntimeError):
             store = default_store()
-            place = f"autopar/{self.group.group_name}/{self.meetings}"
+            place = f"autopar/{self.group.group_name}/{self.num_exchanges}"
             store.set(f"{place}/{self.rank}", event)
-            until = time.monotonic() + ANSWER_S
+            until = time.monotonic() + PEER_REPLY_S
             while len(found) < self.size and time.monotonic() < until:
                 for rank in set(range(self.size)) - set(found):
                     if store.check([f"{place}/{rank}"]):
@@ -357,7 +359,7 @@ def channel() -> Channel | None:
     return _OPEN[1]
 
 
-def settle() -> None:
+def finish_exchange() -> None:
     """Ends the meeting that has begun, if any: called before a program communicates.
 
     Raises:
@@ -365,7 +367,7 @@ def settle() -> None:
         CommunicationError: a rank did not come before the timeout.
     """
     if _OPEN is not None:
-        _OPEN[1].settle()
+        _OPEN[1].finish_exchange()
 
 
 def _opened(world: dist.ProcessGroup) -> Channel:

@@ -14,7 +14,7 @@ from autopar.runtime.agreement.channel import Channel, Entry, channel
 T = TypeVar("T")
 
 
-def is_live() -> bool:
+def is_multi_rank() -> bool:
     """Whether several ranks are running."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -26,7 +26,7 @@ def gather_objects(value: Any, event: str = "exchanges values with the others") 
         value: anything that can be pickled.
         event: what this rank does, in words, the same on every rank.
     """
-    met = _live().meet(event, payload=pickle.dumps(value))
+    met = _live().exchange(event, payload=pickle.dumps(value))
     return [pickle.loads(payload) for payload in met.payloads]
 
 
@@ -37,15 +37,15 @@ def assert_same_across_ranks(values: Mapping[str, object], advice: str) -> None:
         values: by what a person calls them; compared as text.
         advice: what to do about it.
     """
-    if not is_live():
+    if not is_multi_rank():
         return
     entries = [Entry(f"hold another {name}", str(v), advice=advice) for name, v in values.items()]
-    _live().meet(f"compares its {', '.join(values)}", entries)
+    _live().exchange(f"compares its {', '.join(values)}", entries)
 
 
 def broadcast_from_rank0(decide: Callable[[], T]) -> T:
     """What rank 0 decides, on every rank; if it fails, every rank raises its error."""
-    if not is_live():
+    if not is_multi_rank():
         return decide()
     answer: Any = None
     if dist.get_rank() == 0:
@@ -57,7 +57,7 @@ def broadcast_from_rank0(decide: Callable[[], T]) -> T:
             answer = (False, AutoparError(f"rank 0 failed to plan: {error!r}"))
     packed = pickle.dumps(answer) if dist.get_rank() == 0 else b""
     good, value = pickle.loads(
-        _live().meet("hears what rank 0 decides", payload=packed).payloads[0]
+        _live().exchange("hears what rank 0 decides", payload=packed).payloads[0]
     )
     if not good:
         raise value
@@ -75,7 +75,7 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:
         failure = error
-    if is_live():
+    if is_multi_rank():
         failures = gather_objects(None if failure is None else _said(failure))
         bad = [(rank, text) for rank, text in enumerate(failures) if text is not None]
         if 0 < len(bad) < len(failures) and (failure is None or isinstance(failure, AutoparError)):

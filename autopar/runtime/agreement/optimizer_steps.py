@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-REMEMBERED = 1000
+MAX_STEPS = 1000
 """Steps between two calls that are kept."""
 
 
@@ -27,7 +27,7 @@ class OptimizerStep:
     """
 
     text: str
-    groups: int
+    num_groups: int
 
 
 @dataclass(eq=False)
@@ -39,26 +39,26 @@ class OptimizerSteps:
         taken: the steps, the oldest first.
     """
 
-    ids: frozenset[int] = frozenset()
-    taken: deque[OptimizerStep] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    parameter_ids: frozenset[int] = frozenset()
+    steps: deque[OptimizerStep] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
 
     def __post_init__(self) -> None:
         _listen(self)
 
-    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+    def restart(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forgets the steps so far, and notes those with these parameters from now on."""
-        self.taken.clear()
-        self.ids = frozenset(id(p) for p in parameters)
+        self.steps.clear()
+        self.parameter_ids = frozenset(id(p) for p in parameters)
 
     @property
     def text(self) -> str:
         """A text that is equal on ranks that stepped alike."""
-        return "; ".join(step.text for step in self.taken) or "no step"
+        return "; ".join(step.text for step in self.steps) or "no step"
 
     @property
-    def groups(self) -> int:
+    def num_groups(self) -> int:
         """The most groups of parameters that one of the optimizers has."""
-        return max((step.groups for step in self.taken), default=1)
+        return max((step.num_groups for step in self.steps), default=1)
 
 
 _LISTENING: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
@@ -78,8 +78,8 @@ def _note(optimizer: Optimizer, *_: Any) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     text = f"{type(optimizer).__name__} with {hyperparameters(optimizer)}"
     for steps in _LISTENING:
-        if any(id(p) in steps.ids for p in parameters):
-            steps.taken.append(OptimizerStep(text, len(optimizer.param_groups)))
+        if any(id(p) in steps.parameter_ids for p in parameters):
+            steps.steps.append(OptimizerStep(text, len(optimizer.param_groups)))
 
 
 def hyperparameters(optimizer: Optimizer) -> str:

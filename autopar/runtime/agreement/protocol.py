@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.capture.batch_shards import PLAIN, BatchShard, checksum
+from autopar.capture.batch_shards import BatchShard
 from autopar.capture.call import TensorSpec
 from autopar.errors import AutoparError, BatchError
 from autopar.runtime.agreement.channel import Channel, Entry, channel
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
-from autopar.runtime.agreement.replicas import Replicas, check
-from autopar.runtime.parameters.distribute import HOOKS, is_remote
+from autopar.runtime.agreement.replicas import Replicas, check_samples
+from autopar.runtime.batch_checks import PLAIN, checksum
+from autopar.runtime.parameters.distribute import HOOK_TABLES, is_remote
 
 SEED_ALIKE = (
     "But batch='global' means that every rank is given the same one and takes its own rows. Seed "
@@ -48,8 +49,8 @@ class Protocol:
 
     name: str
     channel: Channel
-    calls: int = 0
-    steps: OptimizerSteps = field(default_factory=OptimizerSteps)
+    num_calls: int = 0
+    optimizer_steps: OptimizerSteps = field(default_factory=OptimizerSteps)
 
     @staticmethod
     def of(model: nn.Module) -> Protocol | None:
@@ -57,12 +58,12 @@ class Protocol:
         opened = channel()
         if opened is None:
             return None
-        opened.modules += 1
-        number = f" (module {opened.modules})" if opened.modules > 1 else ""
+        opened.num_modules += 1
+        number = f" (module {opened.num_modules})" if opened.num_modules > 1 else ""
         return Protocol(type(model).__name__ + number, opened)
 
     @contextlib.contextmanager
-    def preparing(self) -> Iterator[None]:
+    def reporting_errors(self) -> Iterator[None]:
         """Tells the other ranks of an error that this one meets before a call.
 
         Raises:
@@ -72,10 +73,12 @@ class Protocol:
             yield
         except Exception as error:
             with contextlib.suppress(AutoparError):  # this rank's own error says more
-                self.channel.meet(f"calls {self.name} and raises {type(error).__name__}: {error}")
+                self.channel.exchange(
+                    f"calls {self.name} and raises {type(error).__name__}: {error}"
+                )
             raise
 
-    def call(self, state: CallState, replicas: Replicas) -> int:
+    def agree_on_call(self, state: CallState, replicas: Replicas) -> int:
         """Begins to agree on a call of the module; `settle` ends it.
 
         Args:
@@ -89,16 +92,19 @@ class Protocol:
             DisagreementError: the ranks make different calls, or their replicas have parted.
             BatchError: under batch="local", ranks brought different numbers of rows.
         """
-        own = replicas.samples(self.calls) if torch.is_grad_enabled() else []
-        entries = state.entries(self.calls + 1, self.steps)
+        own = replicas.samples(self.num_calls) if torch.is_grad_enabled() else []
+        entries = state.entries(self.num_calls + 1, self.optimizer_steps)
         numbers = [number for sample in own for number in sample.numbers]
-        self.channel.announce(
-            f"calls {self.name}", entries, shown=numbers, then=lambda met: check(met.shown, own)
+        self.channel.start_exchange(
+            f"calls {self.name}",
+            entries,
+            shown=numbers,
+            then=lambda met: check_samples(met.samples, own),
         )
-        self.calls += 1
-        return self.calls
+        self.num_calls += 1
+        return self.num_calls
 
-    def follow_backward(self, result: Any, number: int, *, compare: bool, settles: bool) -> None:
+    def agree_on_backward(self, result: Any, number: int, *, compare: bool, settles: bool) -> None:
         """Agrees on each backward through the result of a call, as it begins.
 
         Args:
@@ -117,24 +123,26 @@ class Protocol:
             scale = _scale(gradient) if compare else ""
             advice = "Scale the loss alike on every rank: it is that of the global batch."
             entry = Entry("enter with another gradient", scale, advice=advice)
-            self.channel.announce(event, [entry])
+            self.channel.start_exchange(event, [entry])
             if not settles:
-                self.channel.settle()
+                self.channel.finish_exchange()
 
         torch.autograd.graph.register_multi_grad_hook(outputs, begins, mode="any")
 
-    def clip(self, max_norm: float, norm_type: float) -> None:
+    def agree_on_clipping(self, max_norm: float, norm_type: float) -> None:
         """Agrees on a clipping of gradients."""
         advice = "Give clip_grad_norm_ the same arguments on every rank."
         values = f"max_norm={float(max_norm)}, norm_type={float(norm_type)}"
-        self.channel.meet(
+        self.channel.exchange(
             f"clips gradients of {self.name}",
             [Entry("clip to another norm", values, advice=advice)],
         )
 
-    def save(self) -> None:
+    def agree_on_state_dict(self) -> None:
         """Agrees on a state dict that takes all ranks to make."""
-        self.channel.meet(f"takes the state dict of {self.name}, whose stages are on several ranks")
+        self.channel.exchange(
+            f"takes the state dict of {self.name}, whose stages are on several ranks"
+        )
 
 
 @dataclass(frozen=True)
@@ -160,13 +168,13 @@ class CallState:
 
     leaves: Sequence[Any]
     structure: Any
-    share: BatchShard
+    shard: BatchShard
     batch: str
     model_parallel_peers: int
     modules: Sequence[nn.Module]
     parameters: Mapping[str, nn.Parameter]
     no_sync: bool
-    held: Sequence[str]
+    unreduced_grads: Sequence[str]
     is_planned: bool
     stage: int
     dp_rank: int
@@ -191,7 +199,7 @@ class CallState:
             Entry(
                 "were given different batches",
                 checksum(self.leaves) if everywhere or self.model_parallel_peers > 1 else 0,
-                among="" if everywhere else self.dp_rank,
+                group="" if everywhere else self.dp_rank,
                 advice=SEED_ALIKE if everywhere else PEERS_ADVICE,
                 shown="a batch with other values",
             ),
@@ -199,34 +207,39 @@ class CallState:
             Entry(
                 "train other parameters",
                 _frozen(own),
-                among=self.stage,
+                group=self.stage,
                 advice="Freeze the same parameters at the same step on every rank.",
             ),
             Entry(
                 "have other gradient hooks",
                 _hooks(held),
-                among=self.stage,
+                group=self.stage,
                 advice="Register the same hooks on every rank.",
             ),
             Entry(
                 "stepped another optimizer",
                 steps.text,
-                among=self.stage,
+                group=self.stage,
                 advice=STEP_ALIKE,
             ),
             Entry(
                 "stepped another optimizer",
                 steps.text,
-                among="one group" if held and steps.groups == 1 else f"stage {self.stage}",
+                group="one group" if held and steps.num_groups == 1 else f"stage {self.stage}",
                 advice=STEP_ALIKE,
             ),
             Entry(
                 "hold gradients of other parameters",
                 sum(p.grad is not None for p in held) if self.is_captured else 0,
-                among=self.stage,
+                group=self.stage,
                 advice="Call zero_grad() at the same steps on every rank.",
             ),
-            Entry("hold back other gradients", ", ".join(self.held), among=self.stage, advice=same),
+            Entry(
+                "hold back other gradients",
+                ", ".join(self.unreduced_grads),
+                group=self.stage,
+                advice=same,
+            ),
             Entry("have made no plan or one more", str(self.is_planned), advice=same),
             Entry("take gradients by other outputs", str(self.all_tangents), advice=same),
             Entry("have called another number of times", number, advice=same),
@@ -245,16 +258,16 @@ class CallState:
 
     def _arguments(self) -> str:
         """Shapes and dtypes of tensors, without the number of rows; plain values as they are."""
-        rows = self.share.call.has_rows
-        words = [_described(x, r) for x, r in zip(self.share.call.leaves, rows, strict=True)]
+        rows = self.shard.call.has_rows
+        words = [_described(x, r) for x, r in zip(self.shard.call.leaves, rows, strict=True)]
         return f"({', '.join(words)}) {_structured(self.structure)}"
 
     def _rows(self) -> Entry:
-        count = 0 if self.batch == "global" else self.share.rows
+        count = 0 if self.batch == "global" else self.shard.rows
         return Entry("brought another number of rows", count, advice=ROWS, error=BatchError)
 
     def _autocast(self) -> str:
-        kind = self.share.tensors[0].device.type if self.share.tensors else "cpu"
+        kind = self.shard.tensors[0].device.type if self.shard.tensors else "cpu"
         enabled = torch.is_autocast_enabled(kind)
         return str(torch.get_autocast_dtype(kind)) if enabled else "no autocast"
 
@@ -286,4 +299,4 @@ def _frozen(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 def _hooks(parameters: Sequence[nn.Parameter]) -> int:
-    return sum(len(getattr(p, name, None) or ()) for p in parameters for name in HOOKS)
+    return sum(len(getattr(p, name, None) or ()) for p in parameters for name in HOOK_TABLES)

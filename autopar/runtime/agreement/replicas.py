@@ -14,24 +14,24 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.errors import DisagreementError
-from autopar.runtime.agreement.channel import number_of
+from autopar.runtime.agreement.channel import stable_hash
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import hyperparameters
-from autopar.runtime.parameters.distribute import is_remote, local
+from autopar.runtime.parameters.distribute import is_remote, local_part
 
-ELEMENTS = 64
+MAX_ELEMENTS = 64
 """Elements of a replica that a call compares."""
 
-AT_ONCE = 4
+REPLICAS_PER_CALL = 4
 """Replicas that a call compares."""
 
-NUMBERS = 4
+NUMBERS_PER_SAMPLE = 4
 """Numbers that a sample travels as."""
 
-EVERY = 64
+ACCELERATOR_INTERVAL = 64
 """Calls between comparisons where reading an element waits for an accelerator."""
 
-SHOWN = 5
+MAX_NAMED = 5
 """Replicas that an error names."""
 
 
@@ -60,7 +60,7 @@ class Replica:
             for axis, placement in enumerate(tensor.placements)
             if not placement.is_replicate()
         )
-        return Replica(name, place, local(tensor).detach())
+        return Replica(name, place, local_part(tensor).detach())
 
     @property
     def key(self) -> str:
@@ -92,7 +92,7 @@ class Sample:
         return (self.key, _bits(self.total), _bits(self.size), _bits(self.tolerance))
 
 
-def check(shown: Sequence[Sequence[int]], own: Sequence[Sample]) -> None:
+def check_samples(shown: Sequence[Sequence[int]], own: Sequence[Sample]) -> None:
     """Raises on every rank alike if ranks sampled other values of the same replica.
 
     Args:
@@ -104,8 +104,8 @@ def check(shown: Sequence[Sequence[int]], own: Sequence[Sample]) -> None:
     """
     first: dict[int, tuple[int, Sequence[int]]] = {}
     for rank, numbers in enumerate(shown):
-        for place in range(0, len(numbers), NUMBERS):
-            sample = numbers[place : place + NUMBERS]
+        for place in range(0, len(numbers), NUMBERS_PER_SAMPLE):
+            sample = numbers[place : place + NUMBERS_PER_SAMPLE]
             base, known = first.setdefault(sample[0], (rank, sample))
             if sample[0] and not _near(known, sample):
                 names = [repr(s.name) for s in own if s.key == sample[0]]
@@ -145,8 +145,12 @@ class Replicas:
         held += list(self.buffers.items())
         if not held:
             return []
-        turn, rest = divmod(number, EVERY if held[0][1].device.type != "cpu" else 1)
-        places = {(turn * AT_ONCE + i) % len(held) for i in range(AT_ONCE)} if not rest else ()
+        turn, rest = divmod(number, ACCELERATOR_INTERVAL if held[0][1].device.type != "cpu" else 1)
+        places = (
+            {(turn * REPLICAS_PER_CALL + i) % len(held) for i in range(REPLICAS_PER_CALL)}
+            if not rest
+            else ()
+        )
         return [_sampled(*held[place]) for place in sorted(places) if _has_values(held[place][1])]
 
     def all(self, optimizer: Optimizer | None) -> Iterator[Replica]:
@@ -168,15 +172,19 @@ def _has_values(tensor: torch.Tensor) -> bool:
 def _sampled(name: str, tensor: torch.Tensor) -> Sample:
     replica = Replica.of(name, tensor)
     flat = replica.part.reshape(-1)
-    few = flat[:: max(1, -(-flat.numel() // ELEMENTS))]
+    few = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))]
     few = torch.view_as_real(few) if few.is_complex() else few
     eps = torch.finfo(few.dtype).eps if few.is_floating_point() else 0.0
     few = few.double()
     tolerance = min(1000 * eps, eps**0.5)
-    return Sample(name, number_of(replica.key), float(few.sum()), float(few.abs().sum()), tolerance)
+    return Sample(
+        name, stable_hash(replica.key), float(few.sum()), float(few.abs().sum()), tolerance
+    )
 
 
-def compare(replicas: Replicas, optimizer: Optimizer | None, stage: int, tolerance: float) -> None:
+def compare_replicas(
+    replicas: Replicas, optimizer: Optimizer | None, stage: int, tolerance: float
+) -> None:
     """Compares every replica in full; all ranks call it at once.
 
     Args:
@@ -201,7 +209,7 @@ def compare(replicas: Replicas, optimizer: Optimizer | None, stage: int, toleran
             if first.setdefault(key, (rank, value))[1] != value:
                 parted.setdefault(key, []).append(rank)
     lines = []
-    looked_at = list(parted.items()) if tolerance else list(parted.items())[:SHOWN]
+    looked_at = list(parted.items()) if tolerance else list(parted.items())[:MAX_NAMED]
     for key, ranks in looked_at:
         values = gather_objects(own[key].part.cpu() if key in own else None, event)
         base = first[key][0]
@@ -211,8 +219,8 @@ def compare(replicas: Replicas, optimizer: Optimizer | None, stage: int, toleran
             lines.append(f"{name}: rank(s) {ranks} are off rank {base} by up to {most:.2e}")
     lines += _of_groups([groups for _, groups in told])
     if lines:
-        hidden = len(parted) - len(looked_at) + max(0, len(lines) - 2 * SHOWN)
-        shown = "\n".join(lines[: 2 * SHOWN]) + (f"\n(and {hidden} more)" if hidden else "")
+        hidden = len(parted) - len(looked_at) + max(0, len(lines) - 2 * MAX_NAMED)
+        shown = "\n".join(lines[: 2 * MAX_NAMED]) + (f"\n(and {hidden} more)" if hidden else "")
         raise DisagreementError(
             f"copies that the ranks hold of the same tensors have parted:\n{shown}\nThe ranks "
             "stepped differently, or one changed its copy. Load the last checkpoint."

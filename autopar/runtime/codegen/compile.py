@@ -14,10 +14,12 @@ from autopar._torch import OpOverload, inductor_compile
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.core.node_builder import is_view
 
-Boxed = Callable[[list[Any]], list[Any]]
+BoxedFunction = Callable[[list[Any]], list[Any]]
 
 
-def compiled(module: fx.GraphModule, backend: str, donated: Sequence[int] = ()) -> Boxed:
+def compile_graph(
+    module: fx.GraphModule, backend: str, donated: Sequence[int] = ()
+) -> BoxedFunction:
     """A function that takes the module's arguments in a list and empties it.
 
     Args:
@@ -38,7 +40,7 @@ def compiled(module: fx.GraphModule, backend: str, donated: Sequence[int] = ()) 
     return run
 
 
-def donated_by(forward: TrainingGraph, backward: TrainingGraph) -> tuple[int, ...]:
+def donated_args(forward: TrainingGraph, backward: TrainingGraph) -> tuple[int, ...]:
     """The places of what the forward saves in storages that nothing else looks at."""
     saved = dict(zip(forward.outputs, forward.results, strict=True))
     owners = Counter(_owner(node) for node in forward.results if node is not None)
@@ -88,7 +90,7 @@ def _boxed(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _inductor(module: fx.GraphModule, donated: Sequence[int]) -> Boxed:
+def _inductor(module: fx.GraphModule, donated: Sequence[int]) -> BoxedFunction:
     """Compiled at the first call, for the strides met: inductor's kernels are for those alone.
 
     Through torch.compile its caller would hold every argument until the end of the call, and with

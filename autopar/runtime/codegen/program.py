@@ -22,14 +22,14 @@ from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.plan.partition import NodeStrategies
 from autopar.report.plan import Plan
-from autopar.runtime.agreement.channel import settle
-from autopar.runtime.codegen.compile import Boxed, compiled, donated_by
+from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.codegen.compile import BoxedFunction, compile_graph, donated_args
 from autopar.runtime.codegen.recorder import Recorder
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
 
-ELSEWHERE = {
+OUT_OF_PLACE = {
     c10d.all_reduce_.default: c10d.all_reduce.default,
     aten.add_.Tensor: aten.add.Tensor,
 }
@@ -38,7 +38,7 @@ collective in place, and of a sum into a piece of a bucket they make a copy of a
 
 
 @dataclass(frozen=True)
-class Half:
+class CompiledGraph:
     """One generated function and what its arguments and results are.
 
     Attributes:
@@ -48,8 +48,8 @@ class Half:
     """
 
     graph: TrainingGraph
-    run: Boxed
-    donated: tuple[int, ...] = ()
+    run: BoxedFunction
+    donated_args: tuple[int, ...] = ()
 
     @property
     def inputs(self) -> tuple[InputRole, ...]:
@@ -62,16 +62,16 @@ class Half:
         return self.graph.outputs
 
     @cached_property
-    def likes(self) -> dict[InputRole | OutputRole, torch.Tensor]:
+    def fake_tensors(self) -> dict[InputRole | OutputRole, torch.Tensor]:
         """The fake tensor of each argument and result."""
         graph = self.graph
         nodes = dict(zip(graph.inputs, graph.placeholders, strict=True))
         nodes |= {r: n for r, n in zip(graph.outputs, graph.results, strict=True) if n is not None}  # type: ignore[misc]
         return {role: tensors(node)[0] for role, node in nodes.items()}
 
-    def like(self, role: InputRole) -> torch.Tensor:
+    def fake_tensor(self, role: InputRole) -> torch.Tensor:
         """The fake tensor of an argument."""
-        return self.likes[role]
+        return self.fake_tensors[role]
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Program:
 
     capture: Capture
     graph: TrainingGraph
-    forward: Half
-    backward: Half | None
+    forward: CompiledGraph
+    backward: CompiledGraph | None
 
     @cached_property
     def is_random(self) -> bool:
@@ -107,7 +107,7 @@ class Program:
         return frozenset(r.index for r in roles if isinstance(r, Tangent))
 
 
-def build(
+def build_program(
     capture: Capture,
     plan: Plan,
     *,
@@ -147,14 +147,16 @@ def build(
     graph = run_passes(with_axes(capture.graph, plan), passes)
     split = split_forward_backward(graph)
 
-    def half(part: TrainingGraph, donated: tuple[int, ...] = ()) -> Half:
-        return Half(part, generate(part, groups, compile_backend, donated, recorder), donated)
+    def half(part: TrainingGraph, donated: tuple[int, ...] = ()) -> CompiledGraph:
+        return CompiledGraph(
+            part, generate(part, groups, compile_backend, donated, recorder), donated
+        )
 
     forward, backward = half(split.forward), None
     if recorder is not None:
-        forward = replace(forward, run=recorder.from_start(graph, forward.run))
+        forward = replace(forward, run=recorder.starting_step(graph, forward.run))
     if split.backward is not None:
-        spare = donated_by(split.forward, split.backward) if through else ()
+        spare = donated_args(split.forward, split.backward) if through else ()
         backward = half(split.backward, spare)
     return Program(capture, graph, forward, backward)
 
@@ -170,7 +172,7 @@ def generate(
     compile_backend: str,
     donated: tuple[int, ...] = (),
     recorder: Recorder | None = None,
-) -> Boxed:
+) -> BoxedFunction:
     """The code of a graph: it takes its arguments in a list and frees each early.
 
     Args:
@@ -187,12 +189,12 @@ def generate(
     for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default  # kernels may give other strides than fakes foretell
     if compile_backend != "eager":
-        for before, after in ELSEWHERE.items():
+        for before, after in OUT_OF_PLACE.items():
             for node in module.graph.find_nodes(op="call_function", target=before):
                 node.target = after
         module.recompile()
-        return compiled(module, compile_backend, donated)
-    wrap = recorder.watched(module.graph) if recorder else None
+        return compile_graph(module, compile_backend, donated)
+    wrap = recorder.instrument(module.graph) if recorder else None
     _settle_first(module.graph)
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
@@ -205,10 +207,10 @@ def _settle_first(graph: fx.Graph) -> None:
     first = next((n for n in graph.nodes if "_c10d_functional" in str(n.target)), None)
     if first is not None:
         with graph.inserting_before(first):
-            graph.call_function(settle)
+            graph.call_function(finish_exchange)
 
 
-def _located(module: fx.GraphModule) -> Boxed:
+def _located(module: fx.GraphModule) -> BoxedFunction:
     """The generated function; an error inside it names the operator and the user's line."""
     nodes = {node.name: node for node in module.graph.nodes}
     run = module.forward

@@ -13,7 +13,7 @@ from torch import fx
 from autopar.cost_model.simulator.chrome_trace import Flights
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import TrainingGraph
-from autopar.runtime.codegen.compile import Boxed
+from autopar.runtime.codegen.compile import BoxedFunction
 
 
 @dataclass
@@ -31,7 +31,7 @@ class RecordedStep:
     graph: TrainingGraph
     start_s: float
     end_s: float | None = None
-    halves: list[tuple[tuple[str, ...], list[float]]] = field(default_factory=list)
+    runs: list[tuple[tuple[str, ...], list[float]]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -46,7 +46,7 @@ class RecordedStep:
         """
         found: list[Event] = []
         flights = Flights(self.graph)
-        for names, ticks in self.halves:
+        for names, ticks in self.runs:
             for name, (start, end) in zip(names, pairwise(ticks), strict=True):
                 start, end = start - self.start_s, end - self.start_s
                 found.append(Event(name, COMPUTE, start, end, flights.kind(name)))
@@ -64,23 +64,23 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[RecordedStep] = []
 
-    def from_start(self, graph: TrainingGraph, forward: Boxed) -> Boxed:
+    def starting_step(self, graph: TrainingGraph, forward: BoxedFunction) -> BoxedFunction:
         """The forward half of a joint graph, with which a step begins."""
 
         def run(arguments: list[Any]) -> list[Any]:
-            self.begin(graph)
+            self.start_step(graph)
             return forward(arguments)
 
         return run
 
-    def begin(self, graph: TrainingGraph) -> None:
+    def start_step(self, graph: TrainingGraph) -> None:
         """A step starts, which runs this graph."""
         now = time.perf_counter()
         if self.steps and self.steps[-1].end_s is None:
             self.steps[-1].end_s = now
         self.steps.append(RecordedStep(graph, now))
 
-    def watched(self, graph: fx.Graph) -> Callable[[Boxed], Boxed]:
+    def instrument(self, graph: fx.Graph) -> Callable[[BoxedFunction], BoxedFunction]:
         """Puts a clock behind every operator of a graph; how to wrap the code made from it."""
         calls = [node for node in graph.nodes if node.op == "call_function"]
         for node in calls:
@@ -88,9 +88,9 @@ class Recorder:
                 graph.call_function(self._tick)
         names = tuple(node.name for node in calls)
 
-        def wrap(run: Boxed) -> Boxed:
+        def wrap(run: BoxedFunction) -> BoxedFunction:
             def recorded(arguments: list[Any]) -> list[Any]:
-                self.steps[-1].halves.append((names, [time.perf_counter()]))
+                self.steps[-1].runs.append((names, [time.perf_counter()]))
                 return run(arguments)
 
             return recorded
@@ -98,4 +98,4 @@ class Recorder:
         return wrap
 
     def _tick(self) -> None:
-        self.steps[-1].halves[-1][1].append(time.perf_counter())
+        self.steps[-1].runs[-1][1].append(time.perf_counter())

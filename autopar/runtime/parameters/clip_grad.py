@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.process_groups import failing_together
+from autopar.runtime.process_groups import explaining_comm_errors
 
 
 def clip_grad_norm(
@@ -55,7 +55,7 @@ def clip_grad_norm(
 def _over_stages(norm: torch.Tensor, order: float, stages: ProcessGroup) -> torch.Tensor:
     """The norm of the norms of all stages."""
     every = [torch.empty_like(norm) for _ in range(stages.size())]
-    with failing_together("clip_grad_norm_"):
+    with explaining_comm_errors("clip_grad_norm_"):
         dist.all_gather(every, norm, group=stages)
     norms = torch.stack(every)
     return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)

@@ -30,7 +30,7 @@ from autopar.passes.compression.reduce_algorithms import kept_of
 from autopar.plan.compression import Compression
 from autopar.report.plan import Plan
 
-KEY = "_extra_state"
+STATE_DICT_KEY = "_extra_state"
 """Of these in the state dict of a module, by torch's own convention."""
 
 MESH = "mesh"
@@ -45,8 +45,8 @@ class CompressionState:
         full: the shape of the largest among the ranks, if the model is divided unevenly.
     """
 
-    known: dict[State, Tensor] = field(default_factory=dict)
-    full: dict[State, tuple[int, ...]] = field(default_factory=dict)
+    tensors: dict[State, Tensor] = field(default_factory=dict)
+    padded_shapes: dict[State, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
     def of_plan(
@@ -67,32 +67,34 @@ class CompressionState:
             )
             dtype = torch.promote_types(infos[0].dtype, torch.float32)
             compression = Compression.of(text)
-            made.full |= {s: like.shape for s, like in kept_of(compression, largest, dtype)}
+            made.padded_shapes |= {
+                s: like.shape for s, like in kept_of(compression, largest, dtype)
+            }
             for state, like in kept_of(compression, shapes, dtype):
-                made.known[state] = first(state, like).to(device)
+                made.tensors[state] = initial_state(state, like).to(device)
         return made
 
-    def of(self, role: State, like: Tensor) -> Tensor:
+    def get(self, role: State, like: Tensor) -> Tensor:
         """What is kept for a role; another kind of call may ask for more than was known of."""
-        found = self.known.get(role)
+        found = self.tensors.get(role)
         if found is None or found.shape != like.shape or found.dtype != like.dtype:
-            found = self.known[role] = first(role, like).to(like.device)
+            found = self.tensors[role] = initial_state(role, like).to(like.device)
         return found
 
-    def copied(self) -> CompressionState:
+    def copy(self) -> CompressionState:
         """The same, in tensors of its own."""
-        known = {role: tensor.clone() for role, tensor in self.known.items()}
-        return CompressionState(known, dict(self.full))
+        known = {role: tensor.clone() for role, tensor in self.tensors.items()}
+        return CompressionState(known, dict(self.padded_shapes))
 
-    def saved(self, mesh: DeviceMesh) -> dict[str, Any]:
+    def state_dict(self, mesh: DeviceMesh) -> dict[str, Any]:
         """What a state dict holds of it; empty if nothing is kept."""
-        if not self.known:
+        if not self.tensors:
             return {}
         places = [Shard(axis) for axis in range(mesh.ndim)]
         found: dict[str, Any] = {MESH: _text(mesh)}
-        for role in sorted(self.known, key=_key):
-            part = self.known[role]
-            part = _padded(part, self.full.get(role, tuple(part.shape)))
+        for role in sorted(self.tensors, key=_key):
+            part = self.tensors[role]
+            part = _padded(part, self.padded_shapes.get(role, tuple(part.shape)))
             part = part.view([1] * mesh.ndim + list(part.shape)).clone()
             found[_key(role)] = DTensor.from_local(part, mesh, places, run_check=False)
         return found
@@ -101,24 +103,24 @@ class CompressionState:
         """Takes what `saved` gave, here or elsewhere; says what starts anew."""
         sizes = _sizes(str(values.get(MESH, _text(mesh))))
         lost = []
-        for role, own in self.known.items():
+        for role, own in self.tensors.items():
             value = values.get(_key(role))
             part = None if value is None else _own_part(role, value, sizes, mesh)
-            wanted = self.full.get(role, tuple(own.shape))
+            wanted = self.padded_shapes.get(role, tuple(own.shape))
             if part is None or tuple(part.shape) != wanted:
                 lost.append(_key(role))
-                part = _padded(first(role, own).to(own.device), wanted)
+                part = _padded(initial_state(role, own).to(own.device), wanted)
             own.copy_(part[tuple(slice(0, size) for size in own.shape)])
         if lost:
             some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
             warn_once(
                 LossyWarning,
-                f"the state of compression starts anew for {len(lost)} of {len(self.known)} "
+                f"the state of compression starts anew for {len(lost)} of {len(self.tensors)} "
                 f"states: the state dict lacks them or is of another compression ({some})",
             )
 
 
-def first(role: State, like: Tensor) -> Tensor:
+def initial_state(role: State, like: Tensor) -> Tensor:
     """What is kept before the first step: factors are the same on all ranks."""
     if role.kind != "factor":
         return torch.zeros(like.shape, dtype=like.dtype)

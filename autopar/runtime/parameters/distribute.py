@@ -16,8 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar._torch import without_weight_references
 from autopar.errors import StrategyError
-from autopar.runtime.parameters.dtensor_layout import Layout, laid_out, torch_placements
-from autopar.runtime.parameters.optimizers import expect_states, refuse_optimizers_of
+from autopar.runtime.parameters.dtensor_layout import (
+    Layout,
+    distribute_replicated,
+    torch_placements,
+)
+from autopar.runtime.parameters.optimizers import (
+    distribute_states_before_step,
+    refuse_stale_optimizers,
+)
 
 
 def check_plain(model: nn.Module) -> None:
@@ -63,7 +70,7 @@ def make_contiguous(model: nn.Module) -> None:
             tensor.data = tensor.data.contiguous()
 
 
-def broadcast_state(model: nn.Module) -> None:
+def broadcast_from_rank0(model: nn.Module) -> None:
     """Gives every rank the parameters and buffers of rank 0, as DDP does.
 
     Detached, for gloo's threads hold what was sent a moment longer than `wait`, and torch swaps no
@@ -71,14 +78,14 @@ def broadcast_state(model: nn.Module) -> None:
     """
     with torch.no_grad():
         work = [
-            dist.broadcast(local(t).detach(), src=0, async_op=True)
+            dist.broadcast(local_part(t).detach(), src=0, async_op=True)
             for t in [*model.parameters(), *model.buffers()]
         ]
         for item in work:
             item.wait()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor; of a DTensor, without a gradient."""
     with torch.no_grad():  # where DTensor hands it out without more ado
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -98,14 +105,16 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
     }
     for plain in model.parameters():
         _keep_hooks(replicated[id(plain)], _hooks_of(plain))
-    refuse_optimizers_of(model.parameters())
+    refuse_stale_optimizers(model.parameters())
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 module._parameters[name] = replicated[id(parameter)]
 
 
-def lay_out(model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]) -> None:
+def distribute_parameters(
+    model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]
+) -> None:
     """Swaps each parameter, in place, for its part under `layouts`.
 
     Parameters that are DTensors keep their identity, so that an optimizer made before holds the
@@ -114,17 +123,17 @@ def lay_out(model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]) -
     if not all(isinstance(p, DTensor) for p in model.parameters()):
         as_dtensors(model, mesh)
     else:
-        expect_states(model.parameters())
+        distribute_states_before_step(model.parameters())
     with without_weight_references(model):
         for name, parameter in model.named_parameters():
             placements = torch_placements(layouts[name], mesh)
             assert isinstance(parameter, DTensor)
             if parameter.device_mesh != mesh or parameter.placements != placements:
-                part = laid_out(local(parameter.detach()), mesh, placements)
-                swap(parameter, _parameter(parameter, part))
+                part = distribute_replicated(local_part(parameter.detach()), mesh, placements)
+                swap_parameter(parameter, _parameter(parameter, part))
 
 
-def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
+def swap_parameter(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Swaps tensors in place; the user's hooks stay."""
     hooks = _hooks_of(parameter)
     try:
@@ -143,7 +152,7 @@ def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
 
 
 def _hooks_of(parameter: nn.Parameter) -> dict[str, Any]:
-    return {name: getattr(parameter, name, None) for name in HOOKS}
+    return {name: getattr(parameter, name, None) for name in HOOK_TABLES}
 
 
 def _keep_hooks(parameter: nn.Parameter, hooks: Mapping[str, Any]) -> None:
@@ -152,10 +161,10 @@ def _keep_hooks(parameter: nn.Parameter, hooks: Mapping[str, Any]) -> None:
             setattr(parameter, name, table)  # tells autograd of them
 
 
-HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def laid_out_as(parameter: torch.Tensor | None, value: Any) -> Any:
+def distribute_like(parameter: torch.Tensor | None, value: Any) -> Any:
     """A value of a state dict, whole or not, as its parameter lies.
 
     Of a parameter that is elsewhere it is let go, but only here: to make a sharded value whole
@@ -177,8 +186,8 @@ def _laid_out_as(parameter: torch.Tensor | None, value: Any) -> Any:
         if alike and value.placements == parameter.placements:
             return value
         value = value.full_tensor()
-    part = local(parameter.detach())
-    return laid_out(value.to(part), parameter.device_mesh, parameter.placements)
+    part = local_part(parameter.detach())
+    return distribute_replicated(value.to(part), parameter.device_mesh, parameter.placements)
 
 
 def _parameter(like: torch.Tensor, value: torch.Tensor) -> nn.Parameter:

@@ -31,13 +31,15 @@ def _torch_placement(placement: Placement) -> Any:
     return StridedShard(placement.dim, split_factor=placement.interleave)
 
 
-def laid_out(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
+def distribute_replicated(
+    whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]
+) -> DTensor:
     """What is whole on every rank, as a DTensor of this rank's part."""
     part = whole
     for axis, placement in enumerate(placements):
         if is_sharded(placement):
-            part = cut(part, placement, mesh.get_local_rank(axis), mesh.size(axis))
-    return from_local(part.contiguous().clone(), mesh, placements, whole.shape)
+            part = local_shard(part, placement, mesh.get_local_rank(axis), mesh.size(axis))
+    return dtensor_from_local(part.contiguous().clone(), mesh, placements, whole.shape)
 
 
 def is_sharded(placement: Any) -> bool:
@@ -45,7 +47,7 @@ def is_sharded(placement: Any) -> bool:
     return isinstance(placement, (TorchShard, StridedShard))
 
 
-def cut(
+def local_shard(
     tensor: torch.Tensor, placement: Any, rank: int, ranks: int, dim: int | None = None
 ) -> torch.Tensor:
     """A rank's shard, of another dim if one is given; the last ones may be smaller."""
@@ -58,7 +60,7 @@ def cut(
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
-def from_local(
+def dtensor_from_local(
     part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size
 ) -> DTensor:
     """A DTensor of a shape around this rank's part."""

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import StrategyError
-from autopar.runtime.parameters.dtensor_layout import laid_out
+from autopar.runtime.parameters.dtensor_layout import distribute_replicated
 
 
-class BeforeStep:
+class OptimizerHook:
     """Looks at every optimizer before it steps for the first time."""
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class BeforeStep:
                 state |= {key: _as(parameter, value) for key, value in state.items()}
 
 
-_BEFORE_STEP = BeforeStep()
+_BEFORE_STEP = OptimizerHook()
 
 
-def expect_states(parameters: Iterable[nn.Parameter]) -> None:
+def distribute_states_before_step(parameters: Iterable[nn.Parameter]) -> None:
     """Lays optimizer state out as its parameter lies by then, before the next step.
 
     A checkpoint may be loaded before the plan is made. The state that it brings is whole, and
@@ -61,14 +61,14 @@ def expect_states(parameters: Iterable[nn.Parameter]) -> None:
     _BEFORE_STEP.watch()
 
 
-def refuse_optimizers_of(parameters: Iterable[nn.Parameter]) -> None:
+def refuse_stale_optimizers(parameters: Iterable[nn.Parameter]) -> None:
     """Lets an optimizer that still holds these parameters raise instead of training nothing."""
     for parameter in parameters:
         parameter.replaced_by_autopar = True  # type: ignore[attr-defined]
     _BEFORE_STEP.watch()
 
 
-def release(parameters: Iterable[nn.Parameter]) -> None:
+def release_from_optimizers(parameters: Iterable[nn.Parameter]) -> None:
     """Lets optimizers forget parameters, and their state, before their next step."""
     for parameter in parameters:
         parameter.released_by_autopar = True  # type: ignore[attr-defined]
@@ -92,4 +92,4 @@ def _forget_released(optimizer: torch.optim.Optimizer) -> None:
 def _as(parameter: DTensor, value: Any) -> Any:
     if not isinstance(value, DTensor) or value.shape != parameter.shape:
         return value
-    return laid_out(value.full_tensor(), parameter.device_mesh, parameter.placements)
+    return distribute_replicated(value.full_tensor(), parameter.device_mesh, parameter.placements)

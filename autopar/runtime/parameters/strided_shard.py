@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import StridedShard
-from autopar.runtime.parameters.dtensor_layout import cut, from_local, is_sharded
+from autopar.runtime.parameters.dtensor_layout import dtensor_from_local, is_sharded, local_shard
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _runs(tensor: DTensor, dim: int) -> Iterator[tuple[int, int, int]]:
     for axis, placement in enumerate(tensor.placements):
         if is_sharded(placement) and placement.dim == dim:  # type: ignore[attr-defined]
             rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
-            indices = cut(indices, placement, rank, ranks, dim=0)
+            indices = local_shard(indices, placement, rank, ranks, dim=0)
     held: list[int] = indices.tolist()
     breaks = [i for i, (a, b) in enumerate(pairwise(held), 1) if b != a + 1]
     for begin, end in pairwise([0, *breaks, len(held)] if held else []):
@@ -104,7 +104,7 @@ def full_tensor(tensor: DTensor, **options: Any) -> torch.Tensor:
         shape = _shape_before(tensor, axis)
         own = mesh[(mesh.mesh_dim_names or ())[axis]]
         placement = tensor.placements[axis]
-        part = from_local(part, own, [placement], shape).full_tensor(**options)
+        part = dtensor_from_local(part, own, [placement], shape).full_tensor(**options)
     return part
 
 
@@ -115,11 +115,13 @@ def _shape_before(tensor: DTensor, axis: int) -> torch.Size:
         if is_sharded(placement):
             dim: int = placement.dim  # type: ignore[attr-defined]
             rank, ranks = tensor.device_mesh.get_local_rank(other), tensor.device_mesh.size(other)
-            shape[dim] = cut(torch.empty(shape[dim]), placement, rank, ranks, dim=0).shape[0]
+            shape[dim] = local_shard(torch.empty(shape[dim]), placement, rank, ranks, dim=0).shape[
+                0
+            ]
     return torch.Size(shape)
 
 
-def support_interleaved() -> None:
+def register_strided_shard_support() -> None:
     """Gives DTensor what it lacks for interleaved shards, once in a process."""
     _extend("full_tensor", full_tensor)
     _extend("__create_write_items__", lambda tensor, name, _: write_items(tensor, name))

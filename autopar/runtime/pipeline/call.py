@@ -27,7 +27,7 @@ from autopar.ir.roles import (
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
 from autopar.runtime.pipeline.stage import StageStep
-from autopar.runtime.process_groups import failing_together
+from autopar.runtime.process_groups import explaining_comm_errors
 
 Tensors = dict[int, torch.Tensor]
 
@@ -52,35 +52,37 @@ class PipelineCall:
     """
 
     compiled: CompiledPipelineCall
-    shares: Sequence[BatchShard]
+    micro_batches: Sequence[BatchShard]
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
-    held: dict[str, torch.Tensor]
-    states: CompressionState
+    unreduced_grads: dict[str, torch.Tensor]
+    compression_state: CompressionState
     no_sync: bool = False
-    tangent: float = 1.0
+    loss_tangent: float = 1.0
     tied_params: dict[str, torch.Tensor] = field(default_factory=dict)
     updates: dict[str, torch.Tensor] = field(default_factory=dict)
-    over: bool = False
-    given_back: bool = False
+    is_consumed: bool = False
+    tied_grads_reduced: bool = False
 
     def __post_init__(self) -> None:
         program = self.compiled.program
         self.step = StageStep(
             self.argument,
-            len(self.shares),
-            self.held,
-            self.states,
+            len(self.micro_batches),
+            self.unreduced_grads,
+            self.compression_state,
             program.split.replicated_partials,
             differentiates=program.differentiates,
         )
-        self.at_once = self.compiled.at_once and not self.no_sync and not self.held
+        self.at_once = (
+            self.compiled.fused_backward and not self.no_sync and not self.unreduced_grads
+        )
         tensor_leaves = program.capture.tensor_leaves
         self.returned = [i for i, is_tensor in enumerate(tensor_leaves) if is_tensor]
 
     def argument(self, role: InputRole, micro: int) -> torch.Tensor:
         """An argument of a program for a micro-batch."""
-        share = self.shares[micro]
+        share = self.micro_batches[micro]
         match role:
             case Parameter(name):
                 return self.tied_params[name] if name in self.tied_params else self.parameters[name]
@@ -96,31 +98,31 @@ class PipelineCall:
             case BatchTotal(index):
                 return self.step.totals[index]
             case UnshardedParam(name):
-                return self.step.whole[name]
+                return self.step.unsharded_params[name]
         raise AssertionError(f"a stage asks for {role}")
 
     @cached_property
     def _inputs(self) -> list[Tensors]:
-        return [dict(zip(s.call.places, s.tensors, strict=True)) for s in self.shares]
+        return [dict(zip(s.call.places, s.tensors, strict=True)) for s in self.micro_batches]
 
     # Forward.
 
     def run(self) -> list[torch.Tensor]:
         """Runs the forwards, and the backwards too where they run among them."""
         pipe = self.compiled
-        with failing_together("a pipeline"), torch.no_grad():
+        with explaining_comm_errors("a pipeline"), torch.no_grad():
             self._open()
             self._lend()
             if not self.step.differentiates:
-                pipe.forwards.run(self.step)
+                pipe.forward_schedule.run(self.step)
             elif self.at_once:
                 (loss,) = pipe.tangents
-                tangent = torch.tensor(self.tangent, device=pipe.device, dtype=torch.float64)
-                self.step.tangents = [{loss: tangent}] * len(self.shares)
-                pipe.whole.run(self.step)
+                tangent = torch.tensor(self.loss_tangent, device=pipe.device, dtype=torch.float64)
+                self.step.tangents = [{loss: tangent}] * len(self.micro_batches)
+                pipe.fused_schedule.run(self.step)
             else:
-                pipe.halves[0].run(self.step)
-            self.step.whole.clear()  # backwards have saved what they read of them
+                pipe.split_schedules[0].run(self.step)
+            self.step.unsharded_params.clear()  # backwards have saved what they read of them
             return self._close()
 
     def _open(self) -> None:
@@ -129,14 +131,16 @@ class PipelineCall:
         if prologue is None:
             return
         parts: Tensors = {}
-        for micro in range(len(self.shares)):
+        for micro in range(len(self.micro_batches)):
             results = prologue.run([self.argument(role, micro) for role in prologue.inputs])
             for role, value in zip(prologue.outputs, results, strict=True):
                 assert isinstance(role, MicrobatchPartial)
                 known = parts.get(role.index)
                 parts[role.index] = value if known is None else known + value
         likes = {
-            r.index: prologue.likes[r] for r in prologue.outputs if isinstance(r, MicrobatchPartial)
+            r.index: prologue.fake_tensors[r]
+            for r in prologue.outputs
+            if isinstance(r, MicrobatchPartial)
         }
         self.step.totals |= self._sum({} if self.compiled.pp_rank else parts, likes)
 
@@ -148,7 +152,7 @@ class PipelineCall:
                 value = self.parameters[name].contiguous()
                 transfers += [dist.isend(value, group=pipe.group, group_dst=u) for u in users]
             elif pipe.pp_rank in users:
-                like = pipe.like(name)
+                like = pipe.fake_param(name)
                 self.tied_params[name] = torch.empty(
                     like.shape, dtype=like.dtype, device=pipe.device
                 )
@@ -162,14 +166,16 @@ class PipelineCall:
     def _close(self) -> list[torch.Tensor]:
         """What every rank returns."""
         program = self.compiled.program
-        likes = self.compiled.parts
+        likes = self.compiled.fake_partials
         if likes:
-            first = self.compiled.place[self.compiled.plan.axis] == 0
-            made = self.step.parts.items()
-            parts = {i: value for i, value in made if first or i not in self.step.same}
+            first = self.compiled.mesh_coordinate[self.compiled.plan.axis] == 0
+            made = self.step.partials.items()
+            parts = {
+                i: value for i, value in made if first or i not in self.step.replicated_partials
+            }
             self.step.totals |= self._sum(parts, likes)
         found: dict[int, torch.Tensor] = {}
-        epilogue, last = program.epilogue, len(self.shares) - 1
+        epilogue, last = program.epilogue, len(self.micro_batches) - 1
         results = epilogue.run([self.argument(role, last) for role in epilogue.inputs])
         for role, value in zip(epilogue.outputs, results, strict=True):
             match role:
@@ -222,7 +228,7 @@ class PipelineCall:
             like = tensors(node)[0]
             shape = list(like.shape)
             if rows:
-                shape[rows[0]] *= len(self.shares)
+                shape[rows[0]] *= len(self.micro_batches)
             value = torch.empty(shape, dtype=like.dtype, device=pipe.device)
         if pipe.group is not None:
             dist.broadcast(value, group=pipe.group, group_src=owner)
@@ -241,32 +247,35 @@ class PipelineCall:
             RuntimeError: nothing was kept for another backward.
         """
         pipe, step = self.compiled, self.step
-        if self.over:
+        if self.is_consumed:
             raise RuntimeError(
                 "backward a second time through a call whose gradients are given away: give "
                 "retain_graph=True the first time"
             )
-        self.over = not again
-        with failing_together("a pipeline's backward"), torch.no_grad():
+        self.is_consumed = not again
+        with explaining_comm_errors("a pipeline's backward"), torch.no_grad():
             if self.at_once:
                 (loss,) = pipe.tangents
-                known, self.tangent = self.tangent, float(given[loss]) if loss in given else 0.0
-                if known != self.tangent:
-                    for value in (*step.gradients.values(), *_all(step.of_inputs)):
-                        value.mul_(self.tangent / known)
+                known, self.loss_tangent = (
+                    self.loss_tangent,
+                    float(given[loss]) if loss in given else 0.0,
+                )
+                if known != self.loss_tangent:
+                    for value in (*step.gradients.values(), *_all(step.input_gradients)):
+                        value.mul_(self.loss_tangent / known)
             else:
-                step.keep = again
-                step.of_inputs.clear()
+                step.retain_graph = again
+                step.input_gradients.clear()
                 step.tangents = [
                     {i: self._of_micro(i, value, micro) for i, value in given.items()}
-                    for micro in range(len(self.shares))
+                    for micro in range(len(self.micro_batches))
                 ]
-                pipe.halves[1].run(step)
-            if not self.no_sync and not self.given_back:
+                pipe.split_schedules[1].run(step)
+            if not self.no_sync and not self.tied_grads_reduced:
                 self._give_back()
-                self.given_back = self.at_once
+                self.tied_grads_reduced = self.at_once
 
-    def take(self, name: str, again: bool) -> torch.Tensor | None:
+    def take_gradient(self, name: str, again: bool) -> torch.Tensor | None:
         """The gradient of a parameter."""
         gradients = self.step.gradients
         if again and self.at_once:
@@ -280,7 +289,7 @@ class PipelineCall:
         losses that ranks make of their rows are.
         """
         stage = self.compiled.program.split.output_stage.get(index)
-        count = len(self.shares)
+        count = len(self.micro_batches)
         if stage is None or count == 1:
             return tangent
         node = self.compiled.program.split.stages[stage].result(Output(index))
@@ -309,14 +318,14 @@ class PipelineCall:
             known = self.step.gradients.get(name)
             self.step.gradients[name] = came if known is None else known + came
 
-    def gradient_of_input(self, index: int, like: torch.Tensor) -> torch.Tensor:
+    def input_gradient(self, index: int, like: torch.Tensor) -> torch.Tensor:
         """The gradient of an argument, on every rank."""
-        own = self.step.of_inputs.get(index, {})
-        split = self.shares[0].call.has_rows[index] and len(self.shares) > 1
+        own = self.step.input_gradients.get(index, {})
+        split = self.micro_batches[0].call.has_rows[index] and len(self.micro_batches) > 1
         if not split:
             total = sum(own.values(), torch.zeros_like(like))
         else:
-            pieces = like.chunk(len(self.shares))
+            pieces = like.chunk(len(self.micro_batches))
             total = torch.cat([own.get(m, torch.zeros_like(p)) for m, p in enumerate(pieces)])
         if self.compiled.group is not None:
             dist.all_reduce(total, group=self.compiled.group)

@@ -41,14 +41,14 @@ class CompiledPipelineCall:
         return {index: Stage(index, p) for index, p in self.program.stages.items()}
 
     @cached_property
-    def place(self) -> dict[str, int]:
+    def mesh_coordinate(self) -> dict[str, int]:
         """Where this rank stands on each axis."""
         return self.plan.mesh_coordinate(self.rank)
 
     @property
     def pp_rank(self) -> int:
         """Where it stands among the ranks of the pipeline."""
-        return self.place.get("pp", 0)
+        return self.mesh_coordinate.get("pp", 0)
 
     @cached_property
     def tangents(self) -> frozenset[int]:
@@ -56,12 +56,12 @@ class CompiledPipelineCall:
         return self.program.split.tangents
 
     @cached_property
-    def at_once(self) -> bool:
+    def fused_backward(self) -> bool:
         """Whether backwards can run among the forwards: of one loss, whose gradient is known."""
         return self.program.split.can_interleave_backward
 
     @cached_property
-    def parts(self) -> dict[int, torch.Tensor]:
+    def fake_partials(self) -> dict[int, torch.Tensor]:
         """The fake tensor of each part of a total that stages yield."""
         return {
             role.index: tensors(node)[0]
@@ -75,7 +75,7 @@ class CompiledPipelineCall:
         return Schedule(self.stages, which, self.program.micro_batches, self.device, self.group)
 
     @cached_property
-    def whole(self) -> Schedule:
+    def fused_schedule(self) -> Schedule:
         """Forwards and backwards."""
         p = self.plan.pipeline
         assert p is not None
@@ -83,7 +83,7 @@ class CompiledPipelineCall:
         return self.schedule(orders(p.schedule, p.ranks, count, p.stages_per_rank))
 
     @cached_property
-    def halves(self) -> tuple[Schedule, Schedule]:
+    def split_schedules(self) -> tuple[Schedule, Schedule]:
         """Forwards, and the backwards for when the gradients of what they returned are known."""
         p = self.plan.pipeline
         assert p is not None
@@ -91,7 +91,7 @@ class CompiledPipelineCall:
         return self.schedule(first), self.schedule(second)
 
     @cached_property
-    def forwards(self) -> Schedule:
+    def forward_schedule(self) -> Schedule:
         """Forwards alone."""
         p = self.plan.pipeline
         assert p is not None
@@ -116,8 +116,8 @@ class CompiledPipelineCall:
         graphs = (self.program.split.stages[s] for s in self.plan.pipeline.stages_of(rank))
         return any(graph.result(Gradient(Parameter(name))) is not None for graph in graphs)
 
-    def like(self, name: str) -> torch.Tensor:
+    def fake_param(self, name: str) -> torch.Tensor:
         """The fake tensor of this rank's part of a parameter."""
         role = Parameter(name)
         halves = (program.forward for program in self.program.stages.values())
-        return next(half.likes[role] for half in halves if role in half.likes)
+        return next(half.fake_tensors[role] for half in halves if role in half.fake_tensors)

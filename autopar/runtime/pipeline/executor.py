@@ -12,25 +12,25 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from autopar._torch import keeps_graph
-from autopar.capture.batch_shards import (
-    BatchShard,
-    batch_checksum,
-    check_checksum_sum,
-    check_model_parallel_peers,
-)
+from autopar.capture.batch_shards import BatchShard
 from autopar.common.notices import warn_of_differences
 from autopar.errors import CoupledRowsError
 from autopar.ir.roles import Differentiable, Input, Parameter
 from autopar.report.plan import Plan
-from autopar.runtime.call_partitions import strategies_of_call
+from autopar.runtime.batch_checks import (
+    batch_checksum,
+    check_checksum_sum,
+    check_model_parallel_peers,
+)
+from autopar.runtime.call_partitions import call_strategies
 from autopar.runtime.codegen.program import with_axes
 from autopar.runtime.context import ExecutionContext
-from autopar.runtime.parameters.distribute import is_remote, local
+from autopar.runtime.parameters.distribute import is_remote, local_part
 from autopar.runtime.pipeline.call import PipelineCall
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
-from autopar.runtime.pipeline.stage_parameters import flags_of, follow
+from autopar.runtime.pipeline.stage_parameters import apply_requires_grad_flags, requires_grad_flags
 from autopar.runtime.pipeline.stage_program import build_pipeline_program
-from autopar.runtime.process_groups import backend_of, failing_together, rank
+from autopar.runtime.process_groups import backend_of, explaining_comm_errors, rank
 from autopar.runtime.written import result_of
 
 
@@ -46,9 +46,9 @@ class PipelineExecutor:
     """
 
     context: ExecutionContext
-    known: dict[Any, CompiledPipelineCall] = field(default_factory=dict)
-    coupled: set[Any] = field(default_factory=set)
-    tangent: float = 1.0
+    compiled_calls: dict[Any, CompiledPipelineCall] = field(default_factory=dict)
+    coupled_keys: set[Any] = field(default_factory=set)
+    loss_tangent: float = 1.0
 
     @property
     def plan(self) -> Plan:
@@ -69,9 +69,9 @@ class PipelineExecutor:
         call = self._call(shares, hold)
         pipe = call.compiled
         setting = self.context
-        with setting.random.during(pipe.program.is_random), setting.without_autocast():
+        with setting.rng.as_default(pipe.program.is_random), setting.without_autocast():
             if pipe.program.differentiates:
-                roles, tensors = setting.differentiable(share)
+                roles, tensors = setting.differentiable_inputs(share)
                 tensors.append(torch.zeros((), requires_grad=True))  # if nothing here is trained
                 outputs = _Run.apply(
                     _Under(self, call, shares, hold, roles, setting.guards.state), *tensors
@@ -102,31 +102,31 @@ class PipelineExecutor:
         device, parameters = self.context.device, self.context.index.parameters.values()
         speaks = rank() % (ranks // self.plan.pp_size) == 0
         flags = torch.tensor(
-            flags_of(parameters, speaks=speaks), dtype=torch.float64, device=device
+            requires_grad_flags(parameters, speaks=speaks), dtype=torch.float64, device=device
         )
         own = torch.zeros(data + 1, 4, dtype=torch.float64, device=device)
         own[row] = batch_checksum(leaves, share.rows, "global", device)
         own[data] = batch_checksum(leaves, share.rows, self.plan.batch, device)
         every = torch.cat([own.view(-1), flags])
-        with failing_together("a pipeline"):
+        with explaining_comm_errors("a pipeline"):
             dist.all_reduce(every)
         verdicts = every[: own.numel()].view(own.shape)
         if self.plan.batch == "local":
             for verdict in verdicts[:data]:
                 check_model_parallel_peers(verdict, ranks // data)
         check_checksum_sum(verdicts[data], ranks, self.plan.batch)
-        follow(parameters, every[own.numel() :].tolist())
+        apply_requires_grad_flags(parameters, every[own.numel() :].tolist())
 
     def _shares(self, share: BatchShard) -> list[BatchShard]:
         """The micro-batches of a share; the whole share where they need each other's rows."""
         shares = share.micro_batches(self._micro_batches(share))
-        key = (self.context.key(shares[0]), torch.is_grad_enabled())
-        if len(shares) > 1 and key not in self.coupled:
+        key = (self.context.call_key(shares[0]), torch.is_grad_enabled())
+        if len(shares) > 1 and key not in self.coupled_keys:
             try:
                 self.context.capture(shares[0])
             except CoupledRowsError:
-                self.coupled.add(key)
-        return [share] if key in self.coupled else shares
+                self.coupled_keys.add(key)
+        return [share] if key in self.coupled_keys else shares
 
     def _micro_batches(self, share: BatchShard) -> int:
         """As many as planned; fewer for a smaller batch that these do not divide."""
@@ -142,20 +142,20 @@ class PipelineExecutor:
         return PipelineCall(
             pipe,
             shares,
-            {n: local(p).detach() for n, p in inside.parameters.items() if not is_remote(p)},
+            {n: local_part(p).detach() for n, p in inside.parameters.items() if not is_remote(p)},
             inside.buffers(),
-            self.context.held,
-            self.context.states,
+            self.context.unreduced_grads,
+            self.context.compression_state,
             hold,
-            self.tangent,
+            self.loss_tangent,
         )
 
     def _pipe(self, share: BatchShard, count: int, hold: bool) -> CompiledPipelineCall:
         """What runs calls in so many micro-batches, of which `share` is one."""
-        held = () if hold else tuple(sorted(self.context.held))
-        key = (*self.context.key(share), torch.is_grad_enabled(), count, hold, held)
-        if key not in self.known:
-            captured = self.context.agreed_capture(share)
+        held = () if hold else tuple(sorted(self.context.unreduced_grads))
+        key = (*self.context.call_key(share), torch.is_grad_enabled(), count, hold, held)
+        if key not in self.compiled_calls:
+            captured = self.context.capture_on_all_ranks(share)
             graph, op_strategies = (
                 with_axes(captured.graph, self.plan),
                 self.context.make_strategies,
@@ -164,7 +164,7 @@ class PipelineExecutor:
                 captured,
                 self.plan,
                 rank=rank(),
-                op_strategies=strategies_of_call(
+                op_strategies=call_strategies(
                     graph, self.plan, rank(), share.total, share.count, op_strategies
                 ),
                 micro_batches=count,
@@ -180,12 +180,14 @@ class PipelineExecutor:
             mesh, group = self.context.mesh, None
             if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
                 group = mesh.get_group("pp")
-            self.known[key] = CompiledPipelineCall(
+            self.compiled_calls[key] = CompiledPipelineCall(
                 program, self.plan, rank(), self.context.device, group
             )
-        return self.known[key]
+        return self.compiled_calls[key]
 
-    def general(self, shares: list[BatchShard], hold: bool, state: int) -> PipelineCall:
+    def rerun_with_all_tangents(
+        self, shares: list[BatchShard], hold: bool, state: int
+    ) -> PipelineCall:
         """A call again, up to its backward, with gradients entering by every output."""
         self.context.all_tangents = True
         with torch.enable_grad(), self.context.guards.as_of(state):
@@ -230,19 +232,23 @@ class _Run(torch.autograd.Function):
         pairs = zip(call.returned, gradients, strict=True)
         given = {index: gradient for index, gradient in pairs if gradient is not None}
         if not call.compiled.tangents.issuperset(given):
-            call = pipes.general(under.shares, under.hold, under.state)
+            call = pipes.rerun_with_all_tangents(under.shares, under.hold, under.state)
         again = keeps_graph()
         call.backward(given, again)
         if call.at_once and given:
-            pipes.tangent = call.tangent if isfinite(call.tangent) and call.tangent else 1.0
+            pipes.loss_tangent = (
+                call.loss_tangent if isfinite(call.loss_tangent) and call.loss_tangent else 1.0
+            )
         found: list[torch.Tensor | None] = []
         for role in under.roles:
             match role:
                 case Parameter(name):
-                    gradient = call.take(name, again)
-                    found.append(None if gradient is None else pipes.context.wrap(name, gradient))
+                    gradient = call.take_gradient(name, again)
+                    found.append(
+                        None if gradient is None else pipes.context.as_grad_of(name, gradient)
+                    )
                 case Input(index):
-                    found.append(call.gradient_of_input(index, _like(under.shares, index)))
+                    found.append(call.input_gradient(index, _like(under.shares, index)))
         return (None, *found, None)
 
 

@@ -24,9 +24,9 @@ from autopar._torch import (
 )
 from autopar.cost_model.simulator.schedules import Orders
 from autopar.ir.roles import StageInput, StageOutput
-from autopar.runtime.codegen.program import Half
+from autopar.runtime.codegen.program import CompiledGraph
 from autopar.runtime.pipeline.stage import Stage, StageStep, Values
-from autopar.runtime.process_groups import failing_together
+from autopar.runtime.process_groups import explaining_comm_errors
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Schedule:
             stage.begin(step)
         if self.group is None:
             return self._run_alone()
-        with failing_together("a pipeline"):
+        with explaining_comm_errors("a pipeline"):
             self._runtime._step_microbatches()
         return None
 
@@ -63,14 +63,14 @@ class Schedule:
         for action in self.orders[0]:
             stage, micro = self.stages[action.stage], action.micro
             if action.kind == "W":
-                stage.finish(micro)
+                stage.weight_backward(micro)
                 continue
             forward = action.kind == "F"
             given = came.pop((forward, stage.index, micro), {})
             sent = stage.forward(micro, given) if forward else stage.backward(micro, given)
-            came[forward, stage.index + (1 if forward else -1), micro] = arrived(sent)
+            came[forward, stage.index + (1 if forward else -1), micro] = as_received(sent)
             if action.kind == "B":
-                stage.finish(micro)
+                stage.weight_backward(micro)
 
     @cached_property
     def _runtime(self) -> PipelineRuntime:
@@ -90,13 +90,13 @@ class Schedule:
         }
         written = add_transfers(actions, lambda s: s % ranks, count)
         if self.device.type == "cpu":
-            written = {rank: received_early(own) for rank, own in written.items()}
+            written = {rank: hoist_receives(own) for rank, own in written.items()}
         runtime.pipeline_order_with_comms = written
         runtime._stages_forward_initialized = True  # shapes are known: nothing is inferred
         return runtime
 
 
-def received_early(actions: Iterable[PipelineAction]) -> list[PipelineAction]:
+def hoist_receives(actions: Iterable[PipelineAction]) -> list[PipelineAction]:
     """Each receive before the work that it follows, so that what comes travels meanwhile.
 
     gloo sends nothing before it is asked for; a GPU's queue asks early of itself. What one rank
@@ -137,19 +137,19 @@ class _TorchStage(PipelineStageBase):
         micro = bwd_chunk_id
         self.backwards[micro] = self.stage.backward(micro, self.backwards.pop(micro, {}))
         if full_backward:
-            self.stage.finish(micro)
+            self.stage.weight_backward(micro)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
-        self.stage.finish(bwd_chunk_id)
+        self.stage.weight_backward(bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: the last backward has reduced."""
 
     def get_fwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._receive(self.forwards, micro, self.stage.program.forward.likes, -1)
+        return self._receive(self.forwards, micro, self.stage.program.forward.fake_tensors, -1)
 
     def get_fwd_send_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._send(self.forwards.pop(micro), self.stage.program.forward.likes, +1)
+        return self._send(self.forwards.pop(micro), self.stage.program.forward.fake_tensors, +1)
 
     def get_bwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
         return self._receive(self.backwards, micro, self._of_backward, +1)
@@ -159,8 +159,8 @@ class _TorchStage(PipelineStageBase):
 
     @cached_property
     def _of_backward(self) -> Mapping[Any, torch.Tensor]:
-        last = self.stage.program.last
-        return {} if last is None else Half(last.graph, last.halves[0].run).likes
+        last = self.stage.program.last_backward
+        return {} if last is None else CompiledGraph(last.graph, last.parts[0].run).fake_tensors
 
     def _receive(
         self, table: dict[int, Values], micro: int, likes: Mapping[Any, torch.Tensor], offset: int
@@ -195,7 +195,7 @@ class _TorchStage(PipelineStageBase):
         return ()
 
 
-def arrived(sent: Values) -> Values:
+def as_received(sent: Values) -> Values:
     """What was sent, as it is received."""
     return {StageInput(role.value, role.phase): value for role, value in sent.items()}
 

@@ -25,9 +25,9 @@ from autopar.ir.roles import (
     UnreducedGrad,
     UnshardedParam,
 )
-from autopar.runtime.codegen.program import Half
+from autopar.runtime.codegen.program import CompiledGraph
 from autopar.runtime.parameters.compression_state import CompressionState
-from autopar.runtime.pipeline.stage_program import Backward, StageProgram
+from autopar.runtime.pipeline.stage_program import StageBackward, StageProgram
 
 Values = dict[Any, torch.Tensor]
 
@@ -53,21 +53,21 @@ class StageStep:
         gradients: of parameters and inputs, summed; those of inputs by micro-batch.
     """
 
-    arguments: Callable[[InputRole, int], torch.Tensor]
+    argument: Callable[[InputRole, int], torch.Tensor]
     micro_batches: int
-    held: dict[str, torch.Tensor]
-    states: CompressionState
-    same: frozenset[int]
+    unreduced_grads: dict[str, torch.Tensor]
+    compression_state: CompressionState
+    replicated_partials: frozenset[int]
     differentiates: bool
-    keep: bool = False
+    retain_graph: bool = False
     tangents: list[dict[int, torch.Tensor]] = field(default_factory=list)
     totals: dict[int, torch.Tensor] = field(default_factory=dict)
-    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+    unsharded_params: dict[str, torch.Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
-    parts: dict[int, torch.Tensor] = field(default_factory=dict)
+    partials: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    of_inputs: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    input_gradients: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
 
 
 class Stage:
@@ -81,12 +81,12 @@ class Stage:
     def __init__(self, index: int, program: StageProgram) -> None:
         self.index, self.program = index, program
         self.step: StageStep | None = None
-        self.under_way: dict[int, Values] = {}  # what a backward in two has to go on with
+        self.pending: dict[int, Values] = {}  # what a backward in two has to go on with
 
     def begin(self, step: StageStep) -> None:
         """Takes up a call, or its second half: others may have run in between."""
         self.step = step
-        self.under_way.clear()
+        self.pending.clear()
 
     def forward(self, micro: int, came: Values) -> Values:
         """Runs the forward on a micro-batch; takes what the stage below sent, returns what goes on.
@@ -95,7 +95,7 @@ class Stage:
         """
         step, half = self._step, self.program.forward if micro else self.program.first_forward
         arguments = [
-            came.pop(role) if isinstance(role, StageInput) else step.arguments(role, micro)
+            came.pop(role) if isinstance(role, StageInput) else step.argument(role, micro)
             for role in half.inputs
         ]
         results = half.run(arguments)
@@ -111,7 +111,7 @@ class Stage:
                 case MicrobatchPartial(index):
                     self._add_part(index, value)
                 case UnshardedParam(name):
-                    step.whole[name] = value
+                    step.unsharded_params[name] = value
         if step.differentiates:
             step.saved[self.index, micro] = kept
         return sent
@@ -124,33 +124,33 @@ class Stage:
         found = self._backward(micro)
         if found is None:
             return {}
-        first, *rest = found.halves
+        first, *rest = found.parts
         known = came | dict(zip(found.saved, self._take(micro), strict=True))
         came.clear()
         later = frozenset(role for half in rest for role in half.inputs)
         sent = self._run(first, micro, known, later)
         if rest:
-            self.under_way[micro] = known
+            self.pending[micro] = known
         return sent
 
-    def finish(self, micro: int) -> None:
+    def weight_backward(self, micro: int) -> None:
         """Runs what is left of the backward on a micro-batch."""
         found = self._backward(micro)
-        if found is not None and len(found.halves) > 1:
-            self._run(found.halves[1], micro, self.under_way.pop(micro))
+        if found is not None and len(found.parts) > 1:
+            self._run(found.parts[1], micro, self.pending.pop(micro))
 
     def _take(self, micro: int) -> list[torch.Tensor]:
         """What the forward on a micro-batch has saved; from here on the backward's own, to free."""
         step, place = self._step, (self.index, micro)
-        return step.saved[place] if step.keep else step.saved.pop(place)
+        return step.saved[place] if step.retain_graph else step.saved.pop(place)
 
-    def _backward(self, micro: int) -> Backward | None:
+    def _backward(self, micro: int) -> StageBackward | None:
         if micro == self._step.micro_batches - 1:
-            return self.program.last
-        return self.program.more if micro else self.program.first
+            return self.program.last_backward
+        return self.program.middle_backward if micro else self.program.first_backward
 
     def _run(
-        self, half: Half, micro: int, known: Values, later: frozenset[Any] = frozenset()
+        self, half: CompiledGraph, micro: int, known: Values, later: frozenset[Any] = frozenset()
     ) -> Values:
         """Runs one function of a backward; returns what is sent.
 
@@ -166,11 +166,11 @@ class Stage:
                 case Saved():
                     known[role] = value
                 case UnreducedGrad(name):
-                    _add(step.held, name, value)
+                    _add(step.unreduced_grads, name, value)
                 case Gradient(Parameter(name)) if value is not None:
                     _add(step.gradients, name, value)
                 case Gradient(Input(index)) if value is not None:
-                    _add(step.of_inputs.setdefault(index, {}), micro, value)
+                    _add(step.input_gradients.setdefault(index, {}), micro, value)
         return sent
 
     @property
@@ -179,12 +179,14 @@ class Stage:
         return self.step
 
     def _add_part(self, index: int, value: torch.Tensor) -> None:
-        parts, step = self._step.parts, self._step
+        parts, step = self._step.partials, self._step
         known = parts.get(index)
-        parts[index] = value if known is None or index in step.same else known + value
+        parts[index] = (
+            value if known is None or index in step.replicated_partials else known + value
+        )
 
     def _argument(
-        self, half: Half, role: InputRole, micro: int, known: Values, later: frozenset[Any]
+        self, half: CompiledGraph, role: InputRole, micro: int, known: Values, later: frozenset[Any]
     ) -> torch.Tensor:
         step = self._step
         match role:
@@ -195,23 +197,23 @@ class Stage:
             case BatchTotal(index):
                 return step.totals[index]
             case State():
-                return step.states.of(role, half.like(role))
+                return step.compression_state.get(role, half.fake_tensor(role))
             case Accumulated(name, reduced):
-                known_before = (step.gradients if reduced else step.held).pop(name, None)
+                known_before = (step.gradients if reduced else step.unreduced_grads).pop(name, None)
                 return self._before(half, role, known_before)
         raise AssertionError(f"a backward asks for {role}")
 
     @staticmethod
-    def _tangent(half: Half, role: Tangent, given: torch.Tensor | None) -> torch.Tensor:
-        like = half.like(role)
+    def _tangent(half: CompiledGraph, role: Tangent, given: torch.Tensor | None) -> torch.Tensor:
+        like = half.fake_tensor(role)
         if given is None:
             return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         given = given.to(like.dtype)
         return given if given.stride() == like.stride() else given.contiguous()
 
     @staticmethod
-    def _before(half: Half, role: Accumulated, known: torch.Tensor | None) -> torch.Tensor:
-        like = half.like(role)
+    def _before(half: CompiledGraph, role: Accumulated, known: torch.Tensor | None) -> torch.Tensor:
+        like = half.fake_tensor(role)
         return (
             torch.zeros(like.shape, dtype=like.dtype, device=like.device)
             if known is None

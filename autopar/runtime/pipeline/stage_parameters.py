@@ -18,11 +18,16 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import without_weight_references
 from autopar.plan.pipeline import Pipeline
 from autopar.report.plan import Plan
-from autopar.runtime.parameters.distribute import is_remote, lay_out, local, swap
-from autopar.runtime.parameters.dtensor_layout import from_local
-from autopar.runtime.parameters.optimizers import release
-from autopar.runtime.parameters.strided_shard import support_interleaved
-from autopar.runtime.process_groups import failing_together, rank
+from autopar.runtime.parameters.distribute import (
+    distribute_parameters,
+    is_remote,
+    local_part,
+    swap_parameter,
+)
+from autopar.runtime.parameters.dtensor_layout import dtensor_from_local
+from autopar.runtime.parameters.optimizers import release_from_optimizers
+from autopar.runtime.parameters.strided_shard import register_strided_shard_support
+from autopar.runtime.process_groups import explaining_comm_errors, rank
 
 
 def stage_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -39,15 +44,15 @@ def stage_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, alone, mesh_dim_names=("pp", axis))[axis]
 
 
-def keep_own(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
+def distribute_plan_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
     """Leaves this rank with its parts of the parameters of its own stages."""
     across = plan.pp_size > 1
     waiting = across and any(isinstance(p, DTensor) for p in model.parameters())
     if mesh is not None and (plan.shards_parameters or waiting):
         if plan.interleaves:
-            support_interleaved()
+            register_strided_shard_support()
         layouts = {name: plan.layout(name) for name, _ in model.named_parameters()}
-        lay_out(model, stage_mesh(mesh, plan.axis) if across else mesh, layouts)
+        distribute_parameters(model, stage_mesh(mesh, plan.axis) if across else mesh, layouts)
     if across and plan.pipeline is not None:
         keep_stage_parameters(
             model, {*plan.pipeline.held(plan.mesh_coordinate(rank())["pp"]), *plan.changed}
@@ -64,18 +69,18 @@ def keep_stage_parameters(model: nn.Module, held: Collection[str]) -> None:
     with without_weight_references(model):
         for parameter in gone:
             if not is_remote(parameter):
-                swap(parameter, _placeholder(parameter))
-    release(gone)
+                swap_parameter(parameter, _placeholder(parameter))
+    release_from_optimizers(gone)
 
 
 def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
     """Without memory, but with shape and layout."""
-    part = local(parameter.detach()).to("meta")
+    part = local_part(parameter.detach()).to("meta")
     value = _laid_as(parameter, part) if isinstance(parameter, DTensor) else part
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
-def fetched(
+def fetch_remote_parameters(
     model: nn.Module, pipeline: Pipeline, group: ProcessGroup, device: torch.device
 ) -> dict[nn.Parameter, torch.Tensor]:
     """The values of parameters that are elsewhere, from the ranks that hold them.
@@ -84,10 +89,10 @@ def fetched(
     on this rank's own stage's mesh.
     """
     found, under_way = {}, []
-    with torch.no_grad(), failing_together("state_dict"):
+    with torch.no_grad(), explaining_comm_errors("state_dict"):
         owned = ((name, p) for name, p in model.named_parameters() if name in pipeline.owners)
         for name, parameter in owned:
-            part = local(parameter.detach())
+            part = local_part(parameter.detach())
             if is_remote(parameter):
                 part = torch.empty_like(part, device=device)
                 laid = _laid_as(parameter, part) if isinstance(parameter, DTensor) else part
@@ -101,15 +106,15 @@ def fetched(
 
 
 def _laid_as(parameter: DTensor, part: torch.Tensor) -> DTensor:
-    return from_local(part, parameter.device_mesh, parameter.placements, parameter.shape)
+    return dtensor_from_local(part, parameter.device_mesh, parameter.placements, parameter.shape)
 
 
-def flags_of(parameters: Iterable[nn.Parameter], *, speaks: bool) -> list[float]:
+def requires_grad_flags(parameters: Iterable[nn.Parameter], *, speaks: bool) -> list[float]:
     """1 for each parameter that is held here and not frozen, if this rank speaks for its stage."""
     return [float(speaks and p.requires_grad and not is_remote(p)) for p in parameters]
 
 
-def follow(parameters: Iterable[nn.Parameter], flags: Sequence[float]) -> None:
+def apply_requires_grad_flags(parameters: Iterable[nn.Parameter], flags: Sequence[float]) -> None:
     """Freezes what is elsewhere as the ranks that hold it have; `flags` are the sum of theirs."""
     for parameter, flag in zip(parameters, flags, strict=True):
         if is_remote(parameter) and parameter.requires_grad != bool(flag):

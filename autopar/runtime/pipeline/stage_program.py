@@ -19,11 +19,11 @@ from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
 from autopar.plan.partition import NodeStrategies
 from autopar.report.plan import Plan
-from autopar.runtime.codegen.program import Half, generate
+from autopar.runtime.codegen.program import CompiledGraph, generate
 
 
 @dataclass(frozen=True)
-class Backward:
+class StageBackward:
     """The backward of a stage, whole or in two.
 
     Attributes:
@@ -32,7 +32,7 @@ class Backward:
     """
 
     graph: TrainingGraph
-    halves: tuple[Half, ...]
+    parts: tuple[CompiledGraph, ...]
 
     @property
     def saved(self) -> list[Saved]:
@@ -52,11 +52,11 @@ class StageProgram:
         last: on the last, which also reduces what was kept until then.
     """
 
-    first_forward: Half
-    forward: Half
-    first: Backward | None
-    more: Backward | None
-    last: Backward | None
+    first_forward: CompiledGraph
+    forward: CompiledGraph
+    first_backward: StageBackward | None
+    middle_backward: StageBackward | None
+    last_backward: StageBackward | None
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class PipelineProgram:
     micro_batches: int
     split: PipelineStages
     stages: Mapping[int, StageProgram]
-    prologue: Half | None
-    epilogue: Half
+    prologue: CompiledGraph | None
+    epilogue: CompiledGraph
 
     @cached_property
     def differentiates(self) -> bool:
@@ -128,15 +128,15 @@ def build_pipeline_program(
     stages = split_plan_stages(capture.graph, plan, rank, op_strategies, micro_batches)
     compiled, in_two = compile_backend != "eager", plan.pipeline.schedule == "zero_bubble"
 
-    def backward(graph: TrainingGraph | None, adds: bool) -> Backward | None:
+    def backward(graph: TrainingGraph | None, adds: bool) -> StageBackward | None:
         if graph is None:
             return None
         graph = accumulate_gradients(graph) if adds else graph
         parts = split_dgrad_wgrad(graph) if in_two else (graph,)
-        return Backward(graph, tuple(map(half, parts)))
+        return StageBackward(graph, tuple(map(half, parts)))
 
-    def half(graph: TrainingGraph) -> Half:
-        return Half(graph, generate(graph, groups, compile_backend))
+    def half(graph: TrainingGraph) -> CompiledGraph:
+        return CompiledGraph(graph, generate(graph, groups, compile_backend))
 
     def program(graph: TrainingGraph) -> StageProgram:
         passes = build_microbatch_pipelines(
@@ -162,13 +162,13 @@ def build_pipeline_program(
         last = more if alike else backward(final.backward, adds=True)
         return StageProgram(opening, forward, first, more, last)
 
-    def end(graph: TrainingGraph) -> Half:
+    def end(graph: TrainingGraph) -> CompiledGraph:
         place = plan.mesh_coordinate(rank)
         lower = [
             LowerCollectives(comm_backend, place[a], a) for a, n in plan.mesh if n > 1 and a != "pp"
         ]
         done = run_passes(graph, lower)
-        return Half(done, generate(done, groups, "eager"))
+        return CompiledGraph(done, generate(done, groups, "eager"))
 
     own = plan.pipeline.stages_of(plan.mesh_coordinate(rank).get("pp", 0))
     return PipelineProgram(

@@ -23,10 +23,10 @@ from autopar.ir.roles import (
     UnreducedGrad,
     Update,
 )
-from autopar.runtime.agreement.channel import settle
-from autopar.runtime.codegen.program import Half, Program
+from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.codegen.program import CompiledGraph, Program
 from autopar.runtime.parameters.compression_state import CompressionState
-from autopar.runtime.process_groups import failing_together
+from autopar.runtime.process_groups import explaining_comm_errors
 
 
 @dataclass
@@ -49,18 +49,18 @@ class SpmdCall:
     program: Program
     arguments_of: Callable[[Program], list[torch.Tensor]]
     differentiable: tuple[Differentiable, ...]
-    backward_half: Callable[[Program], Half]
-    general: Callable[[], Program]
-    held: dict[str, torch.Tensor]
-    states: CompressionState
-    wrap: Callable[[str, torch.Tensor], torch.Tensor]
+    backward_half: Callable[[Program], CompiledGraph]
+    program_with_all_tangents: Callable[[], Program]
+    unreduced_grads: dict[str, torch.Tensor]
+    compression_state: CompressionState
+    as_grad_of: Callable[[str, torch.Tensor], torch.Tensor]
     updates: dict[Any, torch.Tensor]
     checksum_sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def run_forward(running: SpmdCall, program: Program) -> tuple[list[torch.Tensor], list[Any]]:
     """Runs a forward; returns its outputs and what it saves."""
-    with failing_together("forward"):
+    with explaining_comm_errors("forward"):
         results = program.forward.run(running.arguments_of(program))
     outputs, saved = [], []
     for role, value in zip(program.forward.outputs, results, strict=True):
@@ -106,22 +106,22 @@ class SpmdFunction(torch.autograd.Function):
             if gradient is not None
         }
         if not program.tangents.issuperset(given):
-            program = running.general()
+            program = running.program_with_all_tangents()
             saved = run_forward(running, program)[1]
         half = running.backward_half(program)
         arguments = _arguments(half, saved, given, running)
-        if half.donated and keeps_graph():
-            for place in half.donated:
+        if half.donated_args and keeps_graph():
+            for place in half.donated_args:
                 arguments[place] = arguments[place].clone()
         del saved
-        with failing_together("backward"):
+        with explaining_comm_errors("backward"):
             results = half.run(arguments)
-        settle()
+        finish_exchange()
         return (None, *_gradients(half, results, running))
 
 
 def _arguments(
-    half: Half,
+    half: CompiledGraph,
     saved: list[torch.Tensor],
     given: dict[int, torch.Tensor],
     running: SpmdCall,
@@ -134,14 +134,14 @@ def _arguments(
         elif isinstance(role, Tangent):
             arguments.append(_tangent(half, role, given))
         elif isinstance(role, Accumulated):
-            arguments.append(running.held.pop(role.name))
+            arguments.append(running.unreduced_grads.pop(role.name))
         elif isinstance(role, State):
-            arguments.append(running.states.of(role, half.like(role)))
+            arguments.append(running.compression_state.get(role, half.fake_tensor(role)))
     return arguments
 
 
-def _tangent(half: Half, role: Tangent, given: dict[int, torch.Tensor]) -> torch.Tensor:
-    like = half.like(role)
+def _tangent(half: CompiledGraph, role: Tangent, given: dict[int, torch.Tensor]) -> torch.Tensor:
+    like = half.fake_tensor(role)
     if role.index not in given:
         device = next(iter(given.values())).device if given else like.device
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
@@ -149,15 +149,19 @@ def _tangent(half: Half, role: Tangent, given: dict[int, torch.Tensor]) -> torch
     return value if value.stride() == like.stride() else value.contiguous()
 
 
-def _gradients(half: Half, results: list[Any], running: SpmdCall) -> list[torch.Tensor | None]:
+def _gradients(
+    half: CompiledGraph, results: list[Any], running: SpmdCall
+) -> list[torch.Tensor | None]:
     found: dict[Differentiable, torch.Tensor] = {}
     for role, value in zip(half.outputs, results, strict=True):
         if isinstance(role, UnreducedGrad):
-            if role.name in running.held:
-                running.held[role.name] += value
+            if role.name in running.unreduced_grads:
+                running.unreduced_grads[role.name] += value
             else:
-                running.held[role.name] = value.contiguous()  # as the program that adds it expects
+                running.unreduced_grads[role.name] = (
+                    value.contiguous()
+                )  # as the program that adds it expects
         elif isinstance(role, Gradient) and value is not None:
             is_parameter = isinstance(role.of, Parameter)
-            found[role.of] = running.wrap(role.of.name, value) if is_parameter else value  # type: ignore[union-attr]
+            found[role.of] = running.as_grad_of(role.of.name, value) if is_parameter else value  # type: ignore[union-attr]
     return [found.get(item) for item in running.differentiable]

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from autopar.capture.batch_shards import (
-    BatchShard,
+from autopar.capture.batch_shards import BatchShard
+from autopar.common.notices import warn_of_differences
+from autopar.ir.roles import BatchChecksum, BatchFraction, BatchIndex, Buffer, Input, Parameter
+from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.batch_checks import (
     batch_checksum,
     check_checksum_sum,
     check_model_parallel_peers,
 )
-from autopar.common.notices import warn_of_differences
-from autopar.ir.roles import BatchChecksum, BatchFraction, BatchIndex, Buffer, Input, Parameter
-from autopar.runtime.agreement.channel import settle
-from autopar.runtime.call_partitions import strategies_of_call
-from autopar.runtime.codegen.program import Half, Program, build, with_axes
+from autopar.runtime.call_partitions import call_strategies
+from autopar.runtime.codegen.program import CompiledGraph, Program, build_program, with_axes
 from autopar.runtime.context import ExecutionContext
-from autopar.runtime.parameters.distribute import local
+from autopar.runtime.parameters.distribute import local_part
 from autopar.runtime.process_groups import backend_of, rank
 from autopar.runtime.spmd.autograd import SpmdCall, SpmdFunction, run_forward
 from autopar.runtime.written import result_of
@@ -52,20 +52,20 @@ class SpmdExecutor:
             lambda program: self._arguments(program, leaves, share),
             differentiable=(),
             backward_half=lambda p: self._backward(p, share, hold, state),
-            general=lambda: self._general(share, hold, state),
-            held=setting.held,
-            states=setting.states,
-            wrap=setting.wrap,
+            program_with_all_tangents=lambda: self._general(share, hold, state),
+            unreduced_grads=setting.unreduced_grads,
+            compression_state=setting.compression_state,
+            as_grad_of=setting.as_grad_of,
             updates={},
         )
-        with setting.random.during(program.is_random), setting.without_autocast():
+        with setting.rng.as_default(program.is_random), setting.without_autocast():
             if program.backward is None:
                 with torch.no_grad():
                     outputs = run_forward(running, program)[0]
             else:
-                running.differentiable, tensors = setting.differentiable(share)
+                running.differentiable, tensors = setting.differentiable_inputs(share)
                 outputs = SpmdFunction.apply(running, *tensors)
-        settle()  # there may have been no collective
+        finish_exchange()  # there may have been no collective
         self._finish(running, share, program.capture.rebound)
         result = list(program.capture.leaves)
         for index, value in zip(program.returned, outputs, strict=True):
@@ -77,15 +77,15 @@ class SpmdExecutor:
     ) -> Program:
         setting, plan = self.context, self.context.plan
         assert plan is not None
-        key = (*setting.key(share), torch.is_grad_enabled(), hold, held)
+        key = (*setting.call_key(share), torch.is_grad_enabled(), hold, held)
         if key not in self.programs:
-            captured = setting.agreed_capture(share)
+            captured = setting.capture_on_all_ranks(share)
             graph, op_strategies = with_axes(captured.graph, plan), setting.make_strategies
-            self.programs[key] = build(
+            self.programs[key] = build_program(
                 captured,
                 plan,
                 rank=rank(),
-                op_strategies=strategies_of_call(
+                op_strategies=call_strategies(
                     graph, plan, rank(), share.total, share.count, op_strategies
                 ),
                 comm_backend=backend_of(setting.device),
@@ -107,7 +107,7 @@ class SpmdExecutor:
         for role in program.forward.inputs:
             match role:
                 case Parameter(name):
-                    values.append(local(named[name]).detach())
+                    values.append(local_part(named[name]).detach())
                 case Buffer(name):
                     values.append(buffers[name])
                 case Input(index):
@@ -122,13 +122,17 @@ class SpmdExecutor:
                     values.append(batch_checksum(leaves, share.rows, mode, setting.device))
         return values
 
-    def _backward(self, program: Program, share: BatchShard, hold: bool, state: int) -> Half:
+    def _backward(
+        self, program: Program, share: BatchShard, hold: bool, state: int
+    ) -> CompiledGraph:
         """The backward that adds what is held at the time that it runs."""
-        if hold or not self.context.held:
+        if hold or not self.context.unreduced_grads:
             half = program.backward
         else:
             with torch.enable_grad(), self.context.guards.as_of(state):
-                half = self._program(share, False, tuple(sorted(self.context.held))).backward
+                half = self._program(
+                    share, False, tuple(sorted(self.context.unreduced_grads))
+                ).backward
         assert half is not None
         return half
 

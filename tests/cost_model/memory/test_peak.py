@@ -317,7 +317,7 @@ def test_a_real_step_needs_what_is_predicted(name, level):
 
     held = step()
     allocated = track(lambda: (held, step()))
-    (graph,) = (program.graph for program in model._runner.programs.values())
+    (graph,) = (program.graph for program in model._executor.programs.values())
     scratch = Workspace("cpu", {}, present=True).measure([graph])
     needs = Overhead(OptimizerMemory.measure(torch.optim.AdamW), scratch, batches=0)
     memory = simulate_memory(graph, needs)

@@ -22,7 +22,7 @@ from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.plan.compression import METHODS, Compression
-from autopar.runtime.parameters.compression_state import first
+from autopar.runtime.parameters.compression_state import initial_state
 from tests.passes.parity import AXIS, World, whole
 
 FEEDBACK = "bf16(feedback=True)", "int8(feedback=True)", "sign", "topk", "randomk", "powersgd"
@@ -83,7 +83,7 @@ def states_of(graphs: list[TrainingGraph]) -> States:
     """What each rank keeps before the first step."""
     return [
         {
-            role: first(role, node.meta["val"])
+            role: initial_state(role, node.meta["val"])
             for role, node in zip(graph.inputs, graph.placeholders, strict=True)
             if isinstance(role, State)
         }

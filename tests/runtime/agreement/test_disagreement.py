@@ -13,8 +13,8 @@ from torch import nn
 
 import autopar
 from autopar.errors import DisagreementError
-from autopar.runtime.agreement.channel import channel, settle
-from autopar.runtime.agreement.replicas import Replicas, check
+from autopar.runtime.agreement.channel import channel, finish_exchange
+from autopar.runtime.agreement.replicas import Replicas, check_samples
 from tests.harness.disagreements import Scenario
 from tests.harness.training import fixed
 from tests.harness.worlds import Raised, run
@@ -104,21 +104,23 @@ def test_copies_may_differ_by_rounding(factor: float, parts: bool) -> None:
     first, second = (Replicas({"w": torch.ones(9) * f}, {}).samples(0) for f in (1.0, factor))
     shown = [[number for sample in own for number in sample.numbers] for own in (first, second)]
     with pytest.raises(DisagreementError, match=r"rank 1 .*'w'") if parts else nullcontext():
-        check(shown, first)
+        check_samples(shown, first)
 
 
 def announce(rank: int, world_size: int) -> list[str]:
     """Each record is settled before the next leaves, and by a program before it communicates."""
     opened, heard = channel(), list[str]()
     assert opened is not None
-    opened.announce("begins", shown=[rank], then=lambda met: heard.append(f"{met.shown[1][0]}"))
-    opened.announce("goes on", then=lambda met: heard.append("on"))
+    opened.start_exchange(
+        "begins", shown=[rank], then=lambda met: heard.append(f"{met.samples[1][0]}")
+    )
+    opened.start_exchange("goes on", then=lambda met: heard.append("on"))
     assert heard == ["1"]
-    settle()
-    settle()
-    opened.announce(f"does {rank}")
+    finish_exchange()
+    finish_exchange()
+    opened.start_exchange(f"does {rank}")
     with pytest.raises(DisagreementError, match=r": does 0; rank.*: does 1"):
-        opened.meet("ends")
+        opened.exchange("ends")
     return heard
 
 

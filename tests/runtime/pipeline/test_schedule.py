@@ -2,7 +2,7 @@
 
 from autopar._torch import PipelineAction, add_transfers
 from autopar.cost_model.simulator.schedules import orders
-from autopar.runtime.pipeline.schedule import PipelineWork, received_early
+from autopar.runtime.pipeline.schedule import PipelineWork, hoist_receives
 
 
 def written(schedule: str, ranks: int, micros: int, chunks: int = 1) -> dict[int, list[str]]:
@@ -12,7 +12,7 @@ def written(schedule: str, ranks: int, micros: int, chunks: int = 1) -> dict[int
         for rank, order in enumerate(made)
     }
     found = add_transfers(actions, lambda stage: stage % ranks, ranks * chunks)
-    return {rank: [str(a) for a in received_early(own)] for rank, own in found.items()}
+    return {rank: [str(a) for a in hoist_receives(own)] for rank, own in found.items()}
 
 
 def test_what_comes_next_is_asked_for_before_what_is_there_is_worked_on() -> None:

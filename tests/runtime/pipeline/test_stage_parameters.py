@@ -169,9 +169,9 @@ class Trained:
 
 
 def laid_as(whole_gradient: Any, parameter: nn.Parameter) -> torch.Tensor:
-    from autopar.runtime.parameters.distribute import laid_out_as
+    from autopar.runtime.parameters.distribute import distribute_like
 
-    value = laid_out_as(parameter, whole_gradient.clone())
+    value = distribute_like(parameter, whole_gradient.clone())
     return value if isinstance(value, DTensor) else value.clone()
 
 
