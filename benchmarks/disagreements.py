@@ -32,7 +32,8 @@ from rich.console import Console
 from autopar.errors import AutoparError
 from autopar.runtime.agreement.channel import Channel
 from benchmarks.report import machine, versions
-from tests.harness.disagreements import STRATEGIES, Loop, Scenario, scenarios
+from tests.harness.disagreements.loop import STRATEGIES, Loop
+from tests.harness.disagreements.scenarios import Scenario, scenarios
 
 TIMEOUT_S = 5.0
 """Of the process group."""

@@ -15,14 +15,9 @@ from autopar.common.checks import nbytes
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.formatting import printable
 from autopar.profiler.report import Profile
-from tests.harness.nonsense import (
-    Case,
-    all_cases,
-    example_plan,
-    example_profile,
-    likely_documents,
-    outcome,
-)
+from tests.harness.nonsense.case import Case, outcome
+from tests.harness.nonsense.cases import all_cases, likely_documents
+from tests.harness.nonsense.examples import example_plan, example_profile
 
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
 

@@ -15,7 +15,7 @@ import autopar
 from autopar.errors import DisagreementError
 from autopar.runtime.agreement.channel import channel, finish_exchange
 from autopar.runtime.agreement.replicas import Replicas, check_samples
-from tests.harness.disagreements import Scenario
+from tests.harness.disagreements.scenarios import Scenario
 from tests.harness.training import fixed
 from tests.harness.worlds import Raised, run
 
