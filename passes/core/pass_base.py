@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -46,17 +47,29 @@ class Pass(ABC):
         """Applies the pass to a copy of `graph`."""
 
 
-def pass_name(item: Pass) -> str:
+def pass_name(item: Pass | type[Pass]) -> str:
     """The name of a pass: its class in snake_case, as its file is called."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(item).__name__).lower()
+    kind = item if isinstance(item, type) else type(item)
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def describe(item: Pass) -> str:
-    """A pass and its options as one line."""
-    options = ", ".join(f"{f.name}={_short(getattr(item, f.name))}" for f in fields(item))  # type: ignore[arg-type]
-    return f"{pass_name(item)}({options})"
-
-
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
+    """The text of an option, its beginning and length if it has more than 400 characters."""
     text = repr(value)
     return text if len(text) <= 400 else f"{text[:80]}... ({len(text)} characters)"
+
+
+def describe(item: Pass, show: Callable[[object], str] = shortened) -> str:
+    """A pass and its options, each as `show` prints it, as one line."""
+    options = (f"{f.name}={show(getattr(item, f.name))}" for f in fields(item))  # type: ignore[arg-type]
+    return f"{pass_name(item)}({', '.join(options)})"
+
+
+def known_passes() -> dict[str, type[Pass]]:
+    """Every pass whose module is imported, by name."""
+    found: dict[str, type[Pass]] = {}
+    pending = [*Pass.__subclasses__()]
+    for kind in pending:
+        found.setdefault(pass_name(kind), kind)
+        pending += kind.__subclasses__()
+    return found

@@ -1,21 +1,17 @@
-"""Runs passes: the one place that times, checks, records, dumps and writes reproducers."""
+"""Runs passes: the one place that times, checks and records them, and saves reproducers."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from autopar.errors import PassError, StrategyError
-from autopar.ir.graph import TrainingGraph, render
+from autopar.ir.graph import TrainingGraph
 from autopar.passes.core.pass_base import Pass, describe, pass_name
+from autopar.passes.core.pass_pipeline import PassPipeline
+from autopar.passes.core.reproducer import Reproducer, command, save
 from autopar.passes.core.verifier import check
-
-FOLDER = "AUTOPAR_REPRODUCERS"
-"""Environment variable of the folder for reproducers; the temporary folder by default."""
 
 Observer = Callable[[str, TrainingGraph, float], None]
 
@@ -23,61 +19,67 @@ Observer = Callable[[str, TrainingGraph, float], None]
 def run_passes(
     graph: TrainingGraph, passes: Iterable[Pass], observe: Observer | None = None
 ) -> TrainingGraph:
-    """Applies passes in order; the graph is checked after each.
+    """Applies passes in order and checks the graph after each.
 
     Args:
         graph: a legal graph.
-        passes: what to apply.
-        observe: called after each pass with its name, the graph and the seconds it took.
+        passes: the passes.
+        observe: called after each pass with its name, the graph and its time in seconds.
 
     Raises:
-        StrategyError: what was asked for cannot be done to this graph.
-        PassError: a pass failed or made an illegal graph. The message names a file with the graph
-            before it and the pipeline, to reproduce the failure with.
+        StrategyError: the plan asks for something that this graph does not allow.
+        PassError: a pass failed or made an illegal graph. The message holds the command that runs
+            the pass again on a saved copy of the graph.
     """
-    passes, given = tuple(passes), graph
-    for index, item in enumerate(passes):
+    pipeline, captured = PassPipeline(tuple(passes)), graph
+    for index, item in enumerate(pipeline):
         begin = time.perf_counter()
         try:
-            _check_required(item, graph)
-            result = item(graph)
-            line = describe(item) + (f": declined, {result.reason}" if result.reason else "")
-            facts, told = graph.properties | item.ensures, (*graph.history, line)
-            after = replace(result.graph, properties=facts, history=told)
-            check(after)
+            graph = apply_pass(item, graph)
         except StrategyError:
-            raise  # what was asked for cannot be: no pass is at fault
+            raise  # the plan is at fault, no pass
         except Exception as error:
-            path = _reproducer(_again(given, passes[:index]), passes, index)
-            done = ", ".join(pass_name(p) for p in passes[:index]) or "none"
+            before = ", ".join(pipeline.names[:index]) or "none"
             raise PassError(
                 f"pass {describe(item)} failed: {error}\n"
-                f"passes before it: {done}; graph and pipeline are in {path}"
+                f"passes before it: {before}\n{_reproducer(captured, pipeline, index, error)}"
             ) from error
-        graph = after
         if observe is not None:
             observe(pass_name(item), graph, time.perf_counter() - begin)
-        graph = replace(graph, free=observe is None and graph.graph is not given.graph)
+        graph = replace(graph, free=observe is None and graph.graph is not captured.graph)
     return replace(graph, free=False)
 
 
-def _check_required(item: Pass, graph: TrainingGraph) -> None:
+def apply_pass(item: Pass, graph: TrainingGraph) -> TrainingGraph:
+    """The graph after one pass, with its line in the history, checked.
+
+    Raises:
+        PassError: the graph lacks a property that the pass requires, or comes out illegal.
+    """
     if missing := sorted(fact.name for fact in item.requires - graph.properties):
         raise PassError(f"the graph lacks {', '.join(missing)}: put a pass that ensures it before")
+    result = item(graph)
+    line = describe(item) + (f": declined, {result.reason}" if result.reason else "")
+    after = replace(
+        result.graph,
+        properties=graph.properties | item.ensures,
+        history=(*graph.history, line),
+    )
+    check(after)
+    return after
 
 
-def _again(graph: TrainingGraph, passes: Iterable[Pass]) -> TrainingGraph:
-    """The graph after passes that have run once: the next one may have changed theirs."""
-    for item in passes:
-        graph = item(replace(graph, free=False)).graph
-    return graph
-
-
-def _reproducer(graph: TrainingGraph, passes: tuple[Pass, ...], failed: int) -> Path:
-    lines = [f"# {'->' if i == failed else '  '} {describe(p)}" for i, p in enumerate(passes)]
-    folder = os.environ.get(FOLDER) or None
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="autopar-pass-", suffix=".txt", dir=folder, delete=False
-    ) as file:
-        file.write("\n".join(lines) + "\n\n" + render(graph) + "\n")
-    return Path(file.name)
+def _reproducer(
+    captured: TrainingGraph, pipeline: PassPipeline, index: int, error: Exception
+) -> str:
+    """Saves a reproducer; the line of the message that names it."""
+    before, rest = pipeline[:index], pipeline[index:]
+    try:
+        graph = captured
+        for item in before:  # again: the failed pass may have changed the graph of the last one
+            graph = apply_pass(item, replace(graph, free=False))
+        first_line = str(error).partition("\n")[0]
+        path = save(Reproducer(graph, rest, tuple(map(describe, before)), first_line))
+    except Exception as failure:
+        return f"no reproducer was saved: {failure}"
+    return f"to run it again: {command(path, rest)}"

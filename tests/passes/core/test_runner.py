@@ -1,10 +1,8 @@
-"""What the runner records, what it finds illegal, and what it leaves behind on failure."""
+"""The runner records and checks every pass."""
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,21 +98,14 @@ def test_observers_see_every_pass() -> None:
     assert seen == [("assign_batch_axis", 3, True), ("synchronize_gradients", 4, True)]
 
 
-def test_a_failing_pass_leaves_a_reproducer() -> None:
+def test_a_failing_pass_is_named_with_those_before_it() -> None:
     def fail(graph: TrainingGraph) -> None:
         raise ZeroDivisionError("on purpose")
 
-    with pytest.raises(PassError, match="on purpose") as error:
+    with pytest.raises(PassError, match=r"pass change\(.*\) failed: on purpose") as error:
         run_passes(two_layers().graph(0), [AssignBatchAxis(AXIS), Change(fail)])
     assert isinstance(error.value.__cause__, ZeroDivisionError)
-    assert "passes before it: assign_batch_axis;" in str(error.value)
-    (path,) = re.findall(r"pipeline are in (\S+)", str(error.value))
-    assert Path(path).parent == Path(os.environ["AUTOPAR_REPRODUCERS"])  # gone with the session
-    lines = Path(path).read_text().splitlines()
-    assert lines[0].startswith("#    assign_batch_axis(axis='dp'")
-    assert lines[1].startswith("# -> change(does=")
-    assert "# captured from TwoLayers" in lines
-    assert any("start_all_reduce([%div_scalar], dp)" in line for line in lines)
+    assert "passes before it: assign_batch_axis\n" in str(error.value)
 
 
 def test_a_pass_that_comes_too_early_is_refused() -> None:

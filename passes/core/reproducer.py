@@ -1,0 +1,204 @@
+"""Reproducers: files with a graph and the passes that fail on it, written and read as JSON.
+
+Every value is text that `literals` reads: reading a file runs no code that the file contains.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch import FakeTensor, FakeTensorMode, OpOverload
+from autopar.common.notices import Difference
+from autopar.errors import PassError
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.placement import Partial, Replicate, Shard, UnevenRanks, Varying
+from autopar.passes.core.literals import Constructors, constructors_in, field_types, read, write
+from autopar.passes.core.pass_pipeline import PassPipeline
+
+FOLDER = "AUTOPAR_REPRODUCERS"
+"""Environment variable of the folder for reproducers; the temporary folder by default."""
+
+_CACHES = ("cost_type",)
+"""Keys of a node's meta that are computed again where they are missing."""
+
+_MODULES = ("autopar.", "_operator")
+"""Beginnings of the modules whose functions a node may call, besides operators of torch."""
+
+_CONSTRUCTORS: Constructors = {
+    **constructors_in([*field_types(TrainingGraph), Partial, Replicate, Shard, Varying]),
+    "Difference": Difference,
+    "UnevenRanks": UnevenRanks,
+}
+
+
+@dataclass(frozen=True)
+class Reproducer:
+    """A failed run of passes.
+
+    Attributes:
+        graph: the graph before the pass that failed.
+        pipeline: that pass and those behind it.
+        before: one line for each pass before it, for people.
+        error: the first line of the error.
+    """
+
+    graph: TrainingGraph
+    pipeline: PassPipeline
+    before: tuple[str, ...] = ()
+    error: str = ""
+
+
+def command(path: Path, pipeline: PassPipeline) -> str:
+    """The shell command that runs the passes of a reproducer again."""
+    modules = dict.fromkeys(type(item).__module__ for item in pipeline)
+    imports = "".join(f" --import {name}" for name in modules if not name.startswith("autopar."))
+    return f"{Path(sys.executable).name} -m autopar.passes.core.reproduce {path}{imports}"
+
+
+def save(reproducer: Reproducer) -> Path:
+    """Writes a new file, in `$AUTOPAR_REPRODUCERS` or the temporary folder.
+
+    Raises:
+        PassError: a node calls or takes something that has no text.
+    """
+    graph = reproducer.graph
+    document = {
+        "error": reproducer.error,
+        "before": reproducer.before,
+        "pipeline": str(reproducer.pipeline).splitlines(),
+        "graph": {
+            field.name: write(getattr(graph, field.name), _written)
+            for field in fields(graph)
+            if field.name not in ("graph", "free")
+        },
+        "nodes": [_node_record(node) for node in graph.graph.nodes],
+    }
+    with tempfile.NamedTemporaryFile(
+        "w",
+        prefix="autopar-pass-",
+        suffix=".json",
+        dir=os.environ.get(FOLDER) or None,
+        delete=False,
+        encoding="utf-8",
+    ) as file:
+        json.dump(document, file, indent=1)
+    return Path(file.name)
+
+
+def load(path: str | Path) -> Reproducer:
+    """Reads a file that `save` wrote; the modules of its passes must be imported.
+
+    Raises:
+        PassError: the file is no reproducer, or a pass in it is unknown.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        pipeline = PassPipeline.parse("\n".join(document["pipeline"]))
+        graph = _load_graph(document["nodes"], document["graph"])
+        return Reproducer(graph, pipeline, tuple(document["before"]), document["error"])
+    except (OSError, ValueError, KeyError, TypeError) as failure:
+        raise PassError(f"{path} is no reproducer of autopar: {failure!r}") from failure
+
+
+def _load_graph(records: list[dict[str, str]], graph_fields: Mapping[str, str]) -> TrainingGraph:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    graph, nodes = fx.Graph(), dict[str, fx.Node]()
+    constructors: Constructors = {
+        **_CONSTRUCTORS,
+        "Node": nodes.__getitem__,
+        "FakeTensor": _fake_tensor(mode),
+        "Constant": _constant,
+    }
+    for record in records:
+        op, name, target = record["op"], record["name"], record["target"]
+        args, kwargs = (read(record[key], constructors) for key in ("args", "kwargs"))
+        called = _function(target) if op == "call_function" else target
+        nodes[name] = graph.create_node(op, called, args, kwargs, name)
+        nodes[name].meta = read(record["meta"], constructors)
+    values = {name: read(text, constructors) for name, text in graph_fields.items()}
+    return TrainingGraph(graph, **values)
+
+
+def _node_record(node: fx.Node) -> dict[str, str]:
+    meta = {key: value for key, value in node.meta.items() if key not in _CACHES}
+    return {
+        "op": node.op,
+        "name": node.name,
+        "target": _target_name(node.target),
+        "args": write(node.args, _written),
+        "kwargs": write(node.kwargs, _written),
+        "meta": write(meta, _written),
+    }
+
+
+def _target_name(target: Any) -> str:
+    if isinstance(target, (str, OpOverload)):
+        return str(target)
+    return f"{target.__module__}:{target.__qualname__}"
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """The function or operator of a node; raises PassError for one that no graph calls."""
+    module, separator, attribute = name.partition(":")
+    try:
+        if not separator:
+            namespace, operator, overload = name.split(".")
+            return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+        if module.startswith(_MODULES):
+            return getattr(import_module(module), attribute)
+    except (ValueError, AttributeError, ImportError) as failure:
+        raise PassError(
+            f"cannot find {name}: {failure}; import the module that defines it"
+        ) from failure
+    raise PassError(f"{name} is no operator that graphs call")
+
+
+def _written(value: Any) -> str:
+    """The text of a node or a tensor."""
+    match value:
+        case fx.Node():
+            return f"Node({value.name!r})"
+        case FakeTensor():
+            layout = tuple(value.shape), value.stride(), value.storage_offset()
+            return f"FakeTensor{write((*layout, value.dtype, value.device))}"
+        case torch.Tensor():
+            data = value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+            text = base64.b64encode(data).decode("ascii")
+            return f"Constant{write((text, tuple(value.shape), value.dtype, value.device))}"
+    raise PassError(f"{type(value).__name__} has no text: {value!r}")
+
+
+def _fake_tensor(mode: FakeTensorMode) -> Callable[..., torch.Tensor]:
+    def make(
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
+        with mode:
+            if not offset:
+                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            size = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+            return torch.empty(size, dtype=dtype, device=device).as_strided(shape, stride, offset)
+
+    return make
+
+
+def _constant(
+    data: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    values = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=dtype).view(shape)
+    return values if device.type == "cpu" else values.to(device)
