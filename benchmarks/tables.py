@@ -22,7 +22,7 @@ from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.nccl.constants import LATEST, constants_of
-from autopar.cost_model.nccl.nccl_tests import Table, read_tables
+from autopar.cost_model.nccl.nccl_tests import NcclTestsTable, read_tables
 from autopar.cost_model.topology.devices import find_device
 from autopar.cost_model.topology.topology import Wire, build, hosted, meshed, switched
 
@@ -174,7 +174,7 @@ MACHINES = (
 )
 
 
-def cluster(machine: Machine, tables: Mapping[str, Table]) -> Cluster:
+def cluster(machine: Machine, tables: Mapping[str, NcclTestsTable]) -> Cluster:
     """The cluster of one machine: its curves, and what is modelled from them."""
     curves = {tables[name].key: tables[name].measured() for name in machine.tables}
     for name in machine.same_board:

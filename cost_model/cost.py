@@ -42,4 +42,4 @@ def check_provenance(text: str) -> None:
         raise ClusterError(f"provenance {text!r} starts with none of {KINDS}")
 
 
-NOTHING = Cost(0.0, "modelled by nothing to do")
+ZERO_COST = Cost(0.0, "modelled by nothing to do")

@@ -39,7 +39,7 @@ def digest(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def read_kept(path: Path, parse: Callable[[Any], Kept]) -> Kept | None:
+def read_cached(path: Path, parse: Callable[[Any], Kept]) -> Kept | None:
     """The content of `path` as `parse` makes it, or None if there is no such file.
 
     A damaged file counts as absent, and a warning says so, once a process.
@@ -63,7 +63,7 @@ def read_kept(path: Path, parse: Callable[[Any], Kept]) -> Kept | None:
         return None
 
 
-def numbers(data: Any) -> dict[str, Any]:
+def check_numbers(data: Any) -> dict[str, Any]:
     """A table of numbers by name as it is: all finite and none negative.
 
     Raises:

@@ -18,7 +18,7 @@ import autopar
 from autopar.capture.offline import capture_of_rank
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.measurement.operator_times import OperatorTimes
-from autopar.cost_model.measurement.step_replay import Ranks
+from autopar.cost_model.measurement.step_replay import ReplayGroup
 from autopar.planner.search import fixed_mesh as decide
 from tests.harness.models import MODELS
 from tests.harness.training import fixed
@@ -324,7 +324,7 @@ def rehearse_unlike(rank: int, world_size: int) -> str:
     case = MODELS["gpt"]
     graph = capture_of_rank(case.make(), case.batch(4, 0)[0], 0, 1, "global", None, None)
     with pytest.raises(ClusterError, match="other collectives than rank 0"):
-        OperatorTimes.load("cpu", sharing=2).measure([graph] * (1 + rank), Ranks.live())
+        OperatorTimes.load("cpu", sharing=2).measure([graph] * (1 + rank), ReplayGroup.live())
     dist.all_reduce(x)  # nobody waits for a rank that has left
     return str(x.sum())
 

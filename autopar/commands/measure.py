@@ -19,7 +19,7 @@ from autopar.commands.plain_console import PlainConsole
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.measurement.measure import DTYPES, SIZES, measure
-from autopar.cost_model.measurement.sampling import Tell
+from autopar.cost_model.measurement.sampling import ReportProgress
 from autopar.errors import StrategyError
 from autopar.runtime.process_groups import ensure_process_group, rank
 
@@ -110,7 +110,7 @@ def _measure(options: argparse.Namespace) -> None:
             budget_s=options.budget,
             cache=not options.no_cache,
             fresh=options.force,
-            tell=tell,
+            progress=tell,
         )
     if rank() != 0:
         return
@@ -120,7 +120,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _progress(console: PlainConsole) -> Iterator[Tell | None]:
+def _progress(console: PlainConsole) -> Iterator[ReportProgress | None]:
     """A bar on rank 0; nothing on the others."""
     if rank() != 0:
         yield None

@@ -16,7 +16,7 @@ from autopar.cost_model.kernels.fusion import EAGER
 from autopar.cost_model.measurement.measure import measure
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import Optimizer, UpdateCost, measure_update
-from autopar.cost_model.measurement.step_replay import ALONE, Ranks
+from autopar.cost_model.measurement.step_replay import SINGLE_RANK, ReplayGroup
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory, optimizer_state_ratio
 from autopar.cost_model.memory.workspace import Workspace
@@ -148,10 +148,10 @@ def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -
     return replace(machine, operators=operators)
 
 
-def ranks_of(*, live: bool) -> Ranks:
+def ranks_of(*, live: bool) -> ReplayGroup:
     """Those who measure together: all that are running, or this process."""
     several = live and dist.is_initialized() and dist.get_world_size() > 1
-    return Ranks.live() if several else ALONE
+    return ReplayGroup.live() if several else SINGLE_RANK
 
 
 def measure_overhead(

@@ -24,7 +24,7 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.kernels.signature import moved_bytes, time_key
 from autopar.cost_model.kernels.timing import flops_of
 from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing
-from autopar.cost_model.measurement.step_replay import Ranks
+from autopar.cost_model.measurement.step_replay import ReplayGroup
 from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import TrainingGraph
@@ -78,7 +78,7 @@ class TimedCollectives:
             *({k: statistics.mean(v) for k, v in t.items()} for t in (own, sent, waits))
         )
 
-    def together(self, ranks: Ranks) -> TimedCollectives:
+    def together(self, ranks: ReplayGroup) -> TimedCollectives:
         """Of all ranks: operators on average, collectives without what the others were late."""
         every = ranks.gather(self)
         operators, collectives, waits = (

@@ -26,7 +26,7 @@ from autopar.cost_model.cluster.import_nccl_tests import cluster_of
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey
-from autopar.cost_model.nccl.nccl_tests import Table, read_tables
+from autopar.cost_model.nccl.nccl_tests import NcclTestsTable, read_tables
 from autopar.cost_model.topology.topology import repeated
 from benchmarks.prediction.report import summary
 
@@ -60,14 +60,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def load(folder: Path) -> tuple[dict[str, Table], list[str]]:
+def load(folder: Path) -> tuple[dict[str, NcclTestsTable], list[str]]:
     """The tables in a folder by the names of their files, and why others were refused.
 
     A name such as a100_2x8_allreduce tells the ranks on a node, where the file does not.
     """
     if not folder.is_dir():
         raise ClusterError(f"{folder} is no folder: give the tables with --tables DIR")
-    tables: dict[str, Table] = {}
+    tables: dict[str, NcclTestsTable] = {}
     refused: list[str] = []
     for path in sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES):
         match = _SHAPE.search(path.stem)
@@ -84,7 +84,7 @@ def load(folder: Path) -> tuple[dict[str, Table], list[str]]:
     return tables, refused
 
 
-def held_out(name: str, table: Table) -> Iterator[Case]:
+def held_out(name: str, table: NcclTestsTable) -> Iterator[Case]:
     """Every usable size of a table, predicted from every other one."""
     sizes = [table.bytes[i] for i in table.usable]
     seconds = [table.seconds[i] for i in table.usable]
@@ -107,7 +107,7 @@ def _case(group: str, size: int, predicted: float, measured: float, bar: float) 
     }
 
 
-def other_groups(tables: dict[str, Table]) -> dict[str, Any]:
+def other_groups(tables: dict[str, NcclTestsTable]) -> dict[str, Any]:
     """Predictions for tables of twice the nodes or ranks of other tables."""
     cases: list[Case] = []
     refused: list[str] = []
@@ -119,7 +119,7 @@ def other_groups(tables: dict[str, Table]) -> dict[str, Any]:
     return {**summary(cases), "refused": refused}
 
 
-def _cluster(device: str, target: Table, smaller: Sequence[Table]) -> Cluster:
+def _cluster(device: str, target: NcclTestsTable, smaller: Sequence[NcclTestsTable]) -> Cluster:
     """What the smaller tables and the kind of machine tell."""
     made = cluster_of(smaller, device=device, uniform=device in _ON_SWITCHES)
     if device not in _MACHINES:
@@ -141,14 +141,16 @@ def gloo_groups(options: argparse.Namespace) -> dict[str, Any] | None:
     return outcome
 
 
-def doublings(tables: dict[str, Table]) -> Iterator[tuple[str, Table, Sequence[Table]]]:
+def doublings(
+    tables: dict[str, NcclTestsTable],
+) -> Iterator[tuple[str, NcclTestsTable, Sequence[NcclTestsTable]]]:
     """Each table for which there is one of half the nodes, or half the ranks of its one node.
 
     With it come all tables of the same machines and collective that are no larger than that half.
     """
     for name, target in tables.items():
         half = target.ranks // 2
-        family: dict[CurveKey, Table] = {}
+        family: dict[CurveKey, NcclTestsTable] = {}
         for other, table in tables.items():
             if table.ranks <= half and _alike(name, target, other, table):
                 family.setdefault(table.key, table)
@@ -157,11 +159,11 @@ def doublings(tables: dict[str, Table]) -> Iterator[tuple[str, Table, Sequence[T
             yield name, target, list(family.values())
 
 
-def _nodes(table: Table) -> int:
+def _nodes(table: NcclTestsTable) -> int:
     return table.ranks // table.ranks_per_node
 
 
-def _alike(name: str, table: Table, other: str, candidate: Table) -> bool:
+def _alike(name: str, table: NcclTestsTable, other: str, candidate: NcclTestsTable) -> bool:
     """Whether two tables are of one kind of machine: by their names, or their headers."""
     if (table.collective, table.dtype) != (candidate.collective, candidate.dtype):
         return False
@@ -169,17 +171,17 @@ def _alike(name: str, table: Table, other: str, candidate: Table) -> bool:
     return same_name or (table.hardware != "" and _kind(table) == _kind(candidate))
 
 
-def _kind(table: Table) -> str:
+def _kind(table: NcclTestsTable) -> str:
     return re.sub(r"^\d+x\s*|\(.*?\)|\s+", "", table.hardware).lower()
 
 
-def _device(name: str, table: Table) -> str:
+def _device(name: str, table: NcclTestsTable) -> str:
     """The GPU that a table's header or name speaks of."""
     match = _DEVICE.search(f"{table.hardware} {name}")
     return match[0].upper() if match else "unknown GPU"
 
 
-def doubled(name: str, target: Table, cluster: Cluster) -> Iterator[Case]:
+def doubled(name: str, target: NcclTestsTable, cluster: Cluster) -> Iterator[Case]:
     """Every usable size of a table, predicted from a cluster that holds smaller groups."""
     key = target.key
     for i in target.usable:

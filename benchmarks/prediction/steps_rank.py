@@ -28,7 +28,7 @@ from autopar.capture.offline import capture_of_rank
 from autopar.cost_model.measurement.measure import measure
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import measure_update
-from autopar.cost_model.measurement.step_replay import Ranks
+from autopar.cost_model.measurement.step_replay import ReplayGroup
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.evaluator import CandidateConfig, Evaluator
 from autopar.planner.search.config_search import first_config
@@ -175,7 +175,7 @@ def predict(field: list[Contender]) -> None:
     graphs = [contender.evaluator.lowered(contender.choice) for contender in field]
     world_size, device = dist.get_world_size(), torch.device("cpu")
     cluster = measure(mesh={"dp": world_size}, budget_s=COLLECTIVES_S, cache=False)
-    ranks = Ranks.live()
+    ranks = ReplayGroup.live()
     unknown = replace(OperatorTimes.load("cpu", sharing=ranks.sharing), times={})
     operators = unknown.measure(graphs, ranks, budget_s=OPERATORS_S)
     mesh = init_device_mesh("cpu", (world_size,))

@@ -17,10 +17,10 @@ do.
 
 from __future__ import annotations
 
-PIECE_BYTES = 256 * 2**10
+CHUNK_BYTES = 256 * 2**10
 """Of a message to one other rank: smaller pieces cost more than they save."""
 
-MOST = 4
+MAX_CHUNKS = 4
 
 
 def gloo_chunks(nbytes: int, ranks: int) -> int:
@@ -33,4 +33,4 @@ def gloo_chunks(nbytes: int, ranks: int) -> int:
     >>> [pieces_of(size, ranks=2) for size in (2**18, 2**20, 2**21, 2**24)]
     [1, 2, 4, 4]
     """
-    return max(1, min(MOST, nbytes // ranks // PIECE_BYTES))
+    return max(1, min(MAX_CHUNKS, nbytes // ranks // CHUNK_BYTES))

@@ -21,7 +21,7 @@ from autopar.cost_model.cluster.interference import SHARED_CORES, SHARED_GPU, Sl
 from autopar.cost_model.cluster.pricing import CollectivePricer
 from autopar.cost_model.collectives import Link, Transfer, check_collective
 from autopar.cost_model.cost import ClusterError, Cost, check_provenance
-from autopar.cost_model.curves.measured_curve import CurveKey, Measured, row_of
+from autopar.cost_model.curves.measured_curve import CurveKey, Measured, curve_row
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.topology.devices import Device
 from autopar.cost_model.topology.topology import repeated
@@ -175,7 +175,7 @@ class Cluster:
         data["figures"] = self.figures.to_dict() if self.figures else None
         if self.topology is not None:
             data["topology"] = nx.node_link_data(self.topology, edges="edges")
-        data["curves"] = [row_of(key, entry) for key, entry in sorted(self.curves.items())]
+        data["curves"] = [curve_row(key, entry) for key, entry in sorted(self.curves.items())]
         return data
 
     @classmethod

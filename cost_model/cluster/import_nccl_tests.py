@@ -11,7 +11,7 @@ from autopar.cost_model.cluster.interference import SHARED_GPU
 from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
-from autopar.cost_model.nccl.nccl_tests import Table, read_tables
+from autopar.cost_model.nccl.nccl_tests import NcclTestsTable, read_tables
 from autopar.cost_model.topology.devices import find_device
 from autopar.errors import MeasurementWarning
 
@@ -60,7 +60,7 @@ def import_nccl_tests(
 
 
 def cluster_of(
-    tables: Sequence[Table],
+    tables: Sequence[NcclTestsTable],
     *,
     name: str = "imported",
     device: str | None = None,

@@ -60,7 +60,7 @@ class Slowdown:
         return _between(self.bytes, self.communication, nbytes)
 
 
-APART = Slowdown.modelled(1.0, 1.0, "nothing that they share")
+NO_SLOWDOWN = Slowdown.modelled(1.0, 1.0, "nothing that they share")
 SHARED_CORES = Slowdown.modelled(2.0, 2.0, "equal parts of the cores for both")
 SHARED_GPU = Slowdown.modelled(
     1.13, 1.0, "13 % slower kernels beside NCCL's (vTrain's and Galvatron's default)"

@@ -58,7 +58,7 @@ class Measured:
         return Cost(self.curve(nbytes), origin, self.curve.error(nbytes))
 
 
-def row_of(key: CurveKey, entry: Measured) -> dict[str, Any]:
+def curve_row(key: CurveKey, entry: Measured) -> dict[str, Any]:
     """One curve as a JSON-ready row."""
     return {
         "collective": key.collective,

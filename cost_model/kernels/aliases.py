@@ -41,7 +41,7 @@ class Storage:
         device: the type of its device.
     """
 
-    maker: fx.Node
+    creator: fx.Node
     nbytes: int
     device: str
 

@@ -49,7 +49,7 @@ def moved_bytes(node: fx.Node) -> int:
     return sum(tensor_bytes(t) for n in (*node.all_input_nodes, node) for t in tensors(n))
 
 
-def described(value: Any) -> str:
+def describe_argument(value: Any) -> str:
     """An argument as signatures have it: types in the place of tensors."""
     return _argument(dict(value) if isinstance(value, Mapping) else value)
 

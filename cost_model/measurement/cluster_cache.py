@@ -17,7 +17,13 @@ import torch
 
 from autopar.cost_model.cluster.cluster import SCHEMA_VERSION, Cluster
 from autopar.cost_model.curves.measured_curve import CurveKey
-from autopar.cost_model.disk_cache import cache_directory, digest, numbers, read_kept, write_json
+from autopar.cost_model.disk_cache import (
+    cache_directory,
+    check_numbers,
+    digest,
+    read_cached,
+    write_json,
+)
 from autopar.cost_model.measurement.bench import Bench
 from autopar.cost_model.measurement.sampling import Layouts
 
@@ -69,10 +75,10 @@ class ClusterCache:
             )
             if not of_ours:
                 return None
-            budget_s = numbers({"budget_s": data["budget_s"]})["budget_s"]
+            budget_s = check_numbers({"budget_s": data["budget_s"]})["budget_s"]
             return CachedCluster(Cluster.from_dict(data["cluster"]), budget_s)
 
-        return read_kept(self.path, parse)
+        return read_cached(self.path, parse)
 
     def write(self, kept: CachedCluster) -> None:
         """Keep a cluster in place of what was here; if that fails it is a warning."""

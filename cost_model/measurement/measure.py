@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from autopar.common.checks import MOST_BYTES, choice, count, flag, refused, seconds, text
 from autopar.common.notices import warn_once
-from autopar.cost_model.algorithms.gloo_chunks import MOST
+from autopar.cost_model.algorithms.gloo_chunks import MAX_CHUNKS
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.cluster.interference import APART, SHARED_GPU
+from autopar.cost_model.cluster.interference import NO_SLOWDOWN, SHARED_GPU
 from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
@@ -34,8 +34,8 @@ from autopar.cost_model.measurement.group_layouts import (
     levels_of,
 )
 from autopar.cost_model.measurement.interference_bench import measure_slowdown
-from autopar.cost_model.measurement.sampling import Layouts, Tell, sample
-from autopar.cost_model.topology.from_pairs import wired
+from autopar.cost_model.measurement.sampling import Layouts, ReportProgress, sample
+from autopar.cost_model.topology.from_pairs import topology_from_pairs
 from autopar.errors import DisagreementError, MeasurementWarning
 
 KIB, MIB = 2**10, 2**20
@@ -87,7 +87,7 @@ def measure(
     budget_s: float = 40.0,
     cache: bool = True,
     fresh: bool = False,
-    tell: Tell | None = None,
+    progress: ReportProgress | None = None,
 ) -> Cluster:
     """The cluster that this process group runs on. Every rank of the group calls it.
 
@@ -115,7 +115,7 @@ def measure(
         DisagreementError: they differ between ranks.
         CommunicationError: another rank died, or did not come within the group's timeout.
     """
-    _check(group, collectives, sizes, mesh, dtype, budget_s, cache, fresh, tell)
+    _check(group, collectives, sizes, mesh, dtype, budget_s, cache, fresh, progress)
     request = Request(
         tuple(collectives),
         tuple(sorted(set(sizes))),
@@ -136,7 +136,7 @@ def measure(
         return Cluster.default(dist.get_world_size(group))
     with Bench(group) as bench:
         _agree(bench, request)
-        return _kept_or_new(bench, request, tell or (lambda done: None))
+        return _kept_or_new(bench, request, progress or (lambda done: None))
 
 
 def _check(
@@ -189,9 +189,9 @@ def _agree(bench: Bench, request: Request) -> None:
     request.check(bench.world_size)
 
 
-def _kept_or_new(bench: Bench, request: Request, tell: Tell) -> Cluster:
+def _kept_or_new(bench: Bench, request: Request, tell: ReportProgress) -> Cluster:
     hosts = bench.gather((Host.here().facts(), device_name(bench.device)))
-    key = {"hosts": hosts, "backend": bench.backend, "dtype": request.dtype, "pieces": MOST}
+    key = {"hosts": hosts, "backend": bench.backend, "dtype": request.dtype, "pieces": MAX_CHUNKS}
     shelf = ClusterCache(key)
     ranks_per_node = block_of([str(host["name"]) for host, _ in hosts])
     wanted = request.layouts(bench.world_size, ranks_per_node)
@@ -214,7 +214,7 @@ def _measure(
     wanted: Layouts,
     first: tuple[dict[str, Any], str],
     ranks_per_node: int,
-    tell: Tell,
+    tell: ReportProgress,
 ) -> Cluster:
     samples = sample(bench, wanted, request.sizes, request.budget_s, tell)
     cpu, nodes = bench.device.type == "cpu", bench.world_size // ranks_per_node
@@ -239,7 +239,7 @@ def _measure(
             provenance=today,
             slowdown=slowdown,
             uniform=cpu,
-            topology=wired(curves, nodes, ranks_per_node) if cpu else None,
+            topology=topology_from_pairs(curves, nodes, ranks_per_node) if cpu else None,
             device_memory_bytes=_device_memory(bench.device, host, ranks_per_node),
             host_memory_bytes=host["memory_bytes"] or None,
         )
@@ -275,7 +275,7 @@ def _alone() -> Cluster:
         backend="none",
         versions={"torch": str(torch.__version__)},
         provenance=f"measured {date.today()} on {host.name}",
-        slowdown=APART,
+        slowdown=NO_SLOWDOWN,
         device_memory_bytes=_device_memory(device, host.facts(), 1),
         host_memory_bytes=host.memory_bytes or None,
     )

@@ -16,8 +16,14 @@ import torch
 from torch import fx
 
 from autopar.cost_model.collectives import collective_of, is_wait
-from autopar.cost_model.cost import NOTHING, ClusterError, Cost
-from autopar.cost_model.disk_cache import cache_directory, digest, numbers, read_kept, write_json
+from autopar.cost_model.cost import ZERO_COST, ClusterError, Cost
+from autopar.cost_model.disk_cache import (
+    cache_directory,
+    check_numbers,
+    digest,
+    read_cached,
+    write_json,
+)
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.kernels.aliases import is_view
 from autopar.cost_model.kernels.fusion import EAGER, Traffic, traffic
@@ -25,7 +31,7 @@ from autopar.cost_model.kernels.gemm_efficiency import is_attention, is_causal, 
 from autopar.cost_model.kernels.roofline import Roofline
 from autopar.cost_model.kernels.signature import kind_of, moved_bytes, signature, time_key
 from autopar.cost_model.kernels.timing import Stopwatch, flops_of, time_dispatch
-from autopar.cost_model.measurement.step_replay import ALONE, Ranks, replay_step
+from autopar.cost_model.measurement.step_replay import SINGLE_RANK, ReplayGroup, replay_step
 from autopar.ir.graph import TrainingGraph, tensors
 
 _DISPATCH = "dispatch"  # the key of a call that computes nothing
@@ -113,7 +119,7 @@ class OperatorTimes:
     def measure(
         self,
         graphs: Sequence[TrainingGraph],
-        ranks: Ranks = ALONE,
+        ranks: ReplayGroup = SINGLE_RANK,
         *,
         budget_s: float = 2.0,
         alone_s: float = 0.02,
@@ -157,7 +163,11 @@ class OperatorTimes:
         return replace(self, times=times)
 
     def measure_alone(
-        self, nodes: Mapping[str, fx.Node], ranks: Ranks = ALONE, *, budget_s: float = 0.02
+        self,
+        nodes: Mapping[str, fx.Node],
+        ranks: ReplayGroup = SINGLE_RANK,
+        *,
+        budget_s: float = 0.02,
     ) -> OperatorTimes:
         """These times and those of `nodes` alone, if one of them was missing on some rank.
 
@@ -175,7 +185,9 @@ class OperatorTimes:
         means = {key: statistics.mean(times) for key, times in found.items()}
         return replace(self, alone={**self.alone, **means})
 
-    def _unrehearsed(self, graphs: Sequence[TrainingGraph], ranks: Ranks) -> list[TrainingGraph]:
+    def _unrehearsed(
+        self, graphs: Sequence[TrainingGraph], ranks: ReplayGroup
+    ) -> list[TrainingGraph]:
         """The graphs with an operator that some rank does not know from a rehearsal."""
 
         def lacks(graph: TrainingGraph) -> bool:
@@ -231,7 +243,7 @@ class OperatorTimes:
         the output nothing.
         """
         if node.op != "call_function":
-            return NOTHING
+            return ZERO_COST
         cost = self._costs.get(time_key(node))
         if cost is None and node in self.traffic:
             cost = self._in_kernel(self.traffic[node])
@@ -369,12 +381,12 @@ def _kept(setting: TimingContext) -> tuple[dict[str, Timing], dict[str, float]]:
         if data["setting"] != asdict(setting):
             return {}, {}
         times = {key: _timing(fields) for key, fields in data["times"].items()}
-        return times, numbers(data.get("alone", {}))
+        return times, check_numbers(data.get("alone", {}))
 
-    return read_kept(_path(setting), parse) or ({}, {})
+    return read_cached(_path(setting), parse) or ({}, {})
 
 
 def _timing(fields: Mapping[str, Any]) -> Timing:
     """One timing as it is kept."""
-    numbers({name: fields[name] for name in ("seconds", "flops", "nbytes")})
+    check_numbers({name: fields[name] for name in ("seconds", "flops", "nbytes")})
     return Timing(**fields)

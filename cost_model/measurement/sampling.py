@@ -31,7 +31,7 @@ _TRIES = 3
 Layouts = Mapping[CurveKey, Sequence[Groups]]
 """For each curve the ways to lay its groups over the ranks; trials take them in turn."""
 
-Tell = Callable[[float], None]
+ReportProgress = Callable[[float], None]
 """Is told how much of the work is done, 0 to 1, on rank 0."""
 
 
@@ -53,7 +53,7 @@ class _Log:
 
 
 def sample(
-    bench: Bench, layouts: Layouts, sizes: Sequence[int], budget_s: float, tell: Tell
+    bench: Bench, layouts: Layouts, sizes: Sequence[int], budget_s: float, tell: ReportProgress
 ) -> dict[CurveKey, dict[int, list[float]]]:
     """Seconds of each trial by curve and message size in bytes. Every rank calls it.
 
@@ -121,7 +121,7 @@ def _take_rounds(
     start: float,
     budget_s: float,
     log: _Log,
-    tell: Tell,
+    tell: ReportProgress,
 ) -> None:
     """All cases in turn, each at the pace at which it uses an equal share of the time left."""
     repeats = {case: max(1, min(_MOST_REPEATS, int(TRIAL_S / s))) for case, s in first.items()}

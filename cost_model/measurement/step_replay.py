@@ -1,4 +1,4 @@
-"""`replay_step`: times a lowered step on all ranks at once, without its collectives.
+"""`replay_step`: runs a lowered step on all ranks with stand-ins for collectives, and times it.
 
 An operator that is run by itself looks up to three times faster than in a step, and one that is
 run among others on a host that ranks share may take any time. So the whole generated program of a
@@ -39,7 +39,7 @@ _MEMORY_SHARE = 0.6  # of what is free, that the tensors of all ranks here may t
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ReplayGroup:
     """Those who rehearse together.
 
     Attributes:
@@ -55,7 +55,7 @@ class Ranks:
     group: str | None = None
 
     @classmethod
-    def live(cls) -> Ranks:
+    def live(cls) -> ReplayGroup:
         """All ranks of the default process group, all of which call this."""
 
         def gather(value: Any) -> list[Any]:
@@ -72,11 +72,11 @@ class Ranks:
         return cls(line_up, gather, machines.count(boot_id()), world.group_name)
 
 
-ALONE = Ranks(lambda: None, lambda value: [value])
+SINGLE_RANK = ReplayGroup(lambda: None, lambda value: [value])
 
 
 def replay_step(
-    graphs: Sequence[TrainingGraph], ranks: Ranks = ALONE, *, budget_s: float = 2.0
+    graphs: Sequence[TrainingGraph], ranks: ReplayGroup = SINGLE_RANK, *, budget_s: float = 2.0
 ) -> dict[str, float]:
     """Seconds of each operator of lowered graphs on a CPU, by `time_key`; every rank calls it.
 
@@ -107,7 +107,7 @@ def replay_step(
 
 
 def _scaled(
-    keys: Sequence[str | None], runs: Sequence[Sequence[float]], ranks: Ranks
+    keys: Sequence[str | None], runs: Sequence[Sequence[float]], ranks: ReplayGroup
 ) -> tuple[float, list[dict[str, list[float]]]]:
     """What to multiply means by, and the mean seconds of each node of every rank, by key."""
     means = [statistics.mean(column) for column in zip(*runs, strict=True)]
@@ -126,7 +126,7 @@ def _total(keys: Sequence[str | None], run: Sequence[float]) -> float:
     return sum(taken for name, taken in zip(keys, run, strict=True) if name is not None)
 
 
-def _prepared(graphs: Sequence[TrainingGraph], ranks: Ranks) -> list[Stage]:
+def _prepared(graphs: Sequence[TrainingGraph], ranks: ReplayGroup) -> list[Stage]:
     """The graphs ready to run, having run once; none if that fails on any rank."""
     need = max((simulate_memory(graph).peak for graph in graphs), default=0)
     free = free_memory_bytes()
@@ -135,7 +135,7 @@ def _prepared(graphs: Sequence[TrainingGraph], ranks: Ranks) -> list[Stage]:
         try:
             stages = [Stage(graph) for graph in graphs]
             for stage in stages:
-                stage.run(ALONE)
+                stage.run(SINGLE_RANK)
         except Exception:  # whatever an operator dislikes about random values: it is timed alone
             stages = []
     return stages if all(ranks.gather(bool(stages))) else []
@@ -164,7 +164,7 @@ class Stage:
         module.recompile()
         self._program = module.forward
 
-    def run(self, ranks: Ranks) -> list[float]:
+    def run(self, ranks: ReplayGroup) -> list[float]:
         """Seconds of each interval of one run, from a common start."""
         self._ticks.clear()
         self._group = ranks.group

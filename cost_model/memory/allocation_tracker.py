@@ -1,4 +1,4 @@
-"""`track`: how many bytes a call allocates, read from torch's own allocators while it runs.
+"""`track_allocations`: bytes that a call allocates, from torch's own allocators.
 
 On a CPU these are the allocator's records in the order in which they come. They stand below the
 dispatcher: so what a kernel allocates for itself is seen as well. On a GPU they are the
@@ -32,10 +32,10 @@ class Allocated:
     """
 
     peak: int
-    kept: int
+    retained: int
 
 
-def track(call: Callable[[], object], device: str = "cpu") -> Allocated:
+def track_allocations(call: Callable[[], object], device: str = "cpu") -> Allocated:
     """Run a call and see what it allocates on a device, "cpu" or "cuda".
 
     Not seen on a CPU: what other threads than this one allocate.

@@ -1,4 +1,4 @@
-"""`spans_of`: from when to when each piece of memory of a training step exists.
+"""`memory_spans`: from when to when each piece of memory of a training step exists.
 
 A storage lives from the node that allocates it to the last use of any node whose value lies in
 it, as the generated code frees each value behind its last use. Beyond that:
@@ -126,7 +126,7 @@ class Span:
 ALWAYS = -1
 
 
-def spans_of(graph: TrainingGraph, overhead: Overhead) -> list[Span]:
+def memory_spans(graph: TrainingGraph, overhead: Overhead) -> list[Span]:
     """The memory of one step, in the order in which it is allocated.
 
     Time is counted in nodes of the graph; the optimizer's step comes behind the last one.
@@ -229,11 +229,11 @@ class _Life:
 
     def start(self, storage: Storage) -> int:
         """The first point of time at which a storage exists."""
-        role = self.role.get(storage.maker)
-        if isinstance(role, _STANDING) or storage.maker.op == "get_attr":
+        role = self.role.get(storage.creator)
+        if isinstance(role, _STANDING) or storage.creator.op == "get_attr":
             return ALWAYS
-        if storage.maker.op == "call_function":
-            return self.at[storage.maker]
+        if storage.creator.op == "call_function":
+            return self.at[storage.creator]
         return self.backward if _is_late(role) else 0
 
     def end(self, storage: Storage, holders: list[fx.Node]) -> int:
@@ -290,13 +290,13 @@ class _Life:
 
     def category(self, storage: Storage, holders: list[fx.Node]) -> str:
         """The one of CATEGORIES that a storage belongs to while no collective uses it."""
-        role = self.role.get(storage.maker)
+        role = self.role.get(storage.creator)
         for kind, name in _INPUTS.items():
             if isinstance(role, kind):
                 return name
         roles = [role for node in holders for role in self.returned.get(node, ())]
         users = [user for node in holders for user in node.users]
-        if storage.maker.op == "get_attr":
+        if storage.creator.op == "get_attr":
             return "buffers"
         if any(isinstance(role, (Gradient, UnreducedGrad)) for role in roles):
             return "gradients"

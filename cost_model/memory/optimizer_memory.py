@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.cost_model.memory.allocation_tracker import track
+from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.errors import StrategyError
 from autopar.ir.graph import tensor_bytes
 
@@ -69,7 +69,7 @@ class OptimizerMemory:
             provenance="modelled: the step could not be tracked, a profiler was running",
         )
         try:
-            needs = [track(trial.step, there).peak / own for trial in trials]
+            needs = [track_allocations(trial.step, there).peak / own for trial in trials]
         except RuntimeError:
             return kept
         one, two, three = (round(need, 2) for need in needs)  # without the bytes of single numbers

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.memory.allocator import allocator_of, context_bytes, workspace_bytes
-from autopar.cost_model.memory.liveness import ALWAYS, CATEGORIES, Overhead, Span, spans_of
+from autopar.cost_model.memory.liveness import ALWAYS, CATEGORIES, Overhead, Span, memory_spans
 from autopar.ir.graph import TrainingGraph
 
 UPDATE = "optimizer step"
@@ -66,7 +66,7 @@ def simulate_memory(graph: TrainingGraph, overhead: Overhead | None = None) -> M
         overhead: what is allocated beside its tensors; by default AdamW's state on a CPU.
     """
     overhead = overhead or Overhead()
-    spans = spans_of(graph, overhead)
+    spans = memory_spans(graph, overhead)
     nodes = list(graph.graph.nodes)
     device = "cuda" if overhead.device != "cpu" else "cpu"
     sizes, reserved = _allocate(spans, len(nodes) + 1, device, workspace_bytes(overhead.device))

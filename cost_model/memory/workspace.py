@@ -17,12 +17,18 @@ import torch
 from torch import fx
 
 from autopar.cost_model.collectives import collective_of
-from autopar.cost_model.disk_cache import cache_directory, digest, numbers, read_kept, write_json
+from autopar.cost_model.disk_cache import (
+    cache_directory,
+    check_numbers,
+    digest,
+    read_cached,
+    write_json,
+)
 from autopar.cost_model.host import Host, device_name, free_memory_bytes
 from autopar.cost_model.kernels.aliases import extent_bytes, is_view
 from autopar.cost_model.kernels.signature import signature
 from autopar.cost_model.kernels.timing import runnable
-from autopar.cost_model.memory.allocation_tracker import track
+from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.ir.graph import TrainingGraph, tensors
 
 _MEMORY_SHARE = 0.25  # of what is free, that the tensors of one operator may take
@@ -113,10 +119,10 @@ def _scratch(node: fx.Node, device: str) -> int | None:
         return None
     call = runnable(node)
     try:
-        allocated = None if call is None else track(call, device)
+        allocated = None if call is None else track_allocations(call, device)
     except RuntimeError:
         return None
-    return None if allocated is None else max(0, allocated.peak - allocated.kept)
+    return None if allocated is None else max(0, allocated.peak - allocated.retained)
 
 
 def _path(setting: Mapping[str, Any]) -> Path:
@@ -127,6 +133,6 @@ def _kept(setting: Mapping[str, Any]) -> dict[str, int]:
     """The bytes on disk; none where the setting was another."""
 
     def parse(data: Any) -> dict[str, int]:
-        return numbers(data["nbytes"]) if data["setting"] == setting else {}
+        return check_numbers(data["nbytes"]) if data["setting"] == setting else {}
 
-    return read_kept(_path(setting), parse) or {}
+    return read_cached(_path(setting), parse) or {}

@@ -18,7 +18,7 @@ from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.nccl.parsers import PROGRAMS, Found, RawRow, parse
+from autopar.cost_model.nccl.parsers import PROGRAMS, RawRow, RawRun, parse
 
 _NAMES = {"alltoall": "all_to_all", "sendrecv": "send"}
 _DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
@@ -29,7 +29,7 @@ _MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Table:
+class NcclTestsTable:
     """One run of one test program.
 
     Attributes:
@@ -112,7 +112,7 @@ def read_tables(
     ranks: int | None = None,
     ranks_per_node: int | None = None,
     least_bytes: int | None = None,
-) -> list[Table]:
+) -> list[NcclTestsTable]:
     """The tables in a file that nccl-tests wrote.
 
     What the file does not say must be given: nothing is guessed from the figures.
@@ -157,7 +157,7 @@ def _named(stem: str) -> str | None:
     return max(hits, key=len) if hits else None
 
 
-def _table(run: Found, given: _Given, path: Path) -> Table:
+def _table(run: RawRun, given: _Given, path: Path) -> NcclTestsTable:
     if not run.rows:
         raise ClusterError("the table has no rows")
     if not run.ended:
@@ -176,7 +176,7 @@ def _table(run: Found, given: _Given, path: Path) -> Table:
     ranks = _ranks(collective, given.ranks or run.ranks or len(run.hosts) or None, run.rows)
     sizes = tuple(sorted(samples))
     dtype = dtypes.pop()
-    return Table(
+    return NcclTestsTable(
         collective=collective,
         ranks=ranks,
         ranks_per_node=_ranks_per_node(run, given, ranks),
@@ -223,7 +223,7 @@ def _decimal(row: RawRow, text: str, what: str) -> Decimal:
         raise ClusterError(f"line {row.line}: the {what} is {text!r}, no number") from None
 
 
-def _ranks_per_node(run: Found, given: _Given, ranks: int) -> int:
+def _ranks_per_node(run: RawRun, given: _Given, ranks: int) -> int:
     nodes = len(set(run.hosts)) or run.nodes
     each = given.ranks_per_node or (ranks // nodes if nodes and ranks % nodes == 0 else None)
     if each is None:

@@ -66,7 +66,7 @@ class RawRow:
 
 
 @dataclass
-class Found:
+class RawRun:
     """One run of one test program, in the words of the file.
 
     Attributes:
@@ -96,7 +96,7 @@ class Found:
     ended: bool = False
 
 
-def parse(text: str) -> list[Found]:
+def parse(text: str) -> list[RawRun]:
     """The runs in the content of a file, whichever of the three forms it has."""
     if text.lstrip().startswith("{"):
         return [_parse_json(text)]
@@ -106,19 +106,19 @@ def parse(text: str) -> list[Found]:
     return list(_parse_text(lines))
 
 
-def _parse_text(lines: Iterable[str]) -> Iterator[Found]:
-    run, columns = Found(), []  # type: tuple[Found, list[str]]
+def _parse_text(lines: Iterable[str]) -> Iterator[RawRun]:
+    run, columns = RawRun(), []  # type: tuple[RawRun, list[str]]
     for number, line in enumerate(lines, 1):
         words = line.lstrip("# ").split()
         if words[:3] == ["size", "count", "type"]:
             if run.rows:
                 yield run
-                run = Found(run.collective, None, run.hosts, None, run.device, run.version)
+                run = RawRun(run.collective, None, run.hosts, None, run.device, run.version)
             columns = _header(words, number)
         elif line.lstrip().startswith("#") or not (columns and words and words[0].isdigit()):
             if run.ended and _starts(line):
                 yield run
-                run, columns = Found(), []
+                run, columns = RawRun(), []
             _note(run, line, words, number)
         else:
             run.rows.append(_row(columns, words, number))
@@ -139,7 +139,7 @@ def _header(words: Sequence[str], number: int) -> list[str]:
     return list(words)
 
 
-def _note(run: Found, line: str, words: Sequence[str], number: int) -> None:
+def _note(run: RawRun, line: str, words: Sequence[str], number: int) -> None:
     """What a line that is no row tells about the run."""
     if words[:1] == ["(B)"] and "(us)" not in words:
         raise ClusterError(f"line {number}: times are not in (us): {line.strip()!r}")
@@ -198,7 +198,7 @@ def _spell(code: int) -> str:
     return f"{code // 1000}.{code // 100 % 10}.{code % 100}"
 
 
-def _parse_json(text: str) -> Found:
+def _parse_json(text: str) -> RawRun:
     try:
         data = json.loads(text, parse_float=str, parse_constant=str)
     except (ValueError, RecursionError) as error:
@@ -207,7 +207,7 @@ def _parse_json(text: str) -> Found:
     output = read(data, _Output, "no output of nccl-tests -J", ClusterError, advice)
     program, devices = _PROGRAM.search(str(output.args[:1])), output.config.devices
     code = output.nccl_version
-    return Found(
+    return RawRun(
         collective=program[1] if program else None,
         hosts=[device.hostname for device in devices],
         device=devices[0].device_info if devices else "",
@@ -255,9 +255,9 @@ def _json_row(row: Mapping[str, Any], number: int) -> RawRow:
         raise ClusterError(f"result {number}: no out-of-place {error}") from error
 
 
-def _parse_csv(lines: Sequence[str]) -> Found:
+def _parse_csv(lines: Sequence[str]) -> RawRun:
     notes: dict[str, str] = {}
-    found = Found(ended=True)
+    found = RawRun(ended=True)
     columns: list[str] = []
     for number, line in enumerate(lines, 1):
         if line.startswith("#"):

@@ -14,7 +14,7 @@ from autopar.ir.graph import TrainingGraph
 _NS = 1e9
 
 
-class Flights:
+class CollectiveIndex:
     """What is issued and waited for in a graph, by the names of nodes."""
 
     def __init__(self, graph: TrainingGraph) -> None:

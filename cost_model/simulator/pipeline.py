@@ -88,7 +88,7 @@ def simulate_pipeline(
     transfer: Seconds,
     issue_s: float = 0.0,
     late_s: float = 0.0,
-    crowding: float = 1.0,
+    oversubscription: float = 1.0,
 ) -> PipelineSimulation:
     """Predict one step.
 
@@ -105,8 +105,8 @@ def simulate_pipeline(
     Raises:
         ValueError: the orders wait for each other.
     """
-    run = _Run(orders, stages, transfer, issue_s, late_s, crowding).run()
-    free = _Run(orders, stages, lambda nbytes: 0.0, 0.0, 0.0, crowding).run()
+    run = _Run(orders, stages, transfer, issue_s, late_s, oversubscription).run()
+    free = _Run(orders, stages, lambda nbytes: 0.0, 0.0, 0.0, oversubscription).run()
     step_s = max(run.now)
     return PipelineSimulation(
         step_s=step_s,

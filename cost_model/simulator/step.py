@@ -183,7 +183,7 @@ class _Run:
             self.sources[rehearsed.kind] += 1
             empty = self.cluster.seconds("all_reduce", 8, flight.transfer.shape).seconds
             late_s = max(0.0, rehearsed.seconds - max(0.0, empty - since_s))
-            self.clock.stand(node.name, late_s)
+            self.clock.stall(node.name, late_s)
         self.expose(source, waited_s, late_s)
 
     def expose(self, source: fx.Node, waited_s: float, late_s: float = 0.0) -> None:

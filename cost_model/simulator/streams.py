@@ -114,7 +114,7 @@ class Clock:
             self.events.append(Event(name, COMPUTE, start, self.now, "wait"))
         return self.now - start
 
-    def stand(self, name: str, seconds: float) -> float:
+    def stall(self, name: str, seconds: float) -> float:
         """Let compute stand still for so many seconds; returns them."""
         start, end = self.now, self.now + seconds
         while self._busy and self.now < end:

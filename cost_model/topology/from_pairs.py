@@ -15,7 +15,9 @@ _NEAR_HOPS = 2  # a rank, its host, another rank
 _FAR_HOPS = 4  # beside these: host, NIC, fabric, NIC, host
 
 
-def wired(curves: Mapping[CurveKey, Measured], nodes: int, ranks_per_node: int) -> nx.Graph | None:
+def topology_from_pairs(
+    curves: Mapping[CurveKey, Measured], nodes: int, ranks_per_node: int
+) -> nx.Graph | None:
     """Ranks meet in their host, and hosts, with one NIC each, in a fabric.
 
     Rates and latencies are those that a pair alone on a node, and one alone on two, was measured to

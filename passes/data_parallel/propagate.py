@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost_model.kernels.signature import described, moved_bytes
+from autopar.cost_model.kernels.signature import describe_argument, moved_bytes
 from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.graph import TrainingGraph, Value, elements, operands
 from autopar.ir.op_strategy import OpStrategy
@@ -371,7 +371,7 @@ def _is_linear(reader: fx.Node, node: fx.Node, fixed: frozenset[fx.Node]) -> boo
 
 def _likeness(node: fx.Node) -> tuple[object, ...]:
     """All that the loops of an operator depend on."""
-    return node.target, described(node.args), described(node.kwargs)
+    return node.target, describe_argument(node.args), describe_argument(node.kwargs)
 
 
 def batch_dims_after(node: fx.Node) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost_model.kernels.signature import described
+from autopar.cost_model.kernels.signature import describe_argument
 from autopar.ir.graph import TrainingGraph, Value, dense_strides, elements, operands, tensors
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Placement, Replicate
@@ -242,7 +242,7 @@ class Partitioner:
     ) -> None:
         """The operator that stands for a node, by the same name."""
         copy = self.new.create_node("call_function", target, tuple(args), kwargs, node.name)
-        key = (target, described(args), described(kwargs))
+        key = (target, describe_argument(args), describe_argument(kwargs))
         if key not in self.values:
             self.values[key] = target(*fakes(args), **fakes(kwargs))
         copy.meta = {**node.meta, "val": self.values[key]}

@@ -3,7 +3,7 @@
 import pytest
 
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.cluster.interference import APART
+from autopar.cost_model.cluster.interference import NO_SLOWDOWN
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
@@ -24,7 +24,7 @@ def cluster(ranks: int, seconds: dict[int, float]) -> Cluster:
         backend="gloo",
         versions={},
         provenance="measured today",
-        slowdown=APART,
+        slowdown=NO_SLOWDOWN,
         uniform=True,
     )
 

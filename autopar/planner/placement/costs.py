@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar._torch import OpOverload, pytree
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.cost import NOTHING, Cost
+from autopar.cost_model.cost import ZERO_COST, Cost
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.kernels.aliases import is_view
 from autopar.cost_model.kernels.signature import moved_bytes, signature
@@ -164,7 +164,7 @@ class PlacementCosts:
     def step(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
         """The time of the optimizer's step over a parameter that lies in some way."""
         if self.update is None:
-            return NOTHING
+            return ZERO_COST
         size = local_bytes(tensors(node)[0], op_strategy.results[0], self.shape.ranks)
         return self.update.seconds([size], dtensors=False)
 
@@ -226,5 +226,5 @@ def _shard(tensor: Any, placement: Placement, ranks: int) -> Any:
 
 def _sum(costs: Sequence[Cost]) -> Cost:
     """The time of several in a row; where it comes from, as of the longest."""
-    longest = max(costs, key=lambda cost: cost.seconds, default=NOTHING)
+    longest = max(costs, key=lambda cost: cost.seconds, default=ZERO_COST)
     return Cost(sum(cost.seconds for cost in costs), longest.provenance, longest.error)

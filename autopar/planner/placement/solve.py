@@ -184,7 +184,7 @@ def _saved(
     }
     places: dict[fx.Node, list[int]] = {}
     for storage, made in enumerate(storages):
-        maker = made.maker.args[0] if made.maker.target is wait else made.maker
+        maker = made.creator.args[0] if made.creator.target is wait else made.creator
         places.setdefault(maker, []).append(storage)  # type: ignore[arg-type]
     saved = {
         maker: frozenset(p for p, s in zip(_tensors(maker), own, strict=False) if s in read)

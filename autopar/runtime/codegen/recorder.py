@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.cost_model.simulator.chrome_trace import Flights
+from autopar.cost_model.simulator.chrome_trace import CollectiveIndex
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import TrainingGraph
 from autopar.runtime.codegen.compile import BoxedFunction
@@ -45,7 +45,7 @@ class RecordedStep:
         When a collective ends cannot be seen: it is taken to be under way until it was waited for.
         """
         found: list[Event] = []
-        flights = Flights(self.graph)
+        flights = CollectiveIndex(self.graph)
         for names, ticks in self.runs:
             for name, (start, end) in zip(names, pairwise(ticks), strict=True):
                 start, end = start - self.start_s, end - self.start_s

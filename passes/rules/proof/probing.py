@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopar._torch import FakeTensorMode, OpOverload, decomposition, pytree
-from autopar.cost_model.disk_cache import cache_directory, digest, read_kept, write_json
+from autopar.cost_model.disk_cache import cache_directory, digest, read_cached, write_json
 from autopar.cost_model.kernels.random_inputs import takes_any
 from autopar.ir.op_strategy import OpStrategy
 from autopar.passes.rules.local_args import local_arguments
@@ -42,7 +42,7 @@ def probe_loops(operator: Operator) -> list[Loop]:
         return []
     text = operator_text(operator)
     path = cache_directory() / "probes" / f"{digest({'operator': text, **_facts()})}.json"
-    kept = read_kept(path, lambda data: [_loop(operator, **fields) for fields in data])
+    kept = read_cached(path, lambda data: [_loop(operator, **fields) for fields in data])
     if kept is None:
         kept = list(_found(operator))
         write_json(path, [asdict(loop) for loop in kept])

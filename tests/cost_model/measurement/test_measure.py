@@ -10,7 +10,7 @@ import torch.distributed as dist
 from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.measured_curve import CurveKey
-from autopar.cost_model.disk_cache import cache_directory, read_kept, write_json
+from autopar.cost_model.disk_cache import cache_directory, read_cached, write_json
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.measurement import cluster_cache as kept
 from autopar.cost_model.measurement.measure import measure
@@ -153,5 +153,5 @@ def test_a_folder_that_cannot_be_written_is_only_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="could not keep its measurements"):
         write_json(blocked / "x.json", {})
     write_json(tmp_path / "deep" / "x.json", {"a": 1})
-    assert read_kept(tmp_path / "deep" / "x.json", dict) == {"a": 1}
-    assert read_kept(tmp_path / "none" / "x.json", dict) is None
+    assert read_cached(tmp_path / "deep" / "x.json", dict) == {"a": 1}
+    assert read_cached(tmp_path / "none" / "x.json", dict) is None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autopar.cost_model.kernels.signature import time_key
-from autopar.cost_model.measurement.step_replay import Ranks, Stage, arguments_of, replay_step
+from autopar.cost_model.measurement.step_replay import ReplayGroup, Stage, arguments_of, replay_step
 from autopar.ir.roles import Gradient, Input, Output, Parameter, Tangent
 from tests.cost_model.sketch import Sketch, aten, c10d
 from tests.harness.worlds import run
@@ -46,7 +46,7 @@ def test_times_add_up_to_the_mean_rank_of_a_middling_round():
         slow = {key: [2 * t for t in times] for key, times in table.items()}
         return [value, ([2 * t for t in mine], slow)]
 
-    found = replay_step([graph], Ranks(lambda: None, gather), budget_s=0.01)
+    found = replay_step([graph], ReplayGroup(lambda: None, gather), budget_s=0.01)
     total = sum(found[key] for key in Stage(graph).keys if key is not None)
     assert total == pytest.approx(1.5 * statistics.median(totals))
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_rehearsed_is_left_alone():
 
 
 def _rehearse_live(rank: int, world_size: int) -> tuple:
-    ranks = Ranks.live()
+    ranks = ReplayGroup.live()
     return ranks.sharing, replay_step([classifier()], ranks, budget_s=0.01)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from autopar.cost_model.memory.allocation_tracker import track
+from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory, optimizer_state_ratio
 from autopar.errors import StrategyError
 
@@ -57,7 +57,7 @@ def test_it_is_what_a_real_step_allocates(optimizer):
     for _ in range(2):
         for p in parameters:
             p.grad = torch.ones_like(p)
-        allocated = track(used.step)
+        allocated = track_allocations(used.step)
     memory = OptimizerMemory.measure(optimizer)
     want = 4 * (memory.needed(sizes) + memory.every * sum(sizes))
     assert want <= allocated.peak < want + 100

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autopar
 from autopar.cost_model.kernels.aliases import find_storages
 from autopar.cost_model.kernels.signature import signature
-from autopar.cost_model.memory.allocation_tracker import track
+from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.cost_model.memory.liveness import CATEGORIES, Overhead
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
 from autopar.cost_model.memory.peak import UPDATE, simulate_memory
@@ -316,7 +316,7 @@ def test_a_real_step_needs_what_is_predicted(name, level):
         return loss
 
     held = step()
-    allocated = track(lambda: (held, step()))
+    allocated = track_allocations(lambda: (held, step()))
     (graph,) = (program.graph for program in model._executor.programs.values())
     scratch = Workspace("cpu", {}, present=True).measure([graph])
     needs = Overhead(OptimizerMemory.measure(torch.optim.AdamW), scratch, batches=0)

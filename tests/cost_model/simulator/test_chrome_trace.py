@@ -1,6 +1,6 @@
 import json
 
-from autopar.cost_model.simulator.chrome_trace import Flights, chrome_trace, write_trace
+from autopar.cost_model.simulator.chrome_trace import CollectiveIndex, chrome_trace, write_trace
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.roles import Input, Output
 from tests.cost_model.sketch import Sketch, aten, c10d
@@ -41,7 +41,7 @@ def test_collectives_land_with_their_waits():
     sent = g.call(c10d.all_reduce.default, x, "sum", "dp")
     g.call(aten.sin.default, x)
     done = g.call(c10d.wait_tensor.default, sent)
-    flights = Flights(g.give({Output(0): done}))
+    flights = CollectiveIndex(g.give({Output(0): done}))
     assert flights.kind(sent.name) == COMPUTE
     assert flights.kind(done.name) == "wait"
     assert flights.landed(sent.name, 1.0, 1.5) == []

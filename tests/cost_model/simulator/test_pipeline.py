@@ -73,7 +73,7 @@ def test_who_waits_leaves_cores_to_the_others():
     """
     for micros, expected in ((1, 3.0), (3, 0.5 + 2.0 + 1.5 + 4.0 + 1.0)):
         found = simulate_pipeline(
-            orders("gpipe", 2, micros), [EVEN] * 2, lambda nbytes: 0.0, crowding=2.0
+            orders("gpipe", 2, micros), [EVEN] * 2, lambda nbytes: 0.0, oversubscription=2.0
         )
         assert found.step_s == pytest.approx(expected)
         assert found.exposed_s == 0.0

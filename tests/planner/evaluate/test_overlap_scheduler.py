@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.cluster.interference import APART
+from autopar.cost_model.cluster.interference import NO_SLOWDOWN
 from autopar.cost_model.collectives import Link
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.simulator.step import Simulation, simulate
@@ -41,7 +41,7 @@ def before(zero: int, compress: str = "") -> tuple[TrainingGraph, tuple[Pass, ..
 
 def cluster(graph: TrainingGraph, behind: Sequence[Pass], share: float) -> Cluster:
     """Two nodes whose link takes `share` of the time that compute takes."""
-    plain = replace(Cluster.default(2, "cpu"), ranks_per_node=1, slowdown=APART)
+    plain = replace(Cluster.default(2, "cpu"), ranks_per_node=1, slowdown=NO_SLOWDOWN)
     made = replace(plain, link=Link(0.0, 0.0, 1e6))
     result = run(graph, behind, made, ScheduleOverlap())
     rate = 1e6 * result.communication_s / (share * result.compute_s)
