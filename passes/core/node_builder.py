@@ -84,6 +84,16 @@ def first_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> fx.Node:
     return min(nodes)
 
 
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All nodes that some nodes depend on."""
+    found, todo = set[fx.Node](), list(nodes)
+    while todo:
+        new = set(todo.pop().all_input_nodes) - found
+        found |= new
+        todo += new
+    return found
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node only looks at another's storage."""
     return node.op == "call_function" and (node.target in VIEWS or _aliases(node.target))

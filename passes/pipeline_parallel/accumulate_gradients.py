@@ -1,4 +1,4 @@
-"""Gradients of a micro-batch are added, each as soon as it is there, to those before."""
+"""`accumulate_gradients`: a backward that adds to the gradients of earlier micro-batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from autopar.passes.core.node_builder import add_input, aten, call
 
 
 def accumulate_gradients(backward: TrainingGraph) -> TrainingGraph:
-    """A lowered backward that takes what was accumulated before, and adds to it in place.
+    """A lowered backward that adds each gradient to `Accumulated` in place once it is computed.
 
-    So a new gradient is freed before the next is computed. One that already takes what was
-    accumulated, to reduce it, is left as it is.
+    Parameters that already have an `Accumulated` input are left unchanged.
     """
     graph = backward.copy()
     known = {role.name for role in graph.inputs if isinstance(role, Accumulated)}
@@ -23,9 +22,9 @@ def accumulate_gradients(backward: TrainingGraph) -> TrainingGraph:
             case Gradient(Parameter(name)) | UnreducedGrad(name) if name not in known:
                 if node is None or node.op != "call_function":
                     continue
-                place = f"accumulated_{len(graph.inputs)}"
-                known_as = Accumulated(name, reduced=isinstance(role, Gradient))
-                graph, before = add_input(graph, known_as, place, tensors(node)[0])
+                accumulated = Accumulated(name, reduced=isinstance(role, Gradient))
+                label = f"accumulated_{len(graph.inputs)}"
+                graph, before = add_input(graph, accumulated, label, tensors(node)[0])
                 before.meta["phase"] = "backward"
                 graph.graph.inserting_before(node.next)
                 changed[role] = call(graph.graph, node, aten.add_.Tensor, before, node)

@@ -1,8 +1,7 @@
-"""Sums over the batch become sums over micro-batches that pass one after the other."""
+"""`AccumulateMicroBatches`: sums over the batch as sums over micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -19,18 +18,18 @@ from autopar.passes.core.collective_ops import (
     starts,
     wait_of,
 )
-from autopar.passes.core.node_builder import add_input
+from autopar.passes.core.node_builder import add_input, ancestors
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.passes.pipeline_parallel.stage_dependence import dependences
 
 
 @dataclass(frozen=True)
 class AccumulateMicroBatches(Pass):
-    """Replaces each sum over the batch by what a micro-batch adds, and the total.
+    """Replaces each sum over the batch by the partial sum of a micro-batch and the total.
 
-    Before: the graph of one micro-batch, with sums over `BATCH` where the whole batch is reduced
-    over. After: it has none; it returns `MicrobatchPartial`s, and takes each `BatchTotal`: early
-    ones, known from the inputs alone, and late ones, known when all forwards have run. Tier: exact.
+    Before: the graph of one micro-batch, with collectives over `BATCH`. After: it has none; it
+    returns a `MicrobatchPartial` and takes a `BatchTotal` for each. Totals that depend on inputs
+    alone are early; others are late, and known when all forwards have run. Tier: exact.
     """
 
     ensures = frozenset({GraphProperty.BATCH_SHARDED})
@@ -39,34 +38,34 @@ class AccumulateMicroBatches(Pass):
         """Applies the pass to a copy of `graph`.
 
         Raises:
-            CoupledRowsError: some rows need a total before the forwards have run.
+            CoupledRowsError: a forward needs a total over all forwards.
         """
         graph = graph.copy()
         sums = [start for start in starts(graph) if axis_of(start) == BATCH]
         if not sums:
             return PassResult(graph, "nothing is reduced over the batch")
-        kinds, waits = dependences(graph), {wait_of(start) for start in sums}
-        chained = {start for start in sums if not waits.isdisjoint(_ancestors(start))}
+        found, waits = dependences(graph), {wait_of(start) for start in sums}
+        chained = {start for start in sums if not waits.isdisjoint(ancestors([start]))}
         for start in sums:
             is_sum = start.target is start_all_reduce and op_of(start) == "sum"
             if not is_sum or start.meta["phase"] == "backward":
-                raise _cannot(start)
+                raise _coupled(start)
             pairs = zip(start.args[0], results_of(start), strict=True)  # type: ignore[arg-type]
             for operand, result in pairs:
                 if result is not None:
-                    late = kinds[operand] != "free" or start in chained
-                    graph = _replaced(graph, operand, result, late)
+                    late = found[operand] != "inputs" or start in chained
+                    graph = _accumulate(graph, operand, result, late)
             done = wait_of(start)
-            for item in list(done.users):
-                graph.graph.erase_node(item)
-            graph.graph.erase_node(done)
-            graph.graph.erase_node(start)
+            for node in (*done.users, done, start):
+                graph.graph.erase_node(node)
         _check(graph)
         return PassResult(graph)
 
 
-def _replaced(graph: TrainingGraph, operand: fx.Node, result: fx.Node, late: bool) -> TrainingGraph:
-    """Returns a part and takes the total in the place of a sum."""
+def _accumulate(
+    graph: TrainingGraph, operand: fx.Node, result: fx.Node, late: bool
+) -> TrainingGraph:
+    """Returns the operand of a sum as a partial and replaces its result by the total."""
     index = sum(isinstance(role, MicrobatchPartial) for role in graph.outputs)
     like = tensors(result)[0]
     graph, total = add_input(graph, BatchTotal(index, late), f"total_{index}", like)
@@ -75,34 +74,24 @@ def _replaced(graph: TrainingGraph, operand: fx.Node, result: fx.Node, late: boo
     return graph.with_results({MicrobatchPartial(index): operand})
 
 
-def _ancestors(start: fx.Node) -> Iterator[fx.Node]:
-    """All that a sum depends on."""
-    seen, todo = set[fx.Node](), list(start.all_input_nodes)
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            todo += node.all_input_nodes
-
-
 def _check(graph: TrainingGraph) -> None:
-    """No rows, and no other part, may need a late total in the forward."""
-    kinds = dependences(graph)
-    returned = {n: r for r, n in zip(graph.outputs, graph.results, strict=True) if n is not None}
+    """Checks that no batch dim and no other partial of a forward needs a late total."""
+    found = dependences(graph)
+    role_of = {n: r for r, n in zip(graph.outputs, graph.results, strict=True) if n is not None}
     for node in graph.calls():
         if node.meta["phase"] == "backward":
             return
-        needs = any(kinds[n] == "late" for n in node.all_input_nodes)
-        if needs and (has_batch_dim(node) or isinstance(returned.get(node), MicrobatchPartial)):
-            raise _cannot(node)
+        reads_total = any(found[n] == "totals" for n in node.all_input_nodes)
+        is_partial = isinstance(role_of.get(node), MicrobatchPartial)
+        if reads_total and (has_batch_dim(node) or is_partial):
+            raise _coupled(node)
 
 
-def _cannot(node: fx.Node) -> CoupledRowsError:
+def _coupled(node: fx.Node) -> CoupledRowsError:
     line = user_line(node)
     return CoupledRowsError(
         "the model needs all rows of the batch before it goes on"
         + (f" ({line})" if line else "")
-        + ", so micro-batches cannot pass one after the other and give the same: give "
-        "Strategy(micro_batches=1), or batch_semantics='local' for what DDP computes"
+        + ", so micro-batches cannot run one after the other with the same result: give "
+        "Strategy(micro_batches=1), or batch_semantics='local' to compute what DDP computes"
     )

@@ -1,7 +1,8 @@
-"""Says of every operator which stage of a pipeline it runs on."""
+"""`PlaceStages`: the pipeline stage of every operator."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -20,15 +21,15 @@ from autopar.passes.pipeline_parallel.stage_dependence import (
 
 @dataclass(frozen=True)
 class PlaceStages(Pass):
-    """Writes `meta["stage"]` on every operator that only one stage runs.
+    """Records `meta["stage"]` on every operator that a single stage runs.
 
-    Before: the graph as captured. After: an operator of the forward has the stage of the last use
-    of a parameter before it; one of the backward that of its forward. Passes that follow give
-    what they write the stage of the operator that they write it for. Tier: exact.
+    Before: the graph as captured. After: a forward operator has the stage of the last parameter use
+    before it, and a backward operator the stage of its forward. Later passes copy the stage to the
+    operators they write. Tier: exact.
 
     Attributes:
         uses: for each parameter, the stage of each of its uses.
-        stages: how many there are.
+        stages: number of stages.
     """
 
     uses: tuple[tuple[str, tuple[int, ...]], ...]
@@ -37,32 +38,40 @@ class PlaceStages(Pass):
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
-        forward = forward_stages(graph, dict(self.uses))
-        owners: dict[int, int] = {}
-        for node, stage in forward.items():
+        stage_of_seq_nr: dict[int, int] = {}
+        for node, stage in forward_stages(graph, dict(self.uses)).items():
             node.meta["stage"] = stage
-            owners.setdefault(node.meta["seq_nr"], stage)
-        kinds = dependences(graph)
+            stage_of_seq_nr.setdefault(node.meta["seq_nr"], stage)
+        found = dependences(graph)
         for node in graph.calls():
-            if node.meta["phase"] == "backward" and kinds[node] == "staged":
-                wanted = owners.get(node.meta["seq_nr"])
-                node.meta["stage"] = backward_stage(node, wanted, kinds, self.stages)
+            if node.meta["phase"] == "backward" and found[node] == "staged":
+                wanted = stage_of_seq_nr.get(node.meta["seq_nr"])
+                node.meta["stage"] = backward_stage(node, wanted, found, self.stages)
         return PassResult(graph)
 
 
 def backward_stage(
-    node: fx.Node, wanted: int | None, kinds: dict[fx.Node, Dependence], stages: int
+    node: fx.Node,
+    wanted: int | None,
+    dependence: Mapping[fx.Node, Dependence],
+    stages: int,
 ) -> int:
-    """The stage of an operator of the backward, all before it having theirs.
+    """The stage of a backward operator whose operands have theirs.
 
-    Gradients flow down the stages, values of the forward have flowed up. Between these, it is the
-    stage wanted; sums of gradients are where the later of them comes from.
+    Gradients move to lower stages and forward values to higher ones, which bounds the stage from
+    both sides. A sum of gradients runs on the lower stage of its terms.
+
+    Args:
+        node: the operator.
+        wanted: preferred stage, None for the highest possible.
+        dependence: dependence of each node.
+        stages: number of stages.
     """
-    staged = [n for n in node.all_input_nodes if kinds[n] == "staged"]
-    late = [n for n in staged if n.meta["phase"] == "backward"]
-    highest = min((n.meta["stage"] for n in late), default=stages - 1)
-    lowest = max((n.meta["stage"] for n in staged if n not in late), default=0)
-    is_sum = op_packet(node) is aten.add and len(late) == 2
+    staged = [n for n in node.all_input_nodes if dependence[n] == "staged"]
+    gradients = [n for n in staged if n.meta["phase"] == "backward"]
+    highest = min((n.meta["stage"] for n in gradients), default=stages - 1)
+    lowest = max((n.meta["stage"] for n in staged if n not in gradients), default=0)
+    is_sum = op_packet(node) is aten.add and len(gradients) == 2
     if wanted is None or is_sum or is_name(node):
         wanted = highest
     return max(lowest, min(wanted, highest))

@@ -1,71 +1,69 @@
-"""A backward in two: what other stages wait for first, what parameters need later."""
+"""`split_dgrad_wgrad`: a backward as input gradients, for other stages, and weight gradients.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241: B and W.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import InputRole, OutputRole, Saved, StageOutput
+from autopar.passes.core.node_builder import ancestors
+
+Results = Mapping[OutputRole, fx.Node | None]
 
 
 def split_dgrad_wgrad(backward: TrainingGraph) -> tuple[TrainingGraph, TrainingGraph]:
-    """The part of a stage's backward that makes what it sends, and the rest.
+    """The graph of the gradients that a stage sends, and the graph of all others.
 
-    The first returns, beside what is sent, what the second takes from it under `Saved`; both take
-    what they need of what the whole backward is given. Where nothing is sent the first is empty.
-    (Zero Bubble, arXiv 2401.10241: B and W.)
+    The first also returns, as `Saved`, the values that the second reads from it. It is empty if the
+    stage sends nothing.
     """
-    table = dict(zip(backward.outputs, backward.results, strict=True))
-    sent = {role: node for role, node in table.items() if isinstance(role, StageOutput)}
-    rest = {role: node for role, node in table.items() if role not in sent}
+    results = dict(zip(backward.outputs, backward.results, strict=True))
+    sent: dict[OutputRole, fx.Node | None]
+    sent = {role: node for role, node in results.items() if isinstance(role, StageOutput)}
+    rest = {role: node for role, node in results.items() if role not in sent}
+    ends = [node for node in sent.values() if node is not None]
+    in_first = {*ends, *ancestors(ends)}
+    first = [n for n in backward.graph.nodes if n in in_first]
+    second = [n for n in backward.graph.nodes if _is_computed(n) and n not in in_first]
+    read = [n for node in second for n in node.all_input_nodes]
+    read += [n for n in rest.values() if n is not None]
+    crossing = [n for n in dict.fromkeys(read) if n in in_first and _is_computed(n)]
     roles = dict(zip(backward.placeholders, backward.inputs, strict=True))
-    first = _ancestors([node for node in sent.values() if node is not None])
-    second = [n for n in backward.graph.nodes if _runs(n) and n not in first]
-    crossing = dict.fromkeys(
-        n
-        for node in (*second, *(n for n in rest.values() if n is not None))
-        for n in (node.all_input_nodes if node in second else (node,))
-        if n in first and _runs(n)
-    )
     saved: dict[OutputRole, fx.Node | None] = {Saved(n.name): n for n in crossing}
-    inputs = _part(backward, [n for n in backward.graph.nodes if n in first], sent | saved, roles)
-    given = {n: Saved(n.name) for n in crossing}
-    return inputs, _part(backward, [*crossing, *second], rest, roles | given)
+    loaded: dict[fx.Node, InputRole] = {n: Saved(n.name) for n in crossing}
+    return (
+        _subgraph(backward, first, {**sent, **saved}, roles),
+        _subgraph(backward, second, rest, {**roles, **loaded}),
+    )
 
 
-def _runs(node: fx.Node) -> bool:
+def _is_computed(node: fx.Node) -> bool:
     return node.op in ("call_function", "get_attr")
 
 
-def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    found, todo = set[fx.Node](), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
-
-
-def _part(
+def _subgraph(
     graph: TrainingGraph,
-    nodes: list[fx.Node],
-    outputs: dict[OutputRole, fx.Node | None],
-    roles: dict[fx.Node, InputRole],
+    nodes: Iterable[fx.Node],
+    outputs: Results,
+    roles: Mapping[fx.Node, InputRole],
 ) -> TrainingGraph:
-    """A graph of some operators; those with roles are given to it."""
+    """The graph of some nodes, those with roles being inputs as far as they are read."""
     body = [n for n in nodes if n not in roles]
-    ends = [n for n in outputs.values() if n is not None]
-    read = {n for node in body for n in node.all_input_nodes} | set(ends)
-    given = [n for n in roles if n in read]
+    read = {n for node in body for n in node.all_input_nodes}
+    read |= {n for n in outputs.values() if n is not None}
+    inputs = [n for n in roles if n in read]
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in given:
+    for node in inputs:
         copies[node] = new.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in body:
-        copies[node] = new.node_copy(node, lambda n: copies[n])
+        copies[node] = new.node_copy(node, copies.__getitem__)
     new.output([copies[n] if n is not None else None for n in outputs.values()])
-    return replace(graph, graph=new, inputs=tuple(roles[n] for n in given), outputs=tuple(outputs))
+    return replace(graph, graph=new, inputs=tuple(roles[n] for n in inputs), outputs=tuple(outputs))

@@ -1,4 +1,4 @@
-"""What values depend on: whether every stage can have them for itself, or only one makes them."""
+"""Dependences of values: whether every stage can compute a value itself, or only one does."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from autopar.ir.roles import BatchTotal, Parameter, StageInput
 from autopar.passes.core.collective_ops import STARTS, wait
 from autopar.passes.core.node_builder import is_random
 
-Dependence = Literal["free", "held", "late", "staged"]
-"""free: of inputs and constants alone, which every stage is given. held: a view or copy of
-parameters alone, or what they are gathered to. late: of totals that the forwards add up. staged:
-all other values, which one stage makes."""
+Dependence = Literal["inputs", "parameters", "totals", "staged"]
+"""Dependence of a value, by the first case that applies.
+
+inputs: on inputs and constants alone, which every stage has. parameters: a view, copy or gather of
+parameters alone. totals: on totals over all forwards. staged: any other value, which one stage
+computes.
+"""
 
 aten = torch.ops.aten
 
@@ -29,7 +32,7 @@ COSTLY_OPS = frozenset(
         aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
     }
 )  # fmt: skip
-"""Operators that are not run twice to save a transfer."""
+"""Operators that cost more to run twice than to transfer."""
 
 LAYOUT_OPS = frozenset(
     {
@@ -39,9 +42,9 @@ LAYOUT_OPS = frozenset(
         aten.chunk, aten.alias, aten.detach, aten.cat,
     }
 )  # fmt: skip
-"""Operators that only lay a value out in another way."""
+"""Operators that change only shape, order or dtype."""
 
-ALIASES = (operator.getitem, wait)
+_MOVES_DATA = (*STARTS, operator.getitem, wait)
 
 
 def op_packet(node: fx.Node) -> object:
@@ -50,36 +53,36 @@ def op_packet(node: fx.Node) -> object:
 
 
 def dependences(graph: TrainingGraph) -> dict[fx.Node, Dependence]:
-    """What every node depends on."""
+    """The dependence of every node."""
     found: dict[fx.Node, Dependence] = {}
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         match role:
             case Parameter():
-                found[node] = "held"
+                found[node] = "parameters"
             case BatchTotal(_, True):
-                found[node] = "late"
+                found[node] = "totals"
             case StageInput():
                 found[node] = "staged"
             case _:
-                found[node] = "free"
+                found[node] = "inputs"
     for node in graph.graph.nodes:
         if node.op == "get_attr":
-            found[node] = "free"
+            found[node] = "inputs"
         elif node.op == "call_function":
-            found[node] = _kind(node, {found[n] for n in node.all_input_nodes})
+            found[node] = _dependence(node, {found[n] for n in node.all_input_nodes})
     return found
 
 
-def _kind(node: fx.Node, given: set[Dependence]) -> Dependence:
-    forward = node.meta["phase"] == "forward"
-    if "late" in given and (given <= {"free", "late"} or (forward and not has_batch_dim(node))):
-        return "late"
+def _dependence(node: fx.Node, operands: set[Dependence]) -> Dependence:
+    scalar = node.meta["phase"] == "forward" and not has_batch_dim(node)
+    if "totals" in operands and (operands <= {"inputs", "totals"} or scalar):
+        return "totals"
     if is_random(node) or op_packet(node) in COSTLY_OPS:
         return "staged"
-    if given <= {"free"}:
-        return "free"
-    lays_out = op_packet(node) in LAYOUT_OPS or node.target in STARTS or node.target in ALIASES
-    return "held" if given == {"held"} and lays_out else "staged"
+    if operands <= {"inputs"}:
+        return "inputs"
+    moves_data = op_packet(node) in LAYOUT_OPS or node.target in _MOVES_DATA
+    return "parameters" if operands == {"parameters"} and moves_data else "staged"
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ class ParameterUse:
 
     Attributes:
         node: the operator.
-        name: of the parameter.
-        number: how many operators have read it before.
+        name: name of the parameter.
+        index: number of earlier uses of the same parameter.
     """
 
     node: fx.Node
@@ -98,8 +101,8 @@ class ParameterUse:
 
 
 def parameter_uses(graph: TrainingGraph) -> Iterator[ParameterUse]:
-    """The uses of parameters by the forward, in its order."""
-    kinds, counts = dependences(graph), dict[str, int]()
+    """The uses of parameters by the forward, in execution order."""
+    found, counts = dependences(graph), dict[str, int]()
     names: dict[fx.Node, tuple[str, ...]] = {
         node: (role.name,)
         for role, node in zip(graph.inputs, graph.placeholders, strict=True)
@@ -109,34 +112,36 @@ def parameter_uses(graph: TrainingGraph) -> Iterator[ParameterUse]:
         if node.meta["phase"] == "backward":
             return
         read = tuple(dict.fromkeys(n for i in node.all_input_nodes for n in names.get(i, ())))
-        if kinds[node] == "held":
+        if found[node] == "parameters":
             names[node] = read
             continue
         for name in read:
-            number = counts.get(name, 0)
-            counts[name] = number + 1
-            yield ParameterUse(node, name, number)
+            index = counts.get(name, 0)
+            counts[name] = index + 1
+            yield ParameterUse(node, name, index)
 
 
 def forward_stages(
-    graph: TrainingGraph, wanted: Mapping[str, tuple[int, ...]]
+    graph: TrainingGraph, stages_of_uses: Mapping[str, tuple[int, ...]]
 ) -> dict[fx.Node, int]:
-    """The stage of each forward operator that one stage makes: that of the last use before it.
+    """The stage of each staged forward operator: the highest of the parameter uses before it.
 
     Args:
-        graph: as captured.
-        wanted: for each parameter the stage of each of its uses; later ones are like the last.
+        graph: graph as captured.
+        stages_of_uses: for each parameter, the stage of each use; later uses share the last one.
     """
-    at: dict[fx.Node, int] = {}
+    first: dict[fx.Node, int] = {}
     for use in parameter_uses(graph):
-        known = wanted.get(use.name, (0,))
-        stage = known[min(use.index, len(known) - 1)]
-        at[use.node] = max(at.get(use.node, 0), stage)
-    kinds, found, now = dependences(graph), dict[fx.Node, int](), 0
-    for node in graph.calls():
+        stages = stages_of_uses.get(use.name, (0,))
+        stage = stages[min(use.index, len(stages) - 1)]
+        first[use.node] = max(first.get(use.node, 0), stage)
+    found, current = dict[fx.Node, int](), 0
+    for node, dependence in dependences(graph).items():
+        if node.op != "call_function":
+            continue
         if node.meta["phase"] == "backward":
             break
-        now = max(now, at.get(node, 0))
-        if kinds[node] == "staged":
-            found[node] = now
+        current = max(current, first.get(node, 0))
+        if dependence == "staged":
+            found[node] = current
     return found
