@@ -3,7 +3,7 @@
 SHELL := /bin/sh
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help train test bench clean
+.PHONY: help train check test bench clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -24,11 +24,18 @@ help: ## List the targets
 train: $(INSTALLED) ## Train the example GPT on NPROC processes of this machine
 	$(BIN)/autopar run examples/train_gpt.py --nproc $(NPROC) -- $(strip $(ARGS))
 
-test: $(INSTALLED_TEST) ## Check style and types, run the test suite
+check: lint ## Check style, types and imports, run the tests that need no second process
+	$(BIN)/pytest -m "not processes"
+
+test: lint ## Check style, types and imports, run the whole test suite
+	$(BIN)/pytest
+
+.PHONY: lint
+lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/lint-imports
 
 bench: $(INSTALLED) ## Compare with torch's own DDP, fully_shard and others
 	$(BIN)/python -m benchmarks.peers $(strip $(ARGS))

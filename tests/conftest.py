@@ -1,10 +1,16 @@
-"""One thread a process, and the session's own folder for what autopar keeps on disk."""
+"""One thread a process, a cache folder a session, and the mark of tests that start processes."""
 
 import os
+import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
+
+from tests.harness import worlds
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -24,3 +30,37 @@ def nothing_said() -> None:
     """Let every test see the warnings that autopar gives once a process."""
     if notices := sys.modules.get("autopar.common.notices"):
         notices.SAID.clear()
+
+
+STARTS = (worlds, worlds.run, worlds.run_isolated, subprocess)
+"""Modules and functions that start processes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests whose code reaches one of `STARTS`, so that `-m "not processes"` is quick."""
+    for item in items:
+        if isinstance(item, pytest.Function):
+            fixtures = item._fixtureinfo.name2fixturedefs.values()
+            used = [item.function, *(each.func for found in fixtures for each in found)]
+            if any(starts_processes(function, set()) for function in used):
+                item.add_marker("processes")
+
+
+def starts_processes(function: Callable[..., Any], seen: set[Any]) -> bool:
+    """Whether the code of a function names one of `STARTS`, itself or by functions of tests."""
+    if not isinstance(function, FunctionType) or function in seen:
+        return False
+    seen.add(function)
+    values = [function.__globals__.get(name) for name in names_in(function.__code__)]
+    if any(value is each for value in values for each in STARTS):
+        return True
+    ours = (v for v in values if getattr(v, "__module__", "").startswith("tests."))
+    return any(starts_processes(value, seen) for value in ours)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The global names that a code object uses, with those of functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
