@@ -26,6 +26,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.measure import measure
 from autopar.errors import CaptureError, FallbackWarning, LossyWarning
 from autopar.ir.graph import TrainingGraph
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.partition import NodeStrategies, Partition
 from autopar.plan.spec import fingerprint
 from autopar.plan.strategy import Strategy
@@ -417,7 +418,7 @@ def _fall_back(model: nn.Module, problem: PlanningProblem, reason: CaptureError)
         f"autopar trains with torch's {name} instead{undivided}: {reason}\n"
         f"{describe_fallback_differences(model)}",
     )
-    mesh = make_mesh(problem.device, (("dp_shard", ranks),))
+    mesh = make_mesh(problem.device, ((DATA_AXIS, ranks),))
     assert mesh is not None
     return wrap_with_ddp_or_fsdp(model, mesh, shard=shard)
 

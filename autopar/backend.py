@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from autopar._torch import aot_backend, default_partition, make_boxed_func
 from autopar.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Partial, Replicate, Varying
 from autopar.ir.roles import Gradient, Input, InputRole, Output, Parameter, Tangent
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
@@ -25,7 +26,6 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.runtime.agreement.consensus import is_multi_rank
 
-AXIS = "dp_replicate"
 BUCKET_BYTES = 16 * 2**20
 
 
@@ -57,7 +57,7 @@ def synchronized(
         forward_outputs: how many of the outputs are the forward's.
     """
     graph = as_training_graph(joint, trained, forward_outputs)
-    first = run_passes(graph, [SynchronizeGradients(AXIS, rank=0)])
+    first = run_passes(graph, [SynchronizeGradients(DATA_AXIS, rank=0)])
     buckets = propose_buckets(first, BUCKET_BYTES, BUCKET_BYTES)
     backend = str(dist.get_backend()).split(":")[-1]
     later: list[Pass] = [
@@ -69,8 +69,8 @@ def synchronized(
     group = dist.group.WORLD
     assert group is not None
     for node in lowered.graph.nodes:
-        if node.op == "call_function" and AXIS in node.args:
-            node.args = tuple(group.group_name if a == AXIS else a for a in node.args)
+        if node.op == "call_function" and DATA_AXIS in node.args:
+            node.args = tuple(group.group_name if a == DATA_AXIS else a for a in node.args)
     results: list[Any] = [None] * len(joint.graph.output_node().args[0])  # type: ignore[arg-type]
     for role, node in zip(lowered.outputs, lowered.results, strict=True):
         place = role.index if isinstance(role, Output) else forward_outputs + _index(role)
@@ -110,7 +110,7 @@ def as_training_graph(
         tuple(inputs),
         tuple(outputs),
         parameters,
-        axes={AXIS: dist.get_world_size()},
+        axes={DATA_AXIS: dist.get_world_size()},
         properties=frozenset({GraphProperty.BATCH_SHARDED}),
     )
     for role, node in outputs.items():
@@ -140,7 +140,7 @@ def averaged(graph: TrainingGraph) -> TrainingGraph:
     for role, node in zip(graph.outputs, graph.results, strict=True):
         if isinstance(role, Gradient) and isinstance(role.of, Parameter) and node is not None:
             graph.graph.inserting_before(graph.output_node)
-            mean = call(graph.graph, node, aten.div.Scalar, node, graph.axes[AXIS])
+            mean = call(graph.graph, node, aten.div.Scalar, node, graph.axes[DATA_AXIS])
             mean.meta |= {"placement": Replicate(), "phase": "backward"}
             changed[role] = mean
     for node in graph.calls():

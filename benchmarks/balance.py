@@ -139,7 +139,7 @@ def _timed(
     """The stage from one place up to another."""
     inner = tuple(place for place in run if 0 < place < len(places.names))
     pipeline = Pipeline(len(inner) + 1, "gpipe", MICRO_BATCHES, 1, places.stages(inner))
-    plan = replace(plan, pipeline=pipeline, mesh=(("pp", len(inner) + 1), ("dp_replicate", 1)))
+    plan = replace(plan, pipeline=pipeline, mesh=(("pp", len(inner) + 1), ("dp", 1)))
     own = split_plan_stages(graph, plan, 0, (), MICRO_BATCHES).stages[1 if run[0] else 0]
     passes, _ = build_microbatch_pipelines(own, plan, 0, "gloo", micro_batches=MICRO_BATCHES)
     split = split_forward_backward(run_passes(own, passes))

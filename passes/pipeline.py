@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from autopar.ir.mesh_levels import place_on
+from autopar.ir.mesh_levels import DATA_AXIS, place_on
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.bucket_tp_gradients import BucketTpGradients
 from autopar.passes.communication.hierarchical_collectives import HierarchicalCollectives
@@ -85,7 +85,7 @@ def build_model_pipeline(
     along = zip_longest(axes, op_strategies, fillvalue=())
     divided = [PartitionAxis(axis, place[axis], own) for axis, own in along]  # type: ignore[index,arg-type]
     several = plan.dp_size > 1
-    assigned = [AssignBatchAxis(plan.axis, agree=plan.pipeline is None)] if several else []
+    assigned = [AssignBatchAxis(DATA_AXIS, agree=plan.pipeline is None)] if several else []
     if plan.pipeline is None:
         agree = [AgreeOnBatch(tuple(axes))] if axes else []
         return PassPipeline((*divided, *agree, *assigned))
@@ -118,7 +118,7 @@ def build_stage_pipeline(
             stay unreduced.
     """
     place = plan.mesh_coordinate(rank)
-    row, axes = place[plan.axis], [partition.axis for partition in plan.partitions]
+    row, axes = place[DATA_AXIS], [partition.axis for partition in plan.partitions]
     fuse = () if compiled else (FuseCrossEntropy(),)
     checkpoint = CheckpointActivations(plan.recompute, plan.activation_bytes, compiled)
     sums = [
@@ -145,13 +145,13 @@ def build_stage_pipeline(
             checkpoint,
             *sums,
             ShardParameters(plan.shard_axis, own, plan.zero_stages),
-            SynchronizeGradients(plan.axis, row, kept, held, plan.shard_axis),
+            SynchronizeGradients(DATA_AXIS, row, kept, held, plan.shard_axis),
             BucketCollectives(plan.buckets),
             *_compression(plan, row),
             *activations,
             *(HierarchicalCollectives(own) for own in plan.levels if own.from_bytes),
             overlap,
-            LowerCollectives(backend, row, plan.axis),
+            LowerCollectives(backend, row, DATA_AXIS),
             *last,
         )
     )

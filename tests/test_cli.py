@@ -65,7 +65,7 @@ def test_the_graph_of_a_rank_has_provenance_and_source(
     assert main(["show", path, "--graph", str(make), "--rank", "1"]) == 0
     text = capsys.readouterr().out
     assert "# captured from Model" in text
-    assert "# shard_parameters(axis='dp_shard', rank=1" in text
+    assert "# shard_parameters(axis='dp', rank=1" in text
     assert "return self.layer(x).square().mean()" in text
     assert "all_to_all_single" in text
     assert "backward:" in text
@@ -166,7 +166,7 @@ def test_a_plan_for_machines_that_are_not_here(
     assert "model FLOPs utilisation" in text
     plan = autopar.Plan.load(out)
     assert plan.world_size == 128
-    assert dict(plan.mesh) == {"dp_shard": 16, "tp": 8}
+    assert dict(plan.mesh) == {"dp": 16, "tp": 8}
     prediction = plan.prediction
     assert prediction is not None
     assert prediction.work is not None

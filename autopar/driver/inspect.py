@@ -11,6 +11,7 @@ from torch import nn
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.capture.offline import capture_of_rank
 from autopar.ir.graph import TrainingGraph
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.reuse_gathered import GATHER_ONCE_STAGES
 from autopar.passes.pipeline import build_pass_pipeline, build_stage_pipeline
@@ -28,7 +29,7 @@ def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int
     plan.check(model, parameters.values(), plan.world_size)
     backend = "gloo" if device_of(model).type == "cpu" else "nccl"
     place = plan.mesh_coordinate(rank)
-    graph = _capture_under(plan, model, example_inputs, place[plan.axis])
+    graph = _capture_under(plan, model, example_inputs, place[DATA_AXIS])
     planned = {
         axis: (g, op_strategies)
         for axis, g, op_strategies in planned_strategies(model, example_inputs, plan)

@@ -13,6 +13,12 @@ from dataclasses import dataclass
 
 from autopar.common.documents import Count, Ranks
 
+DATA_AXIS = "dp"
+"""The mesh axis whose ranks hold different rows of the batch."""
+
+DATA_STORAGE_AXES = ("dp_replicate", "dp_shard")
+"""Levels of `DATA_AXIS` on the mesh of parameters that ZeRO shards over the inner one only."""
+
 INTER_NODE, INTRA_NODE = "inter_node", "intra_node"
 
 

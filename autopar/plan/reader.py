@@ -12,6 +12,7 @@ import torch
 from autopar.common.checks import shown
 from autopar.common.documents import FieldError, read
 from autopar.errors import PlanError, StrategyError
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard, placement_of
 from autopar.plan.compression import Compression
 from autopar.plan.overlap import Overlap
@@ -19,10 +20,10 @@ from autopar.plan.partition import parse_op_strategy
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import SCHEMA_VERSION, PlanSpec
+from autopar.plan.upgrade import upgrade_schema_6
 
 AGAIN = "Make the plan again with autopar.plan."
 P = TypeVar("P", bound=PlanSpec)
-DATA_AXES = ("dp", "dp_replicate", "dp_shard")
 MODEL_AXES = ("tp", "cp", "ep")
 KINDS = ("gather", "regather", "reduce")
 
@@ -39,10 +40,15 @@ def read_plan(document: Any, kind: type[P], source: str) -> P:
         PlanError: a field is unknown, missing, of another type or out of range.
     """
     found = document.get("schema_version") if isinstance(document, dict) else None
+    if found == 6 and isinstance(found, int):
+        try:
+            document, found = upgrade_schema_6(document), SCHEMA_VERSION
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"{source} is no plan of schema 6: {error!r}. {AGAIN}") from error
     if found != SCHEMA_VERSION:
         raise PlanError(
-            f"{source} has plan schema {shown(found)} in $.schema_version; this autopar reads "
-            f"{SCHEMA_VERSION}. {AGAIN}"
+            f"{source} has plan schema {shown(found)} in $.schema_version; this autopar "
+            f"reads 6 and {SCHEMA_VERSION}. {AGAIN}"
         )
     if missing := [f.name for f in fields(kind) if f.name not in document]:
         raise PlanError(f"{source}: $ lacks the field {missing[0]!r} of a plan. {AGAIN}")
@@ -66,7 +72,7 @@ def check(plan: PlanSpec) -> None:
 
 
 def _check_mesh(plan: PlanSpec) -> None:
-    known = ("pp", *DATA_AXES, *MODEL_AXES)
+    known = ("pp", DATA_AXIS, *MODEL_AXES)
     _check_unique("$.mesh", (axis for axis, _ in plan.mesh))
     for index, (axis, _) in enumerate(plan.mesh):
         if axis not in known:
@@ -74,8 +80,8 @@ def _check_mesh(plan: PlanSpec) -> None:
                 f"$.mesh[{index}][0]", f"is {axis!r}: expected one of {', '.join(known)}"
             )
     sizes = dict(plan.mesh)
-    if len(sizes.keys() & DATA_AXES) != 1:
-        raise FieldError("$.mesh", f"has not one of {', '.join(DATA_AXES)}, the data's axis")
+    if DATA_AXIS not in sizes:
+        raise FieldError("$.mesh", f"lacks {DATA_AXIS!r}, the axis of the data")
     if math.prod(sizes.values()) != plan.world_size:
         raise FieldError("$.mesh", f"is of {math.prod(sizes.values())} ranks, $.world_size is not")
     _check_unique("$.partitions", (own.axis for own in plan.partitions))

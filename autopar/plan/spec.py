@@ -17,7 +17,14 @@ from autopar.common.checks import count
 from autopar.common.documents import Amount, Count, Positive, Ranks
 from autopar.errors import PlanError
 from autopar.ir.graph import ParameterInfo
-from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, Levels, level
+from autopar.ir.mesh_levels import (
+    DATA_AXIS,
+    DATA_STORAGE_AXES,
+    INTER_NODE,
+    INTRA_NODE,
+    Levels,
+    level,
+)
 from autopar.ir.placement import Placement, Replicate, Shard, placement_of
 from autopar.plan.buckets import Buckets
 from autopar.plan.compression import Compressions
@@ -27,7 +34,13 @@ from autopar.plan.pipeline import Pipeline
 from autopar.plan.prediction import Prediction, RunnerUp
 from autopar.plan.recompute import Level
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
+
+_NOT_RUN = (
+    "name", "model", "optimizer", "optimizer_state_ratio", "memory_cap", "prediction",
+    "sent_bytes", "runners_up", "cluster", "notes", "torch",
+)  # fmt: skip
+"""Fields that describe a plan and do not change what runs: left out of `PlanSpec.digest`."""
 
 ZeroStage = Annotated[int, msgspec.Meta(ge=0, le=3)]
 GlobalOrLocal = Annotated[str, msgspec.Meta(pattern="^(global|local)$")]
@@ -111,18 +124,9 @@ class PlanSpec:
     schema_version: int = SCHEMA_VERSION
 
     @property
-    def axis(self) -> str:
-        """The mesh axis over which ranks hold different rows."""
-        return self._data[0]
-
-    @property
     def dp_size(self) -> int:
-        """Over how many ranks the rows of a batch are divided."""
-        return self._data[1]
-
-    @property
-    def _data(self) -> tuple[str, int]:
-        return next((name, size) for name, size in self.mesh if name != "pp")
+        """Number of ranks that the rows of a batch are divided over."""
+        return dict(self.mesh)[DATA_AXIS]
 
     @property
     def pp_size(self) -> int:
@@ -155,22 +159,22 @@ class PlanSpec:
     @property
     def shard_axis(self) -> str:
         """The axis or level that ZeRO shards parameters over."""
-        return level(self.axis, INTRA_NODE) if self.hybrid else self.axis
+        return level(DATA_AXIS, INTRA_NODE) if self.hybrid else DATA_AXIS
 
     @property
     def storage(self) -> tuple[tuple[str, int], ...]:
         """The mesh that parameters lie on, with torch's names for an axis in two levels."""
         if not self.hybrid:
             return self.mesh
-        names = {INTER_NODE: "dp_replicate", INTRA_NODE: "dp_shard"}
-        parts = [(name, self.axes[level(self.axis, part)]) for part, name in names.items()]
-        own = [parts if axis == self.axis else [(axis, size)] for axis, size in self.mesh]
+        levels = zip(DATA_STORAGE_AXES, (INTER_NODE, INTRA_NODE), strict=True)
+        parts = [(name, self.axes[level(DATA_AXIS, part)]) for name, part in levels]
+        own = [parts if axis == DATA_AXIS else [(axis, size)] for axis, size in self.mesh]
         return tuple(item for items in own for item in items)
 
     @property
     def shard_order(self) -> tuple[str, ...]:
         """The axes of `storage` in the order in which parameters are cut along them."""
-        data = ("dp_replicate", "dp_shard") if self.hybrid else (self.axis,)
+        data = DATA_STORAGE_AXES if self.hybrid else (DATA_AXIS,)
         return (*(partition.axis for partition in self.partitions), *data)
 
     def mesh_coordinate(self, rank: int) -> dict[str, int]:
@@ -237,8 +241,9 @@ class PlanSpec:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     def digest(self) -> str:
-        """Hash of all that decides what runs: equal on all ranks, or nothing may start."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        """Hash of the fields that decide what runs; must be equal on all ranks."""
+        decisive = {k: value for k, value in self.to_dict().items() if k not in _NOT_RUN}
+        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""

@@ -10,6 +10,7 @@ from typing import Literal
 
 from autopar.common.checks import choice
 from autopar.errors import StrategyError
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard
 from autopar.plan.compression import MILD, Compression
 from autopar.plan.recompute import Level
@@ -193,7 +194,7 @@ class Strategy:
             raise StrategyError(
                 f"dp_shard={self.dp_shard} does not divide {ranks} ranks of the data"
             )
-        return (*first, ("dp_replicate", ranks), *own)
+        return (*first, (DATA_AXIS, ranks), *own)
 
     def pins(self, axis: str, parameters: Iterable[str]) -> dict[str, Pin]:
         """Where parameters must lie along an axis, by pattern of their names."""

@@ -13,6 +13,7 @@ from rich.table import Table
 from autopar.cost_model.memory.allocator import CONTEXT_SOURCE
 from autopar.cost_model.simulator.exposure import CAUSES
 from autopar.formatting import human_bytes, memory_text, printable
+from autopar.ir.mesh_levels import DATA_STORAGE_AXES
 from autopar.report.error_bars import memory_interval, step_interval
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def levels(plan: PlanSpec) -> list[str]:
     """What goes by level, and where shards have copies."""
     found = []
     if plan.hybrid:
-        copies = dict(plan.storage)["dp_replicate"]
+        copies = dict(plan.storage)[DATA_STORAGE_AXES[0]]
         found.append(f"ZeRO shards over {plan.dp_size // copies} neighbours, in {copies} copies")
     for own in plan.levels:
         if kinds := [f"{kind} from {human_bytes(least)}" for kind, least in own.from_bytes]:

@@ -20,6 +20,7 @@ from autopar.capture.trace import Capture
 from autopar.common.containers import check_seen, flatten
 from autopar.errors import CaptureError
 from autopar.ir.graph import ParameterInfo
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.consensus import run_on_all_ranks
@@ -304,7 +305,7 @@ class DistributedModule(ModelAttributes):
         """The ranks that have this rank's stage."""
         assert self.mesh is not None
         assert self.plan is not None
-        return stage_mesh(self.mesh, self.plan.axis) if self.plan.pp_size > 1 else self.mesh
+        return stage_mesh(self.mesh) if self.plan.pp_size > 1 else self.mesh
 
     def clip_grad_norm_(
         self,
@@ -407,7 +408,7 @@ class DistributedModule(ModelAttributes):
             return
         broadcast_from_rank0(self)
         if replicated_dtensors:
-            mesh = make_mesh(self._device, (("dp_shard", self._options.ranks),))
+            mesh = make_mesh(self._device, ((DATA_AXIS, self._options.ranks),))
             assert mesh is not None
             as_dtensors(self, mesh)
             self._context.reindex_model()

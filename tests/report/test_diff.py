@@ -36,9 +36,9 @@ def test_blocks_that_changed_alike_are_said_once() -> None:
 def test_axes_and_stages() -> None:
     tp = Partition("tp", 2, (("up.weight", "S(0)"),))
     other = replace(tp, parameters=(("up.weight", "S(1)"), ("head.weight", "S(0)")))
-    divided = replace(PLAN, mesh=(("dp_replicate", 2), ("tp", 2)), partitions=(tp,))
+    divided = replace(PLAN, mesh=(("dp", 2), ("tp", 2)), partitions=(tp,))
     assert lines(PLAN, divided) == [
-        "mesh: dp_replicate 4 -> dp_replicate 2 x tp 2",
+        "mesh: dp 4 -> dp 2 x tp 2",
         "partitions: along tp too",
     ]
     (line,) = lines(divided, replace(divided, partitions=(other,)))

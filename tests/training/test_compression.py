@@ -219,12 +219,10 @@ def test_lossy_lets_the_planner_compress_where_it_pays() -> None:
     assert set(plan.compressions.reduce) == {"int8"}
     assert "gradients are compressed, which is lossy: int8" in str(plan)
     assert autopar.Plan.from_dict(plan.to_dict()) == plan
-    whole_bytes = dict(planned().sent_bytes)["dp_replicate"]
-    assert whole_bytes / dict(plan.sent_bytes)["dp_replicate"] > 3.8
+    whole_bytes = dict(planned().sent_bytes)["dp"]
+    assert whole_bytes / dict(plan.sent_bytes)["dp"] > 3.8
     assert plan.prediction is not None
-    assert plan.prediction.node_bytes == pytest.approx(
-        dict(plan.sent_bytes)["dp_replicate"], rel=0.05
-    )
+    assert plan.prediction.node_bytes == pytest.approx(dict(plan.sent_bytes)["dp"], rel=0.05)
     fast = replace(slow(2), link=Link(0.0, 0.0, 1e15))
     assert not planned(lossy=True, cluster=fast).compressions
 

@@ -16,6 +16,7 @@ from autopar.cost_model.simulator.exposure import by_cause, worst
 from autopar.cost_model.simulator.step import Simulation, half_seconds, simulate
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import ParameterInfo, TrainingGraph, tensor_bytes, tensors
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard
 from autopar.ir.roles import Parameter
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
@@ -233,23 +234,17 @@ class Evaluator:
     def draft(self, choice: CandidateConfig) -> Plan:
         """The plan of a choice, but for its buckets."""
         stages = dict(choice.zero_stages)
-        ranks, own = self.base.dp_size, self.base.axis
-        axis = "dp_shard" if any(stages.values()) else "dp_replicate"
-        axis = "dp" if self.base.hybrid else axis
-        size = choice.reduce_bytes
-        others = (f"{name}{size}" for name, size in self.base.mesh if name != own)
+        ranks = self.base.dp_size
+        others = (f"{name}{size}" for name, size in self.base.mesh if name != DATA_AXIS)
         return replace(
             self.base,
-            partitions=tuple(replace(p, bucket_bytes=size) for p in self.base.partitions),
+            partitions=tuple(
+                replace(p, bucket_bytes=choice.reduce_bytes) for p in self.base.partitions
+            ),
             name=", ".join([*others, str(choice)]),
-            mesh=tuple((axis if n == own else n, size) for n, size in self.base.mesh),
             levels=tuple(
-                replace(
-                    each,
-                    axis=axis if each.axis == own else each.axis,
-                    from_bytes=each.from_bytes if choice.hierarchical else (),
-                )
-                for each in self.base.levels
+                own if choice.hierarchical else replace(own, from_bytes=())
+                for own in self.base.levels
             ),
             zero_stages=choice.zero_stages,
             recompute=choice.recompute,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.group_shape import GroupShape
-from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, Levels, level
+from autopar.ir.mesh_levels import DATA_AXIS, INTER_NODE, INTRA_NODE, Levels, level
 from autopar.passes.communication.hierarchical_collectives import PARTS
 from autopar.passes.communication.lower_collectives import emitted
 from autopar.passes.compression.reduce_algorithms import messages_of_sum
@@ -37,7 +37,7 @@ def levels_of(
     """
     cluster = machine.cluster if machine else None
     within = neighbours(base, strategy, cluster)
-    own = Levels(base.axis, within)
+    own = Levels(DATA_AXIS, within)
     sizes = own.sizes(base.dp_size)
     if not sizes:
         return ()
@@ -46,7 +46,7 @@ def levels_of(
     if strategy.hierarchical:
         found = dict.fromkeys((*PARTS, *methods), ALWAYS_FROM)
     elif strategy.hierarchical is None and cluster is not None:
-        prices = _Prices(cluster, axes, base.axis, backend)
+        prices = _Prices(cluster, axes, DATA_AXIS, backend)
         sized = {kind: prices.pays_from(kind) for kind in PARTS}
         sized |= {name: prices.pays_from("all_reduce", own) for name, own in methods.items()}
         found = {kind: least for kind, least in sized.items() if least is not None}
@@ -54,7 +54,7 @@ def levels_of(
         found = {}
     if not found and not base.hybrid:
         return ()
-    return (Levels(base.axis, within, tuple(found.items())),)
+    return (Levels(DATA_AXIS, within, tuple(found.items())),)
 
 
 def neighbours(base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:

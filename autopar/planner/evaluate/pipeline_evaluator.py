@@ -16,6 +16,7 @@ from autopar.cost_model.simulator.schedules import Orders, in_flight, orders, sp
 from autopar.cost_model.simulator.step import Simulation, half_seconds, simulate
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.roles import Parameter
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.core.runner import run_passes
@@ -76,8 +77,8 @@ class PipelineEvaluator(Evaluator):
         plan, turns, alike = self._staged(choice)
         found = {first: self._lowered(turns[first]) for first in dict.fromkeys(alike.first)}
         stages = [found[first] for first in alike.first]
-        order, link = self.orders(self.cuts[plan.axis]), P2PCost(self.cluster, plan.mesh)
-        together = self._together([stage.cost for stage in stages], self.cuts[plan.axis], link)
+        order, link = self.orders(self.cuts[DATA_AXIS]), P2PCost(self.cluster, plan.mesh)
+        together = self._together([stage.cost for stage in stages], self.cuts[DATA_AXIS], link)
         flights = [in_flight(order[s % len(order)], s) for s in range(len(stages))]
         graphs = [stage.programs.last for stage in stages]
         update = [self._update(plan, alike, graphs, rank) for rank in range(self.pipeline.ranks)]
@@ -120,9 +121,9 @@ class PipelineEvaluator(Evaluator):
         """
         plan, micro = self.draft(choice), self.pipeline.micro_batches
         name = f"{plan.name}, {self.pipeline}"
-        if plan.axis not in self.cuts:
-            self.cuts[plan.axis] = split_plan_stages(self.graph, plan, 0, self.op_strategies, micro)
-        stages = self.cuts[plan.axis].stages
+        if DATA_AXIS not in self.cuts:
+            self.cuts[DATA_AXIS] = split_plan_stages(self.graph, plan, 0, self.op_strategies, micro)
+        stages = self.cuts[DATA_AXIS].stages
         alike = StageDedup.none(len(stages)) if choice.scheduled else StageDedup.of(stages, plan)
         found, proposed = Buckets(), dict[int, Buckets]()
         for graph, first in zip(stages, alike.first, strict=True):
@@ -174,7 +175,7 @@ class PipelineEvaluator(Evaluator):
             for first, (opening, more, last) in halves.items():
                 taken = StageTimes(opening[index][0], *more[index], last[index][1])
                 costs[first] = taken.cost(turns[first].last, adding[first], weights[first])
-            link, cuts = P2PCost(cluster, plan.mesh), self.cuts[plan.axis]
+            link, cuts = P2PCost(cluster, plan.mesh), self.cuts[DATA_AXIS]
             found = self._together([costs[first] for first in alike.first], cuts, link)
             return max(end + cost.seconds for end, cost in zip(found.ends_s, updates, strict=True))
 
@@ -238,7 +239,7 @@ class PipelineEvaluator(Evaluator):
         self, plan: Plan, alike: StageDedup, stages: Sequence[TrainingGraph], rank: int
     ) -> Cost:
         """The optimizer's step of a rank."""
-        cuts = self.cuts[plan.axis].stages
+        cuts = self.cuts[DATA_AXIS].stages
         held, sizes, wrapped = self.pipeline.held(rank), dict[str, int](), plan.shards_parameters
         for stage in self.pipeline.stages_of(rank):
             graph = stages[stage]

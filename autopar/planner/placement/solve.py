@@ -12,6 +12,7 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.kernels.aliases import find_storages, is_view
 from autopar.ir.batch_slicing import BATCH
 from autopar.ir.graph import TrainingGraph, Value, elements
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Partial, Placement, Shard
 from autopar.ir.roles import Gradient, Parameter
@@ -109,7 +110,7 @@ def costs_along(
 ) -> PlacementCosts:
     """What things cost along an axis of a mesh, as `partition` describes them."""
     cluster = machine.cluster
-    mesh = mesh or {"dp": max(1, cluster.world_size // ranks), axis: ranks}
+    mesh = mesh or {DATA_AXIS: max(1, cluster.world_size // ranks), axis: ranks}
     shapes = {name: GroupShape.of_axis(mesh, name, cluster.ranks_per_node) for name in mesh}
     shapes[BATCH] = next(shape for name, shape in shapes.items() if name != "pp")
     return PlacementCosts(shapes[axis], cluster, machine.operators, machine.update, shapes)

@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar.errors import StrategyError
 from autopar.ir.graph import TrainingGraph, Value, elements, operands, tensors
-from autopar.ir.mesh_levels import axis_of_level
+from autopar.ir.mesh_levels import DATA_AXIS, axis_of_level
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Placement, Replicate, Shard, can_cut
 from autopar.ir.roles import Parameter
@@ -116,7 +116,7 @@ def _is_last(graph: TrainingGraph) -> bool:
 
     Along that the ways of the first rank are taken by all, whose sizes must then be the same.
     """
-    axes = {axis_of_level(axis) for axis in graph.axes if axis[:2] != "dp"}
+    axes = {axis_of_level(axis) for axis in graph.axes} - {DATA_AXIS}
     left = axes - set(graph.partitioned)
     return len(left) < 2
 

@@ -20,6 +20,7 @@ from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.optimizer_memory import optimizer_state_ratio
 from autopar.errors import StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.passes.tensor_parallel.partition_axes import partition_in_order
 from autopar.plan.partition import NodeStrategies, Partition, named
 from autopar.plan.prediction import Prediction
@@ -135,7 +136,7 @@ class PlanningProblem:
 
     def base(self) -> Plan:
         """The plan with nothing chosen."""
-        ranks = dict(self.mesh)["dp_replicate"]
+        ranks = dict(self.mesh)[DATA_AXIS]
         return Plan(
             name="",
             model=self.model,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.simulator.step import half_seconds
 from autopar.ir.graph import TrainingGraph
-from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, Levels, level
+from autopar.ir.mesh_levels import DATA_AXIS, INTER_NODE, INTRA_NODE, Levels, level
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.cut_points import segments_of
 from autopar.planner.evaluate.p2p import P2PCost
@@ -32,9 +32,6 @@ Figures = NDArray[np.float64]
 
 AGAIN = 1.0 / 3.0
 """Of what a micro-batch computes, the forward: so much more is it with all recomputed."""
-
-DATA = "dp_replicate"
-"""The axis of the data, before it is known whether anything lies in shards over it."""
 
 EXPOSED = 0.1
 """Of a sum that the backward could hide, what it does not: the last bucket, and what is issued."""
@@ -196,7 +193,7 @@ class _Arithmetic:
     def levels(self) -> dict[str, int]:
         """Of the axis of the data, where shards are kept over neighbours only."""
         neighbours = self.problem.strategy.dp_shard or 1
-        return Levels(DATA, neighbours).sizes(self.problem.dp_size)
+        return Levels(DATA_AXIS, neighbours).sizes(self.problem.dp_size)
 
     @property
     def scatter_s(self) -> float:
@@ -210,9 +207,9 @@ class _Arithmetic:
         Where shards are kept over neighbours, over these, or of one rank's shards over the others.
         """
         cluster, nbytes = self.machine.cluster, self.own_bytes
-        axis = level(DATA, part) if self.levels else DATA
+        axis = level(DATA_AXIS, part) if self.levels else DATA_AXIS
         if part == INTER_NODE:
-            nbytes /= self.levels[level(DATA, INTRA_NODE)]
+            nbytes /= self.levels[level(DATA_AXIS, INTRA_NODE)]
         mesh = {**dict(self.problem.mesh), **self.levels}
         shape = GroupShape.of_axis(mesh, axis, cluster.ranks_per_node)
         dtype = str(self.problem.dtype).removeprefix("torch.")

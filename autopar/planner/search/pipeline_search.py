@@ -10,6 +10,7 @@ from autopar.cost_model.simulator.schedules import in_flight, orders
 from autopar.errors import BatchError, CaptureError, CoupledRowsError, StrategyError
 from autopar.formatting import human_bytes
 from autopar.ir.graph import TrainingGraph
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.runner import run_passes
@@ -184,9 +185,9 @@ class _Cutter:
     def _segments(self, places: CutPoints, micro_batches: int) -> list[Segment]:
         """What there is to balance: the model with every place a stage of its own."""
         base = self.evaluator.base
-        plan, whole, lowered = at_cut_points(self.evaluator, self.strategy, places, micro_batches)
+        _, whole, lowered = at_cut_points(self.evaluator, self.strategy, places, micro_batches)
         cluster, operators = self.evaluator.cluster, self.evaluator.operators
-        taken = seconds_of(lowered, places, cluster, operators, plan.axis)
+        taken = seconds_of(lowered, places, cluster, operators, DATA_AXIS)
         divided = base.dp_size if self.strategy.zero not in (0, 1, 2) else 1
         copies = (2.0 + base.optimizer_state_ratio) / divided
         return segments_of(whole, places, taken, copies)

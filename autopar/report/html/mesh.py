@@ -8,6 +8,7 @@ from itertools import groupby
 from math import prod
 
 from autopar.formatting import human_bytes
+from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
 from autopar.ir.placement import Placement, Shard
 from autopar.plan.spec import PlanSpec
 from autopar.plan.strategy import MESH
@@ -19,8 +20,6 @@ _WIDE, _TALL = 120, 36  # units of the drawing of what a rank holds
 _DOES = {
     "pp": "stages of the model, one after the other",
     "dp": "rows of the batch",
-    "dp_replicate": "rows of the batch; parameters are whole",
-    "dp_shard": "rows of the batch; parameters are in shards",
     "cp": "activations inside of the model; parameters are whole",
     "tp": "operators and their parameters",
     "ep": "operators and their parameters, among neighbours",
@@ -111,7 +110,8 @@ def stored(plan: PlanSpec, rank: int) -> dict[str, int]:
         if axis in sizes:
             found[axis] = at
         else:
-            found["dp_replicate"], found["dp_shard"] = divmod(at, sizes["dp_shard"])
+            outer, inner = DATA_STORAGE_AXES
+            found[outer], found[inner] = divmod(at, sizes[inner])
     return found
 
 
@@ -136,7 +136,7 @@ def _axes(plan: PlanSpec) -> Markup:
 
 def _divides(plan: PlanSpec, axis: str) -> str:
     text = _DOES.get(axis, "")
-    if axis == plan.axis:
+    if axis == DATA_AXIS:
         stages = sorted({stage for _, stage in plan.zero_stages if stage})
         text = _DOES["dp"]
         if stages and plan.dp_size > 1:

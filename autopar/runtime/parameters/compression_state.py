@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar.common.notices import warn_once
 from autopar.errors import LossyWarning
 from autopar.ir.graph import ParameterInfo
-from autopar.ir.mesh_levels import place_on
+from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES, place_on
 from autopar.ir.placement import Shard as Divided
 from autopar.ir.placement import chunk_rows
 from autopar.ir.roles import State
@@ -137,8 +137,8 @@ def _local_shape(plan: Plan, info: ParameterInfo, place: Mapping[str, int]) -> t
             rows = chunk_rows(shape[layout.dim] // layout.interleave, sizes[partition.axis])
             shape[layout.dim] = rows[place[partition.axis]] * layout.interleave
     sharded = isinstance(plan.layout(info.name)[plan.shard_order[-1]], Divided)
-    if sharded and plan.shard_axis != plan.axis:  # summed over neighbours as it is
-        own = place_on(plan.shard_axis, place[plan.axis], plan.axes)
+    if sharded and plan.shard_axis != DATA_AXIS:  # summed over neighbours as it is
+        own = place_on(plan.shard_axis, place[DATA_AXIS], plan.axes)
         shape[0] = chunk_rows(shape[0], plan.axes[plan.shard_axis])[own]
     return tuple(shape)
 
@@ -174,17 +174,21 @@ def _own_part(role: State, value: Any, sizes: Mapping[str, int], mesh: DeviceMes
     at = dict(zip(names, place, strict=True))
     if _undata(now) != _undata(sizes):
         return None
-    of_data = sum(name[:2] == "dp" for name in sizes)
-    entries = value[tuple(slice(None) if name[:2] == "dp" else at[name] for name in sizes)]
+    of_data = sum(map(_is_data, sizes))
+    entries = value[tuple(slice(None) if _is_data(name) else at[name] for name in sizes)]
     entries = entries.flatten(0, of_data - 1) if of_data else entries.unsqueeze(0)
     ranks, own = 1, 0
     for name, size in now.items():
-        if name[:2] == "dp":
+        if _is_data(name):
             ranks, own = ranks * size, own * size + at[name]
     if len(entries) == ranks:
         return entries[own]
     return entries.sum(0) / ranks if role.kind == "residual" else entries[0]
 
 
+def _is_data(axis: str) -> bool:
+    return axis in (DATA_AXIS, *DATA_STORAGE_AXES)
+
+
 def _undata(sizes: Mapping[str, int]) -> dict[str, int]:
-    return {name: size for name, size in sizes.items() if name[:2] != "dp"}
+    return {name: size for name, size in sizes.items() if not _is_data(name)}

@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from autopar.capture.batch_shards import BatchShard
 from autopar.ir.graph import tensors
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.roles import (
     BatchFraction,
     BatchIndex,
@@ -168,7 +169,7 @@ class PipelineCall:
         program = self.compiled.program
         likes = self.compiled.fake_partials
         if likes:
-            first = self.compiled.mesh_coordinate[self.compiled.plan.axis] == 0
+            first = self.compiled.mesh_coordinate[DATA_AXIS] == 0
             made = self.step.partials.items()
             parts = {
                 i: value for i, value in made if first or i not in self.step.replicated_partials

@@ -15,6 +15,7 @@ from autopar._torch import keeps_graph
 from autopar.capture.batch_shards import BatchShard
 from autopar.common.notices import warn_of_differences
 from autopar.errors import CoupledRowsError
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.roles import Differentiable, Input, Parameter
 from autopar.report.plan import Plan
 from autopar.runtime.batch_checks import (
@@ -98,7 +99,7 @@ class PipelineExecutor:
         ranks, data = self.plan.world_size, self.plan.dp_size
         if ranks == 1:
             return
-        row = self.plan.mesh_coordinate(rank())[self.plan.axis]
+        row = self.plan.mesh_coordinate(rank())[DATA_AXIS]
         device, parameters = self.context.device, self.context.index.parameters.values()
         speaks = rank() % (ranks // self.plan.pp_size) == 0
         flags = torch.tensor(

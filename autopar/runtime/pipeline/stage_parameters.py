@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import without_weight_references
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.pipeline import Pipeline
 from autopar.report.plan import Plan
 from autopar.runtime.parameters.distribute import (
@@ -30,18 +31,17 @@ from autopar.runtime.parameters.strided_shard import register_strided_shard_supp
 from autopar.runtime.process_groups import explaining_comm_errors, rank
 
 
-def stage_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks among which the parameters of a stage are divided.
 
     Args:
         mesh: of a plan, whose first axis is pp.
-        axis: that of the data: it stands for a rank that has a stage for itself.
     """
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
     if names:
         return mesh[names]
     alone = mesh.mesh.view(-1, 1)
-    return DeviceMesh(mesh.device_type, alone, mesh_dim_names=("pp", axis))[axis]
+    return DeviceMesh(mesh.device_type, alone, mesh_dim_names=("pp", DATA_AXIS))[DATA_AXIS]
 
 
 def distribute_plan_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
@@ -52,7 +52,7 @@ def distribute_plan_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh | 
         if plan.interleaves:
             register_strided_shard_support()
         layouts = {name: plan.layout(name) for name, _ in model.named_parameters()}
-        distribute_parameters(model, stage_mesh(mesh, plan.axis) if across else mesh, layouts)
+        distribute_parameters(model, stage_mesh(mesh) if across else mesh, layouts)
     if across and plan.pipeline is not None:
         keep_stage_parameters(
             model, {*plan.pipeline.held(plan.mesh_coordinate(rank())["pp"]), *plan.changed}

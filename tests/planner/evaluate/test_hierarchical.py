@@ -47,7 +47,7 @@ def test_from_the_size_that_pays() -> None:
     """m / 1e8 against 2 w + 0.5 m / 1e8 + 2 m / 1e9 seconds: equal at m = 2 w / 3e-9 bytes."""
     base = plan()
     (own,) = levels_of(base, Strategy(), machine(within_s=1e-3), "gloo")
-    assert (own.axis, own.intra_node) == ("dp_replicate", 2)
+    assert (own.axis, own.intra_node) == ("dp", 2)
     assert dict(own.from_bytes)["all_reduce"] == 2**20  # the power of two above 0.67 MB
     assert levels_of(base, Strategy(), machine(within_s=10.0), "gloo") == ()
     assert levels_of(base, Strategy(hierarchical=False), machine(1e-3), "gloo") == ()

@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from autopar.cost_model.memory.liveness import CATEGORIES
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.report_data import ReportData
 from autopar.report.html.lanes import MOST_PIECES, WIDTH, lanes_of
 from autopar.report.html.memory import MEANS
@@ -120,7 +121,7 @@ def test_slices_of_all_ranks_make_the_whole():
 
 def test_of_many_ranks_some_are_drawn_and_every_stage():
     plan = planned("stages")
-    mesh = (("pp", 4), (plan.axis, 256))
+    mesh = (("pp", 4), (DATA_AXIS, 256))
     parsed = page(dataclasses.replace(plan, mesh=mesh, world_size=1024))
     drawn = [int(rank) for rank in re.findall(r"<b>rank (\d+)</b>", parsed)]
     assert len(drawn) <= 32

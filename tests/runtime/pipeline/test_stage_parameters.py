@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.pipeline import Pipeline
 from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
@@ -98,7 +99,7 @@ def keep_whole_state(rank: int, world_size: int, plans: list[Plan]) -> None:
         model = autopar.compile(spoiled(make()), plan=plan)
         check_held(model, plan, rank)
         assert model.data_parallel_size == plan.dp_size
-        assert model.data_parallel_rank == plan.mesh_coordinate(rank)[plan.axis]
+        assert model.data_parallel_rank == plan.mesh_coordinate(rank)[DATA_AXIS]
         assert not model.load_state_dict(state).missing_keys
         assert list(model.state_dict()) == list(state)
         close(whole_state(model), state, 0)
