@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._autograd import _disable_profiler_legacy as stop_records
-from torch._C._autograd import _enable_profiler_legacy as start_records
-from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+from torch._C._autograd import _disable_profiler_legacy as disable_profiler
+from torch._C._autograd import _enable_profiler_legacy as enable_profiler
+from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
 from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalProfilerConfig
 from torch._dynamo.backends.common import aot_autograd as aot_backend
@@ -54,9 +54,59 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+__all__ = [
+    "BatchNorm",
+    "BoxedCodeGen",
+    "BufferAOTInput",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "ExperimentalProfilerConfig",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "OpOverload",
+    "ParamAOTInput",
+    "PipelineAction",
+    "PipelineRuntime",
+    "PipelineStageBase",
+    "PipelineWork",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "ProfilerConfig",
+    "ProfilerState",
+    "StridedShard",
+    "TangentAOTInput",
+    "TorchDispatchMode",
+    "add_transfers",
+    "aot_backend",
+    "aot_export_joint_with_descriptors",
+    "backward_keeps_graph",
+    "copy_graph",
+    "count_checkpoint_calls",
+    "decomposition",
+    "default_partition",
+    "default_store",
+    "disable_profiler",
+    "dtensor_like",
+    "enable_profiler",
+    "fake_result_cache",
+    "format_argument",
+    "group_timeout",
+    "inductor_compile",
+    "make_boxed_func",
+    "mute_fake_tensor_log",
+    "pretend_compiling",
+    "pytree",
+    "skip_causal_mask_detection",
+    "without_effect_tokens",
+    "without_onednn",
+    "without_weight_references",
+]
+
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def pretend_compiling() -> Iterator[None]:
     """What models see as `torch.compiler.is_compiling()`, so that they do not look at values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
@@ -67,7 +117,7 @@ def compiling() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unread_masks() -> Iterator[None]:
+def skip_causal_mask_detection() -> Iterator[None]:
     """Keeps torch's Transformer layers from comparing a mask with a causal one.
 
     The answer chooses a faster kernel only: without it the mask is applied as it is given.
@@ -106,7 +156,7 @@ def without_weight_references(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unordered_checks() -> Iterator[None]:
+def without_effect_tokens() -> Iterator[None]:
     """Keeps torch from threading a token through the checks of linear algebra while tracing."""
     entry = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors")
     holder = getattr(entry, "effect", None)
@@ -121,7 +171,7 @@ def unordered_checks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_fakes() -> Iterator[None]:
+def mute_fake_tensor_log() -> Iterator[None]:
     """Keeps torch from logging the traceback of every operator that fails on fake tensors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
@@ -143,7 +193,7 @@ def without_onednn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counting_checkpoints() -> Iterator[list[object]]:
+def count_checkpoint_calls() -> Iterator[list[object]]:
     """Grows by an item for every call of `torch.utils.checkpoint.checkpoint` inside."""
     calls: list[object] = []
     begin = checkpoint._checkpoint_without_reentrant_generator
@@ -190,58 +240,7 @@ def inductor_compile(
         return compile_fx(module, [fake], inner_compile=inner)  # type: ignore[list-item, return-value]
 
 
-__all__ = [
-    "BatchNorm",
-    "BoxedCodeGen",
-    "BufferAOTInput",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "ExperimentalProfilerConfig",
-    "FakeTensor",
-    "FakeTensorMode",
-    "GradAOTOutput",
-    "InputMutationAOTOutput",
-    "OpOverload",
-    "ParamAOTInput",
-    "PipelineAction",
-    "PipelineRuntime",
-    "PipelineStageBase",
-    "PipelineWork",
-    "PlainAOTInput",
-    "PlainAOTOutput",
-    "ProfilerConfig",
-    "ProfilerState",
-    "StridedShard",
-    "TangentAOTInput",
-    "TorchDispatchMode",
-    "add_transfers",
-    "aot_backend",
-    "aot_export_joint_with_descriptors",
-    "compiling",
-    "copied_graph",
-    "counting_checkpoints",
-    "decomposition",
-    "default_partition",
-    "default_store",
-    "format_argument",
-    "group_timeout",
-    "inductor_compile",
-    "keeps_graph",
-    "laid_as",
-    "make_boxed_func",
-    "pytree",
-    "quiet_fakes",
-    "results_in",
-    "start_records",
-    "stop_records",
-    "unordered_checks",
-    "unread_masks",
-    "without_onednn",
-    "without_weight_references",
-]
-
-
-def laid_as(part: Tensor, like: DTensor) -> DTensor:
+def dtensor_like(part: Tensor, like: DTensor) -> DTensor:
     """A DTensor around this rank's part that lies as another one does, of the same shape.
 
     The public way, `DTensor.from_local`, takes 60 us, which a step would pay for every parameter.
@@ -249,7 +248,7 @@ def laid_as(part: Tensor, like: DTensor) -> DTensor:
     return DTensor(part, like._spec, requires_grad=False)
 
 
-def results_in(mode: FakeTensorMode) -> dict[Any, Any]:
+def fake_result_cache(mode: FakeTensorMode) -> dict[Any, Any]:
     """What operators are known to give in a fake mode: kept as long as the mode is."""
     known: dict[Any, Any] = vars(mode).setdefault("autopar_results", {})
     return known
@@ -260,7 +259,7 @@ def group_timeout(group: ProcessGroup) -> timedelta:
     return group._get_backend(group._device_types[0]).options._timeout
 
 
-def copied_graph(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
     """The same graph, nodes and all, with a copy of what is written on each.
 
     The public way, `Graph.graph_copy`, looks through the arguments of every node for symbolic

@@ -11,14 +11,14 @@ from torch import nn
 
 from autopar.capture.offline import flattened
 from autopar.common.checks import (
-    MOST_RANKS,
+    MAX_RANKS,
+    argument_error,
     choice,
     count,
     flag,
     function,
     instance,
     nbytes,
-    refused,
     seconds,
     texts,
 )
@@ -67,21 +67,23 @@ def _inputs(name: str, value: Any) -> None:
     """Arguments of a call hold a tensor somewhere."""
     wanted = "give the arguments of a call, tensors among them: a tuple, or a dict by name"
     if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
-        raise refused(name, value, wanted)
+        raise argument_error(name, value, wanted)
     if not any(isinstance(leaf, torch.Tensor) for leaf in flattened(value)[0]):
-        raise refused(name, value, wanted)
+        raise argument_error(name, value, wanted)
 
 
 def _loss(name: str, value: Any) -> None:
     is_class = isinstance(value, type) and issubclass(value, nn.Module)
     if is_class or not callable(value):
-        raise refused(name, value, "give a function, or an instance such as nn.CrossEntropyLoss()")
+        raise argument_error(
+            name, value, "give a function, or an instance such as nn.CrossEntropyLoss()"
+        )
 
 
 def _optimizer(name: str, value: Any) -> None:
     foreign = isinstance(value, type) and not issubclass(value, torch.optim.Optimizer)
     if foreign or not callable(value):
-        raise refused(name, value, "give the class or factory, such as torch.optim.AdamW")
+        raise argument_error(name, value, "give the class or factory, such as torch.optim.AdamW")
 
 
 def _strategy(name: str, value: Any) -> None:
@@ -142,7 +144,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "timeout_s": seconds,
     "time_limit_s": lambda name, value: seconds(name, value, zero=True),
     "trials": lambda name, value: count(name, value, 0, MOST_TRIALS),
-    "rank": lambda name, value: count(name, value, 0, MOST_RANKS - 1),
+    "rank": lambda name, value: count(name, value, 0, MAX_RANKS - 1),
     "progress": _callable,
 }
 

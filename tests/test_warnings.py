@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.common.notices import Difference
+from autopar.common.notices import NumericsNote
 from autopar.cost_model.disk_cache import write_json
 from autopar.runtime.codegen.program import Program
 from autopar.runtime.fallback import describe_fallback_differences
@@ -42,7 +42,7 @@ def noted(build: Callable[..., Program]) -> Callable[..., Program]:
 
     def with_note(*args: Any, **kwargs: Any) -> Program:
         program = build(*args, **kwargs)
-        notes = Difference("each rank sorts its own rows (model.py:7)"), "a plain note"
+        notes = NumericsNote("each rank sorts its own rows (model.py:7)"), "a plain note"
         return replace(program, graph=replace(program.graph, notes=notes))
 
     return with_note

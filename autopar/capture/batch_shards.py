@@ -33,17 +33,17 @@ class BatchShard:
     call: Call
     tensors: tuple[torch.Tensor, ...]
     rows: int
-    total: int
-    count: int = 1
-    index: int = 0
+    global_rows: int
+    num_slices: int = 1
+    slice_index: int = 0
     in_time: bool = False
 
     @property
     def slices(self) -> BatchSlices:
         """The slices of the batch, and which of them this is."""
-        return BatchSlices(self.count, self.index, self.total, self.in_time)
+        return BatchSlices(self.num_slices, self.slice_index, self.global_rows, self.in_time)
 
-    def micro_batches(self, count: int) -> list[BatchShard]:
+    def split_micro_batches(self, count: int) -> list[BatchShard]:
         """The share cut into as many equal parts.
 
         Raises:
@@ -51,14 +51,14 @@ class BatchShard:
         """
         if count == 1:
             return [self]
-        if self.rows % count or self.rows * self.count != self.total:
+        if self.rows % count or self.rows * self.num_slices != self.global_rows:
             raise BatchError(
-                f"a batch of {self.total} rows, {self.rows} of them on this rank, cannot be cut "
-                f"into {count} equal micro-batches on each of {self.count} ranks. Give a number "
-                f"of rows that is a multiple of {count * self.count}, or other micro_batches."
+                f"a batch of {self.global_rows} rows, {self.rows} of them on this rank, cannot be "
+                f"cut into {count} equal micro-batches on each of {self.num_slices} ranks. Give a "
+                f"multiple of {count * self.num_slices} rows, or other micro_batches."
             )
         rows, found = self.rows // count, []
-        split = [h for h, x in zip(self.call.has_rows, self.call.leaves, strict=True)
+        split = [h for h, x in zip(self.call.has_batch_dim, self.call.leaves, strict=True)
                  if isinstance(x, TensorSpec)]  # fmt: skip
         for place in range(count):
             begin = place * rows
@@ -71,9 +71,13 @@ class BatchShard:
                 TensorSpec.of(next(parts)) if isinstance(x, TensorSpec) else x
                 for x in self.call.leaves
             )
-            call = Call(leaves, self.call.structure, self.call.has_rows)
-            index = self.index * count + place
-            found.append(BatchShard(call, taken, rows, self.total, self.count * count, index, True))
+            call = Call(leaves, self.call.structure, self.call.has_batch_dim)
+            index = self.slice_index * count + place
+            found.append(
+                BatchShard(
+                    call, taken, rows, self.global_rows, self.num_slices * count, index, True
+                )
+            )
         return found
 
 

@@ -10,18 +10,18 @@ from autopar.capture.call import Call
 from autopar.capture.trace import Capture
 from autopar.errors import CoupledRowsError
 from autopar.ir.batch_slicing import BatchSlices
-from autopar.ir.graph import TrainingGraph, render_node, user_line
+from autopar.ir.graph import TrainingGraph, render_node, source_line
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.local_batch import LocalBatch
 from autopar.passes.data_parallel.partition_batch import PartitionBatch
 from autopar.passes.pipeline_parallel.accumulate_micro_batches import AccumulateMicroBatches
 
-Captures = Callable[[Call], Capture]
+CaptureCall = Callable[[Call], Capture]
 """Captures a call."""
 
 
 def capture_slice(
-    capture: Captures, call: Call, slices: BatchSlices, *, local: bool = False
+    capture: CaptureCall, call: Call, slices: BatchSlices, *, local: bool = False
 ) -> Capture:
     """The capture of one slice of a batch.
 
@@ -40,20 +40,20 @@ def capture_slice(
     """
     if slices.count == 1:
         return capture(call)
-    made = capture(call if local else call.with_rows(slices.rows))
+    made = capture(call if local else call.with_batch_size(slices.rows))
 
     def partitioned(own: BatchSlices) -> TrainingGraph:
         if local:
-            return run_passes(made.graph, [LocalBatch(own, call.has_rows)])
+            return run_passes(made.graph, [LocalBatch(own, call.has_batch_dim)])
         kept = tuple(sorted(written_outputs(made)))
-        return run_passes(made.graph, [PartitionBatch(own, call.has_rows, kept)])
+        return run_passes(made.graph, [PartitionBatch(own, call.has_batch_dim, kept)])
 
     graph = partitioned(slices)
     if slices.over_time:
         if slices.is_even:
-            check_alike(graph, partitioned(replace(slices, index=slices.index ^ 1)))
+            check_same_program(graph, partitioned(replace(slices, index=slices.index ^ 1)))
         run_passes(graph, [AccumulateMicroBatches()])
-    return replace(made, graph=graph, whole=made.graph)
+    return replace(made, graph=graph, batch_graph=made.graph)
 
 
 def written_outputs(capture: Capture) -> set[int]:
@@ -64,7 +64,7 @@ def written_outputs(capture: Capture) -> set[int]:
     return set(pytree.tree_leaves(indices))
 
 
-def check_alike(graph: TrainingGraph, other: TrainingGraph) -> None:
+def check_same_program(graph: TrainingGraph, other: TrainingGraph) -> None:
     """Checks that two micro-batches of a rank run the same program.
 
     Raises:
@@ -72,7 +72,7 @@ def check_alike(graph: TrainingGraph, other: TrainingGraph) -> None:
     """
     for node, twin in zip(graph.graph.nodes, other.graph.nodes, strict=True):
         if render_node(node) != render_node(twin):
-            line = user_line(node)
+            line = source_line(node)
             raise CoupledRowsError(
                 f"{node.target} depends on where a micro-batch stands in the batch"
                 + (f" ({line})" if line else "")

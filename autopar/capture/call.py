@@ -27,7 +27,7 @@ class TensorSpec:
             tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()
         )
 
-    def with_rows(self, rows: int) -> TensorSpec:
+    def with_batch_size(self, rows: int) -> TensorSpec:
         """The spec at another size of dim 0, dims in memory in the same order."""
         shape = (rows, *self.shape[1:])
         stride = None if self.stride is None else dense_strides(shape, self.stride)
@@ -57,10 +57,10 @@ class Call:
 
     leaves: tuple[Any, ...]
     structure: Any
-    has_rows: tuple[bool, ...]
+    has_batch_dim: tuple[bool, ...]
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def tensor_indices(self) -> tuple[int, ...]:
         """Indices of the tensors among the leaves."""
         return tuple(i for i, leaf in enumerate(self.leaves) if isinstance(leaf, TensorSpec))
 
@@ -68,13 +68,13 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """A hashable key of the call; arguments that cannot be hashed enter by their repr."""
         leaves = tuple(x if _hashable(x) else repr(x) for x in self.leaves)
-        return leaves, self.structure, self.has_rows
+        return leaves, self.structure, self.has_batch_dim
 
-    def with_rows(self, rows: int) -> Call:
+    def with_batch_size(self, rows: int) -> Call:
         """The same call with another number of rows."""
         leaves = tuple(
             leaf.with_rows(rows) if split else leaf
-            for leaf, split in zip(self.leaves, self.has_rows, strict=True)
+            for leaf, split in zip(self.leaves, self.has_batch_dim, strict=True)
         )
         return replace(self, leaves=leaves)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.repeated_blocks import MARK, Unlike
+from autopar.capture.repeated_blocks import MARK, BlocksDiffer
 
 _APART = 1_000_000
 """Between the numbers by which autograd ties operators of one copy and of the next."""
@@ -55,7 +55,7 @@ class _Body:
             if node in inside or node.op == "get_attr" or self.borders(node):
                 continue
             if node.op != "call_function" or node.target is MARK:
-                raise Unlike(f"a block reads {node.name}, which it is not given")
+                raise BlocksDiffer(f"a block reads {node.name}, which it is not given")
             inside.add(node)
             ends += node.all_input_nodes
         order = [node for node in graph.nodes if node in inside]
@@ -86,9 +86,9 @@ class _Body:
         places = _places(back)
         middle = places.index(-1)
         if self.leave_back is None or self.enter_back is None:
-            raise Unlike("the first of equal blocks has no backward")
+            raise BlocksDiffer("the first of equal blocks has no backward")
         if places[:middle] != _places(self.leave_back):
-            raise Unlike("gradients enter equal blocks by different results")
+            raise BlocksDiffer("gradients enter equal blocks by different results")
         made |= _paired(self.leave_back, back)
         copied(self.backward, back)
         known = dict(zip(_places(self.enter_back), _given(self.enter_back), strict=True))
@@ -115,7 +115,7 @@ def _replace(mark: fx.Node, results: Sequence[fx.Node | None]) -> None:
             for reader in list(user.users):
                 reader.args = fx.map_arg(reader.args, _without(user))
         elif result is None or _strides(user) != _strides(result):
-            raise Unlike("the gradients of equal blocks differ")
+            raise BlocksDiffer("the gradients of equal blocks differ")
         else:
             user.replace_all_uses_with(result)
 

@@ -1,4 +1,4 @@
-"""`with_roles`: AOTAutograd's joint graph as a TrainingGraph."""
+"""`to_training_graph`: AOTAutograd's joint graph as a TrainingGraph."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Interface:
     rebound: tuple[str, ...]
 
 
-def with_roles(
+def to_training_graph(
     module: fx.GraphModule, call: Interface, parameters: Mapping[str, ParameterInfo], name: str
 ) -> TrainingGraph:
     """AOTAutograd's joint graph with descriptors as a TrainingGraph with roles."""

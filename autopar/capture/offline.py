@@ -14,7 +14,7 @@ from autopar.capture.batch_slices import capture_slice
 from autopar.capture.call import Call
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.capture.trace import Capture, capture
-from autopar.common.containers import check_seen, flatten
+from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.ir.graph import TrainingGraph
 
 Known = dict[Any, Capture]
@@ -44,7 +44,7 @@ def capture_of_rank(
     device = device_of(model)
     leaves, structure = flattened(example_inputs)
     share = batch_shard_of(leaves, structure, mode=batch, rank=rank, ranks=ranks)
-    share = share.micro_batches(micro_batches)[0]
+    share = share.split_micro_batches(micro_batches)[0]
     share = replace(share, in_time=share.in_time or in_time)
     parameters = describe_parameters(model)
 
@@ -67,5 +67,5 @@ def flattened(example_inputs: Any) -> tuple[list[Any], Any]:
     else:
         args, kwargs = (example_inputs,), {}
     leaves, structure = flatten((args, kwargs))
-    check_seen(leaves)
+    check_no_hidden_tensors(leaves)
     return leaves, structure

@@ -7,7 +7,7 @@ layers than for a few, and everything outside of blocks is traced as it is.
 
 Blocks are equal if all modules in them have the same types, parameters and attributes. Attributes
 that differ (the number of the layer) are taken away while the block is traced: if anything reads
-them, `Unlike` or whatever the model raises ends this attempt, and everything is traced.
+them, `BlocksDiffer` or whatever the model raises ends this attempt, and everything is traced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from autopar._torch import pytree
 
-LEAST = 4
+MIN_BLOCKS = 4
 """As many equal blocks make it worth while."""
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -42,12 +42,12 @@ torch.library.register_fake("autopar::mark", _mark)
 MARK = torch.ops.autopar.mark.default
 
 
-class Unlike(Exception):
+class BlocksDiffer(Exception):
     """A repeated block turned out not to be like the first."""
 
 
 @dataclass
-class Kind:
+class BlockKind:
     """Blocks that are equal.
 
     Attributes:
@@ -78,7 +78,7 @@ class Traced:
     result: Any
 
 
-class Repeats:
+class RepeatedBlocks:
     """Marks the calls of repeated blocks of a model while it is traced.
 
     Args:
@@ -87,12 +87,12 @@ class Repeats:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        kinds: list[Kind] = []
+        kinds: list[BlockKind] = []
         for name in blocks:
             modules = list(model.get_submodule(name).modules())
             if not any(_joins(kind, modules) for kind in kinds):
-                kinds.append(Kind([modules]))
-        self.kinds = [kind for kind in kinds if len(kind.modules) >= LEAST]
+                kinds.append(BlockKind([modules]))
+        self.kinds = [kind for kind in kinds if len(kind.modules) >= MIN_BLOCKS]
         self.traced: dict[int, list[Traced]] = {}
         self.calls = 0
 
@@ -114,7 +114,7 @@ class Repeats:
             for _, block in blocks:
                 del block.forward
 
-    def _marked(self, kind: Kind, block: nn.Module, forward: Callable[..., Any]) -> Any:
+    def _marked(self, kind: BlockKind, block: nn.Module, forward: Callable[..., Any]) -> Any:
         """What is called in the place of the forward of a block."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class Repeats:
                 given_state = dict(state)
                 result = torch.func.functional_call(block, state, args, kwargs, tie_weights=False)
             if any(state[name] is not tensor for name, tensor in given_state.items()):
-                raise Unlike("a block rebinds a buffer")
+                raise BlocksDiffer("a block rebinds a buffer")
             returned, shape = pytree.tree_flatten(result)
             returned = _left(self.calls, returned, entered)
             alike.append(Traced(self.calls, given, structure, tuple(returned), shape))
@@ -148,11 +148,11 @@ def _left(number: int, returned: Sequence[Any], entered: Sequence[Tensor]) -> li
     """What a block returned, marked."""
     out = _tensors(returned)
     if not _are_plain(returned) or any(o._base is t for o in out for t in entered):
-        raise Unlike("a block returns something else than new tensors")
+        raise BlocksDiffer("a block returns something else than new tensors")
     return _filled(returned, _Border.apply("leave", number, *out)) if out else list(returned)
 
 
-def _joins(kind: Kind, modules: list[nn.Module]) -> bool:
+def _joins(kind: BlockKind, modules: list[nn.Module]) -> bool:
     """Whether modules are of a kind; then they become part of it."""
     first = kind.modules[0]
     if [type(m) for m in first] != [type(m) for m in modules]:
@@ -226,7 +226,7 @@ def _unpatched(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hidden(kind: Kind, block: nn.Module) -> Iterator[None]:
+def _hidden(kind: BlockKind, block: nn.Module) -> Iterator[None]:
     """Takes away the attributes in which blocks of a kind differ."""
     modules = list(block.modules())
     kept = [(modules[place], name, vars(modules[place]).pop(name)) for place, name in kind.hidden]
@@ -247,7 +247,7 @@ def _unchanged(block: nn.Module, entered: Sequence[Tensor]) -> Iterator[None]:
     before, versions = look(), [tensor._version for tensor in entered]
     yield
     if look() != before or versions != [tensor._version for tensor in entered]:
-        raise Unlike("a block changes its attributes, or what it is given")
+        raise BlocksDiffer("a block changes its attributes, or what it is given")
 
 
 # -- marks -------------------------------------------------------------------------------------

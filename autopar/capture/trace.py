@@ -24,9 +24,9 @@ from autopar import _torch
 from autopar._torch import pytree
 from autopar.capture.call import Call, TensorSpec
 from autopar.capture.expand_blocks import expand
-from autopar.capture.joint import Interface, changed_parameters, with_roles
+from autopar.capture.joint import Interface, changed_parameters, to_training_graph
 from autopar.capture.provenance import Annotate, first_line, user_frame
-from autopar.capture.repeated_blocks import Repeats
+from autopar.capture.repeated_blocks import RepeatedBlocks
 from autopar.capture.state.contents import Snapshot
 from autopar.capture.state.effects import Attribute, Effects
 from autopar.capture.state.outside import Variable, outside_of
@@ -75,15 +75,15 @@ class Capture:
     writes: tuple[Write, ...] = ()
     reads: tuple[Attribute, ...] = ()
     classes: tuple[tuple[type, str], ...] = ()
-    outside: Mapping[str, Variable] = field(default_factory=dict)
-    carried: tuple[Attribute, ...] = ()
-    rebound: frozenset[str] = frozenset()
-    whole: TrainingGraph | None = None
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+    lifted: tuple[Attribute, ...] = ()
+    rebound_buffers: frozenset[str] = frozenset()
+    batch_graph: TrainingGraph | None = None
 
     @property
-    def source(self) -> TrainingGraph:
+    def captured_graph(self) -> TrainingGraph:
         """The graph as it was captured."""
-        return self.graph if self.whole is None else self.whole
+        return self.graph if self.batch_graph is None else self.batch_graph
 
 
 def capture(
@@ -95,7 +95,7 @@ def capture(
     differentiate: bool = True,
     all_tangents: bool = False,
     loss_fn: Callable[..., Any] | None = None,
-    carried: frozenset[Attribute] = frozenset(),
+    lifted: frozenset[Attribute] = frozenset(),
 ) -> Capture:
     """Captures one call of `model`.
 
@@ -124,8 +124,8 @@ def capture(
         _Program, model, call, parameters, device, all_tangents, loss_fn, differentiate
     )
     random_state = _random_state()
-    with _explained(model), _torch.counting_checkpoints() as checkpoints:
-        program, module = _treated(make, Treatment(carried))
+    with _explained(model), _torch.count_checkpoint_calls() as checkpoints:
+        program, module = _treated(make, Treatment(lifted))
     if checkpoints:
         warn_once(
             AutoparWarning,
@@ -142,7 +142,7 @@ def capture(
     with contextlib.closing(_later_runs(make, program.treatment)) as following:
         check_changes(effects, following)
     return Capture(
-        with_roles(module, program.interface(), program.infos, type(model).__name__),
+        to_training_graph(module, program.interface(), program.infos, type(model).__name__),
         program.leaves,
         program.tensor_leaves,
         program.differentiable,
@@ -150,9 +150,9 @@ def capture(
         writes=writes_of(effects.changes, effects.added),
         reads=program.reads(),
         classes=tuple(effects.classes),
-        outside=program.outside,
-        carried=tuple(sorted(program.treatment.carried)),
-        rebound=frozenset(program.rebound),
+        variables=program.outside,
+        lifted=tuple(sorted(program.treatment.carried)),
+        rebound_buffers=frozenset(program.rebound),
     )
 
 
@@ -164,7 +164,7 @@ def _treated(
     while True:
         program = make(treatment)
         if not repeat:
-            program.repeats = Repeats(program.model[0], ())
+            program.repeats = RepeatedBlocks(program.model[0], ())
         try:
             module = _traced(program)
         except Exception:
@@ -187,7 +187,7 @@ def _later_runs(make: Callable[..., _Program], treatment: Treatment) -> Generato
     snapshot = Snapshot(program.model[0])
     try:
         for number in itertools.count():
-            program.keep, program.repeats = True, Repeats(program.model[0], ())
+            program.keep, program.repeats = True, RepeatedBlocks(program.model[0], ())
             with program.fake_mode, torch.no_grad():
                 program(*program.inputs)
             if number:
@@ -204,7 +204,7 @@ def _traced(program: _Program) -> fx.GraphModule:
         with contextlib.ExitStack() as stack, fx_traceback.preserve_node_meta():
             stack.enter_context(torch.set_grad_enabled(program.differentiate))
             stack.enter_context(_without_autocast_cache())
-            stack.enter_context(_torch.unordered_checks())
+            stack.enter_context(_torch.without_effect_tokens())
             inputs = tuple(program.inputs)
             return _torch.aot_export_joint_with_descriptors(stack, program, inputs).graph_module
 
@@ -214,7 +214,7 @@ def _traced(program: _Program) -> fx.GraphModule:
             expand(module.graph)
             return module
         except Exception:  # whatever it is, it counts if it happens without this too
-            program.repeats = Repeats(program.model[0], ())
+            program.repeats = RepeatedBlocks(program.model[0], ())
     return attempt()
 
 
@@ -236,7 +236,7 @@ class _Program(nn.Module):
         self.model = (model,)  # in a tuple, so that its own parameters are not this module's
         self.loss_fn = (loss_fn,)
         blocks = dict.fromkeys(info.block for info in parameters.values() if info.block)
-        self.repeats = Repeats(model, tuple(blocks))
+        self.repeats = RepeatedBlocks(model, tuple(blocks))
         self.call, self.all_tangents = call, all_tangents
         carried = {place: ".".join(filter(None, place)) for place in sorted(treatment.carried)}
         self.carried = tuple(carried.values())
@@ -287,8 +287,8 @@ class _Program(nn.Module):
         )
         with contextlib.ExitStack() as stack:
             annotate = stack.enter_context(Annotate(model))
-            stack.enter_context(_torch.compiling())
-            stack.enter_context(_torch.unread_masks())
+            stack.enter_context(_torch.pretend_compiling())
+            stack.enter_context(_torch.skip_causal_mask_detection())
             stack.enter_context(traceable_modules())
             stack.enter_context(self.repeats.marking())
             stack.enter_context(effects.watching())
@@ -375,7 +375,7 @@ def _without_autocast_cache() -> Iterator[None]:
 def _explained(model: nn.Module) -> Iterator[None]:
     """Turns whatever tracing raises into a CaptureError that names the user's line."""
     try:
-        with _torch.quiet_fakes():
+        with _torch.mute_fake_tensor_log():
             yield
     except AutoparError:
         raise

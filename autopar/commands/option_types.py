@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
-from autopar.common.checks import MOST_RANKS, count, nbytes, seconds, shown
+from autopar.common.checks import MAX_RANKS, count, nbytes, seconds, short_repr
 
 T = TypeVar("T")
 
@@ -21,12 +21,12 @@ def size(text: str) -> int:
 
 def ranks(text: str) -> int:
     """A number of ranks, nodes, stages or micro-batches: at least 1."""
-    return _whole(text, 1, MOST_RANKS)
+    return _whole(text, 1, MAX_RANKS)
 
 
 def rank(text: str) -> int:
     """The number of one rank, from 0."""
-    return _whole(text, 0, MOST_RANKS)
+    return _whole(text, 0, MAX_RANKS)
 
 
 def processes(text: str) -> int:
@@ -58,4 +58,4 @@ def _read(read: Callable[[], T], text: str, what: str) -> T:
     try:
         return read()
     except ValueError:  # which errors of arguments are, too
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not {what}") from None
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not {what}") from None

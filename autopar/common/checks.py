@@ -10,13 +10,13 @@ from typing import Any
 
 from autopar.errors import AutoparError, StrategyError
 
-MOST_RANKS = 2**20
+MAX_RANKS = 2**20
 """Ranks of a world; plans for more are refused."""
 
-MOST_BYTES = 2**62
+MAX_BYTES = 2**62
 """Bytes of memory, buckets and messages."""
 
-MOST_SECONDS = 1e8
+MAX_SECONDS = 1e8
 """Seconds of limits and budgets: three years."""
 
 UNITS: Mapping[str, int] = {
@@ -29,7 +29,7 @@ UNITS: Mapping[str, int] = {
 """Bytes of each unit, in lower case: "KB" is 1000, "KiB" is 1024, and so is a bare "K"."""
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value as errors show it: at most 60 characters of one line."""
     try:
         text = " ".join(repr(value).split())
@@ -38,28 +38,28 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def refused(
+def argument_error(
     name: str, value: object, wanted: str, error: type[AutoparError] = StrategyError
 ) -> AutoparError:
     """The error of an argument: its name, its value and what to give instead."""
-    return error(f"{name}={shown(value)}: {wanted}")
+    return error(f"{name}={short_repr(value)}: {wanted}")
 
 
 def count(
     name: str,
     value: Any,
-    least: int = 1,
-    most: int = MOST_RANKS,
+    minimum: int = 1,
+    maximum: int = MAX_RANKS,
     error: type[AutoparError] = StrategyError,
 ) -> int:
     """A whole number from `least` to `most`."""
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (whole and least <= value <= most):
-        raise refused(name, value, f"give a whole number from {least} to {most}", error)
+    if not (whole and minimum <= value <= maximum):
+        raise argument_error(name, value, f"give a whole number from {minimum} to {maximum}", error)
     return value
 
 
-def nbytes(name: str, value: Any, *, bare: bool = False, least: int = 1) -> int:
+def nbytes(name: str, value: Any, *, bare: bool = False, minimum: int = 1) -> int:
     """A number of bytes, also as a text such as "24GiB".
 
     Units are read in any case, with or without a space: "KB", "MB", "GB" and "TB" are powers of
@@ -74,8 +74,8 @@ def nbytes(name: str, value: Any, *, bare: bool = False, least: int = 1) -> int:
     """
     found: Any = _bytes_in(value, bare) if isinstance(value, str) else value
     whole = isinstance(found, int) and not isinstance(found, bool)
-    if not (whole and least <= found <= MOST_BYTES):
-        raise refused(name, value, "give bytes as a whole number, or a text such as '24GiB'")
+    if not (whole and minimum <= found <= MAX_BYTES):
+        raise argument_error(name, value, "give bytes as a whole number, or a text such as '24GiB'")
     return int(found)
 
 
@@ -92,22 +92,24 @@ def seconds(
 ) -> float:
     """A positive number of seconds, or also zero."""
     wanted = f"give {'seconds from 0' if zero else 'a positive number of seconds'}"
-    return number(name, value, wanted, MOST_SECONDS, zero=zero, error=error)
+    return number(name, value, wanted, MAX_SECONDS, zero=zero, error=error)
 
 
 def number(
     name: str,
     value: Any,
     wanted: str,
-    most: float = math.inf,
+    maximum: float = math.inf,
     *,
     zero: bool = False,
     error: type[AutoparError] = StrategyError,
 ) -> float:
     """A positive finite number up to `most`, or also zero."""
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (real and (value > 0 or (zero and value == 0)) and value <= most and value < math.inf):
-        raise refused(name, value, wanted, error)
+    if not (
+        real and (value > 0 or (zero and value == 0)) and value <= maximum and value < math.inf
+    ):
+        raise argument_error(name, value, wanted, error)
     return value
 
 
@@ -132,20 +134,20 @@ def choice(
         return value
     near = get_close_matches(value, names, 1, 0.6) if isinstance(value, str) else []
     meant = f"; did you mean {near[0]!r}?" if near else ""
-    raise refused(name, value, f"choose {', '.join(names)}{more}{meant}", error)
+    raise argument_error(name, value, f"choose {', '.join(names)}{more}{meant}", error)
 
 
 def flag(name: str, value: Any, error: type[AutoparError] = StrategyError) -> bool:
     """True or False, and nothing that merely counts as one."""
     if not isinstance(value, bool):
-        raise refused(name, value, "give True or False", error)
+        raise argument_error(name, value, "give True or False", error)
     return value
 
 
 def text(name: str, value: Any, wanted: str, error: type[AutoparError] = StrategyError) -> str:
     """A text that is not empty."""
     if not isinstance(value, str) or not value.strip():
-        raise refused(name, value, wanted, error)
+        raise argument_error(name, value, wanted, error)
     return value
 
 
@@ -153,19 +155,19 @@ def texts(name: str, value: Any, wanted: str) -> tuple[str, ...]:
     """A list or tuple of names; a single text is none."""
     plain = isinstance(value, (list, tuple))
     if not plain or not all(isinstance(each, str) and each for each in value):
-        raise refused(name, value, wanted)
+        raise argument_error(name, value, wanted)
     return tuple(value)
 
 
 def function(name: str, value: Any, wanted: str) -> Callable[..., Any]:
     """Something that can be called."""
     if not callable(value):
-        raise refused(name, value, wanted)
+        raise argument_error(name, value, wanted)
     return value
 
 
 def instance(name: str, value: Any, kind: type, wanted: str) -> Any:
     """An instance of a class."""
     if not isinstance(value, kind):
-        raise refused(name, value, wanted)
+        raise argument_error(name, value, wanted)
     return value

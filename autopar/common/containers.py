@@ -42,7 +42,7 @@ def hidden_tensors(leaf: Any) -> list[torch.Tensor]:
     return list(_tensors(_attributes(leaf)))
 
 
-def check_seen(leaves: Sequence[Any]) -> None:
+def check_no_hidden_tensors(leaves: Sequence[Any]) -> None:
     """Raises BatchError if an argument hides tensors that may be rows of the batch."""
     given = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
     for leaf in leaves:

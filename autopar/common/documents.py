@@ -16,23 +16,23 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from autopar.common.checks import MOST_RANKS, shown
+from autopar.common.checks import MAX_RANKS, short_repr
 from autopar.errors import AutoparError
 
 T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Ranks = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 Amount = Annotated[float, msgspec.Meta(ge=0.0)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e-6, le=1e12)]  # differences may round below zero
 Duration = Annotated[float, msgspec.Meta(gt=0.0, le=1e12)]
 Rate = Annotated[float, msgspec.Meta(gt=0.0)]
 
-MOST_DEPTH = 32
+MAX_DEPTH = 32
 """Levels of lists and objects in a document."""
 
-MOST_BITS = 63
+MAX_INT_BITS = 63
 """Bits of an integer in a document."""
 
 
@@ -60,14 +60,14 @@ def load(path: str | Path, what: str, error: type[AutoparError]) -> Any:
         AutoparError: the file cannot be read or is not JSON.
     """
     if not isinstance(path, (str, Path)):
-        raise error(f"path={shown(path)}: give the name of a file")
+        raise error(f"path={short_repr(path)}: give the name of a file")
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as failure:
         raise error(f"cannot read {path}: {failure.strerror or failure}") from failure
     except RecursionError as failure:
         raise error(
-            f"{path} is not a {what}: $ is nested deeper than {MOST_DEPTH} levels"
+            f"{path} is not a {what}: $ is nested deeper than {MAX_DEPTH} levels"
         ) from failure
     except ValueError as failure:
         raise error(f"{path} is not a {what}, or not JSON: {failure}") from failure
@@ -112,14 +112,14 @@ def _check_plain(document: Any) -> None:
     while pending:
         value, place, depth = pending.pop()
         if isinstance(value, (dict, list, tuple)):
-            if depth == MOST_DEPTH:
-                raise FieldError(_path(place)[:60], f"is nested deeper than {MOST_DEPTH} levels")
+            if depth == MAX_DEPTH:
+                raise FieldError(_path(place)[:60], f"is nested deeper than {MAX_DEPTH} levels")
             items = value.items() if isinstance(value, dict) else enumerate(value)
             pending += [(inner, (place, key), depth + 1) for key, inner in items]
         elif isinstance(value, float) and value - value != 0.0:
             raise FieldError(_path(place), f"is {value}: expected a finite number")
-        elif isinstance(value, int) and value.bit_length() > MOST_BITS:
-            size = f"{value.bit_length()} bits: expected at most {MOST_BITS}"
+        elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+            size = f"{value.bit_length()} bits: expected at most {MAX_INT_BITS}"
             raise FieldError(_path(place), f"is an integer of {size}")
         elif isinstance(value, str) and not value.isascii() and _has_half(value):
             raise FieldError(_path(place), f"is {ascii(value)[:60]}, which is not Unicode text")
@@ -164,7 +164,7 @@ def _explained(failure: str, document: Any) -> str:
     what, path = (match[1], match[2]) if match else (failure, "$")
     found = _value_at(path, document)
     plain = found is None or isinstance(found, (bool, int, float, str)) or found in ([], {})
-    text = f" is {shown(found)}" if plain and not what.startswith("Object") else ""
+    text = f" is {short_repr(found)}" if plain and not what.startswith("Object") else ""
     return f"{path}{text}: {what[:1].lower()}{what[1:]}"
 
 

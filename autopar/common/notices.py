@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from autopar.errors import AutoparWarning, NumericsWarning
 
-SAID: set[tuple[type[AutoparWarning], str]] = set()
+ISSUED: set[tuple[type[AutoparWarning], str]] = set()
 """Warnings that this process has given."""
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +29,7 @@ _INSIDE = tuple(
 )
 
 
-class Difference(str):
+class NumericsNote(str):
     """A note on a graph that names a result other than the single device's.
 
     `TrainingGraph.notes` and `Plan.notes` hold plain text and these. A difference also becomes a
@@ -48,9 +48,9 @@ def warn_once(category: type[AutoparWarning], message: str) -> None:
         category: class of the warning.
         message: text, with the user's line where there is one.
     """
-    if (category, message) in SAID:
+    if (category, message) in ISSUED:
         return
-    SAID.add((category, message))
+    ISSUED.add((category, message))
     if _rank() == 0:
         warnings.warn(message, category, stacklevel=_levels_to_user())
         return
@@ -58,10 +58,10 @@ def warn_once(category: type[AutoparWarning], message: str) -> None:
         warnings.warn(message, category, stacklevel=2)
 
 
-def warn_of_differences(notes: Iterable[str]) -> None:
-    """Gives a NumericsWarning for every note that is a `Difference`."""
+def warn_of_numerics(notes: Iterable[str]) -> None:
+    """Gives a NumericsWarning for every note that is a `NumericsNote`."""
     for note in notes:
-        if isinstance(note, Difference):
+        if isinstance(note, NumericsNote):
             warn_once(NumericsWarning, f"autopar differs from one device: {note}")
 
 

@@ -30,7 +30,7 @@ from autopar._torch import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    copied_graph,
+    copy_graph,
     format_argument,
 )
 from autopar.ir.placement import Placement
@@ -94,12 +94,12 @@ class TrainingGraph:
     properties: frozenset[GraphProperty] = frozenset()
     history: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    free: bool = False
+    disposable: bool = False
 
     def copy(self) -> TrainingGraph:
         """The same graph, nodes and all, free to be changed."""
-        own = self.graph if self.free else copied_graph(self.graph)
-        return replace(self, graph=own, free=False)
+        own = self.graph if self.disposable else copy_graph(self.graph)
+        return replace(self, graph=own, disposable=False)
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -165,12 +165,12 @@ class Value:
     """
 
     node: fx.Node
-    place: int = 0
+    index: int = 0
 
     @property
     def tensor(self) -> Any:
         """Its fake tensor."""
-        return elements(self.node)[self.place]
+        return elements(self.node)[self.index]
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
@@ -230,7 +230,7 @@ def render(graph: TrainingGraph) -> str:
     return "\n".join(lines)
 
 
-def user_line(node: fx.Node) -> str:
+def source_line(node: fx.Node) -> str:
     """The user's line that a node came from, as `file:line: text`, "" if unknown."""
     if not (source := node.meta.get("source")):
         return ""
@@ -249,7 +249,7 @@ def render_node(node: fx.Node, role: InputRole | None = None) -> str:
         [format_argument(a) for a in node.args]
         + [f"{k}={format_argument(v)}" for k, v in node.kwargs.items()]
     )
-    source = user_line(node)
+    source = source_line(node)
     target = getattr(node.target, "__name__", str(node.target))
     name = str(node.target) if isinstance(node.target, OpOverload) else target
     return f"{node.name}: {types} = {name}({arguments})" + (f"  # {source}" if source else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
-from autopar.common.checks import choice, count, flag, number, refused, shown
+from autopar.common.checks import argument_error, choice, count, flag, number, short_repr
 from autopar.errors import StrategyError
 
 CASTS = ("bf16", "fp16")
@@ -47,7 +47,7 @@ class Compression:
         choice("method", self.method, METHODS)
         count("rank", self.rank)
         if count("block", self.block, 8) % 8:
-            raise refused("block", self.block, "give a multiple of 8")
+            raise argument_error("block", self.block, "give a multiple of 8")
         number("density", self.density, "give a number in (0, 1]", 1.0)
         number("threshold", self.threshold, "give a number from 0", zero=True)
         if self.feedback is not None:
@@ -82,11 +82,11 @@ class Compression:
             options[option] = _value(option, value, name, given)
         if match is None or match[1] not in METHODS:
             wanted = f"write one of {', '.join(METHODS)}, or as in 'powersgd(rank=2)'"
-            raise refused(name, given, wanted)
+            raise argument_error(name, given, wanted)
         try:
             return Compression(match[1], **options)  # type: ignore[arg-type]
         except StrategyError as error:
-            raise StrategyError(f"{name}={shown(given)}: {error}") from None
+            raise StrategyError(f"{name}={short_repr(given)}: {error}") from None
 
     def __str__(self) -> str:
         changed = [
@@ -123,4 +123,4 @@ def _value(option: str, text: str, name: str, given: str) -> object:
             return {"True": True, "False": False, "None": None}[text]
         return int(text) if option in ("rank", "block") else float(text)
     except (KeyError, ValueError) as error:
-        raise refused(name, given, f"{option}={shown(text)} cannot be read") from error
+        raise argument_error(name, given, f"{option}={short_repr(text)} cannot be read") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from autopar.common.checks import MOST_BYTES, choice, count, flag, refused, text, texts
+from autopar.common.checks import MAX_BYTES, argument_error, choice, count, flag, text, texts
 from autopar.ir.placement import Replicate, Shard
 from autopar.plan.compression import CASTS, ELEMENTWISE, METHODS, Compression
 from autopar.plan.pipeline import SCHEDULES
@@ -27,24 +27,26 @@ def _zero(name: str, value: Any) -> None:
     plain = all(isinstance(stage, int) and not isinstance(stage, bool) for stage in stages)
     blocks = all(isinstance(key, str) for key in value) if isinstance(value, Mapping) else True
     if not (plain and blocks and all(0 <= stage <= 3 for stage in stages)):
-        raise refused(name, value, "a ZeRO stage is 0, 1, 2 or 3; give one, or one for each block")
+        raise argument_error(
+            name, value, "a ZeRO stage is 0, 1, 2 or 3; give one, or one for each block"
+        )
 
 
 def _bytes(name: str, value: Any) -> None:
-    count(name, value, 1, MOST_BYTES)
+    count(name, value, 1, MAX_BYTES)
 
 
 def _split_points(name: str, value: Any) -> None:
     names = texts(name, value, "give a tuple of names of modules or parameters")
     if len(set(names)) < len(names):
-        raise refused(name, value, "give each name once")
+        raise argument_error(name, value, "give each name once")
 
 
 def _hierarchical(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         wanted = "choose True, False, None or the number of neighbours, 2 or more"
         if not isinstance(value, int) or value < 2:
-            raise refused(name, value, wanted)
+            raise argument_error(name, value, wanted)
         count(name, value, 2)
 
 
@@ -75,11 +77,11 @@ def _search(name: str, value: Any) -> None:
 def _placements(name: str, value: Any) -> None:
     wanted = "give a dict of autopar.Shard(dim) or autopar.Replicate() by parameter name"
     if not isinstance(value, Mapping):
-        raise refused(name, value, wanted)
+        raise argument_error(name, value, wanted)
     for pattern, where in value.items():
         for axis, pin in where.items() if isinstance(where, Mapping) else [("tp", where)]:
             if not isinstance(pattern, str) or not isinstance(axis, str) or not _is_pin(pin):
-                raise refused(name, value, wanted)
+                raise argument_error(name, value, wanted)
 
 
 def _is_pin(pin: Any) -> bool:
@@ -95,7 +97,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "gather_bytes": _bytes,
     "reduce_bytes": _bytes,
     "prefetch": lambda name, value: count(name, value, 0, MOST_PREFETCH),
-    "activation_bytes": lambda name, value: count(name, value, 0, MOST_BYTES),
+    "activation_bytes": lambda name, value: count(name, value, 0, MAX_BYTES),
     "batch_semantics": lambda name, value: choice(name, value, ("global", "local")),
     **dict.fromkeys(("tp", "cp", "ep", "pp", "micro_batches", "stages_per_rank"), count),
     "schedule": lambda name, value: choice(name, value, SCHEDULES),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import laid_as
+from autopar._torch import dtensor_like
 from autopar.capture.batch_shards import BatchShard
 from autopar.capture.batch_slices import capture_slice
 from autopar.capture.call import Call
@@ -73,7 +73,7 @@ class ExecutionContext:
     @cached_property
     def index(self) -> ModuleIndex:
         """What the model holds, looked up once: calls are many, and modules seldom change."""
-        return ModuleIndex.of(self.model, self.guards.carried)
+        return ModuleIndex.of(self.model, self.guards.lifted)
 
     @cached_property
     def guards(self) -> Guards:
@@ -82,13 +82,13 @@ class ExecutionContext:
 
     def index_model(self) -> None:
         """Learns what changed in Python since the last call; before every call."""
-        if self.guards.look():
+        if self.guards.update():
             self.__dict__.pop("index", None)
 
     def reindex_model(self) -> None:
         """Forgets what the model held: its parameters were replaced."""
         self.__dict__.pop("index", None)
-        self.guards.forget()
+        self.guards.invalidate()
 
     def rebind(self, name: str, value: torch.Tensor) -> None:
         """Gives a buffer, or an attribute that is carried as one, a new tensor."""
@@ -101,7 +101,7 @@ class ExecutionContext:
         differentiate = for_planning or torch.is_grad_enabled()
         key = (*self.call_key(share), differentiate)
         if key not in self.captures:
-            self.guards.check_now()
+            self.guards.check_current()
             known = self.planning_captures if for_planning else {}
             made = self._capture(share, differentiate, known)
             key = (*self.call_key(share), differentiate)  # what it reads may make the state another
@@ -116,7 +116,7 @@ class ExecutionContext:
         """
         captured = run_on_all_ranks(lambda: self.capture(share))
         even = not self.options.local or share.slices.is_even
-        agree_on_graph(captured.source, even=even)
+        agree_on_graph(captured.captured_graph, even=even)
         return captured
 
     def _capture(
@@ -145,16 +145,16 @@ class ExecutionContext:
                     differentiate=differentiate,
                     all_tangents=self.all_tangents,
                     loss_fn=self.options.loss_fn,
-                    carried=self.guards.carried,
+                    lifted=self.guards.lifted,
                 )
-            self.guards.watch(made.reads, made.classes, made.outside, made.carried)
+            self.guards.add(made.reads, made.classes, made.variables, made.lifted)
             self.__dict__.pop("index", None)
             graph = replace(made.graph, parameters=self._planned(made.graph.parameters))
             known[key] = replace(made, graph=graph)
             return known[key]
 
         made = capture_slice(attempt, share.call, share.slices, local=self.options.local)
-        if share.count > 1:
+        if share.num_slices > 1:
             warn_of_local_writes(made, self.model)
         return made
 
@@ -190,7 +190,7 @@ class ExecutionContext:
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         modes = tuple(m.training for m in self.index.modules)
-        called = (*share.call.key, share.total, share.count, share.in_time)
+        called = (*share.call.key, share.global_rows, share.num_slices, share.in_time)
         trained = tuple(p.requires_grad for p in self.index.parameters.values())
         return (*called, autocast, modes, trained, self.all_tangents, self.guards.state)
 
@@ -204,7 +204,7 @@ class ExecutionContext:
             if parameter.requires_grad and not is_remote(parameter):
                 roles.append(Parameter(name))
                 tensors.append(parameter)
-        for index, tensor in zip(share.call.places, share.tensors, strict=True):
+        for index, tensor in zip(share.call.tensor_indices, share.tensors, strict=True):
             if tensor.requires_grad:
                 roles.append(Input(index))
                 tensors.append(tensor)
@@ -213,7 +213,7 @@ class ExecutionContext:
     def as_grad_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """A parameter's gradient around its local part."""
         parameter = self.index.parameters[name]
-        return laid_as(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+        return dtensor_like(gradient, parameter) if isinstance(parameter, DTensor) else gradient
 
 
 @dataclass(frozen=True)

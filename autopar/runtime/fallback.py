@@ -100,12 +100,12 @@ def average_over_batch(
         if isinstance(x, torch.Tensor) and x.dim() == 0 and x.is_floating_point()
     }
     proof = batch_checksum(leaves, share.rows, mode, device)
-    own = [x.detach().double() * (share.rows / share.total) for x in scalars.values()]
+    own = [x.detach().double() * (share.rows / share.global_rows) for x in scalars.values()]
     vector = torch.cat([proof, torch.stack(own)]) if own else proof
     with torch.no_grad(), explaining_comm_errors("forward"):
         dist.all_reduce(vector)
     check_checksum_sum(vector[: len(proof)], ranks, mode)
-    weight = share.rows * ranks / share.total
+    weight = share.rows * ranks / share.global_rows
     for (index, scalar), mean in zip(scalars.items(), vector[len(proof) :], strict=True):
         values[index] = _Mean.apply(scalar, mean.to(scalar.dtype), weight)
     for index, value in enumerate(values):

@@ -17,7 +17,7 @@ from autopar._torch import pytree
 from autopar.capture.batch_shards import BatchShard, batch_shard_of
 from autopar.capture.call import TensorSpec
 from autopar.capture.trace import Capture
-from autopar.common.containers import check_seen, flatten
+from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import CaptureError
 from autopar.ir.graph import ParameterInfo
 from autopar.ir.mesh_levels import DATA_AXIS
@@ -142,7 +142,7 @@ class DistributedModule(ModelAttributes):
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
         leaves, structure = flatten((args, kwargs))
-        check_seen(leaves)
+        check_no_hidden_tensors(leaves)
         if not self._fallback:
             self._context.index_model()
         check = self.before_first_training_call if torch.is_grad_enabled() else None
@@ -353,7 +353,7 @@ class DistributedModule(ModelAttributes):
         made._protocol = (
             replace(protocol, optimizer_steps=OptimizerSteps()) if protocol is not None else None
         )
-        made._context.guards = self._context.guards.copied(model)
+        made._context.guards = self._context.guards.copy_for(model)
         made._executor = made._new_runner()
         if isinstance(self._executor, SpmdExecutor) and isinstance(made._executor, SpmdExecutor):
             made._executor.programs = self._executor.programs
@@ -382,7 +382,7 @@ class DistributedModule(ModelAttributes):
             self._take_states(self._pending_compression_state)
             self._pending_compression_state = None
         self._context.plan, self._context.mesh = plan, mesh
-        self._context.guards.carry(plan.changed)
+        self._context.guards.lift(plan.changed)
         self._context.groups = make_groups(self._device, plan.axes, mesh)
         self._executor = self._new_runner()
 
@@ -420,7 +420,9 @@ class DistributedModule(ModelAttributes):
             options = replace(
                 self._options, model_parallel_size=tensor_ranks, pp_size=pipeline_ranks
             )
-            share = self._batch_shard(leaves, structure, options).micro_batches(micro_batches)[0]
+            share = self._batch_shard(leaves, structure, options).split_micro_batches(
+                micro_batches
+            )[0]
             return self._context.capture(share, for_planning=True)
 
         try:

@@ -21,7 +21,7 @@ from autopar.arguments import PRECISIONS, check
 from autopar.capture.batch_shards import batch_shard_of
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.capture.offline import flattened
-from autopar.common.notices import Difference, warn_once
+from autopar.common.notices import NumericsNote, warn_once
 from autopar.cost_model.memory.optimizer_memory import Optimizer, make_optimizer
 from autopar.errors import FallbackWarning, StrategyError, VerificationError
 from autopar.plan.spec import fingerprint
@@ -188,11 +188,11 @@ class _Batch:
             joined = [
                 torch.cat(column) if has_rows else column[0]
                 for has_rows, column in zip(
-                    share.call.has_rows, zip(*ordered, strict=True), strict=True
+                    share.call.has_batch_dim, zip(*ordered, strict=True), strict=True
                 )
             ]
             whole = pytree.tree_unflatten(joined, structure)
-        return _Batch(own, whole, share.rows / share.total / twins)
+        return _Batch(own, whole, share.rows / share.global_rows / twins)
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def _known_differences(parallel: DistributedModule) -> list[str]:
     if plan is None:
         alone = _world_size() == 1
         return [] if alone else ["the model trained without a plan, under torch's data parallelism"]
-    found = [note for note in plan.notes if isinstance(note, Difference)]
+    found = [note for note in plan.notes if isinstance(note, NumericsNote)]
     return [*found, *(f"under the plan {line}" for line in compressed(plan))]
 
 

@@ -13,7 +13,15 @@ from typing import Any
 
 import networkx as nx
 
-from autopar.common.checks import MOST_BYTES, MOST_RANKS, choice, count, refused, shown, text
+from autopar.common.checks import (
+    MAX_BYTES,
+    MAX_RANKS,
+    argument_error,
+    choice,
+    count,
+    short_repr,
+    text,
+)
 from autopar.common.documents import load
 from autopar.cost_model.algorithms.extrapolate import Fabric
 from autopar.cost_model.cluster.document import cluster_fields
@@ -98,10 +106,10 @@ class Cluster:
             )
         for field_name in ("device_memory_bytes", "host_memory_bytes"):
             if (size := getattr(self, field_name)) is not None:
-                count(field_name, size, 1, MOST_BYTES, ClusterError)
+                count(field_name, size, 1, MAX_BYTES, ClusterError)
         for field_name, kind in _KINDS.items():
             if not isinstance(value := getattr(self, field_name), kind):
-                raise refused(field_name, value, "give what its type says", ClusterError)
+                raise argument_error(field_name, value, "give what its type says", ClusterError)
         check_provenance(self.provenance)
 
     @classmethod
@@ -193,7 +201,7 @@ class Cluster:
             raise ClusterError(f"{source}: this is no cluster: it has no schema_version")
         if data["schema_version"] != SCHEMA_VERSION:
             raise ClusterError(
-                f"{source} has cluster schema {shown(data['schema_version'])} in "
+                f"{source} has cluster schema {short_repr(data['schema_version'])} in "
                 f"$.schema_version; this autopar reads {SCHEMA_VERSION}. Measure the cluster again."
             )
         return cls(**cluster_fields(data, source))
@@ -221,7 +229,7 @@ class Cluster:
         Raises:
             ClusterError: the fabric is not uniform.
         """
-        count("nodes", nodes, 1, MOST_RANKS // self.ranks_per_node, ClusterError)
+        count("nodes", nodes, 1, MAX_RANKS // self.ranks_per_node, ClusterError)
         if nodes * self.ranks_per_node == self.world_size:
             return self
         if not self.uniform or self.topology is None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.common.checks import MOST_BYTES, choice, count, flag, refused, seconds, text
+from autopar.common.checks import MAX_BYTES, argument_error, choice, count, flag, seconds, text
 from autopar.common.notices import warn_once
 from autopar.cost_model.algorithms.gloo_chunks import MAX_CHUNKS
 from autopar.cost_model.cluster.cluster import Cluster
@@ -152,15 +152,17 @@ def _check(
 ) -> None:
     """Raises ClusterError for the first argument of `measure` that makes no sense."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise refused("group", group, "give a process group of torch.distributed", ClusterError)
+        raise argument_error(
+            "group", group, "give a process group of torch.distributed", ClusterError
+        )
     _check_list("collectives", collectives)
     for collective in collectives:
         choice("collectives", collective, COLLECTIVES, error=ClusterError)
     _check_list("sizes", sizes)
     for size in sizes:
-        count("sizes", size, 1, MOST_BYTES, ClusterError)
+        count("sizes", size, 1, MAX_BYTES, ClusterError)
     if mesh is not None and not (isinstance(mesh, Mapping) and mesh):
-        raise refused("mesh", mesh, "give sizes of axes by name, as {'dp': 2}", ClusterError)
+        raise argument_error("mesh", mesh, "give sizes of axes by name, as {'dp': 2}", ClusterError)
     for axis, ranks in (mesh or {}).items():
         text("mesh", axis, "give names of axes", ClusterError)
         count("mesh", ranks, error=ClusterError)
@@ -169,12 +171,12 @@ def _check(
     flag("cache", cache, ClusterError)
     flag("fresh", fresh, ClusterError)
     if tell is not None and not callable(tell):
-        raise refused("tell", tell, "give a function", ClusterError)
+        raise argument_error("tell", tell, "give a function", ClusterError)
 
 
 def _check_list(name: str, given: Any) -> None:
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or not given:
-        raise refused(name, given, "give a list or tuple, not an empty one", ClusterError)
+        raise argument_error(name, given, "give a list or tuple, not an empty one", ClusterError)
 
 
 def _agree(bench: Bench, request: Request) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._torch import laid_as
+from autopar._torch import dtensor_like
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.kernels.roofline import Roofline
@@ -141,7 +141,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wrapped(like: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    return laid_as(gradient, like) if isinstance(like, DTensor) else gradient
+    return dtensor_like(gradient, like) if isinstance(like, DTensor) else gradient
 
 
 def _synchronize(device: torch.device) -> None:

@@ -17,8 +17,8 @@ from autopar._torch import (
     ExperimentalProfilerConfig,
     ProfilerConfig,
     ProfilerState,
-    start_records,
-    stop_records,
+    disable_profiler,
+    enable_profiler,
 )
 
 
@@ -57,11 +57,11 @@ def _on_gpu(call: Callable[[], object]) -> Allocated:
 
 
 def _on_cpu(call: Callable[[], object]) -> Allocated:
-    start_records(_config())
+    enable_profiler(_config())
     try:
         result = call()
     finally:
-        threads = stop_records()
+        threads = disable_profiler()
     del result
     records = [r for thread in threads for r in thread if str(r.kind()) == "memory_alloc"]
     totals = [0, *accumulate(record.cpu_memory_usage() for record in records)]

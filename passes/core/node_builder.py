@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import FakeTensor, FakeTensorMode, results_in
+from autopar._torch import FakeTensor, FakeTensorMode, fake_result_cache
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.roles import InputRole
 
@@ -40,7 +40,7 @@ def result_of(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     key = (target, _key(args, modes), _key(kwargs, modes))
     if not modes:
         return target(*args, **kwargs)
-    known = results_in(modes[0])
+    known = fake_result_cache(modes[0])
     if key not in known:
         known[key] = target(*args, **kwargs)
     return known[key]

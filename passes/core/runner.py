@@ -46,8 +46,8 @@ def run_passes(
             ) from error
         if observe is not None:
             observe(pass_name(item), graph, time.perf_counter() - begin)
-        graph = replace(graph, free=observe is None and graph.graph is not captured.graph)
-    return replace(graph, free=False)
+        graph = replace(graph, disposable=observe is None and graph.graph is not captured.graph)
+    return replace(graph, disposable=False)
 
 
 def apply_pass(item: Pass, graph: TrainingGraph) -> TrainingGraph:
@@ -77,7 +77,7 @@ def _reproducer(
     try:
         graph = captured
         for item in before:  # again: the failed pass may have changed the graph of the last one
-            graph = apply_pass(item, replace(graph, free=False))
+            graph = apply_pass(item, replace(graph, disposable=False))
         first_line = str(error).partition("\n")[0]
         path = save(Reproducer(graph, rest, tuple(map(describe, before)), first_line))
     except Exception as failure:

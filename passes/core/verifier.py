@@ -15,8 +15,8 @@ from autopar.ir.graph import (
     TrainingGraph,
     has_batch_dim,
     render_node,
+    source_line,
     tensors,
-    user_line,
 )
 from autopar.ir.mesh_levels import axis_of_level
 from autopar.ir.placement import Partial, Placement, Replicate, Shard, Varying
@@ -149,5 +149,5 @@ def _error(graph: TrainingGraph, node: fx.Node, what: str) -> PassError:
     around = "\n".join(
         ("--> " if n is node else "    ") + render_node(n) for n in nodes[max(0, at - 4) : at + 5]
     )
-    line = user_line(node)
+    line = source_line(node)
     return PassError(f"{node.name} {what}" + (f", from {line}" if line else "") + f"\n{around}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autopar.common.notices import Difference
+from autopar.common.notices import NumericsNote
 from autopar.ir.batch_slicing import BATCH, BatchSlices
 from autopar.ir.graph import TrainingGraph, elements, tensors
 from autopar.ir.placement import Partial, Replicate, Varying
@@ -56,7 +56,7 @@ class LocalBatch(Pass):
             replace(
                 self._averaged(graph, weight),
                 partitioned=(*graph.partitioned, BATCH),
-                notes=(*graph.notes, Difference(LOCAL)),
+                notes=(*graph.notes, NumericsNote(LOCAL)),
             )
         )
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.common.notices import Difference
+from autopar.common.notices import NumericsNote
 from autopar.ir.batch_slicing import BATCH, BatchSlices
-from autopar.ir.graph import TrainingGraph, Value, dense_strides, elements, user_line
+from autopar.ir.graph import TrainingGraph, Value, dense_strides, elements, source_line
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Partial, Placement, Replicate, Shard, Varying
 from autopar.ir.roles import (
@@ -339,10 +339,10 @@ class _BatchPartitioner(Partitioner):
         for name, nbytes in self.placements.gathered_bytes.items():
             node = nodes[name]
             if node.meta["phase"] == "forward":
-                where = f"{node.target} needs all rows of the batch ({user_line(node)})"
+                where = f"{node.target} needs all rows of the batch ({source_line(node)})"
                 seen[where] = seen.get(where, 0) + nbytes
         for where, nbytes in seen.items():
             yield f"{where}: {nbytes} bytes are gathered, exact"
         for name in sorted(self.placements.local_random)[:1]:
-            line = user_line(nodes[name])
-            yield Difference(f"each rank draws random numbers for its own rows, first at {line}")
+            line = source_line(nodes[name])
+            yield NumericsNote(f"each rank draws random numbers for its own rows, first at {line}")

@@ -89,7 +89,7 @@ class CheckpointActivations(Pass):
                     kept = MinCut(graph, levels, self.fuses).kept()
         if set(levels.values()) == {"none"} and not self.fuses:
             return PassResult(graph, "everything is kept, within the budget")
-        changed = replace(graph, free=False).copy()  # views alone are no reason to change it
+        changed = replace(graph, disposable=False).copy()  # views alone are no reason to change it
         if not recompute(changed, {node.name for node in kept}):
             return PassResult(graph, "nothing cheap enough is kept")
         return PassResult(changed)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, elements, operands, user_line
+from autopar.ir.graph import TrainingGraph, elements, operands, source_line
 from autopar.ir.roles import Parameter
 from autopar.passes.rules.operators.views import factors, view
 from autopar.passes.rules.registry import rule_of
@@ -36,7 +36,7 @@ def indivisible_notes(graph: TrainingGraph, sharded: Collection[str], axis: str)
             names = ", ".join(sorted({_pattern(p.name) for p in own if size in p.shape}))
             if names and (names, size, count) not in notes:
                 others = [str(n) for n in (count - count % ranks, count + -count % ranks) if n]
-                where = f" at {line}" if (line := user_line(node)) else ""
+                where = f" at {line}" if (line := source_line(node)) else ""
                 notes[names, size, count] = (
                     f"{names}: whole on every rank of {axis}, since {size} is seen as {count} x "
                     f"{size // count}{where}, and {ranks} ranks do not divide {count}; "

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, operands, user_line
+from autopar.ir.graph import TrainingGraph, operands, source_line
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.registry import is_supported, loops_of
 
@@ -28,7 +28,7 @@ def unsupported_notes(graph: TrainingGraph, axis: str) -> tuple[str, ...]:
             count[name] += 1
     return tuple(
         f"{name} has no rule: whole on every rank of {axis} ({count[name]}x"
-        + (f", first at {line})" if (line := user_line(node)) else ")")
+        + (f", first at {line})" if (line := source_line(node)) else ")")
         for name, node in met.items()
     )
 

@@ -259,9 +259,9 @@ class Partitioner:
         source, placement = self.made[value]
         if source is self.tuples.get(value.node):
             copy = self.new.create_node(
-                "call_function", getitem, (source, value.place), name=node.name
+                "call_function", getitem, (source, value.index), name=node.name
             )
-            copy.meta = {**node.meta, "val": elements(source)[value.place]}
+            copy.meta = {**node.meta, "val": elements(source)[value.index]}
             self.made[value] = (copy, placement)
 
     def waited(self, node: fx.Node) -> None:

@@ -16,7 +16,7 @@ from autopar.capture.batch_shards import batch_shard_of
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.trace import Capture, capture
 from autopar.errors import CaptureError, StrategyError
-from autopar.ir.graph import TrainingGraph, elements, user_line
+from autopar.ir.graph import TrainingGraph, elements, source_line
 from autopar.ir.roles import Buffer, Gradient, Input, Output, Parameter, Tangent, Update
 from tests.harness.models import MODELS
 from tests.passes.parity import CPU, World
@@ -372,8 +372,8 @@ def test_operators_know_their_line_and_block() -> None:
     assert blocks == {"", "blocks.0", "blocks.1"}
     for node in graph.calls():
         if "scaled_dot_product" in str(node.target):
-            assert user_line(node).startswith("model_parts.py:")
-            assert "F.scaled_dot_product_attention(" in user_line(node)
+            assert source_line(node).startswith("model_parts.py:")
+            assert "F.scaled_dot_product_attention(" in source_line(node)
             assert node.meta["block"] in ("blocks.0", "blocks.1")
     (last,) = [node for node in graph.calls() if "nll_loss_forward" in str(node.target)]
     assert last.meta["block"] == ""

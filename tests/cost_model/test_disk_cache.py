@@ -82,7 +82,7 @@ def test_damaged_files_are_told_once_and_replaced(
     for how, content in _mangled(path.read_text()).items():
         whole = path.read_bytes()
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        notices.SAID.clear()
+        notices.ISSUED.clear()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             assert USERS[kind]() == want, how

@@ -9,9 +9,9 @@ from autopar.ir.graph import (
     elements,
     has_batch_dim,
     render_node,
+    source_line,
     tensor_bytes,
     tensors,
-    user_line,
 )
 from autopar.ir.roles import Gradient, Input, Output, Parameter, UnreducedGrad
 from tests.passes.golden import two_layers
@@ -78,8 +78,8 @@ def test_text_has_provenance_phases_types_and_the_users_lines(graph: TrainingGra
 
 
 def test_a_backward_operator_names_the_line_of_its_forward(graph: TrainingGraph) -> None:
-    assert user_line(named(graph, "tanh_backward")) == user_line(named(graph, "tanh"))
-    assert "torch.tanh" in user_line(named(graph, "tanh"))
+    assert source_line(named(graph, "tanh_backward")) == source_line(named(graph, "tanh"))
+    assert "torch.tanh" in source_line(named(graph, "tanh"))
 
 
 def test_what_a_node_yields() -> None:

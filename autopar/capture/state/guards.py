@@ -59,7 +59,7 @@ class Guards:
         self._reads: dict[Attribute, None] = {}
         self._classes: dict[tuple[type, str], None] = {}
         self._outside: dict[str, Variable] = {}
-        self.carried: frozenset[Attribute] = frozenset()
+        self.lifted: frozenset[Attribute] = frozenset()
         self._known: dict[Any, int] = {}
         self._structure: _Structure | None = None
         self._shape: tuple[Any, ...] = ()
@@ -68,15 +68,15 @@ class Guards:
         self._is_now = True
         self.state = 0
 
-    def copied(self, model: nn.Module) -> Guards:
+    def copy_for(self, model: nn.Module) -> Guards:
         """The guards of a copy of the model, which has the same programs."""
         made = Guards(model, self._parameters)
         made._reads, made._classes = dict(self._reads), dict(self._classes)
         made._outside = dict(self._outside)
-        made._known, made.state, made.carried = self._known, self.state, self.carried
+        made._known, made.state, made.lifted = self._known, self.state, self.lifted
         return made
 
-    def watch(
+    def add(
         self,
         reads: Iterable[Attribute],
         classes: Iterable[tuple[type, str]],
@@ -90,17 +90,17 @@ class Guards:
         self._reads |= dict.fromkeys(reads)
         self._classes |= dict.fromkeys(classes)
         self._outside |= outside
-        more = not self.carried.issuperset(carried)
-        self.carried = self.carried.union(carried)
+        more = not self.lifted.issuperset(carried)
+        self.lifted = self.lifted.union(carried)
         self._see()
         self._known[self._values] = len(self._known) if more else self.state
         self.state = self._known[self._values]
 
-    def carry(self, names: Iterable[str]) -> None:
+    def lift(self, names: Iterable[str]) -> None:
         """Gives programs these frozen parameters as they are given buffers."""
-        self.carried = self.carried.union(map(attribute_of, names))
+        self.lifted = self.lifted.union(map(attribute_of, names))
 
-    def look(self) -> bool:
+    def update(self) -> bool:
         """Whether something changed since the last look; then `state` is that of now.
 
         Raises:
@@ -139,14 +139,14 @@ class Guards:
         finally:
             self.state, self._is_now = now, True
 
-    def check_now(self) -> None:
+    def check_current(self) -> None:
         """Refuses a capture after the Python state has changed.
 
         Raises:
             CaptureError: the state is no longer that of the call that needs the capture.
         """
         if self._structure is None or self._seen is None:
-            self.look()
+            self.update()
         elif self._is_now and self._structure.same() and self._seen.same():
             return
         else:
@@ -156,7 +156,7 @@ class Guards:
                 "before the change, or call the model once more after it."
             )
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Looks everything up again at the next look: parameters were replaced on purpose."""
         self._structure = None
 
@@ -177,7 +177,7 @@ class Guards:
         read = []
         for name, key in self._reads:
             value = vars(modules[name]).get(key, MISSING) if name in modules else MISSING
-            is_carried = (name, key) in self.carried and isinstance(value, torch.Tensor)
+            is_carried = (name, key) in self.lifted and isinstance(value, torch.Tensor)
             read.append(type_of(value) if is_carried else freeze(value))  # type: ignore[arg-type]
         variables = [freeze(variable.value) for variable in outside]
         classes = [Fingerprint(member_of(kind, key)[1]) for kind, key in self._classes]

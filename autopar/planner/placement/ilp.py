@@ -232,7 +232,7 @@ class _Program:
         for variable, op_strategy in zip(
             self.op_strategies[value.node], self.found.op_strategies[value.node], strict=True
         ):
-            made.setdefault(op_strategy.results[value.place], []).append(variable)
+            made.setdefault(op_strategy.results[value.index], []).append(variable)
         paid: dict[tuple[Placement, Placement], int] = {}
         for wanted in readers:
             leaving: dict[Placement, list[int]] = {before: [] for before in made}

@@ -46,9 +46,9 @@ def redistributions(
     """
     found: Counter[tuple[Value, Placement, Placement]] = Counter()
     for value, after in dict.fromkeys(_read(graph, op_strategies)):
-        before = op_strategies[value.node].results[value.place]
+        before = op_strategies[value.node].results[value.index]
         if before != after:
-            found[Value(same[value.node], value.place), before, after] += 1
+            found[Value(same[value.node], value.index), before, after] += 1
     return tuple(PlannedRedistribution(*key, count) for key, count in found.items())
 
 

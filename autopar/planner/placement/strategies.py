@@ -47,7 +47,7 @@ class StrategyChoices:
 
     def alike(self, value: Value) -> Value:
         """The value that stands for this one."""
-        return Value(self.same[value.node], value.place)
+        return Value(self.same[value.node], value.index)
 
 
 def strategy_choices(
@@ -193,7 +193,7 @@ class _Spread:
         self.new: list[tuple[Value, int, int]] = []
         for node, values in reads.items():
             stands = same[node]
-            alike = [Value(same[v.node], v.place) for v in values]
+            alike = [Value(same[v.node], v.index) for v in values]
             for i, loop in enumerate(loops[stands]):
                 places = self.places.setdefault((stands, i), set())
                 places |= {(v, at.dim, at.interleave) for v, at in _places(stands, alike, loop)}

@@ -7,20 +7,22 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from autopar.capture.repeated_blocks import Kind, Repeats
+from autopar.capture.repeated_blocks import BlockKind, RepeatedBlocks
 from autopar.planner.search.mesh_estimate import Figures
 
 KEPT = 2
 """Blocks of each kind that are left: what the first does apart, with the next as its neighbour."""
 
 
-def kinds_of(model: nn.Module, blocks: Sequence[str]) -> list[Kind]:
+def kinds_of(model: nn.Module, blocks: Sequence[str]) -> list[BlockKind]:
     """The kinds of equal blocks, each of more than it takes to see how figures grow."""
-    return [kind for kind in Repeats(model, blocks).kinds if len(kind.modules) > KEPT + 1]
+    return [kind for kind in RepeatedBlocks(model, blocks).kinds if len(kind.modules) > KEPT + 1]
 
 
 @contextlib.contextmanager
-def with_num_layers(model: nn.Module, kinds: Sequence[Kind], kept: Sequence[int]) -> Iterator[None]:
+def with_num_layers(
+    model: nn.Module, kinds: Sequence[BlockKind], kept: Sequence[int]
+) -> Iterator[None]:
     """Takes all but so many blocks of each kind out of a model, and puts them back."""
     gone = {
         id(modules[0])
@@ -39,7 +41,9 @@ def with_num_layers(model: nn.Module, kinds: Sequence[Kind], kept: Sequence[int]
             each._modules = modules
 
 
-def extrapolate_layers(kinds: Sequence[Kind], at: Callable[[Sequence[int]], Figures]) -> Figures:
+def extrapolate_layers(
+    kinds: Sequence[BlockKind], at: Callable[[Sequence[int]], Figures]
+) -> Figures:
     """Figures of a whole model, from those of models with few blocks.
 
     Args:

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, takewhile
 from typing import Any, TypeVar
 
-from autopar.common.checks import MOST_RANKS
+from autopar.common.checks import MAX_RANKS
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, Change, OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
@@ -194,7 +194,7 @@ class _OomAdvisor:
             yield from self.first_of(
                 self.remedy(f"{n * now} micro-batches", {"micro_batches": n * now}, states=False)
                 for n in self.parts(memory)
-                if n * now <= MOST_RANKS
+                if n * now <= MAX_RANKS
             )
         if not strategy.search and self.problem.batch == "global":
             yield from self.first_of(

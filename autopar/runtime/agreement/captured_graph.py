@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar._torch import FakeTensor
 from autopar.errors import DisagreementError
-from autopar.ir.graph import TrainingGraph, tensors, user_line
+from autopar.ir.graph import TrainingGraph, source_line, tensors
 from autopar.ir.roles import Parameter
 from autopar.plan.spec import SCHEMA_VERSION
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
@@ -87,7 +87,7 @@ def described(graph: TrainingGraph) -> list[str]:
         given = [_text((node.args, node.kwargs), numbers)] if node.op == "call_function" else []
         made = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors(node))
         line = " ".join([f"%{numbers[node]} = {what}", *given, made])
-        lines.append(line + (SOURCE + user_line(node) if user_line(node) else ""))
+        lines.append(line + (SOURCE + source_line(node) if source_line(node) else ""))
     for role, result in zip(graph.outputs, graph.results, strict=True):
         lines.append(f"{role} = {_text(result, numbers)}")
     return lines + [f"constant {n} of {_content(t)}" for n, t in graph.constants.items()]

@@ -258,7 +258,7 @@ class CallState:
 
     def _arguments(self) -> str:
         """Shapes and dtypes of tensors, without the number of rows; plain values as they are."""
-        rows = self.shard.call.has_rows
+        rows = self.shard.call.has_batch_dim
         words = [_described(x, r) for x, r in zip(self.shard.call.leaves, rows, strict=True)]
         return f"({', '.join(words)}) {_structured(self.structure)}"
 

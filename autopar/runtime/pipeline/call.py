@@ -92,7 +92,7 @@ class PipelineCall:
             case Input(index):
                 return self._inputs[micro][index].detach()
             case BatchFraction():
-                weight = share.rows / share.total
+                weight = share.rows / share.global_rows
                 return torch.tensor(weight, dtype=torch.float64, device=self.compiled.device)
             case BatchIndex():
                 return share.slices.unit_indices(self.compiled.device)
@@ -104,7 +104,9 @@ class PipelineCall:
 
     @cached_property
     def _inputs(self) -> list[Tensors]:
-        return [dict(zip(s.call.places, s.tensors, strict=True)) for s in self.micro_batches]
+        return [
+            dict(zip(s.call.tensor_indices, s.tensors, strict=True)) for s in self.micro_batches
+        ]
 
     # Forward.
 
@@ -322,7 +324,7 @@ class PipelineCall:
     def input_gradient(self, index: int, like: torch.Tensor) -> torch.Tensor:
         """The gradient of an argument, on every rank."""
         own = self.step.input_gradients.get(index, {})
-        split = self.micro_batches[0].call.has_rows[index] and len(self.micro_batches) > 1
+        split = self.micro_batches[0].call.has_batch_dim[index] and len(self.micro_batches) > 1
         if not split:
             total = sum(own.values(), torch.zeros_like(like))
         else:

@@ -11,9 +11,9 @@ import torch
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from autopar._torch import keeps_graph
+from autopar._torch import backward_keeps_graph
 from autopar.capture.batch_shards import BatchShard
-from autopar.common.notices import warn_of_differences
+from autopar.common.notices import warn_of_numerics
 from autopar.errors import CoupledRowsError
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.roles import Differentiable, Input, Parameter
@@ -82,7 +82,7 @@ class PipelineExecutor:
         buffers = setting.index.buffers()
         with torch.no_grad():
             for name, value in call.updates.items():
-                if name in pipe.program.capture.rebound:
+                if name in pipe.program.capture.rebound_buffers:
                     setting.rebind(name, value.clone())
                 else:
                     buffers[name].copy_(value)
@@ -120,7 +120,7 @@ class PipelineExecutor:
 
     def _shares(self, share: BatchShard) -> list[BatchShard]:
         """The micro-batches of a share; the whole share where they need each other's rows."""
-        shares = share.micro_batches(self._micro_batches(share))
+        shares = share.split_micro_batches(self._micro_batches(share))
         key = (self.context.call_key(shares[0]), torch.is_grad_enabled())
         if len(shares) > 1 and key not in self.coupled_keys:
             try:
@@ -133,7 +133,7 @@ class PipelineExecutor:
         """As many as planned; fewer for a smaller batch that these do not divide."""
         assert self.plan.pipeline is not None
         planned, rows = self.plan.pipeline.micro_batches, share.rows
-        if rows * share.count != share.total:
+        if rows * share.num_slices != share.global_rows:
             return 1
         return gcd(planned, rows) if rows < self.plan.pipeline.rows else planned
 
@@ -166,7 +166,7 @@ class PipelineExecutor:
                 self.plan,
                 rank=rank(),
                 op_strategies=call_strategies(
-                    graph, self.plan, rank(), share.total, share.count, op_strategies
+                    graph, self.plan, rank(), share.global_rows, share.num_slices, op_strategies
                 ),
                 micro_batches=count,
                 comm_backend=backend_of(self.context.device),
@@ -177,7 +177,7 @@ class PipelineExecutor:
             )
             for stage in program.split.stages:
                 if not self.context.options.on_trial:
-                    warn_of_differences(stage.notes)
+                    warn_of_numerics(stage.notes)
             mesh, group = self.context.mesh, None
             if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
                 group = mesh.get_group("pp")
@@ -234,7 +234,7 @@ class _Run(torch.autograd.Function):
         given = {index: gradient for index, gradient in pairs if gradient is not None}
         if not call.compiled.tangents.issuperset(given):
             call = pipes.rerun_with_all_tangents(under.shares, under.hold, under.state)
-        again = keeps_graph()
+        again = backward_keeps_graph()
         call.backward(given, again)
         if call.at_once and given:
             pipes.loss_tangent = (
@@ -255,6 +255,6 @@ class _Run(torch.autograd.Function):
 
 def _like(shares: list[BatchShard], index: int) -> torch.Tensor:
     """A tensor like the rank's rows of an argument."""
-    parts = [dict(zip(s.call.places, s.tensors, strict=True))[index] for s in shares]
-    split = shares[0].call.has_rows[index] and len(shares) > 1
+    parts = [dict(zip(s.call.tensor_indices, s.tensors, strict=True))[index] for s in shares]
+    split = shares[0].call.has_batch_dim[index] and len(shares) > 1
     return torch.zeros_like(torch.cat(parts) if split else parts[0])

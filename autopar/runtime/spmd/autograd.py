@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from autopar._torch import keeps_graph
+from autopar._torch import backward_keeps_graph
 from autopar.ir.roles import (
     Accumulated,
     ChecksumSum,
@@ -110,7 +110,7 @@ class SpmdFunction(torch.autograd.Function):
             saved = run_forward(running, program)[1]
         half = running.backward_half(program)
         arguments = _arguments(half, saved, given, running)
-        if half.donated_args and keeps_graph():
+        if half.donated_args and backward_keeps_graph():
             for place in half.donated_args:
                 arguments[place] = arguments[place].clone()
         del saved

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autopar.capture.batch_shards import BatchShard
-from autopar.common.notices import warn_of_differences
+from autopar.common.notices import warn_of_numerics
 from autopar.ir.roles import BatchChecksum, BatchFraction, BatchIndex, Buffer, Input, Parameter
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.batch_checks import (
@@ -66,7 +66,7 @@ class SpmdExecutor:
                 running.differentiable, tensors = setting.differentiable_inputs(share)
                 outputs = SpmdFunction.apply(running, *tensors)
         finish_exchange()  # there may have been no collective
-        self._finish(running, share, program.capture.rebound)
+        self._finish(running, share, program.capture.rebound_buffers)
         result = list(program.capture.leaves)
         for index, value in zip(program.returned, outputs, strict=True):
             result[index] = value
@@ -86,7 +86,7 @@ class SpmdExecutor:
                 plan,
                 rank=rank(),
                 op_strategies=call_strategies(
-                    graph, plan, rank(), share.total, share.count, op_strategies
+                    graph, plan, rank(), share.global_rows, share.num_slices, op_strategies
                 ),
                 comm_backend=backend_of(setting.device),
                 groups=setting.groups,
@@ -96,13 +96,13 @@ class SpmdExecutor:
                 recorder=setting.options.recorder,
             )
             if not setting.options.on_trial:
-                warn_of_differences(self.programs[key].graph.notes)
+                warn_of_numerics(self.programs[key].graph.notes)
         return self.programs[key]
 
     def _arguments(self, program: Program, leaves: list[Any], share: BatchShard) -> list[Any]:
         setting = self.context
         named, buffers = setting.index.parameters, setting.index.buffers()
-        inputs = dict(zip(share.call.places, share.tensors, strict=True))
+        inputs = dict(zip(share.call.tensor_indices, share.tensors, strict=True))
         values: list[Any] = []
         for role in program.forward.inputs:
             match role:
@@ -113,7 +113,7 @@ class SpmdExecutor:
                 case Input(index):
                     values.append(inputs[index].detach())
                 case BatchFraction():
-                    weight = share.rows / share.total
+                    weight = share.rows / share.global_rows
                     values.append(torch.tensor(weight, dtype=torch.float64, device=setting.device))
                 case BatchIndex():
                     values.append(share.slices.unit_indices(setting.device))
@@ -150,7 +150,7 @@ class SpmdExecutor:
             else:
                 check_checksum_sum(verdict, options.dp_size, options.batch)
         buffers = self.context.index.buffers()
-        inputs = dict(zip(share.call.places, share.tensors, strict=True))
+        inputs = dict(zip(share.call.tensor_indices, share.tensors, strict=True))
         with torch.no_grad():
             for of, value in running.updates.items():
                 if isinstance(of, Buffer) and of.name in rebound:

@@ -250,6 +250,6 @@ def test_results_that_nobody_uses_are_not_cut() -> None:
 
 def test_says_why_it_declined() -> None:
     assert (
-        LowerCollectives("gloo", 0)(two_layers().capture(0).source).reason
+        LowerCollectives("gloo", 0)(two_layers().capture(0).captured_graph).reason
         == "there is no collective"
     )

@@ -204,4 +204,5 @@ def test_what_lies_between_two_levels_sinks_with_the_second() -> None:
 
 
 def test_says_why_it_declined() -> None:
-    assert ScheduleOverlap()(two_layers().capture(0).source).reason == "there is no collective"
+    graph = two_layers().capture(0).captured_graph
+    assert ScheduleOverlap()(graph).reason == "there is no collective"
