@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensor, FakeTensorMode, OpOverload
-from autopar.common.notices import Difference
+from autopar.common.notices import NumericsNote
 from autopar.errors import PassError
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.placement import Partial, Replicate, Shard, UnevenRanks, Varying
@@ -38,7 +38,7 @@ _MODULES = ("autopar.", "_operator")
 
 _CONSTRUCTORS: Constructors = {
     **constructors_in([*field_types(TrainingGraph), Partial, Replicate, Shard, Varying]),
-    "Difference": Difference,
+    "NumericsNote": NumericsNote,
     "UnevenRanks": UnevenRanks,
 }
 
