@@ -73,7 +73,7 @@ class Call:
     def with_batch_size(self, rows: int) -> Call:
         """The same call with another number of rows."""
         leaves = tuple(
-            leaf.with_rows(rows) if split else leaf
+            leaf.with_batch_size(rows) if split else leaf
             for leaf, split in zip(self.leaves, self.has_batch_dim, strict=True)
         )
         return replace(self, leaves=leaves)
