@@ -176,7 +176,7 @@ class _BatchPartitioner(Partitioner):
         self.mark(end, own=True)
         for place, result in enumerate(made):
             if result is not None:
-                result = self.laid_as(result, elements(node)[place], node)
+                result = self.dtensor_like(result, elements(node)[place], node)
                 self.mark(end, own=True)
                 self.typed(result, op_strategy.results[place])
                 self.made[Value(node, place)] = (result, op_strategy.results[place])
@@ -224,7 +224,7 @@ class _BatchPartitioner(Partitioner):
                 made = self.redistribution(reader).write(move, node, tuple(value.tensor.shape))
                 if move[2] == wanted:
                     self.mark(end)
-                    made = self.laid_as(made, value.tensor, reader)
+                    made = self.dtensor_like(made, value.tensor, reader)
                 self.mark(end)
                 self.converted[key] = self.typed(made, move[2])
             node = self.converted[key]

@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.errors import CoupledRowsError
 from autopar.ir.batch_slicing import BATCH
-from autopar.ir.graph import GraphProperty, TrainingGraph, has_batch_dim, tensors, user_line
+from autopar.ir.graph import GraphProperty, TrainingGraph, has_batch_dim, source_line, tensors
 from autopar.ir.roles import BatchTotal, MicrobatchPartial
 from autopar.passes.core.collective_ops import (
     axis_of,
@@ -88,7 +88,7 @@ def _check(graph: TrainingGraph) -> None:
 
 
 def _coupled(node: fx.Node) -> CoupledRowsError:
-    line = user_line(node)
+    line = source_line(node)
     return CoupledRowsError(
         "the model needs all rows of the batch before it goes on"
         + (f" ({line})" if line else "")

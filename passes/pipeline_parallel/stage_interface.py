@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import StrategyError
-from autopar.ir.graph import user_line
+from autopar.ir.graph import source_line
 from autopar.ir.roles import InputRole, MicrobatchPartial, OutputRole, StageInput, StageOutput
 from autopar.passes.pipeline_parallel.stage_assignment import StageAssignment
 
@@ -105,7 +105,7 @@ def _ancestors(assignment: StageAssignment, nodes: Iterable[fx.Node]) -> dict[fx
         if assignment.dependence[node] == "parameters":
             raise StrategyError(
                 f"{node} is a parameter's value that every stage would have to return "
-                f"({user_line(node)}): return a copy that is computed from inputs too"
+                f"({source_line(node)}): return a copy that is computed from inputs too"
             )
         todo += node.all_input_nodes
     return found
@@ -131,7 +131,7 @@ def _transfers(
         if not set(reading) <= set(path):
             raise StrategyError(
                 f"the cut goes through what cannot be cut: {node} of stage {own} is needed by "
-                f"stage {min(reading)} ({user_line(node)}). Cut elsewhere (split_points=...)."
+                f"stage {min(reading)} ({source_line(node)}). Cut elsewhere (split_points=...)."
             )
         for stage in path[1:]:
             received[stage][node] = StageInput(number, phase)

@@ -307,10 +307,10 @@ class Partitioner:
                 self.converted[key] = self.convert(step, node, value.tensor.shape, reader)
             node = self.converted[key]
         if conversion:
-            node = self.converted[value, wanted] = self.laid_as(node, value.tensor, reader)
+            node = self.converted[value, wanted] = self.dtensor_like(node, value.tensor, reader)
         return node
 
-    def laid_as(self, node: fx.Node, whole: torch.Tensor, reader: fx.Node) -> fx.Node:
+    def dtensor_like(self, node: fx.Node, whole: torch.Tensor, reader: fx.Node) -> fx.Node:
         """What was redistributed, its dims in memory in the order of those of the whole.
 
         Some kernels read wrong numbers where operands differ in memory format.

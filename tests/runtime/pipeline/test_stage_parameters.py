@@ -156,7 +156,7 @@ class Trained:
         GPT.loss(self.plain(*GPT.batch(8, step)[0])).backward()
         gradients = {name: p.grad for name, p in self.plain.named_parameters()}
         for name, parameter in self.model.named_parameters():
-            parameter.grad = laid_as(gradients[name], parameter)
+            parameter.grad = dtensor_like(gradients[name], parameter)
 
     def steps(self, steps: range) -> None:
         for step in steps:
@@ -169,7 +169,7 @@ class Trained:
         close(whole_state(self.model), self.plain.state_dict(), 1e-12)
 
 
-def laid_as(whole_gradient: Any, parameter: nn.Parameter) -> torch.Tensor:
+def dtensor_like(whole_gradient: Any, parameter: nn.Parameter) -> torch.Tensor:
     from autopar.runtime.parameters.distribute import distribute_like
 
     value = distribute_like(parameter, whole_gradient.clone())
