@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def nothing_said() -> None:
     """Let every test see the warnings that autopar gives once a process."""
     if notices := sys.modules.get("autopar.common.notices"):
-        notices.SAID.clear()
+        notices.ISSUED.clear()
 
 
 STARTS = (worlds, worlds.run, worlds.run_isolated, subprocess)

@@ -369,7 +369,7 @@ def _fresh_state() -> None:
     torch.manual_seed(0)
     random.seed(0)
     if notices := sys.modules.get("autopar.common.notices"):
-        notices.SAID.clear()
+        notices.ISSUED.clear()
 
 
 def _leave_group() -> None:
