@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from autopar.common.checks import shown
+from autopar.common.checks import short_repr
 from autopar.common.documents import FieldError, read
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS
@@ -47,7 +47,7 @@ def read_plan(document: Any, kind: type[P], source: str) -> P:
             raise PlanError(f"{source} is no plan of schema 6: {error!r}. {AGAIN}") from error
     if found != SCHEMA_VERSION:
         raise PlanError(
-            f"{source} has plan schema {shown(found)} in $.schema_version; this autopar "
+            f"{source} has plan schema {short_repr(found)} in $.schema_version; this autopar "
             f"reads 6 and {SCHEMA_VERSION}. {AGAIN}"
         )
     if missing := [f.name for f in fields(kind) if f.name not in document]:
