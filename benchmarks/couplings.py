@@ -1,10 +1,10 @@
-"""Models that couple the rows of a batch: what torch's DDP and autopar make of them.
+"""Errors of torch's DDP and of autopar on models that couple the rows of a batch.
 
     python -m benchmarks.couplings
 
 Each model trains for three steps on two ranks in float64 under AdamW, at 12 rows, and is compared
-with one process. Under DDP each rank is given its half of the rows. Prints worst relative errors,
-the table of docs/couplings.md.
+with one process. Under DDP each rank gets its half of the rows. The output is the table of worst
+relative errors in docs/couplings.md.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from tests.harness.worlds import RankError, run
 ROWS, RANKS, STEPS = 12, 2, 3
 
 
-def with_ddp(rank: int, world_size: int, name: str) -> Reference:
+def train_with_ddp(rank: int, world_size: int, name: str) -> Reference:
     """Train under DDP; the loss is the mean over ranks, as scripts log it."""
     case = COUPLED[name]
     model = DistributedDataParallel(case.make().double())
-    given = (own(batch, rank, world_size) for batch in batches(case, range(STEPS), ROWS))
-    own_losses = train_steps(model, ADAMW(model.parameters()), case, given)
-    losses = torch.tensor(own_losses, dtype=torch.float64)
+    shares = (local_rows(batch, rank, world_size) for batch in batches(case, range(STEPS), ROWS))
+    local_losses = train_steps(model, ADAMW(model.parameters()), case, shares)
+    losses = torch.tensor(local_losses, dtype=torch.float64)
     torch.distributed.all_reduce(losses)
     return Reference((losses / world_size).tolist(), whole_state(model.module))
 
 
-def with_autopar(rank: int, world_size: int, name: str) -> Reference:
+def train_with_autopar(rank: int, world_size: int, name: str) -> Reference:
     """Train the compiled model under plain data parallelism."""
     case = COUPLED[name]
     model = autopar.compile(case.make().double(), strategy=fixed(0), fallback=False)
@@ -52,8 +52,8 @@ def with_autopar(rank: int, world_size: int, name: str) -> Reference:
     return Reference(losses, whole_state(model))
 
 
-def own(batch: Any, rank: int, ranks: int) -> Any:
-    """The rows of a rank; of a permutation, one of these rows alone."""
+def local_rows(batch: Any, rank: int, ranks: int) -> Any:
+    """Return the rows of a rank; a permutation becomes one of these rows alone."""
     args, kwargs = rows_of(batch, rank, ranks)
     both = zip(batch[0], args, strict=True)
     return tuple(x.argsort() if is_permutation(whole) else x for whole, x in both), kwargs
@@ -65,9 +65,9 @@ def is_permutation(x: Tensor) -> bool:
 
 
 def row(name: str) -> str:
-    """One line of the table: what DDP makes of a model, then autopar."""
+    """Return one line of the table: errors of DDP on a model, then of autopar."""
     cells = []
-    for train in (with_ddp, with_autopar):
+    for train in (train_with_ddp, train_with_autopar):
         try:
             cells += errors(run(train, RANKS, name=name)[0], name)
         except RankError:
@@ -76,12 +76,12 @@ def row(name: str) -> str:
 
 
 def errors(got: Reference, name: str) -> list[str]:
-    """Worst relative errors of a loss, a parameter and a buffer."""
+    """Return the worst relative errors of a loss, a parameter and a buffer."""
     want = reference(COUPLED[name], STEPS, torch.float64, ADAMW, ROWS)
     model = COUPLED[name].make()
     found = [f"{worst_loss(got, want):.0e}"]
-    for held in (model.named_parameters(), model.named_buffers()):
-        names = [name for name, _ in held]
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        names = [name for name, _ in tensors]
         states = ({name: state[name] for name in names} for state in (got.state, want.state))
         found.append(f"{worst_error(*states)[0]:.0e}" if names else "")
     return found

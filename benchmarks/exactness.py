@@ -1,29 +1,26 @@
-"""Whether models divided over real processes train as the plain ones do on one.
+"""Parity of models divided over real processes with the plain models on one.
 
     python -m benchmarks.exactness --json FILE
     python -m benchmarks.exactness --setups pp2-1f1b-4,pp2xtp2xdp2 --models gpt,llama
 
-The parity models and sixteen architectures of transformers, small, ten steps each: every loss and
-the final state of every rank beside those of the plain model. Exact are 1e-9 relative in float64
-under AdamW, and 1e-5 in float32 under SGD with momentum. The exit status is 1 if one is not.
+The parity models and sixteen architectures of transformers train for ten steps. Every loss and the
+final state of every rank are compared with the plain model's. Exact means 1e-9 relative in float64
+under AdamW, and 1e-5 in float32 under SGD with momentum. The exit status is 1 if one is not exact.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -31,7 +28,7 @@ from torch import nn
 import autopar
 from autopar.ir.placement import Shard
 from autopar.plan.pipeline import SCHEDULES
-from benchmarks.report import machine, versions
+from benchmarks.report import about, empty_table, save
 from tests.harness.architectures import ARCHITECTURES
 from tests.harness.models import MODELS, Case
 from tests.harness.reference import (
@@ -53,10 +50,10 @@ class Setup:
     """One way to train a model.
 
     Attributes:
-        ranks: on how many.
-        options: what of the strategy is fixed.
-        rows: of each batch. So few, and odd, that something else than rows is divided, and uneven
-            over data-parallel ranks; under a pipeline its micro-batches must divide them.
+        ranks: world size.
+        options: fixed fields of the strategy.
+        rows: rows of each batch. They are few and odd, so that other dims are divided and rows are
+            uneven over data-parallel ranks. Micro-batches of a pipeline must divide them.
     """
 
     ranks: int
@@ -65,29 +62,29 @@ class Setup:
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks draw random numbers of their own: for their rows, or for their stages."""
+        """Whether ranks draw different random numbers, for their rows or stages."""
         return self.ranks > self.options.get("tp", 1)
 
     def suits(self, model: str) -> bool:
-        """Whether a model can train exactly so."""
+        """Whether a model can train exactly in this setup."""
         batch_norm = model in ("conv", "resnet") and self.options.get("micro_batches", 1) > 1
         return not batch_norm and not (model == "dropout" and self.is_divided)
 
 
-def piped(
+def pipelined(
     pp: int,
     schedule: str = "1f1b",
     micro_batches: int = 4,
     ranks: int | None = None,
     **options: Any,
 ) -> Setup:
-    """A setup of a pipeline."""
+    """Return the setup of a pipeline."""
     fixed = {"pp": pp, "schedule": schedule, "micro_batches": micro_batches, **options}
     return Setup(ranks or pp, fixed, rows=16)
 
 
 PIPELINES = {
-    f"pp{pp}-{schedule}-{micro_batches}": piped(pp, schedule, micro_batches)
+    f"pp{pp}-{schedule}-{micro_batches}": pipelined(pp, schedule, micro_batches)
     for pp in (2, 3, 4)
     for schedule in SCHEDULES
     for micro_batches in (1, 2, 4, 8)
@@ -99,16 +96,16 @@ COMPOSED = {
     "tp3": Setup(3, {"tp": 3}),
     "tp4": Setup(4, {"tp": 4}),
     "tp2xdp2": Setup(4, {"tp": 2, "zero": 3}),
-    "pp2xdp2": piped(2, ranks=4),
-    "pp2xdp2-zero3": piped(2, ranks=4, zero=3),
-    "pp2xtp2": piped(2, ranks=4, tp=2),
-    "pp2xtp2xdp2": piped(2, ranks=8, tp=2, zero=2),
-    "pp2xtp2xdp2-whole": piped(2, micro_batches=1, ranks=8, tp=2, zero=3),
+    "pp2xdp2": pipelined(2, ranks=4),
+    "pp2xdp2-zero3": pipelined(2, ranks=4, zero=3),
+    "pp2xtp2": pipelined(2, ranks=4, tp=2),
+    "pp2xtp2xdp2": pipelined(2, ranks=8, tp=2, zero=2),
+    "pp2xtp2xdp2-whole": pipelined(2, micro_batches=1, ranks=8, tp=2, zero=3),
 }
-"""What is swept if nothing else is asked for: partitions, and pipelines of them."""
+"""The default sweep: partitions, and pipelines of them."""
 
 OPEN = {"gather_bytes": None, "reduce_bytes": None, "prefetch": None}
-"""Left to the planner, which then schedules every collective."""
+"""Options left to the planner, which then schedules every collective."""
 
 COMMUNICATION = {
     **{f"zero{z}-{n}": Setup(n, {"zero": z, **OPEN}) for z in range(4) for n in (2, 3, 4)},
@@ -124,61 +121,58 @@ CASES: Mapping[str, Case] = MODELS | {name: it.case for name, it in ARCHITECTURE
 
 @dataclass(frozen=True)
 class Row:
-    """How one model trained in one setup.
+    """Result of one model in one setup.
 
     Attributes:
-        model: its name.
-        setup: its name.
-        loss_error: the worst relative difference of a loss, on any rank.
-        parameter_error: that of a tensor of the final state.
-        of: which tensor that is.
-        sharded_parameters: how many parameters lie in shards along tp.
-        parameters: how many there are.
-        seconds: from the model to the end of its training, planning included.
-        error: what kept it from training.
+        model: name of the model.
+        setup: name of the setup.
+        loss_error: worst relative difference of a loss, on any rank.
+        parameter_error: worst relative difference of a tensor of the final state.
+        tensor: name of that tensor.
+        sharded_parameters: number of parameters that are sharded along tp.
+        parameters: number of parameters.
+        seconds: time from the model to the end of its training, planning included.
+        error: first line of an exception.
     """
 
     model: str
     setup: str
     loss_error: float | None = None
     parameter_error: float | None = None
-    of: str | None = None
+    tensor: str | None = None
     sharded_parameters: int | None = None
     parameters: int | None = None
     seconds: float | None = None
     error: str | None = None
 
     def is_exact(self, tolerance: float) -> bool:
-        """Whether it trained, and neither error exceeds the tolerance."""
+        """Whether it trained and both errors are within the tolerance."""
         errors = (self.loss_error, self.parameter_error)
         return all(error is not None and error <= tolerance for error in errors)
 
 
 def measure(name: str, setup: str, dtype: torch.dtype = torch.float64, steps: int = STEPS) -> Row:
-    """Trains one model in one setup on processes that stay alive for the next."""
-    given = {"name": name, "setup": SETUPS[setup], "dtype": dtype, "steps": steps}
+    """Train one model in one setup on processes that later setups reuse."""
+    options = {"name": name, "setup": SETUPS[setup], "dtype": dtype, "steps": steps}
     try:
-        answers = run(trained, SETUPS[setup].ranks, timeout=600, **given)
+        answers = run(train_on_rank, SETUPS[setup].ranks, timeout=600, **options)
     except RankError as error:
         return Row(name, setup, error=_first_line(error))
-    want = plain(name, dtype, steps, SETUPS[setup].rows)
-    losses, states = [], []
-    for got, _, _ in answers:
-        losses.append(worst_loss(got, want))
-        states.append(worst_error(got.state, want.state))
-    state, of = max(states)
+    want = train_plain(name, dtype, steps, SETUPS[setup].rows)
+    loss = max(worst_loss(got, want) for got, _, _ in answers)
+    state, tensor = max(worst_error(got.state, want.state) for got, _, _ in answers)
     _, sharded, seconds = answers[0]
-    return Row(name, setup, max(losses), state, of, *sharded, seconds)
+    return Row(name, setup, loss, state, tensor, *sharded, seconds)
 
 
 def _first_line(error: RankError) -> str:
-    """What the first rank raised; graphs that passes print with it would fill pages."""
+    """First line of the first rank's error, without the graphs that passes print with it."""
     trace = next(iter(error.errors.values()))
     raised = [line for line in trace.splitlines() if line[:1].isalpha() and "Error" in line]
     return raised[0][:400] if raised else "a rank failed"
 
 
-def trained(
+def train_on_rank(
     rank: int,
     world_size: int,
     name: str,
@@ -186,7 +180,7 @@ def trained(
     dtype: torch.dtype,
     steps: int,
 ) -> tuple[Reference, tuple[int, int], float]:
-    """One rank's training; how many parameters lie in shards, and how many there are; seconds."""
+    """Train on one rank; return the result, numbers of sharded and of all parameters, seconds."""
     warnings.simplefilter("ignore")
     start, case = time.perf_counter(), CASES[name]
     model = autopar.compile(case.make().to(dtype), strategy=fixed(**setup.options), fallback=False)
@@ -197,15 +191,15 @@ def trained(
 
 
 def sharded_of(model: nn.Module) -> tuple[int, int]:
-    """How many parameters lie in shards along tp, and how many a rank has to do with."""
+    """Return the number of parameters sharded along tp, and of all parameters of a rank."""
     names = [name for name, _ in model.named_parameters()]
     sharded = [name for name in names if isinstance(model.plan.layout(name).get("tp"), Shard)]
     return len(sharded), len(names)
 
 
 @functools.cache
-def plain(name: str, dtype: torch.dtype, steps: int, rows: int) -> Reference:
-    """The plain model's training, from the seed that ranks start with."""
+def train_plain(name: str, dtype: torch.dtype, steps: int, rows: int) -> Reference:
+    """Train the plain model from the seed of the ranks."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -215,7 +209,7 @@ def plain(name: str, dtype: torch.dtype, steps: int, rows: int) -> Reference:
 def sweep(
     models: Sequence[str], setups: Sequence[str], dtype: torch.dtype, console: Console
 ) -> Iterator[Row]:
-    """Every model in every setup."""
+    """Train every model in every setup."""
     for setup in setups:
         for name in models:
             if not SETUPS[setup].suits(name):
@@ -226,17 +220,16 @@ def sweep(
 
 
 def table(rows: Sequence[Row], tolerance: float) -> Table:
-    """A line for each row, red where it is not exact."""
-    drawn = Table(box=box.SIMPLE_HEAD, title=f"exact: {tolerance:g}")
-    for heading in ("model", "setup", "loss", "parameters", "worst of", "sharded", "seconds"):
-        drawn.add_column(heading, justify="left" if heading in ("model", "setup") else "right")
+    """Return a line for each row, red where it is not exact."""
+    headings = ("setup", "loss", "parameters", "worst tensor", "sharded", "seconds")
+    drawn = empty_table(f"exact: {tolerance:g}", "model", headings)
     for row in rows:
         cells = (row.loss_error, row.parameter_error)
         drawn.add_row(
             row.model,
             row.setup,
             *("-" if error is None else f"{error:.1e}" for error in cells),
-            row.of or "-",
+            row.tensor or "-",
             f"{row.sharded_parameters} of {row.parameters}",
             f"{row.seconds or 0:.1f}",
             style=None if row.is_exact(tolerance) else "red",
@@ -245,7 +238,7 @@ def table(rows: Sequence[Row], tolerance: float) -> Table:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line's options."""
+    """Return the command line's options, checked."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exactness", description=__doc__)
 
     def some(known: Iterable[str]) -> Any:
@@ -256,31 +249,24 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="float64")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args(arguments)
-    for given, known in ((options.models, CASES), (options.setups, SETUPS)):
-        unknown = ", ".join(sorted(set(given) - set(known)))
+    for names, known in ((options.models, CASES), (options.setups, SETUPS)):
+        unknown = ", ".join(sorted(set(names) - set(known)))
         if unknown:
             parser.error(f"there is no {unknown}; choose from {', '.join(known)}")
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the sweep, shows a table, writes the rows as they come if asked to."""
+    """Run the sweep, show a table, and write the rows as they come."""
     options, console = parse_arguments(arguments), Console()
     torch.set_num_threads(1)
     dtype = DTYPES[options.dtype]
-    about = {
-        "machine": machine(),
-        "versions": versions(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "dtype": options.dtype,
-        "tolerance": EXACT[dtype],
-    }
+    facts = {**about(), "dtype": options.dtype, "tolerance": EXACT[dtype]}
     rows: list[Row] = []
     for row in sweep(options.models, options.setups, dtype, console):
         rows.append(row)
         if options.json:
-            document = {**about, "rows": [asdict(row) for row in rows]}
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+            save(options.json, {**facts, "rows": [asdict(row) for row in rows]})
     console.print(table(rows, EXACT[dtype]))
     return 0 if all(row.is_exact(EXACT[dtype]) for row in rows) else 1
 

@@ -1,7 +1,6 @@
-"""Starts the ranks of a benchmark with torchrun's environment, and watches over them.
+"""Starts and watches the ranks of a race, with torchrun's environment.
 
-One contender that crashes or hangs takes its processes with it: it is blamed, and the race is run
-again without it.
+A contender that crashes or hangs takes its processes with it. The race then runs again without it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 ROOT = Path(__file__).resolve().parent.parent
-AFTER_ERROR = 20  # seconds that ranks have to agree on an error before they count as hung
 
-DYING = 40
-"""Lines of what a rank that a signal ended had to say: its stack is among them."""
+ERROR_TIMEOUT_S = 20
+"""Seconds in which ranks must agree on an error before they count as hung."""
+
+STACK_LINES = 40
+"""Lines of the log of a rank that a signal ended; its stack is among them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Job:
     Attributes:
         case: name of the model.
         world_size: number of processes.
-        contenders: their names.
+        contenders: names of contenders.
         rounds: timed steps of each contender.
         threads: intra-operator threads of each process.
         patience: seconds without progress after which a contender is given up.
@@ -48,17 +49,17 @@ class Job:
     patience: float
 
     def save(self, folder: Path) -> None:
-        """Write the job where its ranks find it."""
+        """Write the job into the folder of the race."""
         (folder / "job.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def load(cls, folder: Path) -> Job:
-        """Read what `save` wrote."""
+    def load(cls, folder: Path) -> Self:
+        """Read the file of `save`."""
         return cls(**json.loads((folder / "job.json").read_text()))
 
 
 class Status(NamedTuple):
-    """What rank 0 is doing, and for whom."""
+    """Current phase and contender of rank 0."""
 
     phase: str
     contender: str
@@ -66,51 +67,52 @@ class Status(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a race ended early, and who was running."""
+    """The contender that ended a race early, and the reason."""
 
     contender: str
     reason: str
 
 
-def write_at_once(path: Path, text: str) -> None:
-    """Write a file that nobody sees half written."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that no reader finds it incomplete."""
     draft = path.with_name(f".{path.name}")
     draft.write_text(text)
     draft.replace(path)
 
 
-Start = Callable[[Job, int, Path, int], subprocess.Popen[bytes]]
-"""Starts a rank of a job whose folder and free port are given."""
+Start = Callable[[Job, int, Path, int], "subprocess.Popen[bytes]"]
+"""Starts a rank of a job, with its folder and a free port."""
+
+Notify = Callable[[str], None]
+"""Shows progress."""
 
 
-def race(job: Job, tell: Callable[[str], None], start: Start | None = None) -> dict[str, Any]:
-    """Run a job to its end, without those that brought it down; return the outcome.
+def race(job: Job, notify: Notify, start: Start | None = None) -> dict[str, Any]:
+    """Run a job to its end, without the contenders that bring it down; return the outcome.
 
-    Ranks are processes beside this one, unless `start` starts them elsewhere.
+    Ranks are processes of this machine, unless `start` starts them elsewhere.
     """
     lost: list[dict[str, str]] = []
     while True:
         with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
-            result = _attempt(job, Path(folder), tell, start or _start)
+            result = _attempt(job, Path(folder), notify, start or _start)
         if isinstance(result, dict):
             result["contenders"] += lost
             return result
         if result.contender not in job.contenders:
             raise RuntimeError(f"{job.case} at world size {job.world_size}: {result.reason}")
-        tell(f"{result.contender} brought the race down, again without it: {result.reason}")
+        notify(f"{result.contender} brought the race down, again without it: {result.reason}")
         lost.append({"contender": result.contender, "error": result.reason})
         left = tuple(name for name in job.contenders if name != result.contender)
         job = replace(job, contenders=left)
 
 
-def _attempt(
-    job: Job, folder: Path, tell: Callable[[str], None], start: Start
-) -> dict[str, Any] | Failure:
+def _attempt(job: Job, folder: Path, notify: Notify, start: Start) -> dict[str, Any] | Failure:
     job.save(folder)
     port = _port()
     processes = [start(job, rank, folder, port) for rank in range(job.world_size)]
     try:
-        reason = _watch(processes, folder, job.patience, tell)
+        reason = _watch(processes, folder, job.patience, notify)
     finally:
         for process in processes:
             process.kill()
@@ -140,13 +142,10 @@ def _start(job: Job, rank: int, folder: Path, port: int) -> subprocess.Popen[byt
         "DS_ACCELERATOR": "cpu",
         "PYTHONFAULTHANDLER": "1",
     }
+    command = [sys.executable, "-m", "benchmarks.worker", str(folder)]
     with (folder / f"log.{rank}").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker", str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
 
 
@@ -156,12 +155,9 @@ def _status(folder: Path) -> Status:
 
 
 def _watch(
-    processes: list[subprocess.Popen[bytes]],
-    folder: Path,
-    patience: float,
-    tell: Callable[[str], None],
+    processes: list[subprocess.Popen[bytes]], folder: Path, patience: float, notify: Notify
 ) -> str | None:
-    """Return None when all ranks have ended well, else the reason why they have not."""
+    """Return None once all ranks have ended well, else the reason why they have not."""
     status, since, failing_since = Status("", ""), time.monotonic(), math.inf
     while True:
         codes = [process.poll() for process in processes]
@@ -170,17 +166,17 @@ def _watch(
         error = next((path.read_text() for path in sorted(folder.glob("error.*"))), None)
         for rank, code in enumerate(codes):
             if code and code < 0:
-                said = _tail(folder / f"log.{rank}", DYING)
-                return f"rank {rank} died of {signal.Signals(-code).name}: {said}"
+                stack = _tail(folder / f"log.{rank}", STACK_LINES)
+                return f"rank {rank} died of {signal.Signals(-code).name}: {stack}"
             if code:
                 return error or f"rank {rank} ended: {_tail(folder / f'log.{rank}')}"
         now = time.monotonic()
         failing_since = min(failing_since, now) if error else math.inf
-        if error and now - failing_since > AFTER_ERROR:
+        if error and now - failing_since > ERROR_TIMEOUT_S:
             return error
         if (new := _status(folder)) != status:
             if new.phase != status.phase or new.phase != "timing":
-                tell(f"{new.phase} {new.contender}")
+                notify(f"{new.phase} {new.contender}")
             status, since = new, now
         if now - since > patience:
             return f"no progress in {patience:.0f} s"

@@ -1,10 +1,9 @@
-"""The models that the contenders train, each with its data; every forward returns its own loss."""
+"""Models of the contenders, each with its data; every forward returns the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,10 +14,8 @@ VOCABULARY = 4096
 WIDTH = 256
 HEADS = 8
 LAYERS = 4
-DEEP = 8  # layers of those that are cut into up to 8 stages
-LARGE_VOCABULARY = 16384  # whose output layer is as much work as five or six of the others
 SEQ = 128  # tokens in a row
-BATCHES = 4  # distinct global batches, taken in turn, so that the loss falls and errors show
+BATCHES = 4  # distinct global batches, used in turn, so that the loss falls and errors show
 
 
 @dataclass(frozen=True)
@@ -26,13 +23,13 @@ class Case:
     """A model and its data.
 
     Attributes:
-        name: what the command line calls it.
-        build: makes the model; the caller seeds.
-        batch: makes the global batch of a given step, the same on every rank.
-        blocks: the submodules that fully_shard wraps one by one, and compiles one by one.
-        learning_rate: of AdamW. The conv net's is small since rounding alone, through BatchNorm
-            and Adam's first steps, makes 1e-3 part the losses by 3 % within 15 steps.
-        batch_statistics: whether the loss depends on which rows a rank holds (BatchNorm).
+        name: name on the command line.
+        build: factory of the model; the caller seeds.
+        batch: factory of the global batch of a step, the same on every rank.
+        blocks: submodules that fully_shard wraps and compiles one by one.
+        learning_rate: learning rate of AdamW. The conv net's is small: at 1e-3, rounding through
+            BatchNorm and Adam's first steps changes losses by 3 % within 15 steps.
+        batch_statistics: whether the loss depends on the division of rows over ranks (BatchNorm).
     """
 
     name: str
@@ -44,7 +41,7 @@ class Case:
 
 
 Norm = Callable[[int], nn.Module]
-"""Makes the norm of so many channels."""
+"""Makes a norm from the number of channels."""
 
 
 class DecoderBlock(nn.Module):
@@ -67,7 +64,7 @@ class DecoderBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder; with its embedding tied to the output layer it has 4.2 M parameters."""
+    """A decoder of 4.2 M parameters, with the embedding tied to the output layer."""
 
     def __init__(
         self,
@@ -159,7 +156,7 @@ class ConvNet(nn.Module):
 
 
 def generator(step: int) -> torch.Generator:
-    """Return what the batch of a step is drawn with: there are BATCHES of them."""
+    """Return the random generator of a step's batch."""
     return torch.Generator().manual_seed(step % BATCHES)
 
 
@@ -186,7 +183,7 @@ def images(step: int, rows: int = 32) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model that keeps them in a list of that name."""
+    """Return the modules in `model.blocks`."""
     blocks = model.blocks
     assert isinstance(blocks, nn.ModuleList)
     return list(blocks)
@@ -198,12 +195,5 @@ CASES = {
         Case("gpt", GPT, next_tokens, blocks_of),
         Case("encoder", Encoder, masked_tokens, blocks_of),
         Case("conv", ConvNet, images, blocks_of, learning_rate=3e-5, batch_statistics=True),
-        Case("deep", partial(GPT, DEEP), next_tokens, blocks_of),
-        Case(
-            "vocabulary",
-            partial(GPT, DEEP, LARGE_VOCABULARY, tied=False),
-            partial(next_tokens, rows=8, vocabulary=LARGE_VOCABULARY),
-            blocks_of,
-        ),
     )
 }

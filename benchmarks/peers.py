@@ -6,9 +6,9 @@ python -m benchmarks.peers --models gpt --world-sizes 2 --contenders ddp,autopar
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks.contenders import CONTENDERS, field
 from benchmarks.launch import Job, race
 from benchmarks.models import CASES
-from benchmarks.report import Row, document, rows, table
+from benchmarks.report import Row, about, rows, save, table
 
 
 def words(text: str) -> list[str]:
@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     if not all(size.isdecimal() and int(size) for size in args.world_sizes):
         parser.error("--world-sizes takes positive numbers")
     if args.steps < 2:
-        parser.error("--steps must be 2 at least: there are quartiles to show")
+        parser.error("--steps must be at least 2 for quartiles")
     return args
 
 
@@ -74,7 +74,7 @@ def compare(args: argparse.Namespace, model: str, world_size: int, console: Cons
 
 
 def main() -> int:
-    """Run every race; return 1 if any contender failed or trained something else."""
+    """Run every race; return 1 if any contender failed or its losses differ."""
     args = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 140)
     made: list[Row] = []
@@ -82,12 +82,11 @@ def main() -> int:
         for world_size in map(int, args.world_sizes):
             made += compare(args, model, world_size, console)
             if args.json:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(document(made), indent=1) + "\n")
+                save(args.json, {**about(), "rows": [asdict(row) for row in made]})
     for row in made:
         if row.error:
-            where = f"{row.model}, world size {row.world_size}, {row.contender}"
-            text = f"{where}: {shorten(row.error, 400)}"  # whole in the JSON file
+            title = f"{row.model}, world size {row.world_size}, {row.contender}"
+            text = f"{title}: {shorten(row.error, 400)}"  # complete in the JSON file
             console.print(text, style="red", highlight=False, markup=False)
     absent = {contender.name for contender in CONTENDERS if contender.absence()}
     return int(any(row.error and row.contender not in absent for row in made))

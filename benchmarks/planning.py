@@ -1,31 +1,29 @@
-"""How long planning takes: from a model to its plan for machines that are not here.
+"""Planning time: from a model to its plan for machines that are not here.
 
     python -m benchmarks.planning --json FILE
     PYTHONPATH=FOLDER python -m benchmarks.planning --models gpt2-1.5b-128 --before
 
-Each model is built without memory (meta device) and planned for nodes of a shipped cluster in a
-process of its own. `seconds` runs from the built model to the plan; `cpu_seconds` is what the
-process computed meanwhile, which others on the machine change less. `peak_bytes` is the most that
-the process held, torch included.
+Each model is built on the meta device and planned for nodes of a shipped cluster in a process of
+its own. `seconds` runs from the built model to the plan. `cpu_seconds` is the process time of the
+same span, which depends less on the machine's load. `peak_bytes` is the peak memory of the process,
+torch included. The llamas are placements along one axis alone (capture, strategies, costs, solver),
+the other cases are complete plans.
 
-`--before` plans each whole plan with an earlier commit too, unpacked by `benchmarks.before`.
-
-The first rows are placements along one axis alone (capture, rules, prices, solver); the others are
-whole plans of one mesh.
+`--before` makes the complete plans with an earlier commit too, unpacked by `benchmarks.before`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
+import importlib.util
 import multiprocessing
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +37,9 @@ from autopar.cost_model.measurement.optimizer_step import UpdateCost
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.planner.machine import Machine
 from autopar.planner.placement.solve import partition
-from benchmarks import experts
 from benchmarks.before import NAME
 from benchmarks.published import gpt
-from benchmarks.report import machine, versions
+from benchmarks.report import about, save
 
 ROWS, LENGTH, RANKS, CLUSTER = 1, 2048, 8, "dgx-h100"
 
@@ -69,12 +66,12 @@ class Row:
     """One planned model.
 
     Attributes:
-        model: its name.
-        axes: the mesh that it is planned for.
-        seconds: from the built model to its plan.
-        cpu_seconds: that the process computed for it.
-        peak_bytes: the most that the process held.
-        gap: by which fraction a better solution could exist.
+        model: name of the model.
+        axes: mesh of the plan.
+        seconds: time from the built model to its plan.
+        cpu_seconds: process time of the same span.
+        peak_bytes: peak memory of the process.
+        gap: largest fraction by which a better solution could be faster.
         parts: seconds of each part.
     """
 
@@ -89,15 +86,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A plan to be made.
+    """A planning problem.
 
     Attributes:
-        make: the model in bfloat16 and a global batch, on the meta device.
-        cluster: a shipped one.
-        gpus: how many of it.
-        strategy: its mesh, or what it may be.
-        memory: of each.
-        limit_s: seconds after which no further mesh is looked at.
+        make: factory of the model in bfloat16 and a global batch, on the meta device.
+        cluster: name of a shipped cluster.
+        gpus: number of GPUs.
+        strategy: fields of the strategy.
+        memory: memory of each GPU.
+        limit_s: seconds after which the search tries no further mesh.
     """
 
     make: Callable[[], tuple[nn.Module, Any]]
@@ -108,32 +105,23 @@ class Case:
     limit_s: float | None = None
 
 
-def gpt2() -> tuple[nn.Module, Any]:
-    """GPT-2 of 1.5 billion parameters."""
-    return gpt.make(gpt.Form(1600, 48, 25, 50257, 1024, flash=True, dropped=False), 64)
-
-
-def gpt2_of_128_rows() -> tuple[nn.Module, Any]:
-    """The same, at a row for each of 128 ranks."""
-    return gpt.make(gpt.Form(1600, 48, 25, 50257, 1024, flash=True, dropped=False), 128)
+def gpt2(rows: int) -> tuple[nn.Module, Any]:
+    """Return GPT-2 of 1.5 billion parameters."""
+    return gpt.make(gpt.Sizes(1600, 48, 25, 50257, 1024, flash=True, dropout=False), rows)
 
 
 def llama_70b() -> tuple[nn.Module, Any]:
-    """Llama 70B in bfloat16, at 1,024 rows."""
+    """Return Llama 70B in bfloat16, at 1,024 rows."""
     model, inputs = llama("llama-70b")
     tokens = torch.zeros(1024, 4096, dtype=torch.long, device="meta")
     return model.to(torch.bfloat16), dict.fromkeys(inputs, tokens)
 
 
-def mixture() -> tuple[nn.Module, Any]:
-    """A mixture of experts of 8x7B, at 512 rows."""
-    with torch.device("meta"):
-        model = experts.Mixture(experts.Form()).to(torch.bfloat16)
-        tokens = torch.zeros(512, 2048, dtype=torch.long)
-    return model, (tokens, tokens)
-
-
-SELECTIVE = {
+PIPELINE = {
+    "tp": 8,
+    "pp": 4,
+    "micro_batches": 32,
+    "schedule": "1f1b",
     "zero": 1,
     "recompute": "selective",
     "prefetch": 1,
@@ -141,32 +129,27 @@ SELECTIVE = {
     "reduce_bytes": 2**26,
 }
 CASES: Mapping[str, Case] = {
-    "gpt2-1.5b": Case(gpt2, "dgx-a100", 16, {}, "80GB"),
-    "gpt2-1.5b-128": Case(gpt2_of_128_rows, "dgx-h100", 128, {}, "80GB"),
-    "llama-70b-1024": Case(
-        llama_70b,
-        "dgx-h100",
-        1024,
-        {
-            "tp": 8,
-            "pp": 4,
-            "micro_batches": 32,
-            "schedule": "1f1b",
-            **SELECTIVE,
-        },
-    ),
+    "gpt2-1.5b": Case(partial(gpt2, 64), "dgx-a100", 16, {}, "80GB"),
+    "gpt2-1.5b-128": Case(partial(gpt2, 128), "dgx-h100", 128, {}, "80GB"),
+    "llama-70b-1024": Case(llama_70b, "dgx-h100", 1024, PIPELINE),
     "llama-70b-1024-searched": Case(
         llama_70b, "dgx-h100", 1024, {"search": ("pp", "tp")}, "80GB", 60.0
     ),
-    "moe-8x7b-256": Case(mixture, "dgx-h100", 256, {"ep": 8, **SELECTIVE}),
 }
 
 
-def whole_plan(name: str, package: str = "autopar") -> Row:
-    """Makes one plan with a package; for a process of its own."""
+def _clusters(package: str) -> Any:
+    """The class `Cluster` of a package, which was in another module until November 2026."""
+    modules = ("cluster.cluster", "cluster")
+    path = next(m for m in modules if importlib.util.find_spec(f"{package}.cost_model.{m}"))
+    return importlib.import_module(f"{package}.cost_model.{path}").Cluster
+
+
+def complete_plan(name: str, package: str = "autopar") -> Row:
+    """Make one plan with a package; for a process of its own."""
     torch.set_num_threads(2)
     case, planner = CASES[name], importlib.import_module(package)
-    machines = importlib.import_module(f"{package}.cost_model.cluster").Cluster
+    machines = _clusters(package)
     model, inputs = case.make()
     nodes = max(1, case.gpus // machines.named(case.cluster).ranks_per_node)
     start, begun = time.perf_counter(), time.process_time()
@@ -187,8 +170,8 @@ def whole_plan(name: str, package: str = "autopar") -> Row:
     return Row(label, axes, taken, computed, peak, 0.0, {"plan": taken})
 
 
-def plan(name: str) -> Row:
-    """Places one model along an axis; for a process of its own."""
+def placements(name: str) -> Row:
+    """Place one model along an axis; for a process of its own."""
     torch.set_num_threads(2)
     model, inputs = llama(name)
     start, begun = time.perf_counter(), time.process_time()
@@ -196,8 +179,8 @@ def plan(name: str) -> Row:
     captured = time.perf_counter()
     cluster = Cluster.named(CLUSTER)
     operators = OperatorTimes.load(cluster.device)
-    known = Machine(cluster, operators, UpdateCost.modelled(operators.roofline), Overhead())
-    solution = partition(graph, RANKS, known)
+    machine = Machine(cluster, operators, UpdateCost.modelled(operators.roofline), Overhead())
+    solution = partition(graph, RANKS, machine)
     end, computed = time.perf_counter(), time.process_time() - begun
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     parts = {"capture": captured - start, "placements": end - captured}
@@ -205,7 +188,7 @@ def plan(name: str) -> Row:
 
 
 def llama(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A llama on the meta device, and the arguments of a call."""
+    """Return a llama on the meta device, and the arguments of a call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(vocab_size=32000, use_cache=False, **LLAMA[name])
@@ -216,18 +199,18 @@ def llama(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def jobs(models: Sequence[str], *, before: bool) -> Iterator[tuple[Callable[..., Row], Any]]:
-    """Functions that make a row, and their arguments."""
+    """Yield functions that make a row, and their arguments."""
     for name in models:
         if name in LLAMA:
-            yield plan, (name,)
+            yield placements, (name,)
             continue
-        yield whole_plan, (name,)
+        yield complete_plan, (name,)
         if before:
-            yield whole_plan, (name, NAME)
+            yield complete_plan, (name, NAME)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each model; writes all rows if asked to."""
+    """Print a line for each model, and write all rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=[*LLAMA, *CASES], default=[*LLAMA, *CASES])
     parser.add_argument("--json", type=Path, help="write the rows here")
@@ -245,13 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{row.peak_bytes / 2**30:.2f} GiB, gap {row.gap:.2%}"
         )
     if options.json:
-        found = {
-            "machine": machine(),
-            "versions": versions(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "rows": [asdict(row) for row in rows],
-        }
-        options.json.write_text(json.dumps(found, indent=1))
+        save(options.json, {**about(), "rows": [asdict(row) for row in rows]})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""One rank of a benchmark: builds every contender, then runs them in turn, step by step.
+"""One rank of a race: builds every contender, then runs them in turn, step by step.
 
 Started by `benchmarks.launch` with torchrun's environment; its one argument is the job's folder.
 """
@@ -25,24 +25,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contenders import Contender, Step, build_plain, field
-from benchmarks.counting import counter
-from benchmarks.launch import Job, write_at_once
+from benchmarks.launch import Job, write_atomically
+from benchmarks.memory import ProfilerCounter
 from benchmarks.models import CASES, Case
 
-COUNTED_STEPS = 6  # whose bytes are counted
-WARM_STEPS = 2  # more, not counted
+COUNTED_STEPS = 6
+"""First steps of each contender, whose bytes are counted."""
+
+WARM_STEPS = 2
+"""Steps after them that are neither counted nor timed."""
+
 SEED = 0
 
 
 @dataclass
 class Entry:
-    """A contender in the race and what is known of it so far, on this rank.
+    """A contender in the race and its figures on this rank.
 
     Attributes:
-        seconds: of each timed step.
-        losses: of every step from the first, timed or not.
-        peak_bytes: of the steady state.
-        error: why it left the race.
+        seconds: time of each timed step, in seconds.
+        losses: loss of every step from the first, timed or not.
+        peak_bytes: peak of tensor bytes in the steady state.
+        error: reason why it left the race.
     """
 
     contender: Contender
@@ -62,8 +66,8 @@ class Race:
     """All contenders of one job, on one rank.
 
     Attributes:
-        counted: first steps of each contender, whose bytes are counted.
-        warm: steps after them that are neither counted nor timed.
+        counted: number of counted steps.
+        warm: number of warm-up steps after them.
     """
 
     counted, warm = COUNTED_STEPS, WARM_STEPS
@@ -86,12 +90,12 @@ class Race:
         for entry in self.entries:
             self.attempt(entry, "building", self.prepare)
         gc.collect()
-        gc.freeze()  # one contender's garbage collection does not walk through all the others
+        gc.freeze()  # a contender's garbage collection skips the others' objects
         for number in range(self.job.rounds):
-            if self.enough(number):
+            if self.is_over(number):
                 break
             running = self.running()
-            random.Random(number).shuffle(running)  # alike on all ranks; everyone follows everyone
+            random.Random(number).shuffle(running)  # the same on all ranks
             for entry in running:
                 self.attempt(entry, "timing", partial(self.time, number=number))
         outcome = {"reference": reference, "contenders": [self.gather(e) for e in self.entries]}
@@ -100,15 +104,15 @@ class Race:
 
     @property
     def reference_threads(self) -> int:
-        """How many threads the plain model is given: those of all ranks, which wait meanwhile."""
+        """Threads of the plain model: those of all ranks, which wait meanwhile."""
         return self.job.threads * self.world_size
 
     def running(self) -> list[Entry]:
-        """Return those that are still in the race."""
+        """Return the entries that are still in the race."""
         return [entry for entry in self.entries if entry.error is None]
 
-    def enough(self, number: int) -> bool:
-        """Whether there need be no more than so many rounds; the same on every rank."""
+    def is_over(self, number: int) -> bool:
+        """Whether the race ends after so many rounds; the same on every rank."""
         return False
 
     def reference(self) -> list[float]:
@@ -125,14 +129,14 @@ class Race:
         return losses.tolist()
 
     def attempt(self, entry: Entry, phase: str, work: Callable[[Entry], None]) -> None:
-        """Do `work` on all ranks; whoever fails on any of them leaves the race on all."""
+        """Do `work` on all ranks; a failure on one takes the entry out of the race on all."""
         self.report(phase, entry.contender.name)
         try:
             work(entry)
         except Exception as error:
             entry.error = f"{type(error).__name__}: {error}".strip()
             traceback.print_exc()
-            write_at_once(self.folder / f"error.{self.rank}", entry.error)
+            write_atomically(self.folder / f"error.{self.rank}", entry.error)
         failures = torch.tensor(float(entry.error is not None))
         dist.all_reduce(failures, group=self.control)
         if failures:
@@ -145,13 +149,13 @@ class Race:
     def prepare(self, entry: Entry) -> None:
         """Build, count bytes, warm up."""
         torch.manual_seed(SEED)
-        gc.collect()  # what others left is theirs
-        with counter() as counting:
+        gc.collect()  # memory of other contenders
+        with ProfilerCounter() as counter:
             entry.step = entry.contender.build(self.case)
             for batch in self.batches[: self.counted]:
-                with counting.step("training"):
+                with counter.step("training"):
                     entry.run(batch)
-        entry.peak_bytes = round(median(counting.peaks()["training"]))
+        entry.peak_bytes = round(median(counter.peaks()["training"]))
         for batch in self.batches[self.counted :][: self.warm]:
             entry.run(batch)
 
@@ -164,7 +168,7 @@ class Race:
         entry.seconds.append(time.perf_counter() - start)
 
     def gather(self, entry: Entry) -> dict[str, Any]:
-        """Return what all ranks know of a contender: slowest steps, most bytes."""
+        """Return figures over all ranks: slowest steps, most bytes, mean losses."""
         result: dict[str, Any] = {"contender": entry.contender.name, "error": entry.error}
         if entry.error is None:
             seconds = torch.tensor(entry.seconds, dtype=torch.float64)
@@ -179,9 +183,9 @@ class Race:
         return result
 
     def report(self, phase: str, contender: str = "") -> None:
-        """Tell the launcher what is going on, so that it knows whom to blame."""
+        """Write the current phase for the launcher."""
         if self.rank == 0:
-            write_at_once(self.folder / "status", f"{phase}\t{contender}")
+            write_atomically(self.folder / "status", f"{phase}\t{contender}")
 
 
 def main() -> None:

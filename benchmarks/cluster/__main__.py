@@ -1,8 +1,8 @@
 """`python -m benchmarks.cluster --nodes 2 --ranks-per-node 2 --rate 1gbit -- COMMAND ...`
 
 Runs the command as every rank of an emulated cluster, with torchrun's environment variables, and
-prints the bytes that each node's link carried. Exits with 1 if a rank failed, with 77 where nodes
-cannot be emulated.
+prints the bytes sent and received by each node. The exit status is 1 if a rank failed, and 77 where
+nodes cannot be emulated.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SKIPPED = 77
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    cut = given.index("--") if "--" in given else len(given)
-    top = _parser()
-    options, command = top.parse_args(given[:cut]), given[cut + 1 :]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    split = words.index("--") if "--" in words else len(words)
+    parser = _parser()
+    options, command = parser.parse_args(words[:split]), words[split + 1 :]
     if not command:
-        top.error("give the command after --")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is torn down
+        parser.error("give the command after --")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network is removed
     try:
         with Network(options.nodes, options.rate) as network:
             return _run(network, command, options.ranks_per_node, options.timeout)
@@ -42,14 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cluster", usage="%(prog)s [options] -- COMMAND ..."
     )
-    top.add_argument("--nodes", type=int, default=2)
-    top.add_argument("--ranks-per-node", type=int, default=1)
-    top.add_argument("--rate", type=_rate, help="of each link, such as 1gbit; unshaped if left out")
-    top.add_argument("--timeout", type=float, help="seconds that the command may take")
-    return top
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument(
+        "--rate", type=_rate, help="of each link, such as 1gbit; unshaped by default"
+    )
+    parser.add_argument("--timeout", type=float, help="limit of the command, in seconds")
+    return parser
 
 
 def _rate(text: str) -> str:

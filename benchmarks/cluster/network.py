@@ -1,4 +1,4 @@
-"""`Network`: namespaces that are nodes, a switch between them, and a count of what they send."""
+"""`Network`: nodes as network namespaces, a switch between them, and counts of bytes sent."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from types import TracebackType
 from typing import Self
 
 TOOLS = ("ip", "tc", "unshare", "setpriv", "sh")
-"""What must be installed: iproute2 and util-linux."""
+"""Required tools of iproute2 and util-linux."""
 
 _PREFIX = "autopar"
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _QUEUE = "4mb"
-_BURST_BYTES = 32 * 1024  # of a slow link little passes for free after it was idle
+_BURST_BYTES = 32 * 1024  # least data that passes an idle link at once
 _SETTINGS = """
 cd /proc/sys/net/ipv4
 echo cubic > tcp_congestion_control || echo reno > tcp_congestion_control
@@ -32,8 +32,8 @@ echo 0 > tcp_slow_start_after_idle
 echo 4096 131072 33554432 > tcp_rmem
 echo 4096 131072 33554432 > tcp_wmem
 """
-"""Of every node. Where the host does not allow its namespaces cubic, reno does as well: unlike bbr
-neither probes for the rate, and the queue is too long for losses."""
+"""Settings of every node. Unlike bbr, neither cubic nor reno probes for the rate, and the queue is
+too long for losses."""
 
 
 class Unavailable(RuntimeError):
@@ -52,11 +52,11 @@ class Traffic:
 
 
 class Network:
-    """Nodes joined by a switch. They exist inside the `with`, and are always removed after it.
+    """Nodes joined by a switch, which exist inside the `with` and are always removed after it.
 
     Attributes:
-        nodes: their number.
-        rate: of each link in each direction, such as "1gbit"; None leaves the links unshaped.
+        nodes: number of nodes.
+        rate: rate of each link in each direction, such as "1gbit"; None leaves the links unshaped.
 
     Raises:
         Unavailable: on entering, where namespaces cannot be made.
@@ -72,19 +72,19 @@ class Network:
         self._name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
 
     def namespace(self, node: int) -> str:
-        """The name of a node's namespace, as `ip netns` has it."""
+        """Return the name of a node's namespace for `ip netns`."""
         return f"{self._name}-{node}"
 
     def address(self, node: int) -> str:
-        """The IPv4 address of a node on its `eth0`."""
+        """Return the IPv4 address of a node on its `eth0`."""
         return f"10.77.0.{node + 1}"
 
     def host_name(self, node: int) -> str:
-        """What a process on the node takes for its machine's name; it tells the rate."""
+        """Return the host name of a node; it contains the rate."""
         return f"node{node}-{self.rate or 'unshaped'}"
 
     def traffic(self) -> list[Traffic]:
-        """What each node has sent and received since it was made."""
+        """Return the bytes that each node has sent and received so far."""
         return [self._count(node) for node in range(self.nodes)]
 
     def _count(self, node: int) -> Traffic:
@@ -137,13 +137,13 @@ class Network:
                 _delete(name)
 
 
-def shape_here(rate: str) -> None:
-    """Give the link of the node that this process runs on another rate."""
-    _run("tc", *_shape(rate))
+def sent_bytes() -> int:
+    """Return the bytes sent by the node of this process; large frames count one header."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def _shape(rate: str) -> tuple[str, ...]:
-    """What tc is told of an interface that sends at a rate."""
+    """Return arguments of tc for an interface that sends at a rate."""
     bits = bits_per_second(rate)
     burst = max(_BURST_BYTES, int(bits / 8 * 1e-3))  # a millisecond's worth
     shape = ("tbf", "rate", f"{bits:.0f}bit", "burst", f"{burst}b", "limit", _QUEUE)
@@ -151,7 +151,7 @@ def _shape(rate: str) -> tuple[str, ...]:
 
 
 def bits_per_second(rate: str) -> float:
-    """What a rate such as "100mbit" or "2.5gbit" means."""
+    """Return the value of a rate such as "100mbit" or "2.5gbit"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
     if not match or float(match[1]) == 0:
         raise ValueError(f"rate {rate!r} is not one such as 100mbit or 1gbit")
@@ -159,7 +159,7 @@ def bits_per_second(rate: str) -> float:
 
 
 def sweep() -> None:
-    """Remove the namespaces of processes that are no more, with all that runs in them."""
+    """Remove namespaces of ended processes, and all processes in them."""
     for name in _namespaces():
         match = re.match(rf"{_PREFIX}-(\d+)-", name)
         if match and not Path("/proc", match[1]).exists():
@@ -173,7 +173,7 @@ def _namespaces() -> Iterator[str]:
 
 
 def _delete(name: str) -> None:
-    """Remove a namespace and end the processes in it; others may be removing it as well."""
+    """Remove a namespace and end the processes in it, unless another process does so."""
     with contextlib.suppress(Unavailable):
         for pid in _run("ip", "netns", "pids", name).split():
             with contextlib.suppress(ProcessLookupError):

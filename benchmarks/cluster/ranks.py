@@ -1,4 +1,4 @@
-"""`launch`: a command on every node of a network, one process a rank, watched until all end."""
+"""`launch`: runs a command on every node of a network, one process a rank, until all end."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from benchmarks.cluster.network import Network
 
 MASTER_PORT = 29500
-"""Free on every node: its namespace is its own."""
+"""Free on every node, since each has its own network namespace."""
 
 GRACE_S = 15.0
-"""How long the other ranks may take to end by themselves once one has failed."""
+"""Seconds for the other ranks to end by themselves after one has failed."""
 
 _NAMED = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
 
 
 class RanksFailed(RuntimeError):
-    """Some ranks did not end well; the message says which, how, and shows the end of their log."""
+    """A rank failed; the message has its number, the reason, and the end of its log."""
 
 
 def launch(
@@ -37,21 +37,20 @@ def launch(
 ) -> None:
     """Run `command` as every rank and wait for all. None of them outlives the call.
 
-    Each is given torchrun's variables, its node's host name and GLOO_SOCKET_IFNAME. A command
-    that is itself torchrun is given one rank a node: `--node-rank $GROUP_RANK --master-addr
-    $MASTER_ADDR` then make up its arguments.
+    Each has torchrun's variables, its node's host name and GLOO_SOCKET_IFNAME. If the command is
+    itself torchrun, use one rank a node and `--node-rank $GROUP_RANK --master-addr $MASTER_ADDR`.
 
     Args:
-        network: that has been entered.
+        network: an entered network.
         command: program and arguments.
         ranks_per_node: processes on each node.
         environment: variables on top of this process's and torchrun's.
-        logs: a folder for one file a rank, "rank0.log" and so on; None shows the output here.
-        timeout_s: seconds that the whole run may take.
-        grace_s: seconds that the others have once a rank has failed.
+        logs: folder for one file a rank, "rank0.log" and so on; None shows the output here.
+        timeout_s: limit of the whole run, in seconds.
+        grace_s: seconds for the others after a rank has failed.
 
     Raises:
-        RanksFailed: a rank ended with another status than 0, or the time was up.
+        RanksFailed: a rank ended with a status other than 0, or time ran out.
     """
     world = network.nodes * ranks_per_node
     if ranks_per_node < 1:
@@ -106,7 +105,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     log: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Run `command` as one rank, as `launch` does for all; it leads a process group of its own."""
+    """Run `command` as one rank, in a process group of its own."""
     variables = _environment(network, rank, ranks_per_node) | dict(environment or {})
     node = rank // ranks_per_node
     inside = ["ip", "netns", "exec", network.namespace(node), "unshare", "--uts", "--"]
@@ -123,13 +122,13 @@ def start(
 def _watch(
     processes: Sequence[subprocess.Popen[bytes]], timeout_s: float | None, grace_s: float
 ) -> tuple[int, str] | None:
-    """Wait for all; the first rank that failed and how, or None."""
+    """Wait for all; return the first rank that failed and the reason, or None."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     failure: tuple[int, str] | None = None
     while True:
         codes = [process.poll() for process in processes]
         if failure is None:
-            failure = next(((r, _how(code)) for r, code in enumerate(codes) if code), None)
+            failure = next(((r, _reason(code)) for r, code in enumerate(codes) if code), None)
             if failure is not None:
                 grace = time.monotonic() + grace_s
                 deadline = grace if deadline is None else min(deadline, grace)
@@ -140,12 +139,12 @@ def _watch(
         time.sleep(0.05)
 
 
-def _how(code: int) -> str:
+def _reason(code: int) -> str:
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and whatever it has started; a rank leads a process group of its own."""
+    """Kill a rank and the processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

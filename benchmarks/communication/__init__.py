@@ -1,1 +1,1 @@
-"""What is sent, by which route and when: `python -m benchmarks.communication`."""
+"""Gradient communication over an emulated network: `python -m benchmarks.communication`."""

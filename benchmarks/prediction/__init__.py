@@ -1,1 +1,1 @@
-"""Predictions of the cost model beside what was measured: `python -m benchmarks.prediction`."""
+"""Predictions of the cost model beside measurements: `python -m benchmarks.prediction`."""

@@ -1,13 +1,13 @@
-"""Predictions of the cost model beside what was measured.
+"""Predictions of the cost model beside measurements.
 
 python -m benchmarks.prediction --part curves --json FILE
+python -m benchmarks.prediction --part memory --quick
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import time
 import traceback
@@ -17,22 +17,23 @@ from typing import Any
 from rich.console import Console
 
 from autopar.errors import AutoparError
-from benchmarks.prediction.report import PARTS, details, document, overview
+from benchmarks.prediction.report import PARTS, details, overview
+from benchmarks.report import about, save
 
-GIVEN = Path(__file__).resolve().parents[3] / "shared" / "data" / "nccl_tests"
+TABLES = Path(__file__).resolve().parents[3] / "shared" / "data" / "nccl_tests"
 
 
 def parse_arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.prediction",
-        description="Predict what was measured elsewhere, or is measured here, and compare.",
+        description="Compare predictions with measurements made elsewhere or here.",
     )
     parser.add_argument("--part", choices=PARTS, action="append", help="only this one; repeatable")
     parser.add_argument(
         "--tables",
         type=Path,
-        default=GIVEN,
+        default=TABLES,
         metavar="DIR",
         help="nccl-tests tables (CSV, text or JSON) for the part curves",
     )
@@ -42,26 +43,21 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_part(name: str, args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run one part; what keeps it from running is its `error`."""
-    module = f"benchmarks.prediction.{name}"
+    """Run one part; its exception becomes `error`, so that the other parts still run."""
     console.print(f"[bold]{name}[/]")
     start = time.perf_counter()
     try:
-        outcome: dict[str, Any] = importlib.import_module(module).run(args)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        outcome = {"error": f"there is no {module}"}
+        outcome = importlib.import_module(f"benchmarks.prediction.{name}").run(args)
     except (AutoparError, OSError) as error:
         outcome = {"error": str(error)}
-    except Exception as error:  # the other parts are worth having
+    except Exception as error:
         traceback.print_exc()
         outcome = {"error": f"{type(error).__name__}: {error}"}
     return {**outcome, "seconds": round(time.perf_counter() - start, 1)}
 
 
 def main() -> int:
-    """Run the parts, show their tables; the exit status is 1 if one could not run."""
+    """Run the parts and show their tables; the exit status is 1 if one could not run."""
     args = parse_arguments()
     console = Console()
     outcomes: dict[str, dict[str, Any]] = {}
@@ -71,11 +67,10 @@ def main() -> int:
             console.print(outcomes[name]["error"], style="red", markup=False, soft_wrap=True)
         for drawn in details(name, outcomes[name]):
             console.print(drawn)
-        if args.json:  # after every part: a later one may take long
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(document(outcomes), indent=1) + "\n")
+        if args.json:
+            save(args.json, {**about(), "parts": outcomes})
     console.print(overview(outcomes))
-    return 1 if any("error" in outcome for outcome in outcomes.values()) else 0
+    return int(any("error" in outcome for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

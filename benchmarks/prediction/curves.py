@@ -1,19 +1,17 @@
-"""Part curves: tables of nccl-tests, sizes held out, and groups of twice the ranks or nodes.
+"""Part `curves`: tables of nccl-tests, with sizes held out, and groups of twice the ranks or nodes.
 
-Held out: each table is cut in two, every other size, and either half is predicted from the other,
-so that each size is predicted once, those at the ends by extrapolation. A table's error is the mean
-over its sizes of |predicted / measured - 1|; `median_error` is the median of the tables. Sizes that
-a table's own header declares unusable are left out; nothing else is.
+Held out: each half of a table, every other size, is predicted from the other half, so that each
+size is predicted once, those at the ends by extrapolation. The error of a table is the mean over
+its sizes of |predicted / measured - 1|, and `median_error` is the median of the tables. Only sizes
+that a table's own header declares unusable are left out.
 
-Other groups: of tables that differ in ranks or nodes only, those of the smaller groups make a
-cluster, which predicts the next larger one of twice the nodes, or on one node twice the ranks.
-Gloo groups measured here are predicted likewise (`benchmarks.prediction.gloo`).
+Other groups: among tables that differ in ranks or nodes only, those of the smaller groups make a
+cluster. It predicts the next group of twice the nodes, or on one node twice the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +26,7 @@ from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey
 from autopar.cost_model.nccl.nccl_tests import NcclTestsTable, read_tables
 from autopar.cost_model.topology.topology import repeated
-from benchmarks.prediction.report import summary
+from benchmarks.prediction.report import case, summary
 
 Case = dict[str, Any]
 _SUFFIXES = (".csv", ".txt", ".log", ".out", ".json")
@@ -36,17 +34,15 @@ _SHAPE = re.compile(r"(\d+)x(\d+)|(?<![a-z0-9])(n\d+|\d+(gpus?|ranks?|nodes?))(?
 _DEVICE = re.compile(r"[abhv]\d00|rtx ?\d+", re.IGNORECASE)
 _MACHINES = {"A100": "dgx-a100", "H100": "dgx-h100"}
 _ON_SWITCHES = ("A100", "H100", "H200", "B200", "B300")
-"""Behind NVSwitches all subsets of a node are alike; on a mesh of NVLinks, or on PCIe, not."""
+"""GPUs behind NVSwitches, where all subsets of a node have equal links."""
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The part's result; the predictions for other groups are under `other_groups`."""
+    """Return errors of held-out sizes, and of other groups under `other_groups`."""
     tables, refused = load(options.tables)
-    cases = [case for name, table in tables.items() for case in held_out(name, table)]
-    by_table: dict[str, list[Case]] = {}
-    for case in cases:
-        by_table.setdefault(case["group"], []).append(case)
-    errors = {name: mean(case["error"] for case in own) for name, own in by_table.items()}
+    by_table = {name: list(held_out(name, table)) for name, table in tables.items()}
+    errors = {name: mean(case["error"] for case in cases) for name, cases in by_table.items()}
+    cases = [case for each in by_table.values() for case in each]
     return {
         "median_error": median(errors.values()),
         "worst_error": max(errors.values()),
@@ -56,14 +52,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "cases": cases,
         "refused": refused,
         "other_groups": other_groups(tables),
-        "gloo_groups": gloo_groups(options),
     }
 
 
 def load(folder: Path) -> tuple[dict[str, NcclTestsTable], list[str]]:
-    """The tables in a folder by the names of their files, and why others were refused.
+    """Return the tables in a folder by file name, and errors of unreadable ones.
 
-    A name such as a100_2x8_allreduce tells the ranks on a node, where the file does not.
+    A name such as a100_2x8_allreduce has the ranks of a node, where the file does not.
     """
     if not folder.is_dir():
         raise ClusterError(f"{folder} is no folder: give the tables with --tables DIR")
@@ -71,9 +66,9 @@ def load(folder: Path) -> tuple[dict[str, NcclTestsTable], list[str]]:
     refused: list[str] = []
     for path in sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES):
         match = _SHAPE.search(path.stem)
-        each = int(match[2]) if match and match[2] else None
+        ranks_per_node = int(match[2]) if match and match[2] else None
         try:
-            found = read_tables(path, ranks_per_node=each)
+            found = read_tables(path, ranks_per_node=ranks_per_node)
         except ClusterError as error:
             refused.append(str(error))
             continue
@@ -85,7 +80,7 @@ def load(folder: Path) -> tuple[dict[str, NcclTestsTable], list[str]]:
 
 
 def held_out(name: str, table: NcclTestsTable) -> Iterator[Case]:
-    """Every usable size of a table, predicted from every other one."""
+    """Yield a case for every usable size, predicted from every other one."""
     sizes = [table.bytes[i] for i in table.usable]
     seconds = [table.seconds[i] for i in table.usable]
     spread = [abs(table.seconds[i] - table.in_place_s[i]) for i in table.usable]
@@ -93,78 +88,65 @@ def held_out(name: str, table: NcclTestsTable) -> Iterator[Case]:
         known = slice(first, None, 2)
         curve = Curve.smooth(sizes[known], seconds[known], spread[known])
         for size, measured in list(zip(sizes, seconds, strict=True))[1 - first :: 2]:
-            yield _case(name, size, curve(size), measured, curve.error(size))
-
-
-def _case(group: str, size: int, predicted: float, measured: float, bar: float) -> Case:
-    return {
-        "group": group,
-        "bytes": size,
-        "predicted": predicted,
-        "measured": measured,
-        "error": abs(predicted / measured - 1),
-        "error_bar": bar,
-    }
+            yield case(name, curve(size), measured, bytes=size, error_bar=curve.error(size))
 
 
 def other_groups(tables: dict[str, NcclTestsTable]) -> dict[str, Any]:
-    """Predictions for tables of twice the nodes or ranks of other tables."""
+    """Return errors for tables of twice the nodes or ranks of other tables."""
     cases: list[Case] = []
     refused: list[str] = []
     for name, target, smaller in doublings(tables):
         try:
-            cases += doubled(name, target, _cluster(_device(name, target), target, smaller))
+            cases += doubled(name, target, _cluster(name, target, smaller))
         except ClusterError as error:
             refused.append(f"{name}: {error}")
     return {**summary(cases), "refused": refused}
 
 
-def _cluster(device: str, target: NcclTestsTable, smaller: Sequence[NcclTestsTable]) -> Cluster:
-    """What the smaller tables and the kind of machine tell."""
-    made = cluster_of(smaller, device=device, uniform=device in _ON_SWITCHES)
-    if device not in _MACHINES:
-        return made
-    return replace(
-        made, topology=repeated(Cluster.named(_MACHINES[device]).topology, _nodes(target))
-    )
-
-
-def gloo_groups(options: argparse.Namespace) -> dict[str, Any] | None:
-    """The same of gloo groups that are measured here; None if nothing can measure them."""
-    name = "benchmarks.prediction.gloo"
-    try:
-        outcome: dict[str, Any] = importlib.import_module(name).run(options)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        return None
-    return outcome
-
-
 def doublings(
     tables: dict[str, NcclTestsTable],
 ) -> Iterator[tuple[str, NcclTestsTable, Sequence[NcclTestsTable]]]:
-    """Each table for which there is one of half the nodes, or half the ranks of its one node.
+    """Yield each table that has one of half its nodes, or of half the ranks of its one node.
 
-    With it come all tables of the same machines and collective that are no larger than that half.
+    With it come all tables of the same machines and collective, up to that half.
     """
     for name, target in tables.items():
         half = target.ranks // 2
         family: dict[CurveKey, NcclTestsTable] = {}
         for other, table in tables.items():
-            if table.ranks <= half and _alike(name, target, other, table):
+            if table.ranks <= half and _same_machines(name, target, other, table):
                 family.setdefault(table.key, table)
         nearest = [table for table in family.values() if table.ranks == half and half >= 4]
         if any(_nodes(t) == 1 == _nodes(target) or _nodes(t) >= 2 for t in nearest):
             yield name, target, list(family.values())
 
 
+def doubled(name: str, target: NcclTestsTable, cluster: Cluster) -> Iterator[Case]:
+    """Yield a case for every usable size, predicted by a cluster of smaller groups."""
+    key = target.key
+    for i in target.usable:
+        size = target.bytes[i]
+        cost = cluster.seconds(key.collective, size, key.shape, key.dtype)
+        yield case(name, cost.seconds, target.seconds[i], bytes=size, error_bar=cost.error)
+
+
+def _cluster(name: str, target: NcclTestsTable, smaller: Sequence[NcclTestsTable]) -> Cluster:
+    """The cluster of the smaller tables, with the topology of a known machine."""
+    match = _DEVICE.search(f"{target.hardware} {name}")
+    device = match[0].upper() if match else "unknown GPU"
+    made = cluster_of(smaller, device=device, uniform=device in _ON_SWITCHES)
+    if device not in _MACHINES:
+        return made
+    topology = Cluster.named(_MACHINES[device]).topology
+    return replace(made, topology=repeated(topology, _nodes(target)))
+
+
 def _nodes(table: NcclTestsTable) -> int:
     return table.ranks // table.ranks_per_node
 
 
-def _alike(name: str, table: NcclTestsTable, other: str, candidate: NcclTestsTable) -> bool:
-    """Whether two tables are of one kind of machine: by their names, or their headers."""
+def _same_machines(name: str, table: NcclTestsTable, other: str, candidate: NcclTestsTable) -> bool:
+    """Whether two tables are of one kind of machine, by their names or headers."""
     if (table.collective, table.dtype) != (candidate.collective, candidate.dtype):
         return False
     same_name = _SHAPE.sub("", name) == _SHAPE.sub("", other)
@@ -173,17 +155,3 @@ def _alike(name: str, table: NcclTestsTable, other: str, candidate: NcclTestsTab
 
 def _kind(table: NcclTestsTable) -> str:
     return re.sub(r"^\d+x\s*|\(.*?\)|\s+", "", table.hardware).lower()
-
-
-def _device(name: str, table: NcclTestsTable) -> str:
-    """The GPU that a table's header or name speaks of."""
-    match = _DEVICE.search(f"{table.hardware} {name}")
-    return match[0].upper() if match else "unknown GPU"
-
-
-def doubled(name: str, target: NcclTestsTable, cluster: Cluster) -> Iterator[Case]:
-    """Every usable size of a table, predicted from a cluster that holds smaller groups."""
-    key = target.key
-    for i in target.usable:
-        cost = cluster.seconds(key.collective, target.bytes[i], key.shape, key.dtype)
-        yield _case(name, target.bytes[i], cost.seconds, target.seconds[i], cost.error)

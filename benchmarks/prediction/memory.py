@@ -1,20 +1,18 @@
-"""Part `memory`: predicted against counted peak bytes of tensors, over a training step.
+"""Part `memory`: predicted and counted peak bytes of tensors in a training step.
 
 Every model of the parity tests and of `benchmarks.models` trains on 2 and 4 gloo processes under
-every ZeRO stage and level of recomputation, with SGD with momentum and with AdamW. The batches are
-not counted on either side: the caller holds them. What is counted is the peak of a middling steady
-step, from the forward to `zero_grad`. A thread of gloo lets go of what it sent a moment after the
-wait for it; where that moment falls into the peak of a step, `most` is above `measured`.
+every ZeRO stage and level of recomputation, with SGD with momentum and with AdamW. Batches are the
+caller's and do not count. The measured peak is the median of steady steps, from the forward to
+`zero_grad`. gloo threads free buffers a moment after the wait, so `max_measured` may be larger.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,12 +20,13 @@ import torch
 import autopar
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
-from autopar.cost_model.memory.peak import Memory, simulate_memory
+from autopar.cost_model.memory.peak import simulate_memory
 from autopar.cost_model.memory.workspace import Workspace
 from autopar.runtime.module import DistributedModule
-from benchmarks.counting import counter
+from benchmarks.memoize import memoized_capture
+from benchmarks.memory import ProfilerCounter
 from benchmarks.models import CASES
-from benchmarks.once import captured_once
+from benchmarks.prediction.report import case, summary
 from tests.harness.models import MODELS
 from tests.harness.worlds import close
 from tests.harness.worlds import run as run_world
@@ -37,22 +36,22 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-3),
 }
 LEVELS = ("none", "selective", "full")
-STAGES = (0, 1, 2, 3)
-WORLDS = (2, 4)
+ZERO_STAGES = (0, 1, 2, 3)
+WORLD_SIZES = (2, 4)
 QUICK = ("tests/gpt", "tests/conv", "tests/moe")
 ROWS = 13  # of a global batch of the parity models: uneven over the ranks
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and how it is trained.
+    """A model and its training.
 
     Attributes:
-        make: makes it.
-        batch: the (args, kwargs) of a step.
-        loss: where the loss is in what it returns.
+        make: factory of the model.
+        batch: factory of the (args, kwargs) of a step.
+        loss: function from the model's output to the loss.
         bucket_bytes: size of buckets.
-        steps: under each optimizer.
+        steps: number of steps under each optimizer.
     """
 
     make: Callable[[], torch.nn.Module]
@@ -63,110 +62,77 @@ class Subject:
 
 
 def subjects() -> dict[str, Subject]:
-    """All models by name."""
+    """Return all models by name."""
     found = {
-        f"tests/{name}": Subject(
-            case.make, partial(case.batch, ROWS), case.loss, bucket_bytes=1 << 14, steps=6
-        )
-        for name, case in MODELS.items()
+        f"tests/{name}": Subject(each.make, partial(each.batch, ROWS), each.loss, 1 << 14, 6)
+        for name, each in MODELS.items()
     }
-    for name, case in CASES.items():
-        found[f"benchmarks/{name}"] = Subject(
-            case.build, partial(_called, case.batch), _itself, bucket_bytes=1 << 20, steps=4
-        )
+    for name, each in CASES.items():
+        batch = partial(_arguments, each.batch)
+        found[f"benchmarks/{name}"] = Subject(each.build, batch, lambda loss: loss, 1 << 20, 4)
     return found
 
 
-def _called(batch: Callable[[int], tuple[Any, ...]], step: int) -> tuple[Any, dict[str, Any]]:
+def _arguments(batch: Callable[[int], tuple[Any, ...]], step: int) -> tuple[Any, dict[str, Any]]:
     return batch(step), {}
 
 
-def _itself(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
 def run(options: Any) -> dict[str, Any]:
-    """Predict and count every case.
+    """Predict and count every case; `options.quick` takes 2 processes and three models.
 
-    Args:
-        options: of the command line: `quick` leaves out 4 processes and all but three models.
-
-    Returns:
-        `signed` errors are of predicted over measured, less 1; `worst_under` is the worst of those
-        below.
+    `signed` errors are predicted over measured, less 1, and `worst_under` is the largest shortfall.
     """
-    quick = getattr(options, "quick", False)
     cases: list[dict[str, Any]] = []
     try:
-        for world_size in WORLDS[:1] if quick else WORLDS:
-            for name in QUICK if quick else subjects():
+        for world_size in WORLD_SIZES[:1] if options.quick else WORLD_SIZES:
+            for name in QUICK if options.quick else subjects():
                 print(f"memory: {name} on {world_size} processes", flush=True)
                 answers = run_world(measure, world_size, name=name, timeout=3600)
-                cases += [worst_rank(ranks) for ranks in zip(*answers, strict=True)]
+                by_case = zip(*answers, strict=True)
+                cases += [max(ranks, key=lambda case: case["error"]) for ranks in by_case]
     finally:
         close()
-    return summary(cases)
-
-
-def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median and worst of some cases."""
-    errors = [case["error"] for case in cases]
-    return {
-        "median_error": statistics.median(errors),
-        "worst_error": max(errors),
-        "worst_under": max(0.0, *(-case["signed"] for case in cases)),
-        "cases": cases,
-    }
-
-
-def worst_rank(ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """One case from what all ranks found: that of the rank predicted worst."""
-    return max(ranks, key=lambda case: case["error"])
+    worst_under = max([0.0, *(-case["signed"] for case in cases)])
+    return {**summary(cases), "worst_under": worst_under}
 
 
 def measure(rank: int, world_size: int, name: str) -> list[dict[str, Any]]:
-    """What one rank predicts and counts for a model; what is captured is captured once."""
+    """Return predictions and counts of one rank for a model."""
     subject = subjects()[name]
     batches = [subject.batch(step) for step in range(subject.steps)]
     needs = {kind: OptimizerMemory.measure(make) for kind, make in OPTIMIZERS.items()}
-    scratch = Workspace.load("cpu")
+    workspace = Workspace.load("cpu")
     found = []
-    with captured_once():
-        for zero in STAGES:
+    with memoized_capture():
+        for zero in ZERO_STAGES:
             for level in LEVELS:
                 model, peaks = _train(subject, batches, zero, level)
                 graph = next(p.graph for p in model._executor.programs.values())
-                scratch = scratch.measure([graph])
+                workspace = workspace.measure([graph])
                 for kind, counted in peaks.items():
-                    overhead = Overhead(needs[kind], scratch, batches=0)
-                    memory = simulate_memory(graph, overhead)
-                    facts = {"model": name, "zero": zero, "recompute": level, "optimizer": kind}
-                    where = {"world_size": world_size, "rank": rank}
-                    group = {"group": f"{name}, {world_size} processes"}
-                    found.append({**group, **facts, **where, **_compared(memory, counted)})
+                    memory = simulate_memory(graph, Overhead(needs[kind], workspace, batches=0))
+                    measured = round(median(counted))
+                    facts = {
+                        "zero": zero,
+                        "recompute": level,
+                        "optimizer": kind,
+                        "rank": rank,
+                        "max_measured": max(counted),
+                        "signed": memory.peak / measured - 1,
+                        "peak_node": memory.peak_node,
+                        "categories": {k: v for k, v in memory.by_category.items() if v},
+                    }
+                    group = f"{name}, {world_size} processes"
+                    found.append(case(group, memory.peak, measured, **facts))
                 del model, graph
-    scratch.save()
+    workspace.save()
     return found
-
-
-def _compared(memory: Memory, counted: list[int]) -> dict[str, Any]:
-    measured = round(statistics.median(counted))
-    signed = memory.peak / measured - 1
-    return {
-        "predicted": memory.peak,
-        "measured": measured,
-        "most": max(counted),
-        "error": abs(signed),
-        "signed": signed,
-        "peak_node": memory.peak_node,
-        "categories": {k: v for k, v in memory.by_category.items() if v},
-    }
 
 
 def _train(
     subject: Subject, batches: list[Any], zero: int, level: Any
 ) -> tuple[DistributedModule, dict[str, list[int]]]:
-    """A model trained under a plan, and the peaks of its steps under each optimizer."""
+    """Train under a plan; return the model, and the peaks of its steps under each optimizer."""
     strategy = autopar.Strategy(
         zero=zero,
         recompute=level,
@@ -175,25 +141,16 @@ def _train(
         prefetch=1,
     )
     gc.collect()
-    with counter() as counting:
+    with ProfilerCounter() as counter:
         model = autopar.compile(subject.make(), strategy=strategy, fallback=False)
         for kind, make in OPTIMIZERS.items():
-            _steps(model, make(model.parameters()), subject, batches, partial(counting.step, kind))
-    return model, counting.peaks()
-
-
-def _steps(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    subject: Subject,
-    batches: list[Any],
-    step: Callable[[], contextlib.AbstractContextManager[object]],
-) -> None:
-    """The loop that everyone writes."""
-    for args, kwargs in batches:
-        with step():
-            out = model(*args, **kwargs)
-            loss = subject.loss(out)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer = make(model.parameters())
+            for args, kwargs in batches:
+                with counter.step(kind):
+                    out = model(*args, **kwargs)
+                    loss = subject.loss(out)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            del optimizer, out, loss
+    return model, counter.peaks()

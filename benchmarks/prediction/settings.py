@@ -1,7 +1,8 @@
-"""Where collectives are measured: one host, or nodes of the emulated cluster."""
+"""Settings of measurements: one host, or nodes of the emulated cluster."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,12 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True)
 class Setting:
-    """Ranks and what joins them.
+    """Ranks and their links.
 
     Attributes:
-        nodes: their number.
+        nodes: number of nodes.
         ranks_per_node: ranks on each.
-        rate: of the links between emulated nodes; None for one host, with nothing emulated.
+        rate: rate of the links between emulated nodes; None for one host without emulation.
     """
 
     nodes: int
@@ -40,46 +41,51 @@ class Setting:
         return f"{self.nodes}x{self.ranks_per_node} at {self.rate}"
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks."""
+    def ranks(self) -> int:
+        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
+    def run(
+        self, module: str, *arguments: str, timeout_s: float | None = None, **environment: str
+    ) -> None:
+        """Run a Python module on every rank.
 
-def measured(
+        Raises:
+            benchmarks.cluster.Unavailable: nodes cannot be emulated here.
+            benchmarks.cluster.RanksFailed: a rank failed, or time ran out.
+        """
+        if self.rate is not None:
+            command = [sys.executable, "-m", module, *arguments]
+            with Network(self.nodes, self.rate) as network:
+                launch(
+                    network,
+                    command,
+                    self.ranks_per_node,
+                    environment=environment,
+                    timeout_s=timeout_s,
+                )
+            return
+        threads = str(max(1, (os.cpu_count() or 1) // self.ranks))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*torchrun, "--nproc-per-node", str(self.ranks), "-m", module, *arguments]
+        variables = {"OMP_NUM_THREADS": threads, **os.environ, **environment}
+        try:
+            subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=timeout_s)
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            raise RanksFailed(f"{self}: {error}") from error
+
+
+def measure_cluster(
     setting: Setting,
     budget_s: float,
     *,
     sizes: Sequence[int] = SIZES,
     mesh: str | None = None,
 ) -> Cluster:
-    """The cluster that `autopar measure` makes there, in processes of its own.
-
-    Raises:
-        benchmarks.cluster.Unavailable: nodes cannot be emulated here.
-        benchmarks.cluster.RanksFailed: it did not work.
-    """
+    """Return the cluster that `autopar measure` measures there, in processes of its own."""
     with tempfile.TemporaryDirectory(prefix="prediction-") as folder:
-        output = Path(folder, "cluster.json")
-        command = [sys.executable, "-m", "autopar", "measure", "--no-cache"]
-        command += ["--budget", str(budget_s), "--output", str(output)]
-        command += ["--sizes", ",".join(map(str, sizes))]
-        command += ["--mesh", mesh] if mesh else []
-        run(setting, command, Path(folder), timeout_s=10 * budget_s + 120)
-        return Cluster.load(output)
-
-
-def run(setting: Setting, command: Sequence[str], logs: Path, timeout_s: float) -> None:
-    """`autopar measure` among the ranks of a setting."""
-    if setting.rate is not None:
-        with Network(setting.nodes, setting.rate) as network:
-            launch(network, command, setting.ranks_per_node, logs=logs, timeout_s=timeout_s)
-        return
-    nproc = ["--nproc", str(setting.ranks_per_node)]
-    try:
-        done = subprocess.run(
-            [*command, *nproc], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RanksFailed(f"{setting}: still busy after {timeout_s:g} s") from error
-    if done.returncode:
-        raise RanksFailed(f"{setting}: {done.stderr.strip()[-2000:]}")
+        output = str(Path(folder, "cluster.json"))
+        options = ["--no-cache", "--budget", str(budget_s), "--output", output]
+        options += ["--sizes", ",".join(map(str, sizes)), *(["--mesh", mesh] if mesh else [])]
+        setting.run("autopar", "measure", *options, timeout_s=10 * budget_s + 120)
+        return Cluster.load(Path(output))

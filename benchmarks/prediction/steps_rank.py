@@ -1,4 +1,4 @@
-"""One rank of part `steps`: measures, predicts and trains all plans of a model, in turn.
+"""One rank of part `steps`: measures, predicts, and trains all plans of a model in turn.
 
 python -m benchmarks.prediction.steps_rank RESULT MODEL ROWS CYCLES STEPS   (under torchrun)
 """
@@ -36,32 +36,36 @@ from autopar.planner.search.fixed_mesh import PlanningProblem, evaluator_of
 from tests.harness.models import MODELS, Case
 
 COLLECTIVES_S, OPERATORS_S = 2.0, 0.5
-"""Seconds to spend each time; three rounds at least."""
+"""Seconds for measuring each time, three rounds at least."""
 
-STAGES = (0, 1, 2, 3)
+ZERO_STAGES = (0, 1, 2, 3)
 LEVELS = ("none", "full")
 WARM_STEPS = 2
 BATCHES = 4
-QUIET, LEAST_CYCLES = 0.1, 2
-"""Cycles in which others took more than this do not count, if so many are left."""
+QUIET_SHARE, MIN_CYCLES = 0.1, 2
+"""Cycles in which others took a larger share do not count, if enough are left."""
 
 
 @dataclass
-class Contender:
-    """A plan, the step that trains under it, and what is known of both.
+class PlanCase:
+    """A plan, its training step, and their figures.
 
     Attributes:
-        tp: over how many ranks the model itself is partitioned.
-        evaluator: what makes the plan of `choice`; it knows of no times.
-        predicted: seconds of a step, by each cycle's measurements.
-        measured: of each cycle, seconds of the slowest rank's steps.
-        parts: what each prediction is made of.
+        tp: size of the tp axis.
+        zero: ZeRO stage.
+        recompute: level of recomputation.
+        config: configuration of the plan.
+        evaluator: evaluator of the configuration, without times.
+        step: function that trains one step.
+        predicted: predicted step of each cycle, in seconds.
+        measured: steps of the slowest rank in each cycle, in seconds.
+        parts: parts of each prediction, in seconds.
     """
 
     tp: int
     zero: int
     recompute: str
-    choice: CandidateConfig
+    config: CandidateConfig
     evaluator: Evaluator
     step: Callable[[int], None]
     predicted: list[float] = field(default_factory=list)
@@ -69,13 +73,13 @@ class Contender:
     parts: list[dict[str, float]] = field(default_factory=list)
 
     def row(self, others: list[float]) -> dict[str, Any]:
-        """The case in the result, of the cycles in which other processes left the cores alone.
+        """Return the case in the result, over the cycles in which other processes were quiet.
 
         Args:
-            others: of each cycle, the part of the time of the cores that other processes took.
+            others: share of the cores' time that other processes took in each cycle.
         """
-        quiet = [i for i, part in enumerate(others) if part < QUIET]
-        chosen = quiet if len(quiet) >= LEAST_CYCLES else range(len(others))
+        quiet = [i for i, share in enumerate(others) if share < QUIET_SHARE]
+        chosen = quiet if len(quiet) >= MIN_CYCLES else range(len(others))
         predicted = median(self.predicted[i] for i in chosen)
         measured = median(seconds for i in chosen for seconds in self.measured[i])
         return {
@@ -93,28 +97,28 @@ class Contender:
         }
 
 
-class Others:
-    """How much of the cores other processes take from now on; made and asked on all ranks."""
+class OtherProcesses:
+    """Time of the cores that other processes take from now on; used on all ranks at once."""
 
     def __init__(self) -> None:
         self._before = self._now()
 
     def share(self) -> float:
-        """Their part, 0 to 1, of all the time that the cores were busy."""
-        own, busy = (b - a for a, b in zip(self._before, self._now(), strict=True))
-        total = torch.tensor(own, dtype=torch.float64)
+        """Return their share, 0 to 1, of the busy time of the cores."""
+        local, busy = (b - a for a, b in zip(self._before, self._now(), strict=True))
+        total = torch.tensor(local, dtype=torch.float64)
         dist.all_reduce(total)
         return max(0.0, 1 - total.item() / max(busy, total.item()))
 
     def _now(self) -> tuple[float, float]:
-        """Seconds that this process has computed, and that any process has."""
-        own = os.times()
+        """Busy seconds of this process, and of all processes."""
+        times = os.times()
         user, nice, system = map(int, Path("/proc/stat").read_text().split(maxsplit=4)[1:4])
-        return own.user + own.system, (user + nice + system) / os.sysconf("SC_CLK_TCK")
+        return times.user + times.system, (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
-def trainer(case: Case, plan: autopar.Plan, rows: int) -> Callable[[int], None]:
-    """The four lines that every user writes, under a plan."""
+def training_step(case: Case, plan: autopar.Plan, rows: int) -> Callable[[int], None]:
+    """Return the usual four lines of training, under a plan."""
     batches = [case.batch(rows, seed) for seed in range(BATCHES)]
     model = autopar.compile(case.make(), plan=plan, fallback=False)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -129,26 +133,24 @@ def trainer(case: Case, plan: autopar.Plan, rows: int) -> Callable[[int], None]:
     return step
 
 
-def contenders(case: Case, rows: int) -> list[Contender]:
-    """Plans of a model, ready to train: divided by rows, and the model itself partitioned."""
+def plan_cases(case: Case, rows: int) -> list[PlanCase]:
+    """Return plans of a model, ready to train: data parallel, and partitioned along tp."""
     world_size = dist.get_world_size()
     return [
         made
-        for tensor_ranks, stages in ((1, STAGES), (world_size, (0,)))
-        for made in divided(case, rows, tensor_ranks, stages)
+        for tp, zero_stages in ((1, ZERO_STAGES), (world_size, (0,)))
+        for made in plans_along(case, rows, tp, zero_stages)
     ]
 
 
-def divided(
-    case: Case, rows: int, tensor_ranks: int, stages: tuple[int, ...]
-) -> Iterator[Contender]:
-    """The plans over so many ranks of the model's axis."""
+def plans_along(case: Case, rows: int, tp: int, zero_stages: tuple[int, ...]) -> Iterator[PlanCase]:
+    """Yield the plans with one size of the tp axis."""
     model = case.make()
     problem = PlanningProblem(
         model=type(model).__name__,
         parameters=describe_parameters(model),
         world_size=dist.get_world_size(),
-        strategy=Strategy(tp=tensor_ranks),
+        strategy=Strategy(tp=tp),
         memory=None,
         batch="global",
         precision=None,
@@ -162,48 +164,46 @@ def divided(
     inputs = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     graph = capture_of_rank(model, inputs, 0, problem.mesh[0][1], "global", None, None)
     evaluator = evaluator_of(problem, graph, None)
-    for zero in stages:
+    for zero in zero_stages:
         for level in LEVELS:
             strategy = Strategy(zero=zero, recompute=level)  # type: ignore[arg-type]
-            choice = first_config(strategy, problem.blocks, zero)
-            step = trainer(case, evaluator.plan(choice), rows)
-            yield Contender(tensor_ranks, zero, level, choice, evaluator, step)
+            config = first_config(strategy, problem.blocks, zero)
+            step = training_step(case, evaluator.plan(config), rows)
+            yield PlanCase(tp, zero, level, config, evaluator, step)
 
 
-def predict(field: list[Contender]) -> None:
-    """One prediction of every plan, from new measurements alone."""
-    graphs = [contender.evaluator.lowered(contender.choice) for contender in field]
+def predict(cases: list[PlanCase]) -> None:
+    """Predict every plan once, from new measurements alone."""
+    graphs = [case.evaluator.lowered(case.config) for case in cases]
     world_size, device = dist.get_world_size(), torch.device("cpu")
     cluster = measure(mesh={"dp": world_size}, budget_s=COLLECTIVES_S, cache=False)
     ranks = ReplayGroup.live()
-    unknown = replace(OperatorTimes.load("cpu", sharing=ranks.sharing), times={})
-    operators = unknown.measure(graphs, ranks, budget_s=OPERATORS_S)
+    empty = replace(OperatorTimes.load("cpu", sharing=ranks.sharing), times={})
+    operators = empty.measure(graphs, ranks, budget_s=OPERATORS_S)
     mesh = init_device_mesh("cpu", (world_size,))
     update = measure_update(torch.optim.AdamW, device, mesh)
-    for contender in field:
-        evaluator = replace(
-            contender.evaluator, cluster=cluster, operators=operators, update=update
-        )
-        made = evaluator.evaluate(contender.choice).prediction
-        contender.predicted.append(made.step_s)
+    for case in cases:
+        evaluator = replace(case.evaluator, cluster=cluster, operators=operators, update=update)
+        prediction = evaluator.evaluate(case.config).prediction
+        case.predicted.append(prediction.step_s)
         names = ("compute_s", "communication_s", "exposed_s", "update_s")
-        contender.parts.append({name: getattr(made, name) for name in names})
+        case.parts.append({name: getattr(prediction, name) for name in names})
 
 
-def train(field: list[Contender], steps: int, cycle: int) -> None:
-    """Some steps of every plan, in turn, each from a common start to the slowest rank's end."""
-    for contender in field:
-        contender.measured.append([])
+def train(cases: list[PlanCase], steps: int, cycle: int) -> None:
+    """Train steps of every plan in turn, each from a common start to the slowest rank's end."""
+    for case in cases:
+        case.measured.append([])
     for number in range(steps):
-        order = list(field)
-        random.Random(f"{cycle} {number}").shuffle(order)  # alike on all ranks
-        for contender in order:
+        order = list(cases)
+        random.Random(f"{cycle} {number}").shuffle(order)  # the same on all ranks
+        for case in order:
             dist.barrier()
             start = time.perf_counter()
-            contender.step(number)
-            own = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(own, dist.ReduceOp.MAX)
-            contender.measured[-1].append(own.item())
+            case.step(number)
+            seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            case.measured[-1].append(seconds.item())
 
 
 def main() -> None:
@@ -211,21 +211,21 @@ def main() -> None:
     result, name, *numbers = sys.argv[1:]
     rows, cycles, steps = map(int, numbers)
     dist.init_process_group("gloo")
-    torch.set_flush_denormal(True)  # a GPT's small gradients made steps 2.3 times longer
-    field = contenders(MODELS[name], rows)
-    for contender in field:
+    torch.set_flush_denormal(True)  # predictions do not depend on values
+    plans = plan_cases(MODELS[name], rows)
+    for plan in plans:
         for number in range(WARM_STEPS):
-            contender.step(number)
+            plan.step(number)
     gc.collect()
     gc.freeze()
     shares = []
     for cycle in range(cycles):
-        others = Others()
-        predict(field)
-        train(field, steps, cycle)
+        others = OtherProcesses()
+        predict(plans)
+        train(plans, steps, cycle)
         shares.append(others.share())
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps([contender.row(shares) for contender in field]))
+        Path(result).write_text(json.dumps([plan.row(shares) for plan in plans]))
     dist.destroy_process_group()
 
 

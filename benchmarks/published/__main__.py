@@ -1,21 +1,19 @@
-"""Published training runs beside what autopar predicts of them, from their configuration alone.
+"""Published training runs beside autopar's predictions from their configuration alone.
 
     python -m benchmarks.published TABLE.csv --json FILE
 
-Every run is planned by `autopar.plan` for a shipped cluster, with its strategy fixed: the prices
-are those of the programs that the plan lowers to. No constant of the cost model comes from these
-tables; docs/cost-model.md says where each does come from.
+`autopar.plan` plans every run for a shipped cluster under the published strategy, and predicts the
+programs that the plan lowers to. No constant of the cost model comes from these tables;
+docs/cost-model.md has the source of each.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
@@ -26,10 +24,10 @@ from autopar.cost_model.simulator.schedules import orders
 from autopar.report.plan import Plan
 from benchmarks.published.gpt import MasterAdamW, make
 from benchmarks.published.tables import Run, read
-from benchmarks.report import machine, versions
+from benchmarks.report import about, save
 
-SLOWED = 1.13
-"""Of products beside collectives: vTrain's and Galvatron's default."""
+OVERLAP_SLOWDOWN = 1.13
+"""Slowdown of matrix products beside collectives: vTrain's and Galvatron's default."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,15 @@ class Row:
     """A run as published and as predicted.
 
     Attributes:
-        name: of the run.
-        unit: of both.
-        published: the figure of the source.
-        predicted: autopar's.
-        error: how much more was predicted, over what was published.
-        step_s: the predicted step.
-        parts: its seconds, and shares, by what they are spent on.
-        seconds: that planning took.
-        assumed: what the source does not say.
+        name: name of the run.
+        unit: unit of both figures.
+        published: figure of the source.
+        predicted: figure of autopar.
+        error: relative error of the prediction.
+        step_s: predicted step, in seconds.
+        parts: seconds and shares of the step by cause.
+        seconds: planning time.
+        assumed: assumptions where the source is silent.
     """
 
     name: str
@@ -60,9 +58,9 @@ class Row:
 
 
 def predict(run: Run) -> Row:
-    """Plans a run as it was, and compares."""
+    """Plan a run as published, and compare."""
     start = time.perf_counter()
-    model, inputs = make(run.form, run.rows)
+    model, inputs = make(run.sizes, run.rows)
     cluster = Cluster.named(run.cluster)
     plan = autopar.plan(
         model,
@@ -77,7 +75,8 @@ def predict(run: Run) -> Row:
     seconds = time.perf_counter() - start
     p = plan.prediction
     assert p is not None
-    step_s = p.step_s - hidden(plan, run)
+    hidden_s = overlapped(plan, run)
+    step_s = p.step_s - hidden_s
     found = activations(plan) if run.unit != "TFLOP/s" else run.flops / step_s / run.gpus / 1e12
     parts = {
         "compute_s": p.compute_s,
@@ -85,33 +84,33 @@ def predict(run: Run) -> Row:
         "exposed_s": p.exposed_s,
         "update_s": p.update_s,
         "bubble": p.bubble,
-        "hidden_s": hidden(plan, run),
+        "hidden_s": hidden_s,
     }
     error = found / run.published - 1.0
     return Row(run.name, run.unit, run.published, found, error, step_s, parts, seconds, run.assumed)
 
 
-def hidden(plan: Plan, run: Run) -> float:
-    """Seconds of a step that disappear where what tp sends travels behind its products, in pieces.
+def overlapped(plan: Plan, run: Run) -> float:
+    """Return the seconds of a step that overlapping collectives of tp with products saves.
 
-    With a piece for each rank of tp all but one can; while they do, the products run slower. Plans
-    of autopar do not do that, the runs of Megatron-Core did.
+    With a piece for each rank of tp, all pieces but one overlap, and products run slower meanwhile.
+    Megatron-Core's runs did so, plans of autopar do not.
     """
     p = plan.prediction
     assert p is not None
     if not run.behind_products:
         return 0.0
     tp = run.strategy.tp or 1
-    sent = [item for item in p.report_data.traffic if item.axis == "tp"]
-    sent_s = sum(count * seconds for item in sent for _, count, seconds in item.sent)
-    behind_s = sent_s * (1.0 - 1.0 / tp)
+    traffic = [item for item in p.report_data.traffic if item.axis == "tp"]
+    sent_s = sum(count * seconds for item in traffic for _, count, seconds in item.sent)
+    overlap_s = sent_s * (1.0 - 1.0 / tp)
     stages, micro = run.strategy.stages_per_rank or 1, run.strategy.micro_batches or 1
     bubble = ((run.strategy.pp or 1) - 1) / (stages * micro)
-    return behind_s / SLOWED * (1.0 + bubble)
+    return overlap_s / OVERLAP_SLOWDOWN * (1.0 + bubble)
 
 
 def activations(plan: Plan) -> float:
-    """GiB that the first rank keeps for backwards, at the most."""
+    """Return the peak GiB of saved activations on the first rank."""
     p, pipeline = plan.prediction, plan.pipeline
     assert p is not None
     if pipeline is None:
@@ -120,12 +119,12 @@ def activations(plan: Plan) -> float:
         pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.stages_per_rank
     )[0]
     sign = {"F": 1, "B": -1}
-    held = accumulate(sign[done.kind] * p.stages[done.stage].saved_bytes for done in order)
-    return max(held) / 2**30
+    saved = accumulate(sign[each.kind] * p.stages[each.stage].saved_bytes for each in order)
+    return max(saved) / 2**30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line for each run, and the mean error."""
+    """Print a line for each run, and the mean error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     parser.add_argument("table", type=Path, nargs="+", help="CSV of ../shared/data/training")
     parser.add_argument("--only", help="runs whose name contains this")
@@ -147,13 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors = [abs(row.error) for row in rows]
         print(f"  mean error {mean(errors):.1%}, worst {max(errors):.1%}")
     if options.json:
-        found = {
-            "machine": machine(),
-            "versions": versions(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "tables": {name: [asdict(row) for row in rows] for name, rows in tables.items()},
-        }
-        options.json.write_text(json.dumps(found, indent=1))
+        found = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
+        save(options.json, {**about(), "tables": found})
     return 0
 
 

@@ -1,8 +1,8 @@
-"""The GPT of Megatron-LM as its published runs trained it, for planning: it is never run.
+"""GPT of Megatron-LM as in its published runs, for planning only.
 
-Scale and mask of attention's scores are left out, as Megatron's kernel for the softmax does both
-on its way. `drop` stands in for a dropout whose mask every rank draws for its own shard, as
-Megatron's do: the mask comes from the value itself, and the same bytes are moved and kept.
+Scale and mask of attention's scores are left out, as Megatron's softmax kernel includes both.
+`dropout` stands for a dropout whose mask every rank draws for its own shard. Its mask comes from
+the value itself, and it moves and saves the same bytes.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-KEPT = 0.9  # of activations, by Megatron-LM's default dropout
+KEEP = 0.9
+"""Share of activations after Megatron-LM's default dropout."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """What distinguishes the GPTs.
+class Sizes:
+    """Sizes and variant of a GPT.
 
     Attributes:
         hidden: width of the residual stream.
-        layers: how many blocks.
-        heads: of each.
+        layers: number of blocks.
+        heads: number of attention heads.
         vocabulary: entries of the embedding.
-        length: positions of a row.
+        length: tokens of a row.
         tied: whether the embedding is the output layer too.
-        flash: whether attention keeps no scores (flash attention), instead of all of them.
-        dropped: whether there is dropout.
+        flash: whether attention saves no scores (flash attention) instead of all.
+        dropout: whether there is dropout.
     """
 
     hidden: int
@@ -39,74 +40,74 @@ class Form:
     length: int
     tied: bool = True
     flash: bool = False
-    dropped: bool = True
+    dropout: bool = True
 
 
-def drop(x: Tensor) -> Tensor:
-    """Dropout: a mask of a byte an element is kept."""
-    return torch.where(x < KEPT, x * (1.0 / KEPT), 0.0)
+def dropout(x: Tensor) -> Tensor:
+    """Dropout that saves a mask of a byte an element."""
+    return torch.where(x < KEEP, x * (1.0 / KEEP), 0.0)
 
 
 class Attention(nn.Module):
     """Causal attention with one product for queries, keys and values."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.form = form
-        self.qkv = nn.Linear(form.hidden, 3 * form.hidden)
-        self.out = nn.Linear(form.hidden, form.hidden)
+        self.sizes = sizes
+        self.qkv = nn.Linear(sizes.hidden, 3 * sizes.hidden)
+        self.out = nn.Linear(sizes.hidden, sizes.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        width = self.form.hidden // self.form.heads
-        q, k, v = self.qkv(x).unflatten(-1, (self.form.heads, 3 * width)).chunk(3, dim=-1)
+        width = self.sizes.hidden // self.sizes.heads
+        q, k, v = self.qkv(x).unflatten(-1, (self.sizes.heads, 3 * width)).chunk(3, dim=-1)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if self.form.flash:
+        if self.sizes.flash:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             shares = F.softmax(q @ k.transpose(-1, -2), dim=-1)  # scale and mask are inside
-            y = (drop(shares) if self.form.dropped else shares) @ v
+            y = (dropout(shares) if self.sizes.dropout else shares) @ v
         return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
     """Attention and feed-forward, each on the normalised stream."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.form = form
-        self.norm1, self.norm2 = nn.LayerNorm(form.hidden), nn.LayerNorm(form.hidden)
-        self.attention = Attention(form)
-        self.up = nn.Linear(form.hidden, 4 * form.hidden)
-        self.down = nn.Linear(4 * form.hidden, form.hidden)
+        self.sizes = sizes
+        self.norm1, self.norm2 = nn.LayerNorm(sizes.hidden), nn.LayerNorm(sizes.hidden)
+        self.attention = Attention(sizes)
+        self.up = nn.Linear(sizes.hidden, 4 * sizes.hidden)
+        self.down = nn.Linear(4 * sizes.hidden, sizes.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropped(self.attention(self.norm1(x)))
+        x = x + self.dropout(self.attention(self.norm1(x)))
         wide = F.gelu(self.up(self.norm2(x)), approximate="tanh")
-        return x + self.dropped(self.down(wide))
+        return x + self.dropout(self.down(wide))
 
-    def dropped(self, x: Tensor) -> Tensor:
-        """With dropout, if there is any."""
-        return drop(x) if self.form.dropped else x
+    def dropout(self, x: Tensor) -> Tensor:
+        """Apply dropout, if there is any."""
+        return dropout(x) if self.sizes.dropout else x
 
 
 class GPT(nn.Module):
-    """Called with tokens and the tokens that follow them, it returns its mean loss."""
+    """A decoder that returns the mean loss of predicting the following tokens."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.form = form
-        self.token = nn.Embedding(form.vocabulary, form.hidden)
-        self.position = nn.Embedding(form.length, form.hidden)
-        self.blocks = nn.ModuleList(Block(form) for _ in range(form.layers))
-        self.norm = nn.LayerNorm(form.hidden)
-        self.head = nn.Linear(form.hidden, form.vocabulary, bias=False)
-        if form.tied:
+        self.sizes = sizes
+        self.token = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.position = nn.Embedding(sizes.length, sizes.hidden)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.hidden)
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+        if sizes.tied:
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
-        positions = torch.arange(self.form.length, device=tokens.device)
+        positions = torch.arange(self.sizes.length, device=tokens.device)
         x = self.token(tokens) + self.position(positions)
-        x = drop(x) if self.form.dropped else x
+        x = dropout(x) if self.sizes.dropout else x
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x)).float()
@@ -114,14 +115,14 @@ class GPT(nn.Module):
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW whose states and copy of the parameters are in float32, as mixed precision has them."""
+    """AdamW of mixed precision, with states and a copy of the parameters in float32."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step, written plainly: only the states that it keeps are of interest."""
+        """Take a step; only the bytes of its states matter."""
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is None:
                 continue
@@ -138,9 +139,9 @@ class MasterAdamW(torch.optim.Optimizer):
             parameter.copy_(state["master"])
 
 
-def make(form: Form, rows: int) -> tuple[GPT, tuple[Tensor, Tensor]]:
-    """The model in bfloat16 and a global batch, on the meta device."""
+def make(sizes: Sizes, rows: int) -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """Return the model in bfloat16 and a global batch, on the meta device."""
     with torch.device("meta"):
-        model = GPT(form).to(torch.bfloat16)
-        tokens = torch.zeros(rows, form.length, dtype=torch.long)
+        model = GPT(sizes).to(torch.bfloat16)
+        tokens = torch.zeros(rows, sizes.length, dtype=torch.long)
     return model, (tokens, tokens)

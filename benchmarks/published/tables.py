@@ -1,4 +1,4 @@
-"""The tables of published runs, and what of a run's configuration each row says."""
+"""Tables of published runs, and the configuration in each row."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from autopar.ir.placement import Shard
 from autopar.plan.strategy import Strategy
-from benchmarks.published.gpt import Form
+from benchmarks.published.gpt import Sizes
 
 BUCKET = 64 * 2**20
-"""Bytes that gradients are summed in where a table does not say: so that none are latency."""
+"""Bucket size in bytes where a table has none; large enough that latency is negligible."""
 
 
 @dataclass(frozen=True)
@@ -20,37 +20,37 @@ class Run:
     """One published run.
 
     Attributes:
-        name: of the model, and of the mode where there are several.
-        cluster: a shipped one.
-        gpus: how many were used.
-        form: of the model.
-        rows: of the global batch.
-        strategy: as published.
-        flops: floating-point operations of a step, as the source counts them; 0 if it states none.
-        published: TFLOP/s of a GPU by the source's count, or GiB of activations on the first stage.
-        unit: of `published`.
-        assumed: what the source does not say.
-        behind_products: whether what tp sends travels behind the products that it is for.
+        name: name of the model, and of the mode where there are several.
+        cluster: name of a shipped cluster.
+        gpus: number of GPUs.
+        sizes: sizes of the model.
+        rows: rows of the global batch.
+        strategy: strategy as published.
+        flops: floating-point operations of a step by the source's count; 0 if it states none.
+        published: TFLOP/s of a GPU by that count, or GiB of activations on the first stage.
+        unit: unit of `published`.
+        assumed: assumptions where the source is silent.
+        tp_overlap: whether collectives of tp overlap their matrix products in pieces.
     """
 
     name: str
     cluster: str
     gpus: int
-    form: Form
+    sizes: Sizes
     rows: int
     strategy: Strategy
     flops: float
     published: float
     unit: str
     assumed: str = ""
-    behind_products: bool = False
+    tp_overlap: bool = False
 
 
 def read(path: Path) -> list[Run]:
-    """The runs of a table; which one it is its columns tell.
+    """Return the runs of a table, which is identified by its columns.
 
     Raises:
-        ValueError: it has the columns of no known table.
+        ValueError: the columns are those of no known table.
     """
     with path.open() as lines:
         rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
@@ -61,56 +61,55 @@ def read(path: Path) -> list[Run]:
 
 
 def sc21(row: Mapping[str, str]) -> Iterator[Run]:
-    """Table 1 of Narayanan et al. 2021: A100 of 80 GB, everything recomputed, FLOPs with that."""
+    """Table 1 of Narayanan et al. 2021: A100 of 80 GB, full recomputation, included in FLOPs."""
     n = {key: int(row[key]) for key in ("hidden", "layers", "heads", "vocab", "seq", "gbs", "gpus")}
     tp, pp, dp, rows = (int(row[key]) for key in ("tp", "pp", "dp", "mbs"))
-    form = Form(n["hidden"], n["layers"], n["heads"], n["vocab"], n["seq"], tied=pp == 1)
+    sizes = Sizes(n["hidden"], n["layers"], n["heads"], n["vocab"], n["seq"], tied=pp == 1)
     each = int(row["layers_per_virtual_stage"] or n["layers"] // pp)
     strategy = pipelined(
-        form, tp, pp, n["layers"] // pp // each, n["gbs"] // (dp * rows), "everything"
+        sizes, tp, pp, n["layers"] // pp // each, n["gbs"] // (dp * rows), "everything"
     )
-    if row["ddp_impl"] == "local":  # gradients are summed at once, when all of them are there
+    if row["ddp_impl"] == "local":  # all gradients are reduced at once
         strategy = replace(strategy, reduce_bytes=2**62)
-    operations = flops(form, n["gbs"], recomputed=True)
+    operations = flops(sizes, n["gbs"], recomputed=True)
     published = float(row["tflops_per_gpu"])
     yield Run(
-        row["model"], "dgx-a100", n["gpus"], form, n["gbs"], strategy, operations, published,
+        row["model"], "dgx-a100", n["gpus"], sizes, n["gbs"], strategy, operations, published,
         "TFLOP/s", "dropout of 0.1, Megatron-LM's default",
     )  # fmt: skip
 
 
 H100 = {"vocabulary": 131072, "length": 4096}
 H100_ROWS = 1
-"""Rows of a micro-batch: what fits all of them without recomputation."""
-
+"""Rows of a micro-batch that fits all runs without recomputation."""
 
 MOST_LAYERS = 5
-"""Of a stage where several are a rank's: the most of table 1 of SC'21."""
+"""Most layers of an interleaved stage in table 1 of SC'21."""
 
 
 def h100(row: Mapping[str, str]) -> Iterator[Run]:
-    """Megatron-Core's weak scaling: nothing recomputed in the count; sequences are divided."""
+    """Megatron-Core's weak scaling: FLOPs without recomputation, sequence parallelism."""
     hidden, layers, heads, gpus = (int(row[k]) for k in ("hidden", "layers", "heads", "gpus"))
     tp, pp, dp, rows = (int(row[key]) for key in ("tp", "pp", "dp", "global_batch"))
-    form = Form(
+    sizes = Sizes(
         hidden, layers, heads, H100["vocabulary"], H100["length"],
         tied=False, flash=True, dropped=False,
     )  # fmt: skip
-    own = layers // pp
-    each = max(n for n in range(1, MOST_LAYERS + 1) if own % n == 0) if pp > 1 else own
+    local = layers // pp
+    each = max(n for n in range(1, MOST_LAYERS + 1) if local % n == 0) if pp > 1 else local
     bucket = 2 * max(40_000_000, 1_000_000 * dp)  # elements, by Megatron-Core's default
     strategy = replace(
-        pipelined(form, tp, pp, own // each, rows // (dp * H100_ROWS), "none", sequence=True),
+        pipelined(sizes, tp, pp, local // each, rows // (dp * H100_ROWS), "none", sequence=True),
         zero=1,  # Megatron's distributed optimizer
         gather_bytes=bucket,
         reduce_bytes=bucket,
     )
     yield Run(
-        row["model"], "dgx-h100", gpus, form, rows, strategy, flops(form, rows, recomputed=False),
+        row["model"], "dgx-h100", gpus, sizes, rows, strategy, flops(sizes, rows, recomputed=False),
         float(row["tflops_per_gpu"]), "TFLOP/s",
-        f"micro-batches of {H100_ROWS}, {own // each} stages a rank, nothing recomputed, flash "
+        f"micro-batches of {H100_ROWS}, {local // each} stages a rank, nothing recomputed, flash "
         "attention, no dropout, gradients reduced in bfloat16",
-        behind_products=True,
+        tp_overlap=True,
     )  # fmt: skip
 
 
@@ -120,23 +119,23 @@ SEQPAR = {
     "turing-530B": (20480, 105, 128, 8, 35, 3, 1, 280),
     "megatron-1T": (25600, 128, 160, 8, 64, 1, 1, 512),
 }
-"""Hidden, layers, heads, tp, pp, stages a rank, rows of a micro-batch and of the global batch:
-Korthikanti et al. 2022, table 3."""
+"""Hidden size, layers, heads, tp, pp, stages per rank, rows of a micro-batch and of the global
+batch (Korthikanti et al. 2022, table 3)."""
 
 
 def seqpar(row: Mapping[str, str]) -> Iterator[Run]:
     """Figure 1 of Korthikanti et al. 2022: activations with and without sequence parallelism.
 
-    `seqsel` has that and computes the core of attention again, which keeps what flash attention
-    does: queries, keys, values and the result.
+    `seqsel` has it and recomputes the core of attention, so that it saves the tensors that flash
+    attention saves: queries, keys, values and the result.
     """
     hidden, layers, heads, tp, pp, chunks, rows, batch = SEQPAR[row["model"]]
     selective = row["mode"] == "seqsel"
-    form = Form(hidden, layers, heads, 51200, 2048, tied=pp == 1, flash=selective)
+    sizes = Sizes(hidden, layers, heads, 51200, 2048, tied=pp == 1, flash=selective)
     recompute = "regather" if selective else "none"
-    strategy = pipelined(form, tp, pp, chunks, batch // rows, recompute, sequence=selective)
+    strategy = pipelined(sizes, tp, pp, chunks, batch // rows, recompute, sequence=selective)
     yield Run(
-        f"{row['model']} {row['mode']}", "dgx-a100", tp * pp, form, batch, strategy, 0.0,
+        f"{row['model']} {row['mode']}", "dgx-a100", tp * pp, sizes, batch, strategy, 0.0,
         float(row["activation_gib"]), "GiB of activations",
     )  # fmt: skip
 
@@ -153,11 +152,11 @@ MEGATRON = {
     "*.up.bias": Shard(0),
     "*.down.weight": Shard(1),
 }
-"""How Megatron-LM lays parameters over tp."""
+"""Placements of Megatron-LM along tp."""
 
 
 def pipelined(
-    form: Form,
+    sizes: Sizes,
     tp: int,
     pp: int,
     chunks: int,
@@ -166,10 +165,10 @@ def pipelined(
     *,
     sequence: bool = False,
 ) -> Strategy:
-    """A strategy with nothing left open: Megatron's placements, stages of equally many blocks."""
-    head = {} if form.tied else {"head.weight": Shard(0)}
+    """Return a complete strategy: Megatron's placements, and stages of equally many blocks."""
+    head = {} if sizes.tied else {"head.weight": Shard(0)}
     stages = pp * chunks
-    cuts = tuple(f"blocks.{form.layers * stage // stages}" for stage in range(1, stages))
+    cuts = tuple(f"blocks.{sizes.layers * stage // stages}" for stage in range(1, stages))
     schedule = ("interleaved" if chunks > 1 else "1f1b") if pp > 1 else None
     return Strategy(
         zero=0,
@@ -190,11 +189,14 @@ def pipelined(
     )
 
 
-def flops(form: Form, rows: int, *, recomputed: bool) -> float:
-    """Of a step, by the formula of Narayanan et al. 2021 (with a second forward, if recomputed)."""
-    h, length, layers = form.hidden, form.length, form.layers
+def flops(sizes: Sizes, rows: int, *, recomputed: bool) -> float:
+    """Return the FLOPs of a step by the formula of Narayanan et al. 2021.
+
+    With full recomputation they include a second forward.
+    """
+    h, length, layers = sizes.hidden, sizes.length, sizes.layers
     one = 24.0 * rows * length * layers * h**2
-    attention, head = length / (6 * h), form.vocabulary / (16 * layers * h)
+    attention, head = length / (6 * h), sizes.vocabulary / (16 * layers * h)
     if recomputed:
         return 4 * one * (1 + attention + head)
     return 3 * one * (1 + attention + 4 / 3 * head)

@@ -1,1 +1,1 @@
-"""The time of the plan chosen over the best of all: `python -m benchmarks.regret`."""
+"""Regret of the chosen plan over the best of all: `python -m benchmarks.regret`."""

@@ -1,25 +1,24 @@
-"""How much longer a step takes under the plan chosen than under the best of all.
+"""Regret: the step of the chosen plan over the step of the best plan of an enumeration.
 
     python -m benchmarks.regret --json FILE
     python -m benchmarks.regret --cases deep --clusters 2x1 --rates 1gbit --steps 5
 
-On an emulated cluster (`benchmarks.cluster`) an enumeration of plans, peers, and the plan that the
-planner chooses under each cap train the same model in turn, step by step, in the same processes.
-Each race is written as soon as it is over; those that are in FILE are not run again. Needs root on
-Linux; the exit status is 77 where nodes cannot be emulated.
+On an emulated cluster (`benchmarks.cluster`), plans of an enumeration, peers, and the plan chosen
+under each cap train the same model in turn, step by step, in the same processes. Each race is
+written when it ends; races in FILE are not run again. Needs root on Linux; the exit status is 77
+where nodes cannot be emulated.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -32,25 +31,23 @@ from benchmarks.cluster.__main__ import SKIPPED
 from benchmarks.cluster.network import bits_per_second
 from benchmarks.cluster.racing import race_over
 from benchmarks.peers import words
-from benchmarks.regret.field import Layout
-from benchmarks.regret.report import overview, table
-from benchmarks.regret.score import entries, summary, verdict
+from benchmarks.regret.plans import Layout
+from benchmarks.regret.score import entries, overview, race_table, summary, verdict
 from benchmarks.regret.worker import RegretJob, names
-from benchmarks.report import machine, versions
+from benchmarks.report import about, save, versions
 
 CLUSTER = r"[1-9]\d*x[1-9]\d*(@.+)?"
-
 WORKER = "benchmarks.regret.worker"
 
 INFEASIBLE = ("OutOfMemoryError", "StrategyError", "BatchError", "CaptureError")
-"""What may be wrong with a plan of the enumeration: it is none for this model."""
+"""Errors of strategies that do not suit a model."""
 
 
 def parse_arguments() -> argparse.Namespace:
     """Return the command line's options, checked."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.regret",
-        description="Measure every plan of an enumeration, peers, and the plan chosen.",
+        description="Measure every plan of an enumeration, peers, and the chosen plan.",
     )
     parser.add_argument("--models", default="benchmarks.regret.models", metavar="MODULE")
     parser.add_argument("--cases", type=words, default=[], metavar="NAMES", help="of the models")
@@ -61,11 +58,13 @@ def parse_arguments() -> argparse.Namespace:
         help="nodes x ranks, such as 2x2; 2x2@1gbit for that rate alone",
     )
     parser.add_argument("--rates", type=words, default=["100mbit", "1gbit", "10gbit"])
-    parser.add_argument("--caps", type=words, default=["none", "0.7"], help="shares of DDP's need")
+    parser.add_argument(
+        "--caps", type=words, default=["none", "0.7"], help="shares of DDP's memory"
+    )
     parser.add_argument("--contenders", type=words, default=[], metavar="NAMES", help="only these")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each contender")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds of a race")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="read, go on, write")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="results, continued if present")
     parser.add_argument("--cache", type=Path, default=cache_directory() / "regret")
     parser.add_argument("--patience", type=float, default=300, help="seconds without progress")
     args = parser.parse_args()
@@ -82,19 +81,19 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def races(args: argparse.Namespace) -> Iterator[tuple[str, Layout, str]]:
-    """Yield model, layout and rate of each race; a single node has no links to have a rate."""
+    """Yield model, layout and rate of each race; a single node runs once."""
     for text in args.clusters:
-        cluster, _, own = text.partition("@")
-        layout, rates = Layout.of(cluster), [own] if own else args.rates
+        cluster, _, rate = text.partition("@")
+        layout, rates = Layout.of(cluster), [rate] if rate else args.rates
         for rate in rates if layout.nodes > 1 else rates[:1]:
             for model in args.cases:
                 yield model, layout, rate
 
 
 def run(
-    args: argparse.Namespace, model: str, layout: Layout, rate: str, tell: Callable[[str], None]
+    args: argparse.Namespace, model: str, layout: Layout, rate: str, console: Console
 ) -> dict[str, Any]:
-    """Run one race and return its outcome, with what it is of."""
+    """Run one race and return its outcome."""
     case = importlib.import_module(args.models).CASES[model]
     everyone = names(case, layout, args.caps)
     job = RegretJob(
@@ -109,81 +108,70 @@ def run(
         caps=args.caps,
         limit_s=args.limit_s,
     )
-    began = time.monotonic()
-    with Network(layout.nodes, rate) as network:
-        environment = {"AUTOPAR_CACHE": str(args.cache)}
-        outcome = race_over(network, layout.ranks_per_node, WORKER, job, tell, environment)
-    facts = {"model": model, "cluster": str(layout), "rate": rate if layout.nodes > 1 else ""}
-    own = {"caps": args.caps, "took_s": time.monotonic() - began, "commit": versions()["commit"]}
-    return {**facts, **own, **outcome}
+    title, start = f"{model}, {layout} at {rate}", time.monotonic()
+    with Network(layout.nodes, rate) as network, console.status(title) as status:
 
-
-@contextlib.contextmanager
-def progress(console: Console, title: str) -> Iterator[Callable[[str], None]]:
-    """Give what is told of a race: on a terminal shown in place, else written as lines."""
-    began = time.monotonic()
-    with console.status(title) as status:
-
-        def tell(text: str) -> None:
+        def notify(text: str) -> None:
             status.update(f"{title}: {text}")
             if not console.is_terminal:
-                print(f"{time.monotonic() - began:5.0f} s {title}: {text}", file=sys.stderr)
+                print(f"{time.monotonic() - start:5.0f} s {title}: {text}", file=sys.stderr)
 
-        yield tell
-
-
-def kept(path: Path | None) -> list[dict[str, Any]]:
-    """Return the races that a file already has."""
-    if path is None or not path.exists():
-        return []
-    found: list[dict[str, Any]] = json.loads(path.read_text())["races"]
-    return found
+        environment = {"AUTOPAR_CACHE": str(args.cache)}
+        outcome = race_over(network, layout.ranks_per_node, WORKER, job, notify, environment)
+    return {
+        "model": model,
+        "cluster": str(layout),
+        "rate": rate if layout.nodes > 1 else "",
+        "caps": args.caps,
+        "took_s": time.monotonic() - start,
+        "commit": versions()["commit"],
+        **outcome,
+    }
 
 
 def key(race: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return what tells a race from others."""
+    """Return the identity of a race."""
     return race["model"], race["cluster"], race["rate"]
 
 
 def document(done: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return everything that the JSON file holds."""
+    """Return the content of the JSON file."""
     cases = [verdict(race, share) for race in done for share in race["caps"]]
-    facts = {"machine": machine(), "versions": versions()}
-    return {**facts, **summary(cases), "races": done}
+    return {**about(), **summary(cases), "races": done}
 
 
 def main() -> int:
-    """Run every race that is not there; return 1 if any contender failed or trained otherwise."""
+    """Run every missing race; return 1 if any contender failed or its losses differ."""
     args = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 140)
-    done = kept(args.json)
+    done: list[dict[str, Any]] = []
+    if args.json and args.json.exists():
+        done = json.loads(args.json.read_text())["races"]
     if not done:
-        shutil.rmtree(args.cache / "operators", ignore_errors=True)  # the machine drifts
+        shutil.rmtree(args.cache / "operators", ignore_errors=True)  # times of the machine drift
     for model, layout, rate in races(args):
         if (model, str(layout), rate if layout.nodes > 1 else "") in map(key, done):
             continue
         try:
-            with progress(console, f"{model}, {layout} at {rate}") as tell:
-                done.append(run(args, model, layout, rate, tell))
+            done.append(run(args, model, layout, rate, console))
         except Unavailable as reason:
             print(f"skipped, nodes cannot be emulated here: {reason}", file=sys.stderr)
             return SKIPPED
-        console.print(table(done[-1]))
+        console.print(race_table(done[-1]))
         if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(document(done), indent=1) + "\n")
+            save(args.json, document(done))
     console.print(overview(document(done)))
     return int(failed(done, console))
 
 
 def failed(done: list[dict[str, Any]], console: Console) -> bool:
-    """Whether anyone failed who should not have; says who."""
+    """Whether any feasible contender failed; prints its error."""
     found = False
     for race in done:
         for entry in entries(race).values():
             if entry.error is not None and not entry.error.startswith(INFEASIBLE):
-                where = f"{race['model']}, {race['cluster']} at {race['rate']}, {entry.name}"
-                console.print(f"{where}: {shorten(entry.error, 400)}", style="red", markup=False)
+                title = f"{race['model']}, {race['cluster']} at {race['rate']}, {entry.name}"
+                console.print(f"{title}: {shorten(entry.error, 400)}", style="red", markup=False)
                 found = True
     return found
 

@@ -1,8 +1,7 @@
-"""The models whose plans are compared: small, and unlike each other in what they hold and do.
+"""Small and diverse models whose plans are compared.
 
-A module with `CASES`, such as this one, is what `--models` takes. Every forward returns a loss that
-is the same however the rows are divided over ranks and micro-batches, up to the order of sums; so
-the conv net has GroupNorm.
+`--models` takes a module with `CASES`, such as this one. The loss of every model is independent of
+the division of rows over ranks and micro-batches, so the conv net has GroupNorm.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ import autopar
 from benchmarks.models import GPT, Case, ConvNet, blocks_of, generator, images, next_tokens
 
 TOKENS, ROWS = 64, 16  # of a global batch of text
-WIDTH, HEADS = 128, 4  # where nothing else is said
-ENTRIES = 512  # of a vocabulary that is not what counts
+WIDTH, HEADS = 128, 4
+ENTRIES = 512  # of a small vocabulary
 FIELDS, IDS, FACTORS = 16, 4096, 32  # of the recommender
 EXPERTS = 4
 
 
 @dataclass(frozen=True)
-class Subject(Case):
-    """A model and its data, and what more there is to know of it.
+class PlannedCase(Case):
+    """A model and its data.
 
     Attributes:
-        experts: where the parameters of experts lie under expert parallelism, by pattern of names.
+        experts: placements of the experts' parameters along ep, by pattern of names.
     """
 
     experts: Mapping[str, autopar.Shard] = field(default_factory=dict)
 
 
 class EncoderDecoder(nn.Module):
-    """Torch's own layers; `y` is the target, the first token of which starts it."""
+    """Torch's own layers; the decoder starts with the first token of the target `y`."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class EncoderDecoder(nn.Module):
 
 
 class Experts(nn.Module):
-    """Feed-forwards of which each token weighs two; all run on every token."""
+    """Feed-forwards, two weighted ones for each token; all run on every token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +101,7 @@ class ExpertBlock(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A language model with experts in the place of feed-forwards."""
+    """A language model with experts instead of feed-forwards."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ class Recommender(nn.Module):
             nn.init.normal_(table.weight, std=0.05)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of telling clicks `y` by ids `x` of (rows, fields)."""
+        """Return the mean loss of predicting clicks `y` from ids `x` of (rows, fields)."""
         found = torch.stack([table(x[:, i]) for i, table in enumerate(self.tables)], 1)
         products = (found.sum(1).square() - found.square().sum(1)).sum(-1) / 2
         h = found.flatten(1)
@@ -148,17 +147,17 @@ def translations(step: int) -> tuple[Tensor, Tensor]:
 
 
 def clicks(step: int, rows: int = 512) -> tuple[Tensor, Tensor]:
-    """Return an id for each field of random rows, and whether somebody clicked."""
+    """Return an id for each field of random rows, and random clicks."""
     drawn = generator(step)
     x = torch.randint(IDS, (rows, FIELDS), generator=drawn)
     return x, torch.randint(2, (rows,), generator=drawn).float()
 
 
-def gpt(name: str, layers: int, width: int, entries: int, *, tied: bool) -> Subject:
+def gpt(name: str, layers: int, width: int, entries: int, *, tied: bool) -> PlannedCase:
     """Return a decoder of some size."""
     build = partial(GPT, layers, entries, tied=tied, width=width, heads=HEADS)
     batch = partial(next_tokens, rows=ROWS, vocabulary=entries, tokens=TOKENS)
-    return Subject(name, build, batch, blocks_of)
+    return PlannedCase(name, build, batch, blocks_of)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -177,21 +176,21 @@ CASES = {
         gpt("deep", 8, 96, ENTRIES, tied=True),
         gpt("wide", 2, 256, ENTRIES, tied=True),
         gpt("vocabulary", 2, WIDTH, 8192, tied=False),
-        Subject("encdec", EncoderDecoder, translations, _layers),
-        Subject(
+        PlannedCase("encdec", EncoderDecoder, translations, _layers),
+        PlannedCase(
             "conv",
             partial(ConvNet, partial(nn.GroupNorm, 8)),
             partial(images, rows=16),
             blocks_of,
         ),
-        Subject(
+        PlannedCase(
             "moe",
             Mixture,
             partial(next_tokens, rows=ROWS, vocabulary=ENTRIES, tokens=TOKENS),
             blocks_of,
             experts={"*.experts.up": autopar.Shard(0), "*.experts.down": autopar.Shard(0)},
         ),
-        Subject("recommender", Recommender, clicks, _tables),
+        PlannedCase("recommender", Recommender, clicks, _tables),
     )
 }
 """1 to 3 million parameters each."""

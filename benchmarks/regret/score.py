@@ -1,8 +1,8 @@
-"""From what was measured to regrets: of each race and cap, and of all of them.
+"""Regrets from measurements, of each race and cap, and of all of them.
 
-Regret is the median step of the plan chosen over the least median of all that fit, peers included.
-What fits is known by counting, not by prediction. A plan that was chosen and is one of the
-enumeration has run once, so that noise cannot part it from itself.
+Regret is the median step of the chosen plan over the least median of all contenders that fit the
+cap by their counted bytes, peers included. A chosen plan that equals one of the enumeration has run
+once, so that noise cannot separate them.
 """
 
 from __future__ import annotations
@@ -13,68 +13,69 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from rich.table import Table
 from scipy.stats import spearmanr
 
 from benchmarks.contenders import PLAIN
-from benchmarks.regret.field import DATA_PARALLEL, REPLICATED, chosen_name
-from benchmarks.report import TOLERANCE
+from benchmarks.regret.plans import CHOSEN, PEERS, REPLICATED, chosen_name
+from benchmarks.report import TOLERANCE, empty_table, loss_difference, number
 
-LEAST_ORDERED = 4
-"""Plans that an order is told of; of fewer it is chance."""
+MIN_ORDERED = 4
+"""Fewest plans with a rank correlation."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a race tells of a contender.
+    """Figures of one contender of a race.
 
     Attributes:
-        name: of the contender.
-        step_s: median of its steps; None if there are none.
-        held_bytes: counted at the peak of a step, and the batch.
-        predicted_s: the step as predicted, of plans alone.
-        predicted_bytes: the same of `held_bytes`.
-        same: the contender that this one turned out to be.
-        error: why there are no figures, or why they do not count.
+        name: name of the contender.
+        step_s: median of its steps, in seconds; None if there are none.
+        measured_bytes: counted bytes at the peak of a step, plus the batch.
+        predicted_s: predicted step, for plans alone.
+        predicted_bytes: prediction of `measured_bytes`.
+        same: contender with the same plan.
+        error: reason why there are no valid figures.
     """
 
     name: str
     step_s: float | None = None
-    held_bytes: int | None = None
+    measured_bytes: int | None = None
     predicted_s: float | None = None
     predicted_bytes: int | None = None
     same: str | None = None
     error: str | None = None
 
     @property
-    def error_of_step(self) -> float | None:
-        """By how much the prediction of the step is wrong, relative to what was measured."""
+    def step_error(self) -> float | None:
+        """Relative error of the predicted step."""
         if self.step_s is None or self.predicted_s is None:
             return None
         return self.predicted_s / self.step_s - 1
 
-    def within(self, cap: float) -> bool:
-        """Whether it ran, and held no more than that."""
-        return self.step_s is not None and (self.held_bytes or 0) <= cap
+    def fits(self, cap: float) -> bool:
+        """Whether it ran, within a cap in bytes."""
+        return self.step_s is not None and (self.measured_bytes or 0) <= cap
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one race under one cap.
+    """Result of one race under one cap.
 
     Attributes:
-        cap: as a share of what plain replication needs; None for no cap.
-        cap_bytes: the same in bytes.
-        chosen: the plan chosen, or the contender that it is; None if there was none.
+        cap: share of the memory of plain replication; None for no cap.
+        cap_bytes: the cap in bytes.
+        chosen: the chosen plan, or the contender with the same plan; None if there was none.
         chosen_s: its median step.
-        best: the fastest that fits.
+        best: the fastest contender that fits.
         best_s: its median step.
-        regret: one by the other.
-        by_prediction: of the enumeration, which one is predicted to be the fastest that fits.
-        regret_by_prediction: what choosing that would cost.
-        gain: the median step of the faster of DDP and fully_shard by that of the plan chosen.
-        median_error: of the predicted steps of all plans that fit.
+        regret: ratio of the two steps.
+        by_prediction: fastest plan of the enumeration that fits, by prediction.
+        regret_by_prediction: regret of that plan.
+        gain: median step of the faster of DDP and fully_shard over that of the chosen plan.
+        median_error: median error of the predicted steps of plans that fit.
         order: Spearman's rank correlation of their predicted and measured steps.
-        exceeding: plans that hold more than the cap though they are predicted to fit.
+        exceeding: plans above the cap that were predicted to fit.
     """
 
     model: str
@@ -95,63 +96,46 @@ class Verdict:
     exceeding: tuple[str, ...]
 
 
-def entries(outcome: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return what the outcome of a race says of everyone, by name."""
-    results = {result["contender"]: result for result in outcome["contenders"]}
-    batch = results.get(REPLICATED, {}).get("batch_bytes", 0)
-    return {name: _entry(name, results, outcome[REFERENCE], batch) for name in results}
-
-
-REFERENCE = "reference"
-"""Where an outcome has the losses of the plain model."""
-
-
-def _entry(name: str, results: Mapping[str, Any], reference: Sequence[float], batch: int) -> Entry:
-    own = results[name]
-    ran = results.get(own.get("same"), own)
-    error = own["error"] or ran["error"]
-    if error is None:
-        error = _difference(ran["losses"], reference)
-    return Entry(
-        name=name,
-        step_s=median(ran["seconds"]) if error is None else None,
-        held_bytes=ran["peak_bytes"] + batch if error is None else None,
-        predicted_s=own.get("predicted_s"),
-        predicted_bytes=own.get("predicted_bytes"),
-        same=own.get("same"),
-        error=error,
-    )
-
-
-def _difference(losses: Sequence[float], reference: Sequence[float]) -> str | None:
-    pairs = list(zip(losses, reference, strict=False))  # a race may end early
-    worst = max((abs(a / b - 1) for a, b in pairs), default=math.inf)
-    if worst <= TOLERANCE:
-        return None
-    return f"losses differ by {worst:.1e} from those of {PLAIN}"
+def entries(race: Mapping[str, Any]) -> dict[str, Entry]:
+    """Return the figures of all contenders of a race by name."""
+    results = {result["contender"]: result for result in race["contenders"]}
+    batch_bytes = results.get(REPLICATED, {}).get("batch_bytes", 0)
+    found = {}
+    for name, result in results.items():
+        ran = results.get(result.get("same"), result)
+        error = result["error"] or ran["error"]
+        if error is None:
+            worst = loss_difference(ran["losses"], race["reference"])
+            error = f"losses differ by {worst:.1e} from those of {PLAIN}"
+            error = error if worst > TOLERANCE else None
+        predictions = {key: result.get(key) for key in ("predicted_s", "predicted_bytes", "same")}
+        found[name] = Entry(name, **predictions, error=error)
+        if error is None:
+            step_s, measured = median(ran["seconds"]), ran["peak_bytes"] + batch_bytes
+            found[name] = Entry(name, step_s, measured, **predictions)
+    return found
 
 
 def verdict(race: Mapping[str, Any], share: float | None) -> Verdict:
-    """Return what came of a race under one of its caps."""
+    """Return the result of a race under one of its caps."""
     found = entries(race)
     needed = found[REPLICATED].predicted_bytes if REPLICATED in found else None
     cap = math.inf if share is None or needed is None else int(share * needed)
-    fit = {name: entry for name, entry in found.items() if entry.within(cap)}
-    best = min(fit.values(), key=_step, default=None)
+    fitting = {name: entry for name, entry in found.items() if entry.fits(cap)}
+    best = min(fitting.values(), key=_step, default=None)
     chosen = found.get(chosen_name(share))
     if chosen is not None and chosen.step_s is None:
         chosen = None
-    plans = [e for e in fit.values() if e.predicted_s is not None and e.same is None]
-    expected = [
+    plans = [e for e in fitting.values() if e.predicted_s is not None and e.same is None]
+    candidates = [
         e
         for e in found.values()
-        if e.predicted_s is not None
-        and e.step_s is not None
-        and not e.name.startswith("chosen")
+        if e.step_error is not None
+        and not e.name.startswith(CHOSEN)
         and (e.predicted_bytes or 0) <= cap
     ]
-    foreseen = min(expected, key=lambda e: e.predicted_s or 0.0, default=None)
-    peers = [fit[name] for name in DATA_PARALLEL if name in fit]
+    predicted = min(candidates, key=lambda e: e.predicted_s or 0.0, default=None)
+    peers = [fitting[peer.name] for peer in PEERS if peer.name in fitting]
     return Verdict(
         model=race["model"],
         cluster=race["cluster"],
@@ -163,17 +147,17 @@ def verdict(race: Mapping[str, Any], share: float | None) -> Verdict:
         best=best and best.name,
         best_s=best and best.step_s,
         regret=_ratio(chosen, best),
-        by_prediction=foreseen and foreseen.name,
-        regret_by_prediction=_ratio(foreseen, best),
+        by_prediction=predicted and predicted.name,
+        regret_by_prediction=_ratio(predicted, best),
         gain=_ratio(min(peers, key=_step, default=None), chosen),
-        median_error=_median(abs(e.error_of_step or 0.0) for e in plans),
-        order=order_of(plans),
+        median_error=_median(abs(e.step_error or 0.0) for e in plans),
+        order=rank_correlation(plans),
         exceeding=tuple(
             e.name
             for e in found.values()
-            if e.held_bytes is not None
+            if e.measured_bytes is not None
             and e.predicted_bytes is not None
-            and e.predicted_bytes <= cap < e.held_bytes
+            and e.predicted_bytes <= cap < e.measured_bytes
         ),
     )
 
@@ -182,10 +166,8 @@ def _step(entry: Entry) -> float:
     return entry.step_s or math.inf
 
 
-def _ratio(one: Entry | None, other: Entry | None) -> float | None:
-    if one is None or other is None:
-        return None
-    return _step(one) / _step(other)
+def _ratio(a: Entry | None, b: Entry | None) -> float | None:
+    return None if a is None or b is None else _step(a) / _step(b)
 
 
 def _median(values: Iterable[float]) -> float | None:
@@ -193,29 +175,28 @@ def _median(values: Iterable[float]) -> float | None:
     return median(found) if found else None
 
 
-def order_of(plans: Sequence[Entry]) -> float | None:
-    """Return Spearman's rank correlation of predicted and measured steps, if there are enough."""
-    if len(plans) < LEAST_ORDERED:
+def rank_correlation(plans: Sequence[Entry]) -> float | None:
+    """Return Spearman's correlation of predicted and measured steps, if there are enough."""
+    if len(plans) < MIN_ORDERED:
         return None
-    pairs = [(plan.predicted_s, plan.step_s) for plan in plans]
-    return float(spearmanr(pairs).statistic)
+    return float(spearmanr([(plan.predicted_s, plan.step_s) for plan in plans]).statistic)
 
 
 def summary(cases: Sequence[Verdict]) -> dict[str, Any]:
-    """Return what all cases say together.
+    """Return figures over all cases.
 
-    `median`, `worst` and `gain` (a geometric mean) are of the plans chosen. Where none was chosen
-    though something fits, regret is infinite.
+    `median`, `worst` and `gain` (a geometric mean) are of chosen plans. Regret is infinite where
+    none was chosen though something fits.
     """
     regrets = [c.regret if c.regret is not None else math.inf for c in cases if c.best]
-    foreseen = [c.regret_by_prediction for c in cases if c.regret_by_prediction is not None]
+    predicted = [c.regret_by_prediction for c in cases if c.regret_by_prediction is not None]
     gains = [math.log(c.gain) for c in cases if c.gain is not None]
     orders = [c.order for c in cases if c.order is not None]
     return {
         "median": _median(regrets),
         "worst": max(regrets, default=None),
         "gain": math.exp(sum(gains) / len(gains)) if gains else None,
-        "by_prediction": {"median": _median(foreseen), "worst": max(foreseen, default=None)},
+        "by_prediction": {"median": _median(predicted), "worst": max(predicted, default=None)},
         "prediction": {
             "median_error": _median(c.median_error for c in cases if c.median_error is not None),
             "least_order": min(orders, default=None),
@@ -224,3 +205,52 @@ def summary(cases: Sequence[Verdict]) -> dict[str, Any]:
         },
         "cases": [asdict(case) for case in cases],
     }
+
+
+def race_table(race: Mapping[str, Any]) -> Table:
+    """Return measured and predicted figures of a race, the fastest first."""
+    title = f"{race['model']}, {race['cluster']} at {race['rate'] or 'one node'}"
+    headings = ("step, ms", "predicted", "", "peak, MiB", "predicted", "")
+    drawn = empty_table(f"{title}, {race['took_s']:.0f} s", "", headings)
+    for entry in sorted(entries(race).values(), key=_step):
+        measured, predicted = entry.measured_bytes, entry.predicted_bytes
+        memory_error = predicted / measured - 1 if predicted and measured else None
+        drawn.add_row(
+            entry.name if entry.same is None else f"{entry.name} = {entry.same}",
+            number(entry.step_s, 1e3, ".0f"),
+            number(entry.predicted_s, 1e3, ".0f"),
+            number(entry.step_error, 1, "+.0%"),
+            number(measured, 2**-20, ".1f"),
+            number(predicted, 2**-20, ".1f"),
+            number(memory_error, 1, "+.1%"),
+            style="red" if entry.error else "",
+        )
+    return drawn
+
+
+def overview(document: Mapping[str, Any]) -> Table:
+    """Return a line for every case, and the summary as a caption."""
+    headings = ("regret", "by prediction", "gain", "error", "order", "chosen", "best")
+    drawn = empty_table("regret", "", headings)
+    for case in document["cases"]:
+        cap = "" if case["cap"] is None else f", cap {case['cap']:g}"
+        cluster = " at ".join(filter(None, (case["cluster"], case["rate"])))
+        drawn.add_row(
+            f"{case['model']}, {cluster}{cap}",
+            number(case["regret"], 1, ".3f"),
+            number(case["regret_by_prediction"], 1, ".3f"),
+            number(case["gain"], 1, ".2f"),
+            number(case["median_error"], 1, ".0%"),
+            number(case["order"], 1, ".2f"),
+            case["chosen"] or "nothing",
+            case["best"] or "nothing",
+        )
+    prediction = document["prediction"]
+    drawn.caption = (
+        f"regret: median {number(document['median'], 1, '.3f')}, "
+        f"worst {number(document['worst'], 1, '.3f')}; gain {number(document['gain'], 1, '.2f')}; "
+        f"error of steps {number(prediction['median_error'], 1, '.1%')}, "
+        f"least order {number(prediction['least_order'], 1, '.2f')}, "
+        f"exceeding {prediction['exceeding']}"
+    )
+    return drawn

@@ -1,6 +1,6 @@
-"""One rank of a comparison of plans: measures, plans, builds everyone, then runs them in turn.
+"""One rank of a race of plans: measures, plans, builds all contenders, then runs them in turn.
 
-Started by `benchmarks.regret.__main__` inside a node; its one argument is the job's folder.
+Started by `benchmarks.regret.__main__` on a node; its one argument is the job's folder.
 """
 
 from __future__ import annotations
@@ -22,49 +22,48 @@ import autopar
 from autopar.cost_model.cluster.cluster import Cluster
 from benchmarks.contenders import Contender
 from benchmarks.launch import Job
+from benchmarks.memoize import memoized_capture, memoized_update
 from benchmarks.models import Case
-from benchmarks.once import captured_once, updates_measured_once
-from benchmarks.regret.field import (
+from benchmarks.regret.plans import (
+    PEERS,
     REPLICATED,
     Layout,
-    Planned,
+    PlannedStep,
     build_plan,
     chosen_name,
     enumeration,
-    held_by_caller,
-    peers,
 )
 from benchmarks.worker import Entry, Race
 
 CLUSTER_S = 12.0
-"""Seconds to measure a cluster, once for all models."""
+"""Seconds for measuring a cluster, once for all models."""
 
-LEAST_ROUNDS = 5
+MIN_ROUNDS = 5
 
 SEARCH_S = 60.0
-"""Seconds after which the planner looks at no further mesh: as `compile` has them."""
+"""Seconds after which the search tries no further mesh, the default of `compile`."""
 
-CHOOSING = autopar.Strategy(search=("pp", "tp"))
-"""What the planner is told when it chooses: nothing but which axes it may use."""
+SEARCHED = autopar.Strategy(search=("pp", "tp"))
+"""Strategy of the chosen plan: nothing but the possible axes."""
 
 PLENTY = 1 << 50
-"""A cap that nothing meets: under one, what a strategy leaves nothing to choose is priced too."""
+"""A cap above every need: with a cap, fixed strategies have a predicted cost too."""
 
 Caps = tuple[float | None, ...]
-"""Shares of what plain replication needs; None for no cap."""
+"""Shares of the memory of `REPLICATED`; None for no cap."""
 
 Cap = Callable[[float | None], int | None]
-"""Bytes of a share of what plain replication needs."""
+"""Share of the memory of `REPLICATED` -> bytes."""
 
 
 @dataclass(frozen=True)
 class RegretJob(Job):
-    """A comparison of plans.
+    """A race of plans.
 
     Attributes:
-        module: that has the model, in its CASES.
-        layout: where the ranks are, such as "2x2".
-        caps: what plans are chosen under.
+        module: module with the model in its CASES.
+        layout: layout of the ranks, such as "2x2".
+        caps: memory caps of chosen plans.
         limit_s: seconds after which no round begins beyond the fifth.
     """
 
@@ -74,52 +73,52 @@ class RegretJob(Job):
     limit_s: float = float("inf")
 
 
-class Comparison(Race):
-    """A race of plans and peers in which plans that are the same run once."""
+class RegretRace(Race):
+    """A race of plans and peers in which equal plans run once."""
 
     job: RegretJob
     counted, warm = 3, 1
-    reference_threads = 1  # several are slow wherever anything else runs
+    reference_threads = 1  # several are slow beside other processes
 
     def __init__(self, job: RegretJob, folder: Path, case: Case) -> None:
-        self.began = time.monotonic()
+        self.start = time.monotonic()
         self.cluster = autopar.measure(budget_s=CLUSTER_S)
-        self.needed: int | None = None
-        self.made: dict[str, Planned] = {}
+        self.replicated_bytes: int | None = None
+        self.planned: dict[str, PlannedStep] = {}
         self.same: dict[str, str] = {}
         super().__init__(job, folder, case, contenders(job, self.cluster, case, self.cap))
 
     def cap(self, share: float | None) -> int | None:
-        """Return the bytes that a share is, once the replicated plan has been made."""
+        """Return the bytes of a share, once the replicated plan exists."""
         if share is None:
             return None
-        if self.needed is None:
-            raise RuntimeError(f"{REPLICATED} was not planned, so there is nothing to cap")
-        return int(share * self.needed)
+        if self.replicated_bytes is None:
+            raise RuntimeError(f"there is no plan {REPLICATED} for a cap to refer to")
+        return int(share * self.replicated_bytes)
 
     def prepare(self, entry: Entry) -> None:
-        """Build, count bytes, warm up; one whose plan is already in the race goes no further."""
+        """Build, count bytes, warm up; release an entry with the plan of another one."""
         super().prepare(entry)
         name, made = entry.contender.name, entry.step
-        if isinstance(made, Planned):
+        if isinstance(made, PlannedStep):
             if name == REPLICATED and made.plan.prediction is not None:
-                self.needed = made.plan.prediction.needed_bytes
-            self.made[name] = replace(made, step=None)
-            own = what_runs(made.plan)
-            twins = (n for n, other in self.made.items() if what_runs(other.plan) == own)
-            if (first := next(twins)) != name:
+                self.replicated_bytes = made.plan.prediction.needed_bytes
+            self.planned[name] = replace(made, step=None)
+            program = executed_part(made.plan)
+            first = next(n for n, p in self.planned.items() if executed_part(p.plan) == program)
+            if first != name:
                 self.same[name] = first
                 entry.step = None
 
     @property
     def steps(self) -> int:
-        """Steps that every contender trains; before each timed one stands one that is not."""
+        """Number of steps of every contender, with an untimed one before each timed one."""
         return super().steps + self.job.rounds
 
     def time(self, entry: Entry, number: int) -> None:
-        """Time a step that comes behind another of the same contender, as in training.
+        """Time a step after another one of the same contender, as in training.
 
-        Behind one of somebody else it would find nothing of its own in the processor's caches.
+        After a step of another contender the processor's caches would be cold.
         """
         first = self.counted + self.warm + 2 * number
         entry.run(self.batches[first])
@@ -129,61 +128,62 @@ class Comparison(Race):
         entry.seconds.append(time.perf_counter() - start)
 
     def running(self) -> list[Entry]:
-        """Return those that are still in the race, each plan once."""
+        """Return the entries that are still in the race, each plan once."""
         return [entry for entry in super().running() if entry.contender.name not in self.same]
 
-    def enough(self, number: int) -> bool:
-        """Whether the time is up; rank 0 decides."""
-        late = time.monotonic() - self.began > self.job.limit_s
-        told = torch.tensor(float(late and number >= LEAST_ROUNDS))
-        dist.broadcast(told, 0, group=self.control)
-        return bool(told)
+    def is_over(self, number: int) -> bool:
+        """Whether time is up; rank 0 decides."""
+        late = time.monotonic() - self.start > self.job.limit_s
+        decision = torch.tensor(float(late and number >= MIN_ROUNDS))
+        dist.broadcast(decision, 0, group=self.control)
+        return bool(decision)
 
     def gather(self, entry: Entry) -> dict[str, Any]:
-        """Return what all ranks know of a contender, and what was predicted of it."""
+        """Return figures over all ranks, and predictions."""
         name = entry.contender.name
         if name in self.same:
             result = {"contender": name, "error": None, "same": self.same[name]}
         else:
             result = super().gather(entry)
-        if (made := self.made.get(name)) is not None and made.plan.prediction is not None:
-            result["plan"] = made.plan.name
-            result["planned_s"] = made.seconds
-            result["notes"] = made.plan.notes
-            result["predicted_s"] = made.plan.prediction.step_s
-            result["predicted_bytes"] = made.plan.prediction.needed_bytes
-        if name == REPLICATED:
-            result["batch_bytes"] = held_by_caller(self.case)
+        planned = self.planned.get(name)
+        if planned is not None and planned.plan.prediction is not None:
+            result["plan"] = planned.plan.name
+            result["planning_s"] = planned.seconds
+            result["notes"] = planned.plan.notes
+            result["predicted_s"] = planned.plan.prediction.step_s
+            result["predicted_bytes"] = planned.plan.prediction.needed_bytes
+        if name == REPLICATED:  # predictions of memory include the batch, counts do not
+            result["batch_bytes"] = sum(tensor.nbytes for tensor in self.case.batch(0))
         return result
 
 
-def what_runs(plan: autopar.Plan) -> autopar.Plan:
-    """Return a plan without what makes no difference to its steps."""
+def executed_part(plan: autopar.Plan) -> autopar.Plan:
+    """Return a plan without the fields that do not affect its steps."""
     return replace(
         plan, name="", prediction=None, runners_up=(), notes=(), cluster="", memory_cap=None
     )
 
 
 def contenders(job: RegretJob, cluster: Cluster, case: Case, cap: Cap) -> list[Contender]:
-    """Return everyone: peers, the enumeration, and the plan chosen under each cap."""
-    layout, build = Layout.of(job.layout), partial(build_plan, cluster=cluster)
+    """Return peers, the enumeration, and the plan chosen under each cap."""
+    build = partial(build_plan, cluster=cluster)
     uncapped = partial(build, memory=lambda: PLENTY)
     plans = [
         Contender(name, partial(uncapped, strategy=strategy))
-        for name, strategy in enumeration(case, layout).items()
+        for name, strategy in enumeration(case, Layout.of(job.layout)).items()
     ]
-    choosing = partial(build, strategy=CHOOSING, time_limit_s=SEARCH_S)
+    search = partial(build, strategy=SEARCHED, time_limit_s=SEARCH_S)
     chosen = [
-        Contender(chosen_name(share), partial(choosing, memory=partial(cap, share)))
+        Contender(chosen_name(share), partial(search, memory=partial(cap, share)))
         for share in job.caps
     ]
-    return [*peers(case, layout), *plans, *chosen]
+    return [*PEERS, *plans, *chosen]
 
 
 def names(case: Case, layout: Layout, caps: Caps) -> tuple[str, ...]:
-    """Return who `contenders` are."""
-    own = [contender.name for contender in peers(case, layout)]
-    return (*own, *enumeration(case, layout), *map(chosen_name, caps))
+    """Return the names of `contenders`."""
+    peers = [contender.name for contender in PEERS]
+    return (*peers, *enumeration(case, layout), *map(chosen_name, caps))
 
 
 def main() -> None:
@@ -191,11 +191,11 @@ def main() -> None:
     folder = Path(sys.argv[1])
     job = RegretJob.load(folder)
     torch.set_num_threads(job.threads)
-    torch.set_flush_denormal(True)  # what takes longer for small numbers is not what is compared
+    torch.set_flush_denormal(True)  # slow denormal numbers are not part of the comparison
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
     case = importlib.import_module(job.module).CASES[job.case]
-    with captured_once(), updates_measured_once():
-        Comparison(job, folder, case).run()
+    with memoized_capture(), memoized_update():
+        RegretRace(job, folder, case).run()
     dist.destroy_process_group()
 
 

@@ -1,1 +1,1 @@
-"""The truth benchmark: random models, trained on several ranks and on one, compared."""
+"""Distributed training of random models beside one process: `python -m benchmarks.truth`."""

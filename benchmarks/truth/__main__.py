@@ -1,15 +1,15 @@
-"""Whether random models train as on one device, or are told not to.
+"""Distributed training of random models beside one process.
 
     python -m benchmarks.truth --json FILE
     python -m benchmarks.truth --seed 3 --models 60 --strategies ddp --ranks 2
     python -m benchmarks.truth --only Queue --strategies zero3
     python -m benchmarks.truth --again FILE --outcomes silent,crash
-    python -m benchmarks.truth --alone --strategies ddp,zero3
+    python -m benchmarks.truth --single --strategies ddp,zero3
 
-Each model is trained for three steps in float64 under ddp and two more strategies, and compared
-with one process: losses, parameters and buffers. Outcomes are "exact" (1e-9), "told" (a warning or
-an error of autopar), "noted" (a note in the plan alone), "silent" and "crash". The exit status is 1
-if a case is noted, silent or crashed.
+Each model trains for three steps in float64 under ddp and two more strategies. Losses, parameters
+and buffers are compared with one process. Outcomes are "exact" (1e-9), "reported" (a warning or an
+error of autopar), "noted" (a note in the plan alone), "silent" and "crash". The exit status is 1 if
+a case is noted, silent or crashed.
 """
 
 from __future__ import annotations
@@ -18,128 +18,118 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import machine, versions
-from benchmarks.truth.draw import alone, recipe
-from benchmarks.truth.model import Recipe
-from benchmarks.truth.outcome import OUTCOMES, Case, counts
+from benchmarks.report import about, save
+from benchmarks.truth.case import OUTCOMES, Case, counts, run_cases
+from benchmarks.truth.draw import recipe, single_block
+from benchmarks.truth.recipe import Recipe
 from benchmarks.truth.registry import BLOCKS
-from benchmarks.truth.run import cases
-from benchmarks.truth.strategies import SETUPS, setups_of
+from benchmarks.truth.setups import SETUPS, setups_of
 
-Asked = Iterator[tuple[int, Recipe, Sequence[tuple[str, int]]]]
-"""Numbers, recipes and setups of the models asked for."""
+Models = Iterator[tuple[int, Recipe, Sequence[tuple[str, int]]]]
+"""Numbers, recipes and setups of models."""
+
+FAILURES = ["noted", "silent", "crash"]
 
 
-def chosen(given: argparse.Namespace) -> Asked:
-    """Models of the seed, or of one block each."""
-    count = len(BLOCKS) if given.alone else given.models
-    for number in given.numbers or range(count):
-        drawn = alone(list(BLOCKS)[number]) if given.alone else recipe(given.seed, number)
-        if given.only and given.only not in drawn.name:
+def draw_models(options: argparse.Namespace) -> Models:
+    """Yield the models of the seed, or one for each block."""
+    count = len(BLOCKS) if options.single else options.models
+    for number in options.numbers or range(count):
+        if options.single:
+            drawn = single_block(list(BLOCKS)[number])
+        else:
+            drawn = recipe(options.seed, number)
+        if options.only and options.only not in drawn.name:
             continue
-        setups = setups_of(given.seed, number)
-        if given.strategies:
+        setups = setups_of(options.seed, number)
+        if options.strategies:
             ranks = dict(setups)
-            setups = [(name, ranks.get(name, 2)) for name in given.strategies]
-        if given.ranks:
-            setups = [(n, r if len(SETUPS[n].ranks) == 1 else given.ranks) for n, r in setups]
+            setups = [(name, ranks.get(name, 2)) for name in options.strategies]
+        if options.ranks:
+            setups = [(n, r if len(SETUPS[n].ranks) == 1 else options.ranks) for n, r in setups]
         yield number, drawn, setups
 
 
-def again(given: argparse.Namespace) -> Asked:
-    """Cases of a file, as they were drawn then, of the outcomes and strategies asked for."""
-    for case in json.loads(given.again.read_text())["cases"]:
-        recipe = Recipe.load(case["recipe"])
-        asked = case["outcome"] in given.outcomes and (given.only or "") in recipe.name
-        if asked and case["strategy"] in (given.strategies or SETUPS):
-            yield case["number"], recipe, [(case["strategy"], case["ranks"])]
+def load_models(options: argparse.Namespace) -> Models:
+    """Yield the cases of a file with the chosen outcomes and strategies."""
+    for case in json.loads(options.again.read_text())["cases"]:
+        drawn = Recipe.load(case["recipe"])
+        chosen = case["outcome"] in options.outcomes and (options.only or "") in drawn.name
+        if chosen and case["strategy"] in (options.strategies or SETUPS):
+            yield case["number"], drawn, [(case["strategy"], case["ranks"])]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sweep."""
-    given = parsed(arguments)
+    options = parse_arguments(arguments)
     torch.set_num_threads(1)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    console.print(f"seed {given.seed}")
-    begun, found = time.monotonic(), []
-    for case in cases(again(given) if given.again else chosen(given)):
+    console.print(f"seed {options.seed}")
+    start, found = time.monotonic(), list[Case]()
+    for case in run_cases(load_models(options) if options.again else draw_models(options)):
         found.append(case)
-        if given.verbose or case.outcome != "exact":
+        if options.verbose or case.outcome != "exact":
             console.print(line(case), markup=False, soft_wrap=True)
-        if given.json:
-            save(given.json, given.seed, found, time.monotonic() - begun)
+        if options.json:
+            seconds = round(time.monotonic() - start, 1)
+            facts = {"seed": options.seed, "seconds": seconds, "counts": counts(found)}
+            save(options.json, {**about(), **facts, "cases": [asdict(case) for case in found]})
     console.print(table(found))
-    return int(any(case.outcome in ("noted", "silent", "crash") for case in found))
+    return int(any(case.outcome in FAILURES for case in found))
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments of the command line."""
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line's options, checked."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.truth", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--json", type=Path, help="write cases and counts to this file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", type=int, default=400, help="number of models")
-    parser.add_argument("--numbers", type=listed(int), help="only these models: 3,17")
+    parser.add_argument("--numbers", type=_listed(int), help="only these models: 3,17")
     parser.add_argument("--only", help="only models whose name contains this")
-    parser.add_argument("--strategies", type=listed(str), help=f"of {', '.join(SETUPS)}")
+    parser.add_argument("--strategies", type=_listed(str), help=f"of {', '.join(SETUPS)}")
     parser.add_argument("--ranks", type=int, help="instead of 2 or 3 at random")
-    parser.add_argument("--alone", action="store_true", help="models of one block each, all blocks")
+    parser.add_argument("--single", action="store_true", help="a model for each block")
     parser.add_argument("--again", type=Path, help="run cases of this JSON file again")
-    parser.add_argument(
-        "--outcomes", type=listed(str), default=["noted", "silent", "crash"], help="with --again"
-    )
+    parser.add_argument("--outcomes", type=_listed(str), default=FAILURES, help="with --again")
     parser.add_argument("--verbose", action="store_true", help="print exact cases too")
-    given = parser.parse_args(arguments)
-    if unknown := set(given.strategies or ()) - set(SETUPS):
+    options = parser.parse_args(arguments)
+    if unknown := set(options.strategies or ()) - set(SETUPS):
         parser.error(f"--strategies: {sorted(unknown)} is none of {', '.join(SETUPS)}")
-    return given
+    return options
 
 
-def listed(kind: type) -> object:
-    """A parser of comma-separated values."""
+def _listed(kind: type) -> Callable[[str], list[object]]:
+    """Return a parser of comma-separated values."""
     return lambda text: [kind(part) for part in text.split(",")]
 
 
 def line(case: Case) -> str:
-    """One case as text, and the first line of what was said."""
-    apart = "" if case.deviation is None else f" {case.deviation:.0e} in {case.of}"
-    said = f"\n      {case.said[0].splitlines()[0][:300]}" if case.said else ""
-    where = f"{case.strategy} on {case.ranks}, {case.recipe['rows']} rows"
-    return f"{case.outcome:7} #{case.number} {case.name} | {where}{apart} {case.seconds} s{said}"
+    """Return one case as text, with the first line of its messages."""
+    worst = "" if case.deviation is None else f" {case.deviation:.0e} in {case.tensor}"
+    message = f"\n      {case.messages[0].splitlines()[0][:300]}" if case.messages else ""
+    setup = f"{case.strategy} on {case.ranks}, {case.recipe['rows']} rows"
+    name = f"{case.outcome:8} #{case.number} {case.name}"
+    return f"{name} | {setup}{worst} {case.seconds} s{message}"
 
 
 def table(found: Sequence[Case]) -> Table:
-    """Outcomes by strategy, and how many cases torch's own DDP or fully_shard trained."""
-    made = Table("strategy", *OUTCOMES, "exact %", "by torch")
+    """Return outcomes by strategy, and the number of cases that torch trained itself."""
+    drawn = Table("strategy", *OUTCOMES, "exact %", "by torch")
     for name, row in counts(found).items():
         share = f"{100 * row['exact'] / sum(row.values()):.1f}"
         by_torch = sum(case.fell_back for case in found if name in (case.strategy, "all"))
-        made.add_row(name, *(str(row[outcome]) for outcome in OUTCOMES), share, str(by_torch))
-    return made
-
-
-def save(path: Path, seed: int, found: Sequence[Case], seconds: float) -> None:
-    """Write what is known so far."""
-    document = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
-        "seed": seed,
-        "seconds": round(seconds, 1),
-        "counts": counts(found),
-        "cases": [asdict(case) for case in found],
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+        drawn.add_row(name, *(str(row[outcome]) for outcome in OUTCOMES), share, str(by_torch))
+    return drawn
 
 
 if __name__ == "__main__":

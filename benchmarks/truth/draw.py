@@ -1,4 +1,4 @@
-"""Random recipes, and whether a model is fit to judge by."""
+"""Random recipes, and whether a model is fit as a test."""
 
 from __future__ import annotations
 
@@ -9,21 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.truth.model import Recipe
-from benchmarks.truth.registry import BLOCKS, Kind
+from benchmarks.truth.recipe import Recipe
+from benchmarks.truth.registry import BLOCKS
 from benchmarks.truth.training import Trained, deviation, train
 from tests.harness.worlds import RankError, run
 
-PLAIN = 0.4
-"""Share of blocks that treat every row alone, where there are such of a kind."""
-
-PLAIN_BLOCKS = (
-    *(name for name, block in BLOCKS.items() if block.theme == "plain"),
-    *("Convolution", "SqueezeExcite", "GroupNorm", "max_pooled"),
-    *("SelfAttention", "LayerNorm", "token_shift", "TokenMixer", "Gru", "CellLoop", "EncoderLayer"),
-    *("CrossEntropy", "mse", "weighted_mse", "RaggedCrossEntropy", "smooth_l1", "MaskedMean"),
-    *("TokenCrossEntropy", "MeanOfRowMeans", "PixelCrossEntropy", "reconstruction"),
-)
+PLAIN_SHARE = 0.4
+"""Probability of a plain block, where there are any of a kind."""
 
 TRAITS = ("tied", "frozen", "decay", "untouched")
 NOISE = 1e-14
@@ -32,18 +24,17 @@ SMALLEST_GRADIENT = 1e-7
 
 
 def recipe(seed: int, number: int) -> Recipe:
-    """Model `number` of a seed: the first draw of it that is sound."""
+    """Return model `number` of a seed: the first draw of it that is sound."""
     for attempt in range(100):
-        drawn = _drawn(random.Random(f"{seed}/{number}/{attempt}"))
-        if is_sound(drawn):
-            return drawn
-        if is_sound(other := replace(drawn, optimizer="sgd")):
-            return other
+        drawn = _draw(random.Random(f"{seed}/{number}/{attempt}"))
+        for candidate in (drawn, replace(drawn, optimizer="sgd")):
+            if is_sound(candidate):
+                return candidate
     raise RuntimeError(f"no sound model in 100 draws: seed {seed}, number {number}")
 
 
-def alone(name: str) -> Recipe:
-    """A model of one block with little around it, at seven rows if the block allows it."""
+def single_block(name: str) -> Recipe:
+    """Return a model of one block with little around it, at seven rows if the block allows it."""
     kind, _, part = BLOCKS[name].kind.partition("_")
     if part == "head":
         before = {"rows": "Gated", "sequence": "LayerNorm", "image": "GroupNorm"}[kind]
@@ -56,71 +47,68 @@ def alone(name: str) -> Recipe:
     return Recipe(seed=3, stem=kind, blocks=blocks, optimizer="sgd", rows=rows)
 
 
-def is_sound(given: Recipe) -> bool:
-    """Whether the plain model trains, on finite numbers, and rounding stays rounding.
+def is_sound(candidate: Recipe) -> bool:
+    """Whether the plain model trains, on finite numbers, and rounding errors stay small.
 
-    It is tried in a process of its own: some of torch's kernels end theirs.
+    The trial runs in a process of its own, since some of torch's kernels end theirs.
     """
     try:
-        (reason,) = run(_reason, 1, init=False, given=given)
+        (reason,) = run(_reason, 1, init=False, candidate=candidate)
     except RankError:
         return False
     return not reason
 
 
-def _reason(rank: int, world_size: int, given: Recipe) -> str:
-    return why_unsound(given)
+def _reason(rank: int, world_size: int, candidate: Recipe) -> str:
+    return why_unsound(candidate)
 
 
-def why_unsound(given: Recipe) -> str:
-    """What keeps a model from being a judge; empty for nothing."""
+def why_unsound(candidate: Recipe) -> str:
+    """Return the reason why a model is unfit as a test; empty if it is fit."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            first, again = plain(given), plain(given)
-            shaken = [plain(given, noise) for noise in (NOISE, -NOISE)]
+            first, again = train_plain(candidate), train_plain(candidate)
+            noisy = [train_plain(candidate, noise) for noise in (NOISE, -NOISE)]
     except (RuntimeError, ValueError, IndexError) as error:
         return f"raises {type(error).__name__}: {error}"
     if not all(map(math.isfinite, first.losses)):
         return "losses are not finite"
     if deviation(again, first)[0] > 0:
         return "is not deterministic"
-    if (worst := max(deviation(run, first) for run in shaken))[0] > WELL_CONDITIONED:
+    if (worst := max(deviation(run, first) for run in noisy))[0] > WELL_CONDITIONED:
         return f"is ill-conditioned: {worst[0]:.0e} in {worst[1]}"
-    gradients = [g for g in first.gradients.values() if math.isfinite(g)]
-    if len([g for g in gradients if g > SMALLEST_GRADIENT]) < 2:
+    if sum(math.isfinite(g) and g > SMALLEST_GRADIENT for g in first.gradients.values()) < 2:
         return "has no gradients"
     return ""
 
 
-def plain(given: Recipe, noise: float = 0.0) -> Trained:
-    """The model trained by plain torch in this process."""
-    torch.manual_seed(given.seed)
-    return train(given.make(), given, noise)
+def train_plain(drawn: Recipe, noise: float = 0.0) -> Trained:
+    """Train the model by plain torch in this process."""
+    torch.manual_seed(drawn.seed)
+    return train(drawn.make(), drawn, noise)
 
 
-def _drawn(rng: random.Random) -> Recipe:
+def _draw(rng: random.Random) -> Recipe:
     stem = rng.choices(["rows", "sequence", "tokens", "image"], [6, 2, 1, 2])[0]
-    blocks = _blocks(rng, stem)
-    traits = tuple(trait for trait in TRAITS if rng.random() < 0.1)
     drawn = Recipe(
-        seed=rng.randrange(1 << 20),
         stem=stem,
-        blocks=blocks,
-        traits=traits,
+        blocks=_draw_blocks(rng, stem),
+        seed=rng.randrange(1 << 20),
+        traits=tuple(trait for trait in TRAITS if rng.random() < 0.1),
         call=rng.choices(["positional", "keywords", "dict"], [6, 2, 1])[0],
         returns=rng.choices(["loss", "tuple", "dict"], [6, 1, 1])[0],
         optimizer=rng.choice(["adamw", "sgd"]),
-        planned_early=rng.random() < 0.5,
+        example_inputs=rng.random() < 0.5,
     )
-    return replace(drawn, rows=rng.choice([n for n in range(6, 13) if n % drawn.multiple == 0]))
+    return replace(drawn, rows=rng.choice([n for n in range(6, 13) if n % drawn.divides == 0]))
 
 
-def _blocks(rng: random.Random, stem: str) -> tuple[str, ...]:
+def _draw_blocks(rng: random.Random, stem: str) -> tuple[str, ...]:
     """Two to four blocks and a head."""
     if stem == "rows":
         return (*_some(rng, "rows", rng.choice([2, 2, 3, 4])), *_some(rng, "rows_head", 1))
-    kind: Kind = "image" if stem == "image" else "sequence"
+    kind = "image" if stem == "image" else "sequence"
     names = _some(rng, kind, rng.choice([1, 2]))
     if rng.random() < 0.3:
         return (*names, *_some(rng, f"{kind}_head", 1))
@@ -129,10 +117,10 @@ def _blocks(rng: random.Random, stem: str) -> tuple[str, ...]:
 
 
 def _some(rng: random.Random, kind: str, count: int) -> list[str]:
-    """Distinct blocks of a kind; those that treat every row alone come up as often as PLAIN."""
-    plain = [name for name in PLAIN_BLOCKS if BLOCKS[name].kind == kind]
-    others = [name for name, it in BLOCKS.items() if it.kind == kind and name not in plain]
-    from_plain = sum(rng.random() < PLAIN for _ in range(count)) if plain else 0
+    """Distinct blocks of a kind."""
+    plain = [name for name, block in BLOCKS.items() if block.kind == kind and block.plain]
+    others = [name for name, block in BLOCKS.items() if block.kind == kind and not block.plain]
+    from_plain = sum(rng.random() < PLAIN_SHARE for _ in range(count)) if plain else 0
     names = rng.sample(plain, min(from_plain, len(plain)))
     names += rng.sample(others, count - len(names))
     rng.shuffle(names)

@@ -1,15 +1,18 @@
-"""Inputs of a batch beside the hidden state, sampled by name."""
+"""Inputs of a batch, sampled by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Generator, Tensor
 
-from benchmarks.truth.registry import CLASSES, SIDE, STEPS_OF_TIME, WIDTH
+from benchmarks.truth.registry import CLASSES, SIDE, TIME_STEPS, WIDTH
 
 Sampler = Callable[[int, Generator], Tensor]
+"""Makes one input for a number of rows."""
+
+IGNORED = -100
 
 
 def _normal(*shape: int) -> Sampler:
@@ -17,79 +20,60 @@ def _normal(*shape: int) -> Sampler:
 
 
 def _uniform(low: float, high: float) -> Sampler:
-    def sample(rows: int, g: Generator) -> Tensor:
-        return low + (high - low) * torch.rand(rows, generator=g, dtype=torch.float64)
-
-    return sample
-
-
-def _integers(high: int, *shape: int) -> Sampler:
-    return lambda rows, g: torch.randint(high, (rows, *shape), generator=g)
-
-
-def _permutation(rows: int, g: Generator) -> Tensor:
-    return torch.randperm(rows, generator=g)
+    return lambda rows, g: torch.empty(rows, dtype=torch.float64).uniform_(low, high, generator=g)
 
 
 def _labels(rows: int, g: Generator) -> Tensor:
-    """Every class occurs: the first rows have one each."""
-    drawn = torch.randint(CLASSES, (rows,), generator=g)
-    drawn[:CLASSES] = torch.arange(CLASSES)[: min(rows, CLASSES)]
-    return drawn[torch.randperm(rows, generator=g)]
+    """Labels in which every class occurs."""
+    labels = torch.randint(CLASSES, (rows,), generator=g)
+    labels[:CLASSES] = torch.arange(CLASSES)[: min(rows, CLASSES)]
+    return labels[torch.randperm(rows, generator=g)]
 
 
 def _ragged(rows: int, g: Generator) -> Tensor:
-    """Labels, of which about a third is to be ignored; the first is not."""
-    drawn = torch.randint(CLASSES, (rows,), generator=g)
+    """Labels, of which about a third is ignored, but not the first."""
+    labels = torch.randint(CLASSES, (rows,), generator=g)
     ignored = torch.rand(rows, generator=g) < 0.35
     ignored[0] = False
-    return drawn.masked_fill(ignored, -100)
+    return labels.masked_fill(ignored, IGNORED)
 
 
 def _ragged_tokens(rows: int, g: Generator) -> Tensor:
-    drawn = torch.randint(CLASSES, (rows, STEPS_OF_TIME), generator=g)
-    lengths = torch.randint(1, STEPS_OF_TIME + 1, (rows, 1), generator=g)
-    return drawn.masked_fill(torch.arange(STEPS_OF_TIME) >= lengths, -100)
-
-
-def _edges(rows: int, g: Generator) -> Tensor:
-    """As many edges as rows: dim 0 equals the batch, entries are rows of it."""
-    return torch.randint(rows, (rows, 2), generator=g)
+    labels = torch.randint(CLASSES, (rows, TIME_STEPS), generator=g)
+    lengths = torch.randint(1, TIME_STEPS + 1, (rows, 1), generator=g)
+    return labels.masked_fill(torch.arange(TIME_STEPS) >= lengths, IGNORED)
 
 
 def _pair_mask(rows: int, g: Generator) -> Tensor:
-    mask = torch.rand(rows, rows, generator=g) < 0.5
-    return mask | torch.eye(rows, dtype=torch.bool)
-
-
-def _groups(rows: int, g: Generator) -> Tensor:
-    """A sorted segment of every row."""
-    return _labels(rows, g).sort().values
+    return (torch.rand(rows, rows, generator=g) < 0.5) | torch.eye(rows, dtype=torch.bool)
 
 
 SAMPLERS: dict[str, Sampler] = {
     "x": _normal(WIDTH),
-    "tokens": _integers(11, STEPS_OF_TIME),
-    "frames": _normal(STEPS_OF_TIME, WIDTH),
+    "tokens": lambda rows, g: torch.randint(11, (rows, TIME_STEPS), generator=g),
+    "frames": _normal(TIME_STEPS, WIDTH),
     "pixels": _normal(WIDTH, SIDE, SIDE),
     "target": _normal(WIDTH),
+    "noise": _normal(WIDTH),
     "scores": _normal(),
-    "labels": _labels,
-    "ragged": _ragged,
-    "ragged_tokens": _ragged_tokens,
-    "groups": _groups,
     "weights": _uniform(0.1, 2.0),
     "mixing": _uniform(0.0, 1.0),
-    "noise": _normal(WIDTH),
-    "lengths": lambda rows, g: torch.randint(1, STEPS_OF_TIME + 1, (rows,), generator=g),
-    "keep": lambda rows, g: _ragged(rows, g) >= 0,
-    "permutation": _permutation,
-    "edges": _edges,
+    "labels": _labels,
+    "groups": lambda rows, g: _labels(rows, g).sort().values,
+    "ragged": _ragged,
+    "ragged_tokens": _ragged_tokens,
+    "keep": lambda rows, g: _ragged(rows, g) != IGNORED,
+    "lengths": lambda rows, g: torch.randint(1, TIME_STEPS + 1, (rows,), generator=g),
+    "permutation": lambda rows, g: torch.randperm(rows, generator=g),
+    "edges": lambda rows, g: torch.randint(rows, (rows, 2), generator=g),
     "pair_mask": _pair_mask,
 }
 
+ROW_NUMBERS = frozenset({"permutation", "edges", "pair_mask"})
+"""Inputs that refer to rows of the batch by number."""
 
-def sample(names: tuple[str, ...], rows: int, seed: int) -> dict[str, Tensor]:
-    """The inputs of one batch, by name."""
+
+def sample(names: Sequence[str], rows: int, seed: int) -> dict[str, Tensor]:
+    """Return the inputs of one batch by name."""
     generator = torch.Generator().manual_seed(seed)
     return {name: SAMPLERS[name](rows, generator) for name in names}

@@ -1,30 +1,31 @@
-"""The registry of blocks that random models consist of.
+"""Registry of the blocks that random models consist of.
 
-A block is a function or an `nn.Module` class. Its first argument is the hidden state; every
-further argument of its forward is an input of the model, sampled by the name of the argument
-(`inputs.py`). A block returns the hidden state, or a pair of it and an auxiliary loss.
+A block is a function or an `nn.Module` class. Its first argument is the hidden state. Each further
+argument is an input of the model, sampled by name (`inputs.py`). A block returns the hidden state,
+or a pair of it and an auxiliary loss. A function whose first argument is `m` has state: `m` is a
+module that holds the parts named at its registration.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 WIDTH = 6
 """Features of a row and of a token, and channels of an image."""
 
-STEPS_OF_TIME = 4
+TIME_STEPS = 4
 """Tokens of a sequence."""
 
 SIDE = 4
-"""Pixels of an image's side."""
+"""Height and width of an image, in pixels."""
 
 CLASSES = 3
-"""Classes of labels."""
+"""Number of classes of labels."""
 
 Kind = Literal[
     "rows",
@@ -36,8 +37,28 @@ Kind = Literal[
     "sequence_head",
     "image_head",
 ]
-"""Shape of the hidden state: `(B, WIDTH)`, `(B, STEPS_OF_TIME, WIDTH)` or
-`(B, WIDTH, SIDE, SIDE)`. Pools go from one of the latter two to rows, heads to a loss."""
+"""Shape of the hidden state: `(B, WIDTH)`, `(B, TIME_STEPS, WIDTH)` or `(B, WIDTH, SIDE, SIDE)`.
+A pool maps one of the latter two to rows, a head maps to a loss."""
+
+Parts = Mapping[str, Callable[..., Any]]
+"""Name -> factory of a submodule, a parameter, a buffer (any other tensor) or a Python value."""
+
+
+class Stateful(nn.Module):
+    """A function with the parts that it reads and changes."""
+
+    def __init__(self, function: Callable[..., Any], parts: Parts, *sizes: int) -> None:
+        super().__init__()
+        self.function = function
+        for name, make in parts.items():
+            value = make(*sizes)
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
 
 
 class Stateless(nn.Module):
@@ -53,45 +74,75 @@ class Stateless(nn.Module):
 
 @dataclass(frozen=True)
 class Block:
-    """One way to treat the batch.
+    """One treatment of the batch.
 
     Attributes:
-        name: name of the function or class.
-        theme: file that defines it.
+        name: unique name.
         kind: shape of the hidden state.
-        make: makes the module, from the number of rows if `sized`.
+        make: factory of the module, called with the number of rows if `sized`.
         inputs: names of further inputs.
-        divides: number that the number of rows must be a multiple of.
+        plain: whether each row is treated by itself, with nothing unusual.
+        divides: divisor of every valid number of rows.
         sized: whether parameters or buffers have the shape of the batch.
     """
 
     name: str
-    theme: str
     kind: Kind
     make: Callable[..., nn.Module]
     inputs: tuple[str, ...]
+    plain: bool = False
     divides: int = 1
     sized: bool = False
 
     def module(self, rows: int) -> nn.Module:
-        """The module, its parameters drawn from torch's generator."""
+        """Return the module, its parameters drawn from torch's generator."""
         return self.make(rows) if self.sized else self.make()
 
 
 BLOCKS: dict[str, Block] = {}
 
 
-def register(kind: Kind, divides: int = 1, sized: bool = False) -> Callable[[Any], Any]:
-    """Decorator that registers a function or a class under its name."""
+def define(kind: Kind, name: str, block: Any, parts: Parts | None = None, **options: Any) -> None:
+    """Register a function, a class, or a function of the module with `parts`.
 
-    def add(thing: Any) -> Any:
-        is_class = inspect.isclass(thing)
-        signature = inspect.signature(thing.forward if is_class else thing)
-        names = tuple(signature.parameters)[2 if is_class else 1 :]
-        make = thing if is_class else lambda: Stateless(thing)
-        theme = thing.__module__.rpartition(".")[2]
-        assert thing.__name__ not in BLOCKS, thing.__name__
-        BLOCKS[thing.__name__] = Block(thing.__name__, theme, kind, make, names, divides, sized)
-        return thing
+    Args:
+        kind: shape of the hidden state.
+        name: unique name.
+        block: function or class.
+        parts: factories of the attributes of `m`.
+        **options: further fields of `Block`.
+    """
+    is_class = inspect.isclass(block)
+    arguments = list(inspect.signature(block.forward if is_class else block).parameters)
+    stateful = arguments[0] in ("self", "m")
+    if is_class:
+        make: Callable[..., nn.Module] = block
+    elif stateful:
+        make = lambda *sizes: Stateful(block, parts or {}, *sizes)  # noqa: E731
+    else:
+        make = lambda: Stateless(block)  # noqa: E731
+    assert name not in BLOCKS, name
+    BLOCKS[name] = Block(name, kind, make, tuple(arguments[1 + stateful :]), **options)
+
+
+def define_all(kind: Kind, functions: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+    """Register functions of one kind by name."""
+    for name, function in functions.items():
+        define(kind, name, function, **options)
+
+
+def register(
+    kind: Kind, *, plain: bool = False, divides: int = 1, sized: bool = False, **parts: Any
+) -> Callable[[Any], Any]:
+    """Decorator form of `define`, under the name of the function or class."""
+
+    def add(block: Any) -> Any:
+        define(kind, block.__name__, block, parts, plain=plain, divides=divides, sized=sized)
+        return block
 
     return add
+
+
+def linear(inputs: int = WIDTH, outputs: int = WIDTH, **options: Any) -> Callable[[], nn.Linear]:
+    """Return a factory of a linear layer."""
+    return lambda: nn.Linear(inputs, outputs, **options)

@@ -1,4 +1,4 @@
-"""Three steps of training, plain or compiled, and what is left of them."""
+"""Three steps of training, plain or compiled, and the state after them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from benchmarks.truth.model import Recipe, loss_of
+from benchmarks.truth.recipe import Recipe, loss_of
 from tests.harness.training import rows_of
 
 STEPS = 3
@@ -22,11 +23,11 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What three steps leave behind.
+    """Results of training.
 
     Attributes:
         losses: loss of every step.
-        state: parameters and buffers by name, those that are not saved too.
+        state: parameters and buffers by name, unsaved buffers included.
         gradients: largest absolute gradient of every parameter over the steps.
     """
 
@@ -43,21 +44,23 @@ def train(
     Args:
         model: plain or compiled.
         recipe: its data and optimizer.
-        noise: relative, on parameters and floating-point inputs.
-        share: rank and number of ranks, if the model is given the rows of a rank alone.
+        noise: relative noise on parameters and floating-point inputs.
+        share: rank and number of ranks, if the model gets the rows of a rank alone.
     """
     with torch.no_grad():
         for parameter in model.parameters() if noise else ():
-            parameter.copy_(_shaken(noise)(parameter))
+            parameter.copy_(_with_noise(parameter, noise))
     optimizer = OPTIMIZERS[recipe.optimizer](model.parameters())
-    losses, gradients = [], {}
+    losses, gradients = [], dict[str, float]()
     for step in range(STEPS):
-        args, kwargs = _noisy(batch_of(recipe, step, share), noise)
+        args, kwargs = pytree.tree_map(
+            functools.partial(_with_noise, noise=noise), batch_of(recipe, step, share)
+        )
         loss = loss_of(model(*args, **kwargs))
         loss.backward()
         for name, parameter in model.named_parameters():
-            if noise == 0.0 and type(parameter.grad) is Tensor:
-                largest = parameter.grad.abs().max().item() if parameter.grad.numel() else 0.0
+            if noise == 0.0 and type(parameter.grad) is Tensor and parameter.grad.numel():
+                largest = parameter.grad.abs().max().item()
                 gradients[name] = max(largest, gradients.get(name, 0.0))
         optimizer.step()
         optimizer.zero_grad()
@@ -67,46 +70,30 @@ def train(
 
 
 def batch_of(recipe: Recipe, step: int, share: tuple[int, int]) -> Any:
-    """The batch of a step, or the rows of a rank of it."""
+    """Return the batch of a step, or a rank's rows of it."""
     batch = recipe.batch(step)
     return batch if share[1] == 1 else rows_of(batch, *share)
 
 
-def _noisy(batch: Any, noise: float) -> Any:
-    if noise == 0.0:
-        return batch
-    args, kwargs = batch
-    return tuple(map(_shaken(noise), args)), {n: _shaken(noise)(x) for n, x in kwargs.items()}
-
-
-def _shaken(noise: float) -> Any:
-    def shake(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: shake(x) for name, x in value.items()}
-        if not value.is_floating_point():
-            return value
-        return value * (1 + noise * torch.randn(value.shape, dtype=value.dtype))
-
-    return shake
+def _with_noise(value: Tensor, noise: float) -> Tensor:
+    if noise == 0.0 or not value.is_floating_point():
+        return value
+    return value * (1 + noise * torch.randn(value.shape, dtype=value.dtype))
 
 
 def deviation(got: Trained, want: Trained) -> tuple[float, str]:
-    """Worst deviation of a loss or a tensor, relative where it exceeds 1, and whose it is."""
-    found = [(_apart(_column(got.losses), _column(want.losses)), "losses")]
-    for name, value in want.state.items():
-        found.append((_apart(got.state.get(name), value), name))
+    """Return the worst deviation, relative above 1, and the tensor that has it."""
+    losses = (torch.tensor(each.losses, dtype=torch.float64) for each in (got, want))
+    found = [(_difference(*losses), "losses")]
+    found += [(_difference(got.state.get(name), x), name) for name, x in want.state.items()]
     return max(found)
 
 
-def _apart(got: Tensor | None, want: Tensor) -> float:
+def _difference(got: Tensor | None, want: Tensor) -> float:
     if got is None or got.shape != want.shape:
         return float("inf")
     if want.numel() == 0:
         return 0.0
     got, want = got.double(), want.double()
-    apart = ((got - want).abs().max() / want.abs().max().clamp(min=1.0)).item()
-    return apart if apart == apart else float("inf")
-
-
-def _column(losses: list[float]) -> Tensor:
-    return torch.tensor(losses, dtype=torch.float64)
+    worst = ((got - want).abs().max() / want.abs().max().clamp(min=1.0)).item()
+    return worst if worst == worst else float("inf")

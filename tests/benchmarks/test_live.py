@@ -1,4 +1,4 @@
-"""The arithmetic of the parts live and gloo; the measuring is tested where it is."""
+"""The arithmetic of part `live`."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from autopar.cost_model.cluster.interference import NO_SLOWDOWN
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
-from benchmarks.prediction import gloo, live
+from benchmarks.prediction import live
 from benchmarks.prediction.settings import Setting
 
 
@@ -29,7 +29,7 @@ def cluster(ranks: int, seconds: dict[int, float]) -> Cluster:
     )
 
 
-def test_every_point_of_the_second_measurement_is_predicted_by_the_first() -> None:
+def test_the_first_measurement_predicts_every_point_of_the_second() -> None:
     first = cluster(2, {1000: 1.0, 4000: 4.0})
     second = cluster(2, {1000: 1.0, 2000: 2.5, 4000: 5.0})
     cases = live.compare("here", first, second)
@@ -37,13 +37,13 @@ def test_every_point_of_the_second_measurement_is_predicted_by_the_first() -> No
     assert [case["error"] for case in cases] == pytest.approx([0, 0.2, 0.2], abs=0.01)
 
 
-def test_twice_the_nodes_send_more_through_each_link() -> None:
+def test_other_groups_are_predicted_from_the_fabric() -> None:
     small, large = cluster(2, {10**6: 1.0}), cluster(4, {10**6: 1.5})
-    (case,) = gloo.compare("2 -> 4", small, large)
+    (case,) = live.compare("2 -> 4", small, large)
     assert case["predicted"] == pytest.approx(1.5)
 
 
-def test_settings_have_names_and_sense() -> None:
+def test_settings_have_names_and_are_valid() -> None:
     assert str(Setting(1, 4)) == "one host, 4 ranks"
     assert str(Setting(2, 1, "1gbit")) == "2x1 at 1gbit"
     with pytest.raises(ValueError, match="one host is one node"):

@@ -1,4 +1,4 @@
-"""Published runs are modelled by the planner from their configuration."""
+"""Predictions of published runs from their configuration."""
 
 from pathlib import Path
 
@@ -9,37 +9,37 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.planner.evaluate import pipeline_evaluator as pipelines
 from autopar.planner.evaluate.stage_dedup import StageDedup
 from autopar.report.plan import Plan
-from benchmarks.published.gpt import Form, MasterAdamW, make
+from benchmarks.published.gpt import MasterAdamW, Sizes, make
 from benchmarks.published.tables import flops, pipelined, read
 
-SMALL = Form(256, 8, 8, 512, 128, tied=False)
+SMALL = Sizes(256, 8, 8, 512, 128, tied=False)
 
 
-def planned(form: Form, tp: int, pp: int, recompute: str, *, sequence: bool = False) -> Plan:
-    model, inputs = make(form, 8 // tp)
+def plan_of(sizes: Sizes, tp: int, pp: int, recompute: str, *, sequence: bool = False) -> Plan:
+    model, inputs = make(sizes, 8 // tp)
     return autopar.plan(
         model,
         8,
         example_inputs=inputs,
         optimizer=MasterAdamW,
-        strategy=pipelined(form, tp, pp, 1, 8 * pp // 8, recompute, sequence=sequence),
+        strategy=pipelined(sizes, tp, pp, 1, 8 * pp // 8, recompute, sequence=sequence),
         cluster=Cluster.named("dgx-a100", 1),
         backend="ts",
     )
 
 
-def test_stages_that_are_alike_are_priced_as_if_each_were_alone(
+def test_equal_stages_cost_the_same_as_when_evaluated_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shared = planned(SMALL, 2, 4, "none")
+    deduplicated = plan_of(SMALL, 2, 4, "none")
     each = lambda graphs, plan: StageDedup.none(len(graphs))  # noqa: E731
     monkeypatch.setattr(pipelines.StageDedup, "of", staticmethod(each))
-    alone = planned(SMALL, 2, 4, "none")
-    assert shared.prediction == alone.prediction
-    assert shared == alone
+    one_by_one = plan_of(SMALL, 2, 4, "none")
+    assert deduplicated.prediction == one_by_one.prediction
+    assert deduplicated == one_by_one
 
 
-def test_tables_say_what_ran(tmp_path: Path) -> None:
+def test_tables_have_the_configuration(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text(
         "# a comment\n"
@@ -54,7 +54,7 @@ def test_tables_say_what_ran(tmp_path: Path) -> None:
     h, s, layers = 10240, 2048, 60
     published = 96 * 1792 * s * layers * h**2 * (1 + s / (6 * h) + 51200 / (16 * layers * h))
     assert run.flops == pytest.approx(published)
-    assert flops(run.form, 1792, recomputed=False) < run.flops
+    assert flops(run.sizes, 1792, recomputed=False) < run.flops
     table.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="no known table"):
         read(table)

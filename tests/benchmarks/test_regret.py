@@ -1,11 +1,11 @@
-"""The arithmetic of regret, and what is enumerated; the racing is what every run of it tests."""
+"""The arithmetic of regret, and the enumeration of plans."""
 
 from typing import Any
 
 import pytest
 
-from benchmarks.regret.field import Layout, enumeration
 from benchmarks.regret.models import CASES
+from benchmarks.regret.plans import Layout, enumeration
 from benchmarks.regret.score import summary, verdict
 from benchmarks.regret.worker import names
 
@@ -51,24 +51,24 @@ def test_regret_is_over_the_best_of_all() -> None:
     assert found.order == pytest.approx(0.8)
 
 
-def test_under_a_cap_only_what_was_counted_to_fit_competes() -> None:
-    liar = plan("liar", 0.5, 900, 5.0) | {"predicted_bytes": 100}
-    given = race(liar, chosen("chosen under 0.6", "zero3"))
+def test_a_cap_compares_contenders_that_fit_by_counted_bytes() -> None:
+    wrong = plan("wrong", 0.5, 900, 5.0) | {"predicted_bytes": 100}
+    given = race(wrong, chosen("chosen under 0.6", "zero3"))
     found = verdict(given, 0.6)
     assert found.cap_bytes == 600
     assert (found.chosen, found.best) == ("zero3", "zero3")
     assert found.regret == 1.0
     assert found.gain == pytest.approx(2.0)  # over fully_shard, for DDP does not fit
-    assert found.exceeding == ("liar",)
+    assert found.exceeding == ("wrong",)
 
 
-def test_whoever_trains_something_else_does_not_count() -> None:
+def test_a_contender_with_other_losses_does_not_count() -> None:
     wrong = plan("wrong", 0.1, 100, 0.1) | {"losses": [1.0, 1.1, 1.0]}
     found = verdict(race(wrong, chosen("chosen", "tp2")), None)
     assert (found.best, found.regret) == ("tp2", 1.0)
 
 
-def test_no_choice_where_something_fits_is_the_worst_of_regrets() -> None:
+def test_regret_is_infinite_without_a_chosen_plan() -> None:
     lost = {"contender": "chosen", "error": "OutOfMemoryError: nothing fits"}
     cases = [verdict(race(own), None) for own in (lost, chosen("chosen", "zero0"))]
     found = summary(cases)
@@ -81,10 +81,10 @@ def test_no_choice_where_something_fits_is_the_worst_of_regrets() -> None:
     [
         ("deep", "2x2", ("pp4, interleaved", "hybrid", "tp2, zero3", "pp2, tp2"), ("ep2", "pp8")),
         ("moe", "4x1", ("ep4", "ep2"), ("hybrid", "zero0, by level")),
-        ("conv", "2x1", ("pp2, 1f1b", "tp2", "pipelining-1f1b"), ("tp4", "parallelize_module")),
+        ("conv", "2x1", ("pp2, 1f1b", "tp2", "fully_shard"), ("tp4", "ep2")),
     ],
 )
-def test_what_is_enumerated(
+def test_enumeration(
     model: str, cluster: str, there: tuple[str, ...], absent: tuple[str, ...]
 ) -> None:
     layout = Layout.of(cluster)

@@ -1,4 +1,4 @@
-"""What the cost model says leaves a node, beside the counters of the nodes' interfaces."""
+"""Bytes that leave a node: cost model against counters of interfaces."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ SIZES = (4096, 1 << 20)  # bytes
 SEND = """
 import json
 import torch, torch.distributed as dist
-from benchmarks.communication.counters import sent_bytes
+from benchmarks.cluster.network import sent_bytes
 
 dist.init_process_group("gloo")
 ranks = dist.get_world_size()
@@ -43,7 +43,7 @@ dist.destroy_process_group()
 """
 
 
-def test_nodes_send_what_the_cost_model_says(tmp_path: Path) -> None:
+def test_nodes_send_the_bytes_of_the_cost_model(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SEND.format(SIZES=SIZES)]
     try:
         with Network(nodes=2) as network:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
-from benchmarks.once import captured_once
+from benchmarks.memoize import memoized_capture
 from tests.harness.models import MODELS, Batch
 from tests.harness.reference import (
     Reference,
@@ -150,7 +150,7 @@ def train_all(
     rank: int, world_size: int, name: str, dtype: torch.dtype, setups: list[Setup]
 ) -> list[Reference]:
     """Every setup in turn; what is captured depends on none of them, so it is captured once."""
-    with captured_once():
+    with memoized_capture():
         return [train(rank, world_size, name, dtype, setup) for setup in setups]
 
 

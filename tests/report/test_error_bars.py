@@ -29,9 +29,8 @@ def published(*names):
 
 
 def counted(name):
-    cases = json.loads((RESULTS / name).read_text())
-    cases = cases["cases"] if "cases" in cases else cases["parts"]["memory"]["cases"]
-    return [case["measured"] / case["predicted"] for case in cases]
+    groups = json.loads((RESULTS / name).read_text())["predicted_and_measured"].values()
+    return [measured / predicted for pairs in groups for predicted, measured in pairs]
 
 
 @pytest.mark.parametrize(

@@ -3,55 +3,49 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 
-from benchmarks.truth.registry import WIDTH, register
-
-
-@register("rows")
-def reversed_mixup(h: Tensor) -> Tensor:
-    return 0.7 * h + 0.3 * h.flip(0)
+from benchmarks.truth.registry import WIDTH, define_all, register
 
 
-@register("rows")
-def mixup(h: Tensor, permutation: Tensor, mixing: Tensor) -> Tensor:
-    """Mixed with the rows of a permutation, as much as an input says."""
-    return mixing[:, None] * h + (1 - mixing[:, None]) * h[permutation]
+def _wide(index: Tensor) -> Tensor:
+    """An index of rows for every feature."""
+    return index[:, None].expand(-1, WIDTH)
 
 
-@register("rows", sized=True)
-class FixedPermutation(nn.Module):
-    """Mixed with a permutation in a buffer."""
+define_all(
+    "rows",
+    {
+        "reversed_mixup": lambda h: 0.7 * h + 0.3 * h.flip(0),
+        "mixup": lambda h, permutation, mixing: torch.lerp(h[permutation], h, mixing[:, None]),
+        "reversed_by_arange": lambda h: h + 0.3 * h[torch.arange(h.shape[0] - 1, -1, -1)],
+        "picked": lambda h, permutation: torch.index_select(h, 0, permutation) * 0.5 + h,
+        "gathered": lambda h, permutation: h + 0.4 * h.gather(0, _wide(permutation)),
+        "taken_along": lambda h: h + 0.2 * torch.take_along_dim(h, h.detach().argsort(0), 0),
+        "scattered_rows": lambda h, permutation: (
+            h + 0.5 * torch.zeros_like(h).scatter(0, _wide(permutation), h)
+        ),
+        "scatter_added": lambda h, edges: torch.scatter_add(h, 0, _wide(edges[:, 0]), h.sin()),
+        "copied_rows": lambda h, permutation: (
+            0.5 * h + torch.zeros_like(h).index_copy(0, permutation, h.tanh())
+        ),
+        "first_row_as_reference": lambda h: h - 0.5 * h[0] + 0.1 * h[-1:],
+        "triangle": lambda h: h + 0.3 * torch.tril(torch.tanh(h @ h.t())) @ h / h.shape[0],
+        "scattered_slices": lambda h: torch.slice_scatter(h, h[-2:] * 0.5, 0, 0, 2) + 0.1 * h,
+        "selected_row": lambda h: torch.select_scatter(h, h.mean(0), 0, 1) + 0.3 * h.select(0, 2),
+        "filled_rows": lambda h: h.index_fill(0, torch.tensor([0, 3]), 0.5) * h,
+        "reversed_both_dims": lambda h: h + 0.3 * torch.flip(h, (0, 1)),
+        "looked_up_by_row": lambda h, permutation: h + 0.4 * F.embedding(permutation, h),
+        "bags_of_rows": lambda h, edges: h + 0.4 * F.embedding_bag(edges, h, mode="mean"),
+        "index_list": lambda h: h + 0.5 * h[[(3 * i + 1) % len(h) for i in range(len(h))]],
+    },
+)
 
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.register_buffer("order", torch.randperm(rows))
 
-    def forward(self, h: Tensor) -> Tensor:
-        return h + 0.5 * h[self.order]
-
-
-@register("rows")
-def reversed_by_arange(h: Tensor) -> Tensor:
-    index = torch.arange(h.shape[0] - 1, -1, -1)
-    return h + 0.3 * h[index]
-
-
-@register("rows")
-def picked(h: Tensor, permutation: Tensor) -> Tensor:
-    return torch.index_select(h, 0, permutation) * 0.5 + h
-
-
-@register("rows")
-def gathered(h: Tensor, permutation: Tensor) -> Tensor:
-    """`gather` along the batch."""
-    index = permutation[:, None].expand(-1, WIDTH)
-    return h + 0.4 * h.gather(0, index)
-
-
-@register("rows")
-def taken_along(h: Tensor) -> Tensor:
-    return h + 0.2 * torch.take_along_dim(h, h.detach().argsort(0), 0)
+@register("rows", sized=True, order=lambda rows: torch.randperm(rows))
+def FixedPermutation(m, h: Tensor) -> Tensor:
+    return h + 0.5 * h[m.order]
 
 
 @register("rows")
@@ -62,32 +56,21 @@ def edges_into_rows(h: Tensor, edges: Tensor) -> Tensor:
 
 
 @register("rows")
-def scattered_rows(h: Tensor, permutation: Tensor) -> Tensor:
-    index = permutation[:, None].expand_as(h)
-    return h + 0.5 * torch.zeros_like(h).scatter(0, index, h)
-
-
-@register("rows")
-def scatter_added(h: Tensor, edges: Tensor) -> Tensor:
-    index = edges[:, :1].expand_as(h)
-    return torch.scatter_add(0.5 * h, 0, index, h.sin())
-
-
-@register("rows")
-def copied_rows(h: Tensor, permutation: Tensor) -> Tensor:
-    return 0.5 * h + torch.zeros_like(h).index_copy(0, permutation, h.tanh())
+def reduced_by_index(h: Tensor, edges: Tensor) -> Tensor:
+    source, target = edges.unbind(1)
+    return h + 0.5 * torch.zeros_like(h).index_reduce(0, target, h[source], "mean")
 
 
 @register("rows")
 def put_rows(h: Tensor) -> Tensor:
-    """The first and third row replaced."""
+    """Replace the first and third row."""
     index = torch.tensor([0, 2])
     return h.index_put((index,), h[index] * 0.5 + 1.0)
 
 
 @register("rows")
 def written_in_place(h: Tensor) -> Tensor:
-    """A row overwritten by the mean of the batch."""
+    """Overwrite a row by the mean of the batch."""
     out = h.clone()
     out[1] = h.mean(0)
     out[-1] += 0.5
@@ -95,8 +78,11 @@ def written_in_place(h: Tensor) -> Tensor:
 
 
 @register("rows")
-def first_row_as_reference(h: Tensor) -> Tensor:
-    return h - 0.5 * h[0] + 0.1 * h[-1:]
+def masked_in_place(h: Tensor, keep: Tensor) -> Tensor:
+    """Zero rows in place, then add the mean of the rest."""
+    out = h.clone()
+    out.masked_fill_(~keep[:, None], 0.0)
+    return out + 0.5 * out.mean(0) + 0.1 * h
 
 
 @register("rows")
@@ -107,67 +93,10 @@ def pair_masked(h: Tensor, pair_mask: Tensor) -> Tensor:
 
 
 @register("rows")
-def kept_or_mean(h: Tensor, keep: Tensor) -> Tensor:
-    """Masked rows replaced by the mean of those kept."""
+def masked_rows_to_mean(h: Tensor, keep: Tensor) -> Tensor:
+    """Replace masked rows by the mean of the others."""
     mean = (h * keep[:, None]).sum(0) / keep.sum()
     return torch.where(keep[:, None], h, mean)
-
-
-@register("rows")
-def triangle(h: Tensor) -> Tensor:
-    """A causal mask over rows."""
-    return h + 0.3 * torch.tril(torch.tanh(h @ h.t())) @ h / h.shape[0]
-
-
-@register("rows")
-def diagonal_shift(h: Tensor) -> Tensor:
-    similar = torch.tanh(h @ h.t())
-    return h + 0.3 * torch.diagonal(similar)[:, None] + 0.3 * similar.sum(1, keepdim=True)
-
-
-@register("rows")
-def strided_windows(h: Tensor) -> Tensor:
-    """Overlapping windows of two rows by `as_strided`."""
-    n = h.shape[0]
-    windows = h.contiguous().as_strided((n - 1, 2, WIDTH), (WIDTH, WIDTH, 1))
-    return torch.cat([windows.mean(1), h[-1:]])
-
-
-@register("rows")
-def reduced_by_index(h: Tensor, edges: Tensor) -> Tensor:
-    """The mean of messages, by `index_reduce`."""
-    source, target = edges.unbind(1)
-    return h + 0.5 * torch.zeros_like(h).index_reduce(0, target, h[source], "mean")
-
-
-@register("rows")
-def scattered_slices(h: Tensor) -> Tensor:
-    """The first two rows replaced by the last two."""
-    return torch.slice_scatter(h, h[-2:] * 0.5, dim=0, start=0, end=2) + 0.1 * h
-
-
-@register("rows")
-def selected_row(h: Tensor) -> Tensor:
-    return torch.select_scatter(h, h.mean(0), 0, 1) + 0.3 * h.select(0, 2)
-
-
-@register("rows")
-def filled_rows(h: Tensor) -> Tensor:
-    return h.index_fill(0, torch.tensor([0, 3]), 0.5) * h
-
-
-@register("rows")
-def masked_in_place(h: Tensor, keep: Tensor) -> Tensor:
-    """Rows zeroed in place, then the mean of what is left added."""
-    out = h.clone()
-    out.masked_fill_(~keep[:, None], 0.0)
-    return out + 0.5 * out.mean(0) + 0.1 * h
-
-
-@register("rows")
-def turned_around(h: Tensor) -> Tensor:
-    """Rows and features both in reverse."""
-    return h + 0.3 * torch.flip(h, (0, 1))
 
 
 @register("rows")
@@ -175,22 +104,3 @@ def split_into_three(h: Tensor) -> Tensor:
     """Uneven parts by `tensor_split`, in another order."""
     first, second, third = torch.tensor_split(h, 3)
     return torch.cat([third, first * 0.5, second])
-
-
-@register("rows")
-def looked_up_by_row(h: Tensor, permutation: Tensor) -> Tensor:
-    """The batch as a table that `embedding` looks up."""
-    return h + 0.4 * nn.functional.embedding(permutation, h)
-
-
-@register("rows")
-def bags_of_rows(h: Tensor, edges: Tensor) -> Tensor:
-    """Means of the rows that each row names, by `embedding_bag`."""
-    return h + 0.4 * nn.functional.embedding_bag(edges, h, mode="mean")
-
-
-@register("rows")
-def listed_in_python(h: Tensor) -> Tensor:
-    """An index that is a list."""
-    order = [(3 * i + 1) % h.shape[0] for i in range(h.shape[0])]
-    return h + 0.5 * h[order]

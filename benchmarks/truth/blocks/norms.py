@@ -1,4 +1,4 @@
-"""Norms whose statistics run over rows."""
+"""Norms whose statistics run over rows, and norms of weights."""
 
 from __future__ import annotations
 
@@ -7,215 +7,105 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from benchmarks.truth.registry import WIDTH, register
+from benchmarks.truth.registry import WIDTH, define, define_all, register
 
 
-@register("rows")
-class BatchNorm(nn.BatchNorm1d):
-    """Batch norm as it is."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h)
+def _standardised(h: Tensor, *dims: int) -> Tensor:
+    return (h - h.mean(dims, keepdim=True)) / (h.std(dims, keepdim=True) + 0.1)
 
 
-@register("rows")
-class CumulativeBatchNorm(nn.BatchNorm1d):
-    """`momentum=None`: running statistics are means over all batches."""
+define_all(
+    "rows",
+    {
+        "standardised": lambda h: _standardised(h, 0),
+        "divided_by_batch_norm": lambda h: h / (0.1 + h.norm()) * h.shape[0] ** 0.5,
+        "column_norms": lambda h: F.normalize(h, dim=0) * h.shape[0] ** 0.5,
+        "one_norm": lambda h: h / (0.1 + torch.linalg.vector_norm(h, 1, 0)) * h.shape[0],
+        "infinity_norm": lambda h: h / (0.5 + torch.linalg.vector_norm(h, torch.inf, 0)),
+        "layer_norm_over_batch": lambda h: F.layer_norm(h, tuple(h.shape)),
+        "layer_norm_of_columns": lambda h: F.layer_norm(h.t(), (h.shape[0],)).t(),
+    },
+)
+define_all(
+    "image",
+    {
+        "norm_over_batch_and_pixels": lambda h: _standardised(h, 0, 2, 3),
+        "rows_as_channels": lambda h: F.group_norm(h.flatten(0, 1)[None], h.shape[0] * 2).view_as(
+            h
+        ),
+    },
+)
 
-    def __init__(self) -> None:
-        super().__init__(WIDTH, momentum=None)
+_NORMS = {
+    "BatchNorm": ("rows", lambda: nn.BatchNorm1d(WIDTH)),
+    "CumulativeBatchNorm": ("rows", lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
+    "UntrackedBatchNorm": (
+        "rows",
+        lambda: nn.BatchNorm1d(WIDTH, affine=False, track_running_stats=False),
+    ),
+    "BatchNorm2d": ("image", lambda: nn.BatchNorm2d(WIDTH)),
+    "InstanceNorm": (
+        "image",
+        lambda: nn.InstanceNorm2d(WIDTH, affine=True, track_running_stats=True),
+    ),
+    "PlainInstanceNorm": ("image", lambda: nn.InstanceNorm2d(WIDTH)),
+    "GroupNorm": ("image", lambda: nn.GroupNorm(3, WIDTH)),
+    "LayerNorm": ("sequence", lambda: nn.LayerNorm(WIDTH)),
+}
+for _name, (_kind, _make) in _NORMS.items():
+    _plain = _name in ("GroupNorm", "LayerNorm")
+    define(_kind, _name, lambda m, h: m.norm(h), {"norm": _make}, plain=_plain)  # type: ignore[arg-type]
 
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h)
 
-
-@register("rows")
-class UntrackedBatchNorm(nn.BatchNorm1d):
-    """Without running statistics and without weights."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, affine=False, track_running_stats=False)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h)
-
-
-@register("rows")
-class FrozenBatchNorm(nn.BatchNorm1d):
+@register("rows", norm=lambda: nn.BatchNorm1d(WIDTH))
+def FrozenBatchNorm(m, h: Tensor) -> Tensor:
     """Batch norm by its running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return F.batch_norm(h, self.running_mean, self.running_var, self.weight, self.bias)
+    n = m.norm
+    return F.batch_norm(h, n.running_mean, n.running_var, n.weight, n.bias)
 
 
-@register("rows", divides=2)
-class GhostBatchNorm(nn.BatchNorm1d):
+@register("rows", divides=2, norm=lambda: nn.BatchNorm1d(WIDTH, momentum=0.2))
+def GhostBatchNorm(m, h: Tensor) -> Tensor:
     """Batch norm of each half of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, momentum=0.2)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return torch.cat([super(GhostBatchNorm, self).forward(part) for part in h.chunk(2)])
+    return torch.cat([m.norm(half) for half in h.chunk(2)])
 
 
-@register("rows")
-def standardised(h: Tensor) -> Tensor:
-    return (h - h.mean(0)) / (h.std(0) + 0.1)
+@register("sequence", norm=lambda: nn.BatchNorm1d(WIDTH))
+def BatchNormOverTokens(m, h: Tensor) -> Tensor:
+    return m.norm(h.transpose(1, 2)).transpose(1, 2)
 
 
-@register("rows")
-def standardised_by_variance(h: Tensor) -> Tensor:
-    var, mean = torch.var_mean(h, dim=0, unbiased=False, keepdim=True)
-    return (h - mean) * torch.rsqrt(var + 0.1)
+@register("rows", linear=lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)))
+def WeightNormed(m, h: Tensor) -> Tensor:
+    return h + m.linear(h).tanh()
 
 
-@register("rows")
-def whole_batch_norm(h: Tensor) -> Tensor:
-    """Divided by the norm of the whole batch."""
-    return h / (0.1 + h.norm()) * h.shape[0] ** 0.5
-
-
-@register("rows")
-def column_norms(h: Tensor) -> Tensor:
-    return F.normalize(h, dim=0) * h.shape[0] ** 0.5
-
-
-@register("rows")
-def one_norm(h: Tensor) -> Tensor:
-    return h / (0.1 + torch.linalg.vector_norm(h, ord=1, dim=0)) * h.shape[0]
-
-
-@register("rows")
-def largest_in_column(h: Tensor) -> Tensor:
-    return h / (0.5 + torch.linalg.vector_norm(h, ord=float("inf"), dim=0))
-
-
-@register("rows")
-def layer_norm_over_all(h: Tensor) -> Tensor:
-    """`layer_norm` whose shape contains the batch."""
-    return F.layer_norm(h, tuple(h.shape))
-
-
-@register("rows")
-def layer_norm_of_columns(h: Tensor) -> Tensor:
-    return F.layer_norm(h.t(), (h.shape[0],)).t()
-
-
-@register("rows")
-class WeightNormed(nn.Module):
-    """A layer whose weight is normed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h + self.linear(h).tanh()
-
-
-@register("rows")
-class SpectralNormed(nn.Module):
-    """A layer whose weight is divided by its largest singular value: buffers change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h + self.linear(h).tanh()
+@register("rows", linear=lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
+def SpectralNormed(m, h: Tensor) -> Tensor:
+    """The norm of the weight is a buffer that changes."""
+    return h + m.linear(h).tanh()
 
 
 @register("rows")
 def whitened(h: Tensor) -> Tensor:
-    """Whitened by the Cholesky factor of the covariance."""
+    """Whiten by the Cholesky factor of the covariance."""
     centred = h - h.mean(0)
     covariance = centred.t() @ centred / h.shape[0] + torch.eye(WIDTH, dtype=h.dtype)
-    return torch.linalg.solve_triangular(
-        torch.linalg.cholesky(covariance), centred.t(), upper=False
-    ).t()
+    factor = torch.linalg.cholesky(covariance)
+    return torch.linalg.solve_triangular(factor, centred.t(), upper=False).t()
 
 
-@register("image")
-class BatchNorm2d(nn.BatchNorm2d):
-    """Batch norm of images."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h)
-
-
-@register("image")
-class InstanceNorm(nn.InstanceNorm2d):
-    """Instance norm with running statistics, which are means over the batch."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, affine=True, track_running_stats=True)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h)
-
-
-@register("image")
-class PlainInstanceNorm(nn.InstanceNorm2d):
-    """Instance norm without state."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h)
-
-
-@register("image")
-class GroupNorm(nn.GroupNorm):
-    """Group norm, which is row by row."""
-
-    def __init__(self) -> None:
-        super().__init__(3, WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h)
-
-
-@register("image")
-def norm_over_batch_and_pixels(h: Tensor) -> Tensor:
-    return (h - h.mean((0, 2, 3), keepdim=True)) / (h.std((0, 2, 3), keepdim=True) + 0.1)
-
-
-@register("image")
-def rows_as_channels(h: Tensor) -> Tensor:
-    """`group_norm` of images stacked as channels of one."""
-    n = h.shape[0]
-    stacked = h.reshape(1, n * WIDTH, *h.shape[2:])
-    return F.group_norm(stacked, n * 2).reshape(h.shape)
-
-
-@register("sequence")
-class BatchNormOverTokens(nn.BatchNorm1d):
-    """Batch norm of tokens, features moved to dim 1 and back."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h.transpose(1, 2)).transpose(1, 2)
-
-
-@register("sequence")
-class LayerNorm(nn.LayerNorm):
-    """Layer norm, which is row by row."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h)
+@register(
+    "rows",
+    mean=lambda: torch.zeros(WIDTH),
+    std=lambda: torch.ones(WIDTH),
+)
+def BatchRenorm(m, h: Tensor) -> Tensor:
+    """Batch renormalisation: corrections by running statistics, which are updated after."""
+    mean, std = h.mean(0), h.std(0, unbiased=False) + 0.1
+    r = (std.detach() / m.std).clamp(0.3, 3.0)
+    d = ((mean.detach() - m.mean) / m.std).clamp(-2.0, 2.0)
+    out = (h - mean) / std * r + d
+    m.mean.lerp_(mean.detach(), 0.1)
+    m.std.lerp_(std.detach(), 0.1)
+    return out

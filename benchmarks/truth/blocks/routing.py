@@ -1,113 +1,128 @@
-"""Mixtures of experts, and what else chooses by row."""
+"""Mixtures of experts, and means and sums of rows by label."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from benchmarks.truth.registry import WIDTH, register
+from benchmarks.truth.registry import CLASSES, WIDTH, define_all, linear, register
 
 EXPERTS = 3
+MIXTURE = {
+    "router": linear(WIDTH, EXPERTS),
+    "weight": lambda: nn.Parameter(0.4 * torch.randn(EXPERTS, WIDTH, WIDTH)),
+}
 
 
-class _Experts(nn.Module):
-    """A router and the weights of the experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS)
-        self.weight = nn.Parameter(0.4 * torch.randn(EXPERTS, WIDTH, WIDTH))
+def _weighted(m, h: Tensor, gate: Tensor) -> Tensor:
+    """All experts on every row, weighted."""
+    return torch.einsum("be,bd,edf->bf", gate, h, m.weight).tanh()
 
 
-@register("rows")
-class SoftMixture(_Experts):
-    """Every expert for every row, weighted."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        gate = self.router(h).softmax(-1)
-        return h + torch.einsum("be,bd,edf->bf", gate, h, self.weight).tanh()
+def _chosen(m, h: Tensor, expert: Tensor) -> Tensor:
+    """One expert for each row."""
+    return torch.einsum("bd,bdf->bf", h, m.weight[expert])
 
 
-@register("rows")
-class TopTwoMixture(_Experts):
+@register("rows", **MIXTURE)
+def TopTwoMixture(m, h: Tensor) -> tuple[Tensor, Tensor]:
     """The best two experts of every row, and a loss that balances them over the batch."""
-
-    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        gate = self.router(h).softmax(-1)
-        value, chosen = gate.topk(2, dim=-1)
-        outs = torch.einsum("bd,bkdf->bkf", h, self.weight[chosen])
-        load = nn.functional.one_hot(chosen, EXPERTS).sum(1).to(h.dtype).mean(0)
-        balance = EXPERTS * (load * gate.mean(0)).sum()
-        return h + (value[..., None] * outs).sum(1), 0.1 * balance
+    gate = m.router(h).softmax(-1)
+    value, chosen = gate.topk(2, dim=-1)
+    outs = torch.einsum("bd,bkdf->bkf", h, m.weight[chosen])
+    load = F.one_hot(chosen, EXPERTS).sum(1).to(h.dtype).mean(0)
+    balance = EXPERTS * (load * gate.mean(0)).sum()
+    return h + (value[..., None] * outs).sum(1), 0.1 * balance
 
 
-@register("rows")
-class CapacityMixture(_Experts):
+@register("rows", **MIXTURE)
+def CapacityMixture(m, h: Tensor) -> Tensor:
     """Experts take their first three rows; the others pass by."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        gate = self.router(h).softmax(-1)
-        value, chosen = gate.max(-1)
-        hot = nn.functional.one_hot(chosen, EXPERTS)
-        place = (hot.cumsum(0) * hot).sum(-1)
-        taken = (place <= 3).to(h.dtype) * value
-        out = torch.einsum("bd,bdf->bf", h, self.weight[chosen])
-        return h + taken[:, None] * out.tanh()
+    value, chosen = m.router(h).softmax(-1).max(-1)
+    hot = F.one_hot(chosen, EXPERTS)
+    taken = ((hot.cumsum(0) * hot).sum(-1) <= 3).to(h.dtype) * value
+    return h + taken[:, None] * _chosen(m, h, chosen).tanh()
 
 
-@register("rows")
-class ExpertChoice(_Experts):
-    """Every expert takes the three rows that it likes most."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        gate = self.router(h).softmax(-1)
-        value, rows = gate.t().topk(3, dim=-1)
-        outs = torch.bmm(h[rows], self.weight).tanh() * value[..., None]
-        return h.index_add(0, rows.flatten(), outs.flatten(0, 1))
+@register("rows", **MIXTURE)
+def ExpertChoice(m, h: Tensor) -> Tensor:
+    """Every expert takes the three rows with its largest gates."""
+    value, rows = m.router(h).softmax(-1).t().topk(3, dim=-1)
+    outs = torch.bmm(h[rows], m.weight).tanh() * value[..., None]
+    return h.index_add(0, rows.flatten(), outs.flatten(0, 1))
 
 
-@register("rows")
-class SinkhornRouting(_Experts):
+@register("rows", **MIXTURE)
+def SinkhornRouting(m, h: Tensor) -> Tensor:
     """Gates balanced over the batch by Sinkhorn's iteration."""
+    gate = torch.exp(m.router(h))
+    for _ in range(3):
+        gate = gate / gate.sum(0, keepdim=True)
+        gate = gate / gate.sum(1, keepdim=True)
+    return h + _weighted(m, h, gate)
 
-    def forward(self, h: Tensor) -> Tensor:
-        plan = torch.exp(self.router(h))
-        for _ in range(3):
-            plan = plan / plan.sum(0, keepdim=True)
-            plan = plan / plan.sum(1, keepdim=True)
-        return h + torch.einsum("be,bd,edf->bf", plan, h, self.weight).tanh()
+
+@register("rows", **MIXTURE)
+def ImportanceLoss(m, h: Tensor) -> tuple[Tensor, Tensor]:
+    """The squared coefficient of variation of the experts' load."""
+    gate = m.router(h).softmax(-1)
+    importance = gate.sum(0)
+    return h + gate @ m.weight.mean(1), importance.var() / importance.mean().square()
+
+
+@register("rows", **MIXTURE)
+def PackedExperts(m, h: Tensor) -> Tensor:
+    """Rows sorted by their expert, and put back."""
+    chosen = m.router(h).argmax(-1)
+    order = chosen.argsort(stable=True)
+    out = _chosen(m, h[order], chosen[order]).tanh()
+    return h + torch.zeros_like(h).index_copy(0, order, out)
+
+
+def _class_counts(labels: Tensor) -> Tensor:
+    return torch.bincount(labels, minlength=CLASSES).clamp(min=1)
+
+
+define_all(
+    "rows",
+    {
+        "accumulated": lambda h, labels: (
+            h
+            + 0.3
+            * h.new_zeros(CLASSES, WIDTH).index_put((labels,), h, accumulate=True)[labels].tanh()
+        ),
+        "weighted_mean_centred": lambda h, weights: h - weights @ h / weights.sum(),
+        "same_neighbour": lambda h, labels: (
+            h * (1 + 0.5 * (labels == labels.roll(1, 0)).to(h.dtype)[:, None])
+        ),
+    },
+)
 
 
 @register("rows")
-class LoopedExperts(_Experts):
-    """A loop over experts, each of which sees all rows behind a mask."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        chosen = self.router(h).argmax(-1)
-        out = h
-        for expert in range(EXPERTS):
-            mine = (chosen == expert).to(h.dtype)[:, None]
-            out = out + mine * (h @ self.weight[expert]).tanh()
-        return out
+def segment_means(h: Tensor, labels: Tensor) -> Tensor:
+    """Rows centred by the mean of their class."""
+    sums = h.new_zeros(CLASSES, WIDTH).index_add(0, labels, h)
+    return h - 0.5 * (sums / _class_counts(labels)[:, None])[labels]
 
 
 @register("rows")
-class ImportanceLoss(_Experts):
-    """The squared coefficient of variation of what experts get."""
-
-    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        gate = self.router(h).softmax(-1)
-        importance = gate.sum(0)
-        return h + gate @ self.weight.mean(1), importance.var() / importance.mean().square()
+def scattered_sums(h: Tensor, groups: Tensor) -> Tensor:
+    index = groups[:, None].expand_as(h)
+    sums = torch.zeros(CLASSES, WIDTH, dtype=h.dtype).scatter_add(0, index, h)
+    return h + 0.3 * sums.tanh()[groups]
 
 
 @register("rows")
-class PackedExperts(_Experts):
-    """Rows sorted by their expert, packed into equal groups, and put back."""
+def reduced_maxima(h: Tensor, labels: Tensor) -> Tensor:
+    """The largest of every class, by `scatter_reduce`."""
+    index = labels[:, None].expand_as(h)
+    largest = h.new_full((CLASSES, WIDTH), -5.0).scatter_reduce(0, index, h, "amax")
+    return h - 0.3 * largest[labels]
 
-    def forward(self, h: Tensor) -> Tensor:
-        chosen = self.router(h).argmax(-1)
-        order = chosen.argsort(stable=True)
-        packed = h[order]
-        out = torch.einsum("bd,bdf->bf", packed, self.weight[chosen[order]])
-        return h + torch.zeros_like(h).index_copy(0, order, out.tanh())
+
+@register("rows")
+def class_frequencies(h: Tensor, labels: Tensor) -> Tensor:
+    """Rows weighted by the frequency of their class."""
+    return h * (h.shape[0] / _class_counts(labels))[labels][:, None].sqrt()

@@ -4,68 +4,46 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from benchmarks.truth.registry import WIDTH, register
+from benchmarks.truth.registry import CLASSES, WIDTH, linear, register
 
 
-@register("rows")
-class EmaInPlace(nn.Module):
+def _zeros(*shape: int, **options):
+    return lambda: torch.zeros(*shape, **options)
+
+
+@register("rows", mean=_zeros(WIDTH))
+def EmaInPlace(m, h: Tensor) -> Tensor:
     """Centred by a moving mean that is updated in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, h: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
-        return h - self.mean
+    with torch.no_grad():
+        m.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+    return h - m.mean
 
 
-@register("rows")
-class EmaRebound(nn.Module):
+@register("rows", mean=_zeros(WIDTH))
+def EmaRebound(m, h: Tensor) -> Tensor:
     """Centred by a moving mean that is a new tensor every time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
-        return h - self.mean
+    m.mean = 0.9 * m.mean + 0.1 * h.detach().mean(0)
+    return h - m.mean
 
 
-@register("rows")
-class RunningMax(nn.Module):
-    """Scaled by the largest value seen so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("largest", torch.zeros(WIDTH))
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.largest.copy_(torch.maximum(self.largest, h.detach().abs().amax(0)))
-        return h / (0.5 + self.largest)
+@register("rows", largest=_zeros(WIDTH))
+def RunningMax(m, h: Tensor) -> Tensor:
+    m.largest.copy_(torch.maximum(m.largest, h.detach().abs().amax(0)))
+    return h / (0.5 + m.largest)
 
 
-@register("rows")
-class RowsSeen(nn.Module):
-    """Counts batches and rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
-        self.register_buffer("rows", torch.zeros(()))
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.batches += 1
-        self.rows += h.shape[0]
-        return h / (1 + 0.1 * self.batches) + self.rows / 100
+@register("rows", batches=_zeros((), dtype=torch.long), rows=_zeros(()))
+def RowsSeen(m, h: Tensor) -> Tensor:
+    m.batches += 1
+    m.rows += h.shape[0]
+    return h / (1 + 0.1 * m.batches) + m.rows / 100
 
 
 @register("rows")
 class LastBatch(nn.Module):
-    """Remembers the mean and the last row of the batch before."""
+    """The mean and the last row of the batch before, in a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,94 +55,155 @@ class LastBatch(nn.Module):
         return out
 
 
-@register("rows")
-class Queue(nn.Module):
+@register("rows", queue=lambda: torch.randn(20, WIDTH))
+def Queue(m, h: Tensor) -> Tensor:
     """A queue of keys as in MoCo, whose newest rows replace the oldest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.randn(20, WIDTH))
-
-    def forward(self, h: Tensor) -> Tensor:
-        keys = self.queue.clone()
-        out = h + torch.softmax(h @ keys.t(), -1) @ keys
-        with torch.no_grad():
-            self.queue.copy_(torch.cat([h.detach(), self.queue])[: self.queue.shape[0]])
-        return out
+    keys = m.queue.clone()
+    out = h + torch.softmax(h @ keys.t(), -1) @ keys
+    with torch.no_grad():
+        m.queue.copy_(torch.cat([h.detach(), m.queue])[: m.queue.shape[0]])
+    return out
 
 
-@register("rows")
-class PointedQueue(nn.Module):
+@register("rows", queue=lambda: torch.randn(16, WIDTH), pointer=_zeros(1, dtype=torch.long))
+def PointedQueue(m, h: Tensor) -> Tensor:
     """A queue with a pointer in a buffer, written by `index_copy_`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.randn(16, WIDTH))
-        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, h: Tensor) -> Tensor:
-        keys = self.queue.clone()
-        out = h + 0.3 * torch.tanh(h @ keys.t()) @ keys / 16
-        places = (self.pointer + torch.arange(h.shape[0])) % 16
-        self.queue.index_copy_(0, places, h.detach())
-        self.pointer.copy_((self.pointer + h.shape[0]) % 16)
-        return out
+    keys = m.queue.clone()
+    out = h + 0.3 * torch.tanh(h @ keys.t()) @ keys / 16
+    m.queue.index_copy_(0, (m.pointer + torch.arange(h.shape[0])) % 16, h.detach())
+    m.pointer.copy_((m.pointer + h.shape[0]) % 16)
+    return out
 
 
-@register("rows")
-class CallCounter(nn.Module):
-    """A Python number that counts calls and scales the rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.calls += 1
-        return h / self.calls
+@register("rows", calls=lambda: 0)
+def CallCounter(m, h: Tensor) -> Tensor:
+    """A Python number of calls scales the rows."""
+    m.calls += 1
+    return h / m.calls
 
 
-@register("rows")
-class Warming(nn.Module):
-    """A Python float that grows to one: a schedule in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = 0.25
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.factor = min(1.0, self.factor * 2)
-        return h * self.factor
+@register("rows", step=_zeros((), dtype=torch.long))
+def StepSchedule(m, h: Tensor) -> Tensor:
+    """A schedule in a buffer."""
+    m.step.add_(1)
+    return h * torch.cos(m.step * 0.3)
 
 
-@register("rows")
-class DinoCentre(nn.Module):
-    """A centre of teacher outputs, as in DINO, updated after use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(1, WIDTH))
-
-    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        teacher = torch.softmax((h.detach() - self.centre) / 0.5, -1)
-        loss = -(teacher * torch.log_softmax(h, -1)).sum(-1).mean()
-        self.centre.mul_(0.9).add_(0.1 * h.detach().sum(0, keepdim=True) / h.shape[0])
-        return h, 0.1 * loss
-
-
-@register("rows")
-class Codebook(nn.Module):
+@register("rows", codes=lambda: torch.randn(4, WIDTH))
+def Codebook(m, h: Tensor) -> tuple[Tensor, Tensor]:
     """Vector quantisation with a codebook that follows the rows, as in VQ-VAE."""
+    nearest = torch.cdist(h.detach(), m.codes).argmin(1)
+    hot = F.one_hot(nearest, 4).to(h.dtype)
+    code = m.codes[nearest]
+    loss = (h - code.detach()).square().mean()
+    means = hot.t() @ h.detach() / (hot.sum(0)[:, None] + 1)
+    m.codes.copy_(0.9 * m.codes + 0.1 * means)
+    return h + (code - h).detach() * 0.5, 0.25 * loss
+
+
+@register("rows")
+class MeanTeacher(nn.Module):
+    """A teacher whose weights, in a buffer, follow those of a layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("codes", torch.randn(4, WIDTH))
+        self.student = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("teacher", self.student.weight.detach().clone())
 
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        nearest = torch.cdist(h.detach(), self.codes).argmin(1)
-        hot = nn.functional.one_hot(nearest, 4).to(h.dtype)
-        code = self.codes[nearest]
-        loss = (h - code.detach()).square().mean()
-        means = hot.t() @ h.detach() / (hot.sum(0)[:, None] + 1)
-        self.codes.copy_(0.9 * self.codes + 0.1 * means)
-        return h + (code - h).detach() * 0.5, 0.25 * loss
+        with torch.no_grad():
+            self.teacher.lerp_(self.student.weight, 0.1)
+            target = h @ self.teacher.t()
+        out = self.student(h)
+        return h + out, 0.1 * (F.normalize(out) - F.normalize(target)).square().mean()
+
+
+@register("rows", online=linear(), target=lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+def FrozenTwin(m, h: Tensor) -> tuple[Tensor, Tensor]:
+    """A second module without gradients, whose parameters follow the first in forward (BYOL)."""
+    with torch.no_grad():
+        wanted = m.target(h)
+        for slow, fast in zip(m.target.parameters(), m.online.parameters(), strict=True):
+            slow.mul_(0.9).add_(fast, alpha=0.1)
+    out = m.online(h)
+    return h + out.tanh(), 0.1 * F.mse_loss(out, wanted)
+
+
+@register("rows", ready=_zeros(()), shift=_zeros(WIDTH), scale=lambda: torch.ones(WIDTH))
+def ActNorm(m, h: Tensor) -> Tensor:
+    """Shift and scale taken from the first batch, by a flag in a buffer."""
+    with torch.no_grad():
+        m.shift.copy_(torch.where(m.ready > 0, m.shift, h.mean(0)))
+        m.scale.copy_(torch.where(m.ready > 0, m.scale, h.std(0) + 0.1))
+        m.ready.fill_(1.0)
+    return (h - m.shift) / m.scale
+
+
+@register("rows", ready=lambda: False, shift=_zeros(WIDTH))
+def LazyActNorm(m, h: Tensor) -> Tensor:
+    """Shift taken from the first batch, by a flag in Python."""
+    if not m.ready:
+        m.shift.copy_(h.detach().mean(0))
+        m.ready = True
+    return h - m.shift
+
+
+@register("rows", centres=_zeros(CLASSES, WIDTH))
+def ClassCentres(m, h: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Centres of classes that follow their rows, and the distance to them (centre loss)."""
+    loss = (h - m.centres[labels]).square().mean()
+    with torch.no_grad():
+        sums = torch.zeros_like(m.centres).index_add_(0, labels, h)
+        counts = F.one_hot(labels, CLASSES).sum(0)[:, None]
+        moved = 0.7 * m.centres + 0.3 * sums / counts.clamp(min=1)
+        m.centres = torch.where(counts > 0, moved, m.centres)
+    return h, 0.2 * loss
+
+
+@register("rows", seen=lambda: torch.ones(CLASSES, dtype=torch.long))
+def SeenClasses(m, h: Tensor, labels: Tensor) -> Tensor:
+    """Rows weighted by the counts of their classes so far."""
+    m.seen.scatter_add_(0, labels, torch.ones_like(labels))
+    share = m.seen / m.seen.sum()
+    return h / (0.5 + share[labels][:, None])
+
+
+@register("rows", usual=lambda: torch.ones(()))
+def LossScale(m, h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """An auxiliary loss divided by its own moving mean."""
+    loss = (h - target).square().mean()
+    m.usual = 0.5 * m.usual + 0.5 * loss.detach()
+    return h, 0.3 * loss / m.usual
+
+
+@register("rows", history=list)
+def HistoryList(m, h: Tensor) -> Tensor:
+    """Means of batches in a Python list; the last two are subtracted."""
+    out = h
+    for mean in m.history[-2:]:
+        out = out - 0.3 * mean
+    m.history.append(h.detach().mean(0))
+    return out
+
+
+@register("rows", linear=linear(), attention=lambda: None)
+def StoredOutput(m, h: Tensor) -> Tensor:
+    """An attribute that forward sets and then reads."""
+    m.attention = torch.softmax(m.linear(h), dim=-1)
+    return h * (1 + m.attention)
+
+
+@register("rows", sized=True, state=lambda rows: torch.zeros(rows, WIDTH))
+def PerRowState(m, h: Tensor) -> Tensor:
+    """A state for every row, carried to the next call as in stateful RNNs."""
+    out = (h + 0.5 * m.state).tanh()
+    m.state.copy_(out.detach())
+    return out
+
+
+@register("rows", bank=lambda: torch.randn(16, WIDTH))
+def SampleMemory(m, h: Tensor, permutation: Tensor) -> Tensor:
+    """A memory bank of samples by their number, as in instance discrimination."""
+    before = m.bank[permutation]
+    m.bank.index_copy_(0, permutation, 0.5 * before + 0.5 * h.detach())
+    return h + 0.3 * before

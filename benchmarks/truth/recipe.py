@@ -1,4 +1,4 @@
-"""A model assembled from blocks, and the recipe that says of which."""
+"""`Recipe`: a model assembled from blocks, its data and its training."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import benchmarks.truth.blocks
-import benchmarks.truth.heads  # noqa: F401 (importing both registers all blocks)
+import benchmarks.truth.blocks  # noqa: F401 (registers all blocks)
 from benchmarks.truth.inputs import sample
 from benchmarks.truth.registry import BLOCKS, WIDTH, Block
 
 STEMS = {"rows": "x", "sequence": "frames", "tokens": "tokens", "image": "pixels"}
-"""Kind of a stem -> name of its input."""
+"""Kind of the model's input -> its name."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +23,14 @@ class Recipe:
 
     Attributes:
         seed: seed of parameters and inputs.
-        stem: kind of what the model is given.
+        stem: kind of the model's input, a key of `STEMS`.
         blocks: names of the blocks in order, the head last.
         traits: further properties: "tied", "frozen", "decay", "untouched".
-        call: way of passing inputs: "positional", "keywords" or "dict".
-        returns: what forward returns: "loss", "tuple" or "dict".
+        call: style of passing inputs: "positional", "keywords" or "dict".
+        returns: type of the output: "loss", "tuple" or "dict".
         optimizer: "adamw" or "sgd".
-        rows: rows of a batch.
-        planned_early: whether `compile` is given example inputs.
+        rows: number of rows of a batch.
+        example_inputs: whether `compile` gets example inputs.
     """
 
     seed: int
@@ -42,28 +41,28 @@ class Recipe:
     returns: str = "loss"
     optimizer: str = "adamw"
     rows: int = 8
-    planned_early: bool = False
+    example_inputs: bool = False
 
     @classmethod
     def load(cls, fields: dict[str, Any]) -> Recipe:
-        """A recipe from `asdict` of one that went through JSON."""
+        """Return a recipe from its fields as JSON has them."""
         tuples = {name: tuple(fields[name]) for name in ("blocks", "traits")}
         return cls(**{**fields, **tuples})
 
     @property
     def name(self) -> str:
-        """Stem, blocks and what is unusual."""
+        """Stem, blocks and unusual properties."""
         unusual = [*self.traits, *({self.call, self.returns} - {"positional", "loss"})]
         return ">".join([self.stem, *self.blocks]) + "".join(f"+{word}" for word in unusual)
 
     @property
     def parts(self) -> list[Block]:
-        """The blocks."""
+        """The blocks in order."""
         return [BLOCKS[name] for name in self.blocks]
 
     @property
-    def multiple(self) -> int:
-        """Number that the number of rows must be a multiple of."""
+    def divides(self) -> int:
+        """Divisor of every valid number of rows."""
         return lcm(*(block.divides for block in self.parts))
 
     @property
@@ -73,12 +72,12 @@ class Recipe:
         return tuple(dict.fromkeys(names))
 
     def make(self) -> nn.Module:
-        """The model in float64, the same on every call."""
+        """Return the model in float64, the same on every call."""
         torch.manual_seed(self.seed)
-        return Drawn(self).double()
+        return RandomModel(self).double()
 
     def batch(self, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the model at a step."""
+        """Return the arguments of the model at a step."""
         inputs = sample(self.inputs, self.rows, 1000 * self.seed + step)
         if self.call == "dict":
             return (inputs,), {}
@@ -100,7 +99,7 @@ class Mixed(nn.Module):
         return self.linear(h).tanh()
 
 
-class Drawn(nn.Module):
+class RandomModel(nn.Module):
     """Blocks in turn, a layer before each; losses of blocks are added to that of the head."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -119,36 +118,28 @@ class Drawn(nn.Module):
             self.never_used = nn.Linear(WIDTH, 2)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = self._named(args, kwargs)
-        h, losses = given[STEMS[self.recipe.stem]], []
+        if self.recipe.call == "dict":
+            inputs = args[0]
+        else:
+            inputs = kwargs or dict(zip(self.recipe.inputs, args, strict=True))
+        h, losses = inputs[STEMS[self.recipe.stem]], []
         if self.embedding is not None:
             h = self.embedding(h)
         for layer, block, part in zip(self.layers, self.blocks, self.recipe.parts, strict=True):
             hidden = layer(h)
-            h = block(hidden, *(given[name] for name in part.inputs))
+            h = block(hidden, *(inputs[name] for name in part.inputs))
             if isinstance(h, tuple):
                 h, extra = h
                 losses.append(extra)
         loss = h + sum(losses)
         if "decay" in self.recipe.traits:
             loss = loss + 1e-2 * sum(p.square().sum() for p in self.parameters())
-        return self._returned(loss, hidden)
-
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        if self.recipe.call == "dict":
-            return args[0]
-        return kwargs or dict(zip(self.recipe.inputs, args, strict=True))
-
-    def _returned(self, loss: Tensor, hidden: Tensor) -> Any:
-        if self.recipe.returns == "tuple":
-            return loss, hidden
-        if self.recipe.returns == "dict":
-            return {"loss": loss, "hidden": hidden}
-        return loss
+        outputs = {"tuple": (loss, hidden), "dict": {"loss": loss, "hidden": hidden}}
+        return outputs.get(self.recipe.returns, loss)
 
 
-def loss_of(returned: Any) -> Tensor:
-    """The loss in what a model returned."""
-    if isinstance(returned, dict):
-        return returned["loss"]
-    return returned[0] if isinstance(returned, tuple) else returned
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in a model's output."""
+    if isinstance(output, dict):
+        return output["loss"]
+    return output[0] if isinstance(output, tuple) else output

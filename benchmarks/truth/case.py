@@ -1,0 +1,192 @@
+"""`Case`: one model trained under one setup, and its outcome."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.cost_model.cluster.cluster import Cluster
+from benchmarks.truth.draw import train_plain
+from benchmarks.truth.recipe import Recipe
+from benchmarks.truth.setups import SETUPS
+from benchmarks.truth.training import Trained, batch_of, deviation, train
+from tests.harness.worlds import RankError, run
+
+EXACT = 1e-9
+TIMEOUT_S = 150.0
+
+OUTCOMES = ("exact", "reported", "noted", "silent", "crash")
+"""`noted` differs with nothing but a note in the plan: silent, except to readers of plans."""
+
+DIFFERENCE_WARNINGS = ("NumericsWarning", "FallbackWarning", "LossyWarning")
+"""Classes of warnings about different numbers; others may be about the cost of exactness."""
+
+
+class Answer(NamedTuple):
+    """Report of one rank.
+
+    Attributes:
+        trained: None if it raised.
+        warned: warnings of autopar.
+        notes: notes of the plan.
+        fell_back: whether torch's own DDP or fully_shard trained.
+        refusal: class and message of an error of autopar.
+        crash: traceback of any other error.
+    """
+
+    trained: Trained | None = None
+    warned: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    fell_back: bool = False
+    refusal: str = ""
+    crash: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one strategy.
+
+    Attributes:
+        number: number of the model in its seed.
+        name: its blocks and traits.
+        strategy: name of the setup.
+        ranks: world size.
+        recipe: fields of the `Recipe`.
+        outcome: one of `OUTCOMES`.
+        deviation: worst deviation from one process; None if it did not train.
+        tensor: name of the tensor with that deviation.
+        messages: warnings, notes, or the error.
+        fell_back: whether torch's own DDP or fully_shard trained.
+        seconds: wall-clock time of the distributed training.
+    """
+
+    number: int
+    name: str
+    strategy: str
+    ranks: int
+    recipe: dict[str, Any]
+    outcome: str
+    deviation: float | None = None
+    tensor: str = ""
+    messages: tuple[str, ...] = ()
+    fell_back: bool = False
+    seconds: float = 0.0
+
+
+def run_case(number: int, recipe: Recipe, setup: str, ranks: int) -> Case:
+    """Train one model under one setup on processes that later cases reuse."""
+    recipe = SETUPS[setup].fit(recipe, ranks)
+    start = time.monotonic()
+    try:
+        answers = run(train_on_rank, ranks, timeout=TIMEOUT_S, recipe=recipe, setup=setup)
+        found = judge(answers, train_plain(recipe))
+    except RankError as error:
+        first = [f"rank {rank}: {text.splitlines()[0]}" for rank, text in error.errors.items()]
+        message = f"{'; '.join(first)}\n{str(error)[-4000:]}"
+        found = {"outcome": "crash", "messages": (message,)}
+    seconds = round(time.monotonic() - start, 2)
+    return Case(number, recipe.name, setup, ranks, asdict(recipe), seconds=seconds, **found)
+
+
+def run_cases(models: Iterable[tuple[int, Recipe, Sequence[tuple[str, int]]]]) -> Iterator[Case]:
+    """Run all cases in turn."""
+    for number, recipe, setups in models:
+        for setup, ranks in setups:
+            if SETUPS[setup].suits(recipe):
+                yield run_case(number, recipe, setup, ranks)
+
+
+def train_on_rank(rank: int, world_size: int, recipe: Recipe, setup: str) -> Answer:
+    """Train a compiled model and report; errors are part of the report."""
+    options = SETUPS[setup]
+    share = (rank, world_size) if options.is_local else (0, 1)
+    args, kwargs = batch_of(recipe, 0, share)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logging.disable(logging.CRITICAL)  # torch logs the errors that it raises
+        try:
+            model = autopar.compile(
+                recipe.make(),
+                strategy=options.strategy(),
+                batch=options.batch,
+                cluster=Cluster.default(world_size, "cpu"),
+                example_inputs=(kwargs or args) if recipe.example_inputs else None,
+                time_limit_s=None,
+            )
+            torch.manual_seed(recipe.seed)
+            trained = _on_this_rank(train(model, recipe, share=share))
+            notes = tuple(map(str, model.plan.notes)) if model.plan else ()
+            made = Answer(trained, notes=notes, fell_back=model.plan is None)
+        except autopar.AutoparError as error:
+            made = Answer(refusal=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            made = Answer(crash=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        finally:
+            logging.disable(logging.NOTSET)
+    return made._replace(warned=tuple(str(w.message) for w in caught if _reports(w)))
+
+
+def _on_this_rank(trained: Trained) -> Trained:
+    """Gathered state; parameters on the meta device belong to another stage."""
+    present = {n: t for n, t in trained.state.items() if not t.is_meta}
+    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in present.items()}
+    return Trained(trained.losses, {n: t.detach().clone() for n, t in state.items()})
+
+
+def _reports(warning: warnings.WarningMessage) -> bool:
+    """Whether a warning is about different numbers, or about autopar not training."""
+    by_class = warning.category.__name__ in DIFFERENCE_WARNINGS
+    return by_class or (warning.category is UserWarning and "autopar" in str(warning.message))
+
+
+def judge(answers: Sequence[Answer], want: Trained) -> dict[str, Any]:
+    """Return the outcome of a case and related fields."""
+    if crashes := [answer.crash for answer in answers if answer.crash]:
+        return {"outcome": "crash", "messages": tuple(crashes[:1])}
+    warned = tuple(dict.fromkeys(line for answer in answers for line in answer.warned))
+    if refusals := [answer.refusal for answer in answers if answer.refusal]:
+        lost = all(refusal.startswith("CommunicationError") for refusal in refusals)
+        outcome = "reported" if len(refusals) == len(answers) and not lost else "crash"
+        return {"outcome": outcome, "messages": (*refusals[:1], *warned)}
+    worst, tensor = max(_deviations([a.trained for a in answers if a.trained], want))
+    notes = tuple(dict.fromkeys(note for answer in answers for note in answer.notes))
+    if worst <= EXACT:
+        outcome = "exact"
+    else:
+        outcome = "reported" if warned else "noted" if notes else "silent"
+    return {
+        "outcome": outcome,
+        "deviation": worst,
+        "tensor": tensor,
+        "messages": warned or notes,
+        "fell_back": answers[0].fell_back,
+    }
+
+
+def _deviations(trained: Sequence[Trained], want: Trained) -> Iterable[tuple[float, str]]:
+    """Deviation of every rank's state; all ranks together must have everything."""
+    present = set().union(*(rank.state for rank in trained))
+    if missing := sorted(want.state.keys() - present):
+        yield float("inf"), f"{missing[0]} (on no rank)"
+    for rank in trained:
+        state = {name: value for name, value in want.state.items() if name in rank.state}
+        yield deviation(rank, Trained(want.losses, state))
+
+
+def counts(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
+    """Return the number of cases of each outcome by strategy, and of all."""
+    table: dict[str, Counter[str]] = {}
+    for case in cases:
+        for row in (case.strategy, "all"):
+            table.setdefault(row, Counter())[case.outcome] += 1
+    return {row: {name: found[name] for name in OUTCOMES} for row, found in table.items()}
