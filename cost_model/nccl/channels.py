@@ -1,8 +1,8 @@
-"""What NCCL found on a machine, which its tuning model starts from: channels and their bandwidths.
+"""Channels that NCCL finds on a machine and their bandwidths: the input of its tuning model.
 
 `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=GRAPH` prints the real ones ("Pattern 4, ... nChannels 12,
-bw 20.000000/20.000000, type NVL/PIX"); `behind_switch` says what the search comes to where all
-devices of a node sit behind one switch. Bandwidths are in GB/s (1e9 bytes/s), as NCCL has them.
+bw 20.000000/20.000000, type NVL/PIX"). `behind_switch` computes them for devices behind one
+switch. Bandwidths are in GB/s (1e9 bytes/s), as in NCCL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "P2C", "PHB", "SYS", "
 """Kinds of path between two devices, nearest first, as NCCL prints them."""
 
 CAPABILITIES = {"V100": 70, "A100": 80, "A800": 80, "H100": 90, "H800": 90, "H200": 90, "B200": 100}
-"""Compute capability of devices that sit behind NVSwitches or meshes, by a part of their name."""
+"""Compute capability of devices with NVSwitches or meshes, by a part of their name."""
 
 _MAX_CHANNELS = 32
 _NVLINK = {70: (25, 20.0), 80: (25, 20.0), 90: (25, 20.6), 100: (50, 40.1)}
@@ -39,22 +39,20 @@ _INTER = {
         *(17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
     ),
 }
-"""The bandwidths that NCCL's search tries for a channel (src/graph/search.cc)."""
+"""Bandwidths that NCCL's search tries for a channel (src/graph/search.cc)."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """The channels that NCCL found for one algorithm.
+    """The channels of one algorithm.
 
     Attributes:
-        channels: how many.
+        channels: number of channels.
         intra: GB/s of each inside a node.
         inter: GB/s of each between nodes.
-        path_intra: the worst path inside a node, one of PATHS.
-        path_inter: the worst path from a device to its NIC.
-        latency_us: what the network plugin says of its NICs; 0 for InfiniBand.
+        path_intra: worst path inside a node, one of PATHS.
+        path_inter: worst path from a device to its NIC, one of PATHS.
         plain_tree: whether the pattern is TREE, not BALANCED_TREE or SPLIT_TREE.
-        same_channels: whether all channels have the same order.
     """
 
     channels: int
@@ -62,9 +60,7 @@ class Graph:
     inter: float
     path_intra: str = "NVL"
     path_inter: str = "PXB"
-    latency_us: float = 0.0
     plain_tree: bool = False
-    same_channels: bool = True
 
     def __post_init__(self) -> None:
         if self.path_intra not in PATHS or self.path_inter not in PATHS:
@@ -76,19 +72,14 @@ class Graph:
 
 @dataclass(frozen=True)
 class Communicator:
-    """A group of ranks as NCCL's model sees it.
+    """A group of ranks and the channels between them.
 
     Attributes:
-        ranks: ranks in it.
-        nodes: nodes they are on, evenly.
-        capability: the least compute capability: 80 for A100, 90 for H100.
-        graphs: by algorithm; algorithms without one are not available. PAT uses the ring's.
-        cpu: "intel", "amd", "mixed", "arm" or "power": costs of posting to the network.
-        unlike: whether GPUs of other capabilities take part.
-        nvswitch: whether the node has NVSwitches.
-        collnet_heads: NICs that reduce in the network, 0 without such a plugin.
-        collnet_gathers: whether that plugin also gathers and scatters.
-        net_overhead_us: overrides the cost of posting (NCCL_NET_OVERHEAD, there in ns).
+        ranks: number of ranks.
+        nodes: number of nodes, all with as many of the ranks.
+        capability: least compute capability: 80 for A100, 90 for H100.
+        graphs: channels by algorithm; algorithms without any are unavailable. PAT uses the ring's.
+        cpu: "intel", "amd", "mixed", "arm" or "power": decides the cost of posting to the network.
     """
 
     ranks: int
@@ -96,22 +87,17 @@ class Communicator:
     capability: int
     graphs: Mapping[str, Graph]
     cpu: str = "intel"
-    unlike: bool = False
-    nvswitch: bool = True
-    collnet_heads: int = 0
-    collnet_gathers: bool = False
-    net_overhead_us: float | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks < 2 or self.ranks % self.nodes:
             raise ClusterError(f"{self.ranks} ranks do not fill {self.nodes} nodes evenly")
-        odd = set(self.graphs) - set(ALGORITHMS)
-        if odd or not {"ring", "tree"} <= set(self.graphs):
-            raise ClusterError(f"NCCL graphs: ring, tree and others of {ALGORITHMS}, not {odd}")
+        unknown = set(self.graphs) - set(ALGORITHMS)
+        if unknown or not {"ring", "tree"} <= set(self.graphs):
+            raise ClusterError(f"NCCL graphs: ring, tree and others of {ALGORITHMS}, not {unknown}")
 
     @property
     def generation(self) -> str:
-        """volta, ampere, hopper or blackwell."""
+        """One of GENERATIONS."""
         return GENERATIONS[sum(self.capability >= least for least in (80, 90, 100))]
 
     @property
@@ -121,7 +107,7 @@ class Communicator:
 
     @property
     def channels(self) -> int:
-        """Channels of a ring or tree at work: each found one is used twice."""
+        """Channels of a ring or tree at work: NCCL uses each one twice."""
         found = min(self.graphs["ring"].channels, self.graphs["tree"].channels)
         return min(2 * found, _MAX_CHANNELS)
 
@@ -129,11 +115,11 @@ class Communicator:
 def behind_switch(
     shape: GroupShape, capability: int, device_gbps: float, nics: int = 0, nic_gbps: float = 0.0
 ) -> dict[str, Graph]:
-    """What NCCL's search finds where the devices of a node sit behind one switch.
+    """The channels of a group whose devices are behind one switch on each node.
 
-    On one node it takes the first bandwidth of its list that a device carries, as many channels as
-    fit, and halves them if they are wide; on more, a channel for each NIC. (A simplification of
-    src/graph/search.cc, which gives the graphs known of DGX A100, DGX H100 and p4d.)
+    Simplifies src/graph/search.cc, and gives the known graphs of DGX A100, DGX H100 and p4d. On one
+    node a channel has the first bandwidth of NCCL's list that a device carries. On more nodes
+    there is one channel for each NIC.
 
     Args:
         shape: the group.
@@ -146,8 +132,8 @@ def behind_switch(
     if shape.nodes == 1:
         speed = _first(_INTRA[era], device_gbps)
         graph = _channels(int(device_gbps // speed), speed, capability)
-        own = _first(_INTRA[era], device_gbps / 16)
-        nvls = Graph(16, own, 2 * own)  # nothing leaves the node: `inter` is raised out of the way
+        nvls_speed = _first(_INTRA[era], device_gbps / 16)
+        nvls = Graph(16, nvls_speed, 2 * nvls_speed)  # `inter` must not limit
     else:
         if nics < 1:
             raise ClusterError(f"{shape}: NCCL needs a NIC on every node")
@@ -155,53 +141,53 @@ def behind_switch(
         graph = _channels(nics, speed, capability, alone=shape.ranks_per_node == 1)
         nvls = Graph(nics, _first(_INTRA[era], device_gbps / nics), speed)
     plain = replace(graph, plain_tree=capability >= 90)  # no balanced trees from Hopper on
-    found = {"ring": graph, "tree": plain}
+    graphs = {"ring": graph, "tree": plain}
     if capability >= 90 and shape.ranks_per_node > 1:
-        found |= {"nvls": nvls, "nvls_tree": nvls}
-    return found
+        graphs |= {"nvls": nvls, "nvls_tree": nvls}
+    return graphs
 
 
 def _first(speeds: Sequence[float], most: float) -> float:
-    """The first speed of a list that is no more than `most`."""
+    """The first speed of a list that is at most `most`."""
     return next((float(speed) for speed in speeds if speed <= most), float(speeds[-1]))
 
 
 def _channels(count: int, speed: float, capability: int, *, alone: bool = False) -> Graph:
-    """Wide channels are cut into two."""
-    kept = speed < 25 or (capability > 80 and speed < 50 and count > 4)
-    doubled = min(count if kept else 2 * count, _MAX_CHANNELS // 2)
-    speed = speed if kept else speed / -(-doubled // count)
-    return Graph(doubled, speed, speed, path_intra="LOC" if alone else "NVL")
+    """Channels of a speed in GB/s; wide ones are split into two."""
+    whole = speed < 25 or (capability > 80 and speed < 50 and count > 4)
+    split = min(count if whole else 2 * count, _MAX_CHANNELS // 2)
+    speed = speed if whole else speed / -(-split // count)
+    return Graph(split, speed, speed, path_intra="LOC" if alone else "NVL")
 
 
 def communicator_on(graph: nx.Graph, shape: GroupShape, device: str) -> Communicator:
-    """The communicator of one group on a cluster whose devices sit behind NVSwitches.
+    """The communicator of one group on a cluster whose devices are behind NVSwitches.
 
     Args:
-        graph: the cluster (`topology`).
-        shape: of the group.
+        graph: topology of the cluster.
+        shape: shape of the group.
         device: name of the devices, such as "NVIDIA A100-SXM4-80GB".
 
     Raises:
-        ClusterError: what NCCL finds on such a cluster is not known.
+        ClusterError: the channels on such a cluster are unknown.
     """
     capability = next((cc for part, cc in CAPABILITIES.items() if part in device), None)
-    own = group_devices(graph, GroupShape(shape.ranks, shape.ranks_per_node))
-    kinds = graph.nodes(data="kind")
+    devices = group_devices(graph, GroupShape(shape.ranks, shape.ranks_per_node))
     wires = [
-        graph.edges[d, n]["bytes_per_s"] for d in own for n in graph[d] if n.endswith("/switch")
+        graph.edges[d, n]["bytes_per_s"] for d in devices for n in graph[d] if n.endswith("/switch")
     ]
-    if capability is None or len(wires) < len(own):
+    if capability is None or len(wires) < len(devices):
         raise ClusterError(
-            f"what NCCL finds among {device} on this fabric is not known, only behind NVSwitches: "
+            f"NCCL's channels among {device} on this fabric are not known, only behind NVSwitches: "
             f"read its graphs from NCCL_DEBUG=INFO"
         )
     sheet, counted = _NVLINK[capability]
-    first = own[: shape.ranks_per_node]
+    first = devices[: shape.ranks_per_node]
+    kinds = graph.nodes(data="kind")
     nics = {n for d in first for n in graph[d] if kinds[n] == "nic"}
     network = sum(graph.edges[n, "fabric"]["bytes_per_s"] for n in nics) / 12.5e9 * 12
-    rails = min(len(nics), len(first))  # the NICs of one device are taken as one, as on EFA
+    rails = min(len(nics), len(first))  # NICs of one device count as one, as on EFA
     device_gbps = min(wires) / 1e9 / sheet * counted
-    found = behind_switch(shape, capability, device_gbps, rails, network / max(1, rails))
-    cpu = graph.nodes[node_of(own[0])].get("cpu", "intel")
-    return Communicator(shape.ranks, shape.nodes, capability, found, cpu)
+    graphs = behind_switch(shape, capability, device_gbps, rails, network / max(1, rails))
+    cpu = graph.nodes[node_of(devices[0])].get("cpu", "intel")
+    return Communicator(shape.ranks, shape.nodes, capability, graphs, cpu)

@@ -1,9 +1,9 @@
 """NCCL's tuning constants, one frozen table per range of versions.
 
-Latencies in microseconds, bandwidths in GB/s (1e9 bytes/s), as NCCL has and prints them. Read in
+Latencies are in microseconds and bandwidths in GB/s (1e9 bytes/s), as in NCCL. Sources:
 src/graph/tuning.cc of NCCL 2.20.3, 2.21.5, 2.27, 2.28.3 and 2.30 (BSD licence; the figures, not
-the code); what changed between those is taken from its release history where that is known, and
-versions for which it is not are refused.
+the code), and the release history for changes between them. Versions with unknown changes are
+refused.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ class Constants:
         since: first version of the range.
         base: latency of a launch.
         nvlink: latency of a hop over NVLink.
-        pci: over PCIe.
-        net: over the network.
+        pci: latency of a hop over PCIe.
+        net: latency of a hop over the network.
         ll: cap of the LL protocol's bus bandwidth.
-        ring_ll128: cap per channel.
-        tree_ll128: cap per channel.
-        tree: cap per channel.
-        nvls_tree: cap per channel; None where the older NVLS model holds.
+        ring_ll128: cap per channel of rings under LL128.
+        tree_ll128: cap per channel of trees under LL128.
+        tree: cap per channel of trees.
+        nvls_tree: cap per channel of NVLS trees; None under the NVLS model before 2.28.
         nvls_efficiency: share of NVLink that multicast reaches, by generation.
-        nvls_gathers: cap NVLS all-gather and reduce-scatter at (ppn - 1) / ppn (2.27).
-        ring_ll: factor of LL on a ring; a pair where it differs for collectives that only copy.
+        nvls_gathers: whether NVLS all-gather and reduce-scatter are capped at (ppn - 1) / ppn.
+        ring_ll: factors of LL on a ring: of collectives that reduce, and of those that copy.
         lone_ll128: factor of LL128 on a ring with one rank a node.
         pat: factor of PAT; None before there was PAT.
-        inter_steps: extra network steps counted in a ring all-reduce (2 before 2.23: 2N, not 2N-2).
+        inter_steps: extra network steps of a ring all-reduce (2 before 2.23: 2N, not 2N-2).
         lone_net: whether one rank a node pays the tree's network latency in every algorithm.
-        nvls_tree_corrected: whether the tree's corrections hold for NVLS trees on x86 Blackwell.
-        mixed_ll128: whether LL128 is on between unlike GPUs, all Hopper or later; None: not known.
+        nvls_tree_corrected: whether the tree's corrections apply to NVLS trees on x86 Blackwell.
         ll128_capabilities: compute capabilities with LL128; None for all from 70.
         old_gathers: whether all-gather and reduce-scatter follow the rules before 2.23.
     """
@@ -71,7 +70,6 @@ class Constants:
     inter_steps: int = 0
     lone_net: bool = True
     nvls_tree_corrected: bool = True
-    mixed_ll128: bool | None = True
     ll128_capabilities: tuple[int, ...] | None = None
     old_gathers: bool = False
 
@@ -130,7 +128,6 @@ def _blackwell_ring(value: float) -> Caps:
 _V2_29_7 = replace(
     _V2_30_3,
     since=(2, 29, 7),
-    mixed_ll128=None,
     nvls_tree=_with(_V2_30_3.nvls_tree, blackwell=(0, 96, 43.8)),
 )
 _V2_29_2 = replace(_V2_29_7, since=(2, 29, 2), ring_ll128=_blackwell_ring(34.5))
@@ -144,7 +141,6 @@ _V2_28_3 = replace(
     _V2_28_9,
     since=(2, 28, 3),
     net=MappingProxyType({**_V2_28_9.net, "nvls_tree": (0.0, 0.0, 14.0)}),
-    mixed_ll128=False,
     ring_ll128=_blackwell_ring(73.4),
     nvls_tree=_with(_V2_28_9.nvls_tree, blackwell=(0, 96, 43.1)),
 )
@@ -167,7 +163,6 @@ _V2_21_5 = replace(
     pat=None,
     inter_steps=2,
     lone_net=False,
-    mixed_ll128=False,
     ll128_capabilities=(70, 80, 90),
     old_gathers=True,
 )
@@ -207,7 +202,7 @@ def constants_of(version: str) -> Constants:
     if match is None:
         raise ClusterError(f"{version!r} is no NCCL version such as '2.27.5'")
     numbers = tuple(map(int, match[1].split(".")))
-    if len(numbers) == 2:  # a whole series: its last release that is known
+    if len(numbers) == 2:  # a whole series: its last known release
         numbers = (*numbers, 10**6)
     for table, end in _TABLES:
         if table.since <= numbers < end:

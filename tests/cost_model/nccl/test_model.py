@@ -1,6 +1,5 @@
 """NCCL's tuning model: figures worked out by hand, published tables, versions."""
 
-from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -23,7 +22,7 @@ PCIE = Graph(1, 15, 15, path_intra="SYS")
 ONE_A100 = Communicator(8, 1, 80, {"ring": A100, "tree": A100}, "amd")
 TWO_A100 = Communicator(16, 2, 80, {"ring": DGX_A100, "tree": DGX_A100}, "amd")
 ONE_H100 = Communicator(8, 1, 90, {"ring": H100, "tree": H100, "nvls": NVLS})
-ONE_4090 = Communicator(8, 1, 89, {"ring": PCIE, "tree": PCIE}, "amd", nvswitch=False)
+ONE_4090 = Communicator(8, 1, 89, {"ring": PCIE, "tree": PCIE}, "amd")
 
 
 def test_a_ring_by_hand():
@@ -71,7 +70,6 @@ def test_the_pick_goes_from_latency_to_bandwidth():
     ]
     assert [p.channels for p in picks] == [1, 16, 16]
     assert all(p.cost.provenance.startswith("modelled by NCCL 2.30.3") for p in picks)
-    assert tuning.pick("all_reduce", 1 << 30, fp8=True).algorithm == "tree"
     assert Tuning.of(ONE_4090).seconds("all_reduce", 1 << 20, "ring", "ll128") is None
 
 
@@ -132,7 +130,3 @@ def test_versions():
             constants_of(unknown)
     with pytest.raises(ClusterError, match="no NCCL version"):
         constants_of("gloo")
-    mixed = replace(ONE_H100, unlike=True)
-    assert Tuning.of(mixed, "2.30").seconds("all_reduce", 1 << 20, "ring", "ll128") is not None
-    with pytest.raises(ClusterError, match="unlike GPUs is not known"):
-        Tuning.of(mixed, "2.29.2").pick("all_reduce", 1 << 20)
