@@ -1,4 +1,4 @@
-"""Timelines as Chrome traces, which Perfetto (ui.perfetto.dev) and chrome://tracing show."""
+"""Timelines as Chrome traces, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NS = 1e9
 
 
 class CollectiveIndex:
-    """What is issued and waited for in a graph, by the names of nodes."""
+    """Collectives and waits of a graph, by the names of their nodes."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         self._kinds: dict[str, str] = {}
         self._axes: dict[str, str] = {}
-        self._waits: dict[str, list[str]] = {}
+        self._waits: dict[str, str] = {}
         self._issued: dict[str, float] = {}
         for node in graph.calls():
             collective = collective_of(node)
@@ -28,65 +28,65 @@ class CollectiveIndex:
                 self._kinds[node.name] = collective
                 self._axes[node.name] = str(node.kwargs.get("group_name", node.args[-1]))
             elif is_wait(node) and (source := issuer(node)) is not None:
-                self._waits.setdefault(node.name, []).append(source.name)
+                self._waits[node.name] = source.name
 
     def kind(self, name: str) -> str:
-        """The kind of event that a node is on the compute stream."""
+        """The kind of a node's event on the compute stream."""
         return "wait" if name in self._waits else COMPUTE
 
     def collective(self, wait: str) -> str:
-        """The kind of collective that a wait waits for."""
-        return self._kinds[self._waits[wait][0]]
+        """The kind of collective of a wait."""
+        return self._kinds[self._waits[wait]]
 
     def landed(self, name: str, start_s: float, end_s: float) -> list[Event]:
         """The collectives that end with this node, which runs from `start_s` to `end_s`."""
         if name in self._kinds:
             self._issued[name] = start_s
-        return [
-            Event(source, self._axes[source], self._issued[source], end_s, self._kinds[source])
-            for source in self._waits.get(name, ())
-            if source in self._issued
-        ]
+        source = self._waits.get(name, "")
+        if source not in self._issued:
+            return []
+        axis, kind = self._axes[source], self._kinds[source]
+        return [Event(source, axis, self._issued[source], end_s, kind)]
 
 
 def chrome_trace(
     processes: Mapping[str, Sequence[Event]],
     memory: Mapping[str, Iterable[tuple[float, int | Mapping[str, int]]]] | None = None,
 ) -> dict[str, Any]:
-    """The trace of several timelines, one above the other, each in the order that is given.
+    """A trace of several timelines, one above the other, in the order given.
 
     Args:
-        processes: events of each, by what it is called; those of a stream do not overlap.
-        memory: for some of them, bytes over seconds; or bytes of several kinds, by their names.
+        processes: events by the name of their timeline; events of a stream do not overlap.
+        memory: (seconds, bytes) by the name of the timeline; bytes may be split by category.
     """
     rows: list[dict[str, Any]] = []
-    for pid, (name, events) in enumerate(processes.items(), 1):  # 0 is the idle one
-        rows += _named("process", name, pid)
+    for pid, (name, events) in enumerate(processes.items(), 1):  # 0 is the idle process
+        rows += _label("process", name, pid)
         streams = sorted({e.stream for e in events}, key=lambda name: (name != COMPUTE, name))
         for tid, stream in enumerate(streams, 1):
-            rows += _named("thread", stream, pid, tid)
+            rows += _label("thread", stream, pid, tid)
         rows += [_slice(event, pid, 1 + streams.index(event.stream)) for event in events]
-        for at_s, held in (memory or {}).get(name, ()):
+        for at_s, nbytes in (memory or {}).get(name, ()):
             sample = {"name": "memory", "ph": "C", "pid": pid, "ts": round(at_s * _NS) / 1e3}
-            args = dict(held) if isinstance(held, Mapping) else {"bytes": held}
+            args = dict(nbytes) if isinstance(nbytes, Mapping) else {"bytes": nbytes}
             rows.append({**sample, "args": args})
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
 
 def write_trace(path: str | Path, trace: Mapping[str, Any]) -> None:
-    """Writes what `chrome_trace` made."""
+    """Writes a trace of `chrome_trace` as JSON."""
     Path(path).write_text(json.dumps(trace))
 
 
-def _named(kind: str, name: str, pid: int, tid: int = 0) -> list[dict[str, Any]]:
-    """What a row is called, and that it comes in the order of its number."""
-    own = {"ph": "M", "pid": pid, "tid": tid}
-    order = {"name": f"{kind}_sort_index", **own, "args": {"sort_index": tid or pid}}
-    return [{"name": f"{kind}_name", **own, "args": {"name": name}}, order]
+def _label(kind: str, name: str, pid: int, tid: int = 0) -> list[dict[str, Any]]:
+    """Metadata that names a row and sorts rows by number."""
+    row = {"ph": "M", "pid": pid, "tid": tid}
+    order = {"name": f"{kind}_sort_index", **row, "args": {"sort_index": tid or pid}}
+    return [{"name": f"{kind}_name", **row, "args": {"name": name}}, order]
 
 
 def _slice(event: Event, pid: int, tid: int) -> dict[str, Any]:
-    """A slice, its ends whole nanoseconds: neighbours that touch must not overlap."""
+    """A slice with ends in whole nanoseconds: adjacent slices must not overlap."""
     start, end = round(event.start_s * _NS), round(event.end_s * _NS)
     return {
         "name": event.name,

@@ -1,13 +1,10 @@
-"""`Exposure`: how long compute stands still for a collective, and why.
+"""`Exposure`: time that compute stalls for a collective, by cause.
 
-What a wait costs is told apart:
-
-- *memory*: what it sends was there and its axis was idle, but it was issued later, so as to hold
-  its buffers for less;
-- *the link*: the collective queued behind others of its axis, or would have, had it been issued
-  sooner; or it shared links and cores with others;
-- *data dependence*: it was issued as soon as there was something to send, and is needed at once.
-  Time in which other ranks come late counts here, too.
+- *memory*: the input was ready and the axis idle, but the collective was issued later, to hold its
+  buffers for less time;
+- *the link*: the collective queued behind others of its axis, or shared links and cores with them;
+- *data dependence*: the collective was issued as soon as possible and is needed at once. Time in
+  which other ranks are late counts here, too.
 """
 
 from __future__ import annotations
@@ -25,15 +22,15 @@ class Exposure:
     """One collective of a step.
 
     Attributes:
-        name: of the node that issues it.
-        block: the block of the model that it belongs to, "" outside of any.
+        name: name of the node that issues it.
+        block: block of the model, "" outside of any.
         collective: one of `collectives.COLLECTIVES`.
-        axis: the mesh axis that it runs over.
-        nbytes: size of the message.
-        seconds: how long it takes alone.
-        link_s: seconds that compute waits because of what else is sent.
-        memory_s: seconds that it waits because the collective was held back.
-        dependence_s: seconds that it waits for all other reasons.
+        axis: mesh axis.
+        nbytes: message size in bytes.
+        seconds: its time alone, in seconds.
+        link_s: stall because of other messages, in seconds.
+        memory_s: stall because it was issued late to save memory, in seconds.
+        dependence_s: stall for all other reasons, in seconds.
     """
 
     name: str
@@ -48,35 +45,35 @@ class Exposure:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that compute stands still for it."""
+        """Seconds that compute stalls for it."""
         return self.link_s + self.memory_s + self.dependence_s
 
     @property
     def by_cause(self) -> dict[str, float]:
-        """The seconds of each of CAUSES."""
+        """Seconds of each of CAUSES."""
         parts = (self.link_s, self.memory_s, self.dependence_s)
         return dict(zip(CAUSES, parts, strict=True))
 
 
 def apportion(
-    exposed_s: float, *, delayed_s: float, held_s: float, late_s: float = 0.0
+    exposed_s: float, *, delayed_s: float, postponed_s: float, late_s: float = 0.0
 ) -> tuple[float, float, float]:
-    """What is exposed, by cause: the link, memory, data dependence.
+    """Seconds of a stall by cause: the link, memory, data dependence.
 
     Args:
-        exposed_s: seconds that compute stands still for a collective.
-        delayed_s: by how much it would have ended earlier, had nothing else been sent.
-        held_s: for how long it was not issued although it could have been, and its axis was idle.
-        late_s: seconds of the wait in which it had ended, but other ranks had not come.
+        exposed_s: seconds that compute stalls for a collective.
+        delayed_s: delay of its end by other messages, in seconds.
+        postponed_s: time between when it could have been issued on an idle axis and when it was.
+        late_s: part of the stall in which it had ended, but other ranks were late.
     """
-    own_s = max(0.0, exposed_s - late_s)
-    memory_s = min(own_s, max(0.0, held_s))
-    link_s = min(own_s - memory_s, max(0.0, delayed_s))
+    stalled_s = max(0.0, exposed_s - late_s)
+    memory_s = min(stalled_s, max(0.0, postponed_s))
+    link_s = min(stalled_s - memory_s, max(0.0, delayed_s))
     return link_s, memory_s, exposed_s - link_s - memory_s
 
 
 def by_cause(items: Iterable[Exposure]) -> dict[str, float]:
-    """The seconds of each of CAUSES, over all collectives."""
+    """Seconds of each of CAUSES, over all collectives."""
     total = dict.fromkeys(CAUSES, 0.0)
     for item in items:
         for cause, seconds in item.by_cause.items():
@@ -85,6 +82,6 @@ def by_cause(items: Iterable[Exposure]) -> dict[str, float]:
 
 
 def worst(items: Iterable[Exposure], most: int) -> tuple[Exposure, ...]:
-    """The collectives that are exposed most, at most so many; none that is hidden."""
+    """Up to `most` exposed collectives, the most exposed first."""
     exposed = (item for item in items if item.exposed_s > 0.0)
     return tuple(sorted(exposed, key=lambda item: -item.exposed_s)[:most])

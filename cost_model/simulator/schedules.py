@@ -1,10 +1,9 @@
-"""Schedules of pipelines: which rank runs which stage on which micro-batch, in which order.
+"""Pipeline schedules: the order of stages and micro-batches on each rank.
 
-Stages lie around the ranks: stage s is on rank s % ranks. GPipe is that of Huang et al. 2019
-(arXiv 1811.06965); 1F1B is PipeDream-Flush of Narayanan et al. 2021 (arXiv 2006.09503);
-interleaved is Megatron-LM's (arXiv 2104.04473), here for any number of micro-batches;
-zero bubble is ZB-H1 of Qi et al. 2023 (arXiv 2401.10241), which holds no more than 1F1B does on its
-first rank.
+Stage s is on rank s % ranks. GPipe: Huang et al. 2019 (arXiv 1811.06965). 1F1B: PipeDream-Flush,
+Narayanan et al. 2021 (arXiv 2006.09503). Interleaved: Megatron-LM (arXiv 2104.04473), here for any
+number of micro-batches. Zero bubble: ZB-H1 of Qi et al. 2023 (arXiv 2401.10241), which holds no
+more activations than 1F1B does on its first rank.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from itertools import accumulate, zip_longest
 from typing import Literal
 
 Kind = Literal["F", "B", "I", "W"]
-ENDS = ("B", "W")  # after which nothing of a micro-batch need be kept
+ENDS = ("B", "W")
+"""Kinds after which a stage needs nothing of a micro-batch any more."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """What a rank does at a time.
+    """One step of a rank's order.
 
     Attributes:
-        kind: "F" forward, "B" backward, "I" gradients of what entered the stage, "W" those of its
-            parameters: B is I and W in one.
-        stage: on which stage.
-        micro: on which micro-batch.
+        kind: "F" forward, "B" backward, "I" input gradients, "W" weight gradients: B is I and W.
+        stage: stage of the pipeline.
+        micro: micro-batch.
     """
 
     kind: Kind
@@ -42,16 +41,16 @@ Orders = tuple[Order, ...]
 
 
 def orders(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Orders:
-    """What each rank does, in order.
+    """The actions of each rank, in order.
 
     Args:
         schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
-        ranks: of the pipeline.
-        micro_batches: how many there are.
+        ranks: ranks of the pipeline.
+        micro_batches: number of micro-batches.
         stages_per_rank: more than one with "interleaved" and "gpipe" only.
 
     Raises:
-        ValueError: there is no such schedule, or not with that many stages on a rank.
+        ValueError: the schedule is unknown, or does not allow that many stages on a rank.
     """
     if schedule == "gpipe":
         forwards, backwards = split_orders(ranks, micro_batches, stages_per_rank)
@@ -70,32 +69,25 @@ def orders(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int =
 
 
 def forward_orders(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Orders:
-    """Forwards alone, as in evaluation: each stage is done with before the next one on its rank."""
-    return tuple(
-        tuple(
-            Action("F", s, m)
-            for s in _stages(r, ranks, stages_per_rank)
-            for m in range(micro_batches)
-        )
-        for r in range(ranks)
-    )
+    """Forwards only, as in evaluation: all micro-batches of a stage before the rank's next one."""
+    return split_orders(ranks, micro_batches, stages_per_rank)[0]
 
 
 def split_orders(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> tuple[Orders, Orders]:
-    """GPipe's forwards, and its backwards: for a loss that is computed between them."""
-    backwards = tuple(
-        tuple(
-            Action("B", s, m)
-            for s in reversed(_stages(r, ranks, stages_per_rank))
-            for m in range(micro_batches)
-        )
-        for r in range(ranks)
+    """GPipe's forwards and its backwards, for a loss that is computed between them."""
+    micros, stages = (
+        range(micro_batches),
+        [_stages(r, ranks, stages_per_rank) for r in range(ranks)],
     )
-    return forward_orders(ranks, micro_batches, stages_per_rank), backwards
+    forwards = tuple(tuple(Action("F", s, m) for s in own for m in micros) for own in stages)
+    backwards = tuple(
+        tuple(Action("B", s, m) for s in reversed(own) for m in micros) for own in stages
+    )
+    return forwards, backwards
 
 
 def in_flight(order: Order, stage: int) -> int:
-    """The most micro-batches of which a stage holds activations at once."""
+    """Most micro-batches for which a stage holds activations at once."""
     steps = (
         1 if action.kind == "F" else -(action.kind in ENDS)
         for action in order
@@ -109,7 +101,7 @@ def _stages(rank: int, ranks: int, stages_per_rank: int) -> range:
 
 
 def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """1F1B over the stages of a rank: so many forwards, then a backward after each forward.
+    """1F1B over the stages of a rank: warm-up forwards, then one backward after each forward.
 
     A group of micro-batches passes through one stage of the rank, then through its next one. Groups
     have at least as many micro-batches as there are ranks, so that the next stage need not wait.
@@ -119,20 +111,20 @@ def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iter
     forwards = [Action("F", s, m) for group in groups for s in stages for m in group]
     backwards = [Action("B", s, m) for group in groups for s in reversed(stages) for m in group]
     ahead = ranks - rank - 1
-    first = ahead if chunks == 1 else 2 * ahead + (chunks - 1) * len(groups[0])
-    yield from _one_by_one(forwards, backwards, first)
+    warm_up = ahead if chunks == 1 else 2 * ahead + (chunks - 1) * len(groups[0])
+    yield from _alternate(forwards, backwards, warm_up)
 
 
 def _zero_bubble(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
-    """ZB-H1: 1F1B, with gradients of parameters left for when the rank would have nothing to do.
+    """ZB-H1: 1F1B with weight gradients deferred to idle time.
 
-    Rank r is r of them behind: it has as many micro-batches less in flight than the first rank, so
-    that all hold equally many.
+    Rank r defers r of them, because it has that many fewer micro-batches in flight than the first
+    rank. All ranks then hold equally many.
     """
     micros = range(micro_batches)
     forwards = [Action("F", rank, m) for m in micros]
     inputs = [Action("I", rank, m) for m in micros]
-    for action in _one_by_one(forwards, inputs, ranks - rank - 1):
+    for action in _alternate(forwards, inputs, ranks - rank - 1):
         yield action
         if action.kind == "I" and action.micro >= rank:
             yield Action("W", rank, action.micro - rank)
@@ -140,17 +132,17 @@ def _zero_bubble(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
 
 
 def _groups(ranks: int, micro_batches: int) -> list[range]:
-    """Micro-batches in groups as even as can be, of no fewer than there are ranks; larger first."""
+    """Micro-batches in even groups of at least as many as there are ranks; larger ones first."""
     number = max(1, micro_batches // ranks)
     sizes = sorted(((micro_batches + i) // number for i in range(number)), reverse=True)
     starts = accumulate(sizes, initial=0)
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
-def _one_by_one(
-    forwards: Sequence[Action], backwards: Sequence[Action], first: int
+def _alternate(
+    forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
 ) -> Iterator[Action]:
-    """So many forwards first, then one backward after each forward, then the rest of them."""
-    yield from forwards[:first]
-    for pair in zip_longest(forwards[first:], backwards):
+    """`warm_up` forwards, then one backward after each forward, then the other backwards."""
+    yield from forwards[:warm_up]
+    for pair in zip_longest(forwards[warm_up:], backwards):
         yield from (action for action in pair if action is not None)
