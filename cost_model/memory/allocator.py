@@ -1,9 +1,8 @@
-"""What torch's allocators make of a sequence of requests: bytes allocated, and bytes reserved.
+"""Models of torch's allocators: bytes allocated and bytes reserved for a sequence of requests.
 
-Allocated is what tensors hold, as `torch.cuda.memory_allocated` counts it; reserved is what the
-process has taken from the device, which is what runs out. Constants and rules are those of torch
-2.11 to 2.13 (c10/core/AllocatorConfig.h, c10/cuda/CUDACachingAllocator.cpp) with its default
-settings.
+Allocated bytes are those of tensors, as `torch.cuda.memory_allocated` counts them. Reserved bytes
+are those taken from the device. Constants and rules: torch 2.11 to 2.13
+(c10/core/AllocatorConfig.h, c10/cuda/CUDACachingAllocator.cpp), default settings.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from bisect import bisect_left, insort
 from typing import Protocol
 
 _MB = 2**20
-_LEAST_BLOCK = 512  # kMinBlockSize
-_MOST_SMALL = _MB  # kSmallSize: requests up to here share segments of
+_MIN_BLOCK = 512  # kMinBlockSize
+_MAX_SMALL = _MB  # kSmallSize: largest request in segments of _SMALL_SEGMENT
 _SMALL_SEGMENT = 2 * _MB  # kSmallBuffer
-_LEAST_LARGE = 10 * _MB  # kMinLargeAlloc: requests below share segments of
+_MIN_LARGE = 10 * _MB  # kMinLargeAlloc: smaller requests share segments of _SEGMENT
 _SEGMENT = 20 * _MB  # large_segment_size
 _ROUND_SEGMENT = 2 * _MB  # kRoundLarge
 
@@ -45,17 +44,17 @@ class Allocator(Protocol):
         ...
 
     def free(self, address: int) -> None:
-        """Takes a block back."""
+        """Frees a block."""
         ...
 
 
 def allocator_of(device: str) -> Allocator:
-    """The allocator of a type of device, nothing handed out yet."""
+    """A new allocator of a device, "cpu" or "cuda"."""
     return CachingAllocator() if device == "cuda" else HostAllocator()
 
 
 class HostAllocator:
-    """The CPU's: every tensor is a block of its own, aligned to 64 bytes and freed at once."""
+    """The CPU's allocator: one block for each tensor, aligned to 64 bytes and freed at once."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = 0
@@ -76,18 +75,17 @@ class HostAllocator:
         return self._blocks[address]
 
     def free(self, address: int) -> None:
-        """Takes a block back."""
+        """Frees a block."""
         nbytes = self._blocks.pop(address)
         self.allocated -= nbytes
         self.reserved -= _aligned(nbytes, _HOST_ALIGNMENT)
 
 
 class CachingAllocator:
-    """The GPU's: segments are taken from the device, kept, and cut into blocks.
+    """The GPU's allocator: segments are taken from the device, kept, and split into blocks.
 
-    Requests of one stream, best fit first. Small requests (to 1 MiB) and others are served from
-    segments of their own. A free block is cut unless what would remain is of little use; free
-    neighbours grow together.
+    Best fit for the requests of one stream. Small requests (to 1 MiB) have segments of their own.
+    A free block is split unless the rest is of little use; free neighbours are merged.
     """
 
     def __init__(self) -> None:
@@ -97,84 +95,84 @@ class CachingAllocator:
         self._ends: dict[int, int] = {}  # of free blocks: end -> address
         self._used: dict[int, tuple[int, bool]] = {}  # address -> size, whether small
         self._next = 0
-        self._nothing = 0
+        self._empty = 0
 
     def malloc(self, nbytes: int) -> int:
-        """The address of a new block; one of no bytes takes no memory."""
+        """The address of a new block; a block of 0 bytes takes no memory."""
         if nbytes == 0:
-            self._nothing -= 1
-            self._used[self._nothing] = (0, True)
-            return self._nothing
-        size = _aligned(nbytes, _LEAST_BLOCK)
-        small = size <= _MOST_SMALL
-        have, address = self._fitting(size, small) or self._segment(size)
-        rest = have - size
-        if rest >= _LEAST_BLOCK if small else rest > _MOST_SMALL:
-            self._put(address + size, rest, small)
-            have = size
-        self._used[address] = (have, small)
-        self.allocated += have
+            self._empty -= 1
+            self._used[self._empty] = (0, True)
+            return self._empty
+        size = _aligned(nbytes, _MIN_BLOCK)
+        small = size <= _MAX_SMALL
+        block, address = self._best_fit(size, small) or self._new_segment(size)
+        rest = block - size
+        if rest >= _MIN_BLOCK if small else rest > _MAX_SMALL:
+            self._insert(address + size, rest, small)
+            block = size
+        self._used[address] = (block, small)
+        self.allocated += block
         return address
 
     def size(self, address: int) -> int:
-        """Bytes of a block: those asked for, rounded up, and what was not worth cutting off."""
+        """Bytes of a block: the request rounded up, and any rest that was not split off."""
         return self._used[address][0]
 
     def free(self, address: int) -> None:
-        """Takes a block back; its segment stays reserved."""
+        """Frees a block; its segment remains reserved."""
         size, small = self._used.pop(address)
         self.allocated -= size
         if not size:
             return
         after = self._starts.get(address + size)
         if after is not None:
-            self._take(address + size, after, small)
+            self._remove(address + size, after, small)
             size += after
         before = self._ends.get(address)
         if before is not None:
-            grown = self._starts[before]
-            self._take(before, grown, small)
-            address, size = before, size + grown
-        self._put(address, size, small)
+            before_size = self._starts[before]
+            self._remove(before, before_size, small)
+            address, size = before, size + before_size
+        self._insert(address, size, small)
 
-    def _fitting(self, size: int, small: bool) -> tuple[int, int] | None:
-        """The smallest free block that is large enough, taken out; None if there is none."""
+    def _best_fit(self, size: int, small: bool) -> tuple[int, int] | None:
+        """Size and address of the smallest free block that fits, removed; None without any."""
         pool = self._free[small]
-        place = bisect_left(pool, (size, 0))
-        if place == len(pool):
+        index = bisect_left(pool, (size, 0))
+        if index == len(pool):
             return None
-        have, address = pool[place]
-        self._take(address, have, small)
-        return have, address
+        block, address = pool[index]
+        self._remove(address, block, small)
+        return block, address
 
-    def _segment(self, size: int) -> tuple[int, int]:
-        """A new segment; a gap keeps it apart from the one before."""
-        have = segment_bytes(size)
+    def _new_segment(self, size: int) -> tuple[int, int]:
+        """Size and address of a new segment; a gap separates it from the previous one."""
+        block = segment_bytes(size)
         address = self._next
-        self._next += have + 1
-        self.reserved += have
-        return have, address
+        self._next += block + 1
+        self.reserved += block
+        return block, address
 
-    def _put(self, address: int, size: int, small: bool) -> None:
+    def _insert(self, address: int, size: int, small: bool) -> None:
         insort(self._free[small], (size, address))
         self._starts[address] = size
         self._ends[address + size] = address
 
-    def _take(self, address: int, size: int, small: bool) -> None:
+    def _remove(self, address: int, size: int, small: bool) -> None:
         pool = self._free[small]
         del pool[bisect_left(pool, (size, address))]
         del self._starts[address], self._ends[address + size]
 
 
 def segment_bytes(size: int) -> int:
-    """What is taken from the GPU for a request, in bytes, if no free block fits."""
-    if size <= _MOST_SMALL:
+    """Bytes that a request takes from the GPU if no free block fits."""
+    if size <= _MAX_SMALL:
         return _SMALL_SEGMENT
-    return _SEGMENT if size < _LEAST_LARGE else _aligned(size, _ROUND_SEGMENT)
+    return _SEGMENT if size < _MIN_LARGE else _aligned(size, _ROUND_SEGMENT)
 
 
 def workspace_bytes(device: str) -> int:
-    """What cuBLAS is given by torch's allocator, once and for good (getChosenWorkspaceSize).
+    """Bytes of cuBLAS's permanent workspace (getChosenWorkspaceSize).
 
     Args:
         device: "cpu", or the name of the GPU.
@@ -186,10 +184,10 @@ def workspace_bytes(device: str) -> int:
 
 
 def context_bytes(device: str) -> int:
-    """What a process takes of a GPU outside of torch's allocator; see CONTEXT_SOURCE.
+    """Bytes that a process takes of a GPU outside of torch's allocator; see CONTEXT_SOURCE.
 
     Args:
-        device: "cpu", or the name of the GPU. One of which nothing is known counts as an A100.
+        device: "cpu", or the name of the GPU. Unknown GPUs count as an A100.
     """
     if device == "cpu":
         return 0

@@ -1,23 +1,21 @@
-"""`memory_spans`: from when to when each piece of memory of a training step exists.
+"""`memory_spans`: lifetime of each piece of memory of a training step.
 
-A storage lives from the node that allocates it to the last use of any node whose value lies in
-it, as the generated code frees each value behind its last use. Beyond that:
+A storage lives from the node that allocates it to the last use of any node whose value is in it,
+because generated code frees each value after its last use. In addition:
 
-- parameters, buffers, constants and optimizer state always exist, and so does the batch, which
-  the caller holds;
-- gradients live until the optimizer has stepped, which is the last point of time;
-- what a stage sends on goes when its half has run;
-- outputs are held by the caller until the next forward returns other ones: in `loss = model(x)`
-  the old loss goes when the new one is there;
-- what a collective reads or writes is held until it has been waited for, unless it makes a copy;
-  where it lingers, until the threads that carry messages must have turned to others;
-- what a kernel allocates for itself exists while its node runs.
+- parameters, buffers, constants, optimizer state and the batch always exist;
+- gradients live until the optimizer has stepped, the last point of time;
+- a stage's outgoing messages live until the end of its forward or backward;
+- outputs live until the next forward returns: in `loss = model(x)` the old loss goes last;
+- inputs and outputs of a collective live until its wait, unless it works on a copy;
+- retained collectives live until later collectives of their axis have ended;
+- a kernel's workspace exists while its node runs.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -66,26 +64,29 @@ CATEGORIES = (
     "inputs",
     "outputs",
 )
-"""Each byte is in one at any time: in gradients if it will be returned as one; in gathered if it
-is a whole parameter put together from shards; in flight while a collective under way reads or
-writes it, and before and after that in buckets, if it is nothing of the other kinds; in saved if
-the backward needs it from the forward; constants of the model, states of random streams and of
-compression, and cuBLAS's workspace are in buffers; all else, scratch of kernels and of the
-optimizer's step included, is transient."""
+"""Categories of memory; each byte is in one at any time.
+
+- gradients: returned as a gradient;
+- saved: needed by the backward from the forward;
+- gathered: whole parameters put together from shards;
+- in flight: read or written by a collective that has not ended;
+- buckets: other inputs and outputs of collectives, before and after these run;
+- buffers: also constants, states of random streams and compression, and cuBLAS's workspace;
+- transient: all else, workspaces of kernels and of the optimizer's step included.
+"""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """What a step allocates beside the tensors of its graph.
+    """Memory of a step beside the tensors of its graph.
 
     Attributes:
-        optimizer: the optimizer's state, and what its step needs.
-        scratch: what kernels need.
+        optimizer: memory of the optimizer's state and step.
+        workspace: memory that kernels allocate for themselves.
         device: "cpu", or the name of the GPU.
-        batches: how many times this rank's rows the caller holds: the number of ranks if each is
-            given the global batch.
-        lingering: how many collectives of an axis may be held beyond their end, by threads that
-            carried them and have not got a core since to let go of them.
+        batches: batches of this rank's size that the caller holds: the number of ranks for a
+            global batch.
+        retained_collectives: collectives of an axis that backend threads may hold after their end.
     """
 
     optimizer: OptimizerMemory = field(default_factory=OptimizerMemory)
@@ -95,12 +96,12 @@ class Overhead:
     retained_collectives: int = 0
 
     def gaps(self) -> tuple[str, ...]:
-        """What is not known of it, for the notes of a plan."""
+        """Notes for a plan on memory that is not counted."""
         if self.workspace.present:
             return ()
         return (
-            f"memory: what kernels on {self.device} allocate for themselves is not in it, as there "
-            f"is none here; the optimizer's step is {self.optimizer.provenance}",
+            f"memory: workspaces of kernels on {self.device} are not counted, because there is "
+            f"none here; the optimizer's step is {self.optimizer.provenance}",
         )
 
 
@@ -109,11 +110,11 @@ class Span:
     """A piece of memory.
 
     Attributes:
-        nbytes: its size.
-        start: the first point of time at which it exists; -1 if it does always.
-        end: the last one.
+        nbytes: size in bytes.
+        start: first point of time at which it exists; ALWAYS if it exists before the step.
+        end: last point of time at which it exists.
         category: one of CATEGORIES.
-        flights: the first and last point of each collective that reads or writes it.
+        flights: first and last point of each collective that reads or writes it.
     """
 
     nbytes: int
@@ -127,190 +128,181 @@ ALWAYS = -1
 
 
 def memory_spans(graph: TrainingGraph, overhead: Overhead) -> list[Span]:
-    """The memory of one step, in the order in which it is allocated.
+    """The memory of one step, in the order of allocation.
 
-    Time is counted in nodes of the graph; the optimizer's step comes behind the last one.
-    Memory that is not on the device of the parameters is left out.
+    Points of time are indices of nodes; the optimizer's step comes after the last node. Memory that
+    is not on the device of the parameters is left out.
     """
-    life = _Life(graph, overhead)
-    found = [*life.tensors(), *life.workspace(), *life.randomness(), *life.update()]
-    return sorted((span for span in found if span.nbytes), key=lambda span: span.start)
+    lifetimes = _Lifetimes(graph, overhead)
+    spans = [
+        *lifetimes.tensors(),
+        *lifetimes.workspaces(),
+        *lifetimes.random_states(),
+        *lifetimes.optimizer(),
+    ]
+    return sorted((span for span in spans if span.nbytes), key=lambda span: span.start)
 
 
-class _Life:
-    """Who makes, holds and uses each storage of a graph.
+class _Lifetimes:
+    """Lifetimes of the storages of a graph.
 
     Attributes:
-        nodes: all nodes in order; `at` is the index of each.
-        last: the point of time of the optimizer's step.
-        released: for each collective that lingers, when the last thread has let go of it.
-        backward: that of the first node of the backward.
-        storages: all storages; `holders` the nodes whose value lies in each.
+        nodes: all nodes in order; `index` is the position of each.
+        last: point of time of the optimizer's step.
+        backward: first point of time of the backward.
+        storages: all storages; `nodes_of` has the nodes whose value is in each.
+        released: for each retained collective, when its buffers are free.
     """
 
     def __init__(self, graph: TrainingGraph, overhead: Overhead) -> None:
         self.graph, self.overhead = graph, overhead
         self.nodes = list(graph.graph.nodes)
-        self.at = {node: index for index, node in enumerate(self.nodes)}
+        self.index = {node: index for index, node in enumerate(self.nodes)}
         self.last = len(self.nodes)
-        self.backward = self.at[graph.backward_start]
-        self.storages, self.behind = find_storages(graph.graph)
-        self.holders: list[list[fx.Node]] = [[] for _ in self.storages]
-        for node, indices in self.behind.items():
+        self.backward = self.index[graph.backward_start]
+        self.storages, self.storages_of = find_storages(graph.graph)
+        self.nodes_of: list[list[fx.Node]] = [[] for _ in self.storages]
+        for node, indices in self.storages_of.items():
             for index in set(indices):
-                self.holders[index].append(node)
+                self.nodes_of[index].append(node)
         self.role = dict(zip(graph.placeholders, graph.inputs, strict=True))
         self.returned: dict[fx.Node, list[OutputRole]] = {}
         for role, result in zip(graph.outputs, graph.results, strict=True):
             if result is not None:
                 self.returned.setdefault(result, []).append(role)
-        self.released = self.retained_collectives() if overhead.retained_collectives else {}
+        self.released = self._retained() if overhead.retained_collectives else {}
         devices = {storage.device for storage in self.storages}
         self.device = "cuda" if "cuda" in devices else "cpu"
 
-    # What exists.
-
     def tensors(self) -> Iterator[Span]:
-        """The tensors of the graph."""
-        for storage, holders in zip(self.storages, self.holders, strict=True):
+        """Spans of the tensors of the graph."""
+        for storage, nodes in zip(self.storages, self.nodes_of, strict=True):
             if self.device == "cuda" and storage.device != "cuda":
                 continue
-            category = self.category(storage, holders)
-            nbytes = storage.nbytes
-            if category == "inputs":
-                nbytes *= self.overhead.batches
-            start, end = self.start(storage), self.end(storage, holders)
-            flights = () if start == ALWAYS else tuple(_merged(self.flights(holders, end)))
+            category = self._category(storage, nodes)
+            nbytes = storage.nbytes * (self.overhead.batches if category == "inputs" else 1)
+            start, end = self._start(storage), self._end(storage, nodes)
+            flights = () if start == ALWAYS else tuple(_merged(self._flights(nodes, end)))
             yield Span(nbytes, start, end, category, flights)
-            if category == "outputs" and start > 0:  # those of the step before
+            if category == "outputs" and start > 0:  # outputs of the previous step
                 yield Span(nbytes, 0, self.backward - 1, category)
 
-    def workspace(self) -> Iterator[Span]:
-        """What kernels allocate for themselves."""
+    def workspaces(self) -> Iterator[Span]:
+        """Spans of memory that kernels allocate for themselves."""
         for index, node in enumerate(self.nodes):
             if nbytes := self.overhead.workspace.of(node):
                 yield Span(nbytes, index, index, "transient")
 
-    def randomness(self) -> Iterator[Span]:
-        """The state of this rank's own random stream, and torch's while it is put aside."""
+    def random_states(self) -> Iterator[Span]:
+        """Spans of this rank's random state, and of torch's while that is put aside."""
         tags = (getattr(node.target, "tags", ()) for node in self.nodes[: self.backward])
-        random = any(torch.Tag.nondeterministic_seeded in own for own in tags)
+        random = any(torch.Tag.nondeterministic_seeded in node_tags for node_tags in tags)
         several = any(size > 1 for size in self.graph.axes.values())
         if random and several and self.overhead.device == "cpu":
             nbytes = tensor_bytes(torch.get_rng_state())
             yield Span(nbytes, ALWAYS, self.last, "buffers")
             yield Span(nbytes, 0, self.backward - 1, "buffers")
 
-    def update(self) -> Iterator[Span]:
-        """The optimizer's state, and what its step allocates."""
-        optimizer, trained = self.overhead.optimizer, self.trained()
+    def optimizer(self) -> Iterator[Span]:
+        """Spans of the optimizer's state and of its step."""
+        memory, trained = self.overhead.optimizer, self._trained_bytes()
         for nbytes in trained:
-            for ratio in optimizer.state:
+            for ratio in memory.state:
                 yield Span(round(ratio * nbytes), ALWAYS, self.last, "optimizer")
-            if optimizer.counters:
-                yield Span(optimizer.counters, ALWAYS, self.last, "optimizer")
-            yield Span(round(optimizer.every * nbytes), self.last, self.last, "transient")
-        yield Span(optimizer.needed(trained), self.last, self.last, "transient")
+            if memory.counters:
+                yield Span(memory.counters, ALWAYS, self.last, "optimizer")
+            yield Span(round(memory.every * nbytes), self.last, self.last, "transient")
+        yield Span(memory.needed(trained), self.last, self.last, "transient")
 
-    def trained(self) -> list[int]:
-        """Bytes of this rank's part of each parameter that has a gradient."""
-        gradients = {
-            role.of for roles in self.returned.values() for role in roles
-            if isinstance(role, Gradient)
-        }  # fmt: skip
+    def _trained_bytes(self) -> list[int]:
+        """Bytes of this rank's shard of each parameter with a gradient."""
+        roles = [role for roles in self.returned.values() for role in roles]
+        trained = {role.of for role in roles if isinstance(role, Gradient)}
         return [
             self.storages[index].nbytes
             for node, role in self.role.items()
-            if role in gradients and isinstance(role, Parameter)
-            for index in self.behind[node]
+            if isinstance(role, Parameter) and role in trained
+            for index in self.storages_of[node]
         ]
 
-    # From when to when.
-
-    def start(self, storage: Storage) -> int:
-        """The first point of time at which a storage exists."""
+    def _start(self, storage: Storage) -> int:
         role = self.role.get(storage.creator)
-        if isinstance(role, _STANDING) or storage.creator.op == "get_attr":
+        if isinstance(role, _PERMANENT) or storage.creator.op == "get_attr":
             return ALWAYS
         if storage.creator.op == "call_function":
-            return self.at[storage.creator]
-        return self.backward if _is_late(role) else 0
+            return self.index[storage.creator]
+        return self.backward if _comes_with_backward(role) else 0
 
-    def end(self, storage: Storage, holders: list[fx.Node]) -> int:
-        """The last point of time at which a storage exists."""
-        if (start := self.start(storage)) == ALWAYS:
+    def _end(self, storage: Storage, nodes: list[fx.Node]) -> int:
+        if (start := self._start(storage)) == ALWAYS:
             return self.last
-        gone = max(start, *(self.let_go(node) for node in holders))
-        if not self.released:
-            return gone
-        return max([gone, *(self.released[node] for node in self.carried(holders))])
+        released = (self.released.get(node, start) for node in self._collectives(nodes))
+        return max([start, *(self._last_use(node) for node in nodes), *released])
 
-    def retained_collectives(self) -> dict[fx.Node, int]:
-        """When those that carry the collectives of an axis have ended so many behind each."""
+    def _retained(self) -> dict[fx.Node, int]:
+        """When the buffers of each collective are free: once so many later ones have ended."""
         axes: dict[object, list[fx.Node]] = {}
         for node in self.nodes:
             if collective_of(node) is not None:
                 axes.setdefault(node.args[-1], []).append(node)
-        count, found = self.overhead.retained_collectives, dict[fx.Node, int]()
+        count, released = self.overhead.retained_collectives, dict[fx.Node, int]()
         for nodes in axes.values():
-            ends = [self.ended(node) for node in nodes]
+            ends = [self._waited(node) for node in nodes]
             later = [*ends[count:], *[self.last] * count]
-            found |= dict(zip(nodes, map(max, ends, later), strict=True))
-        return found
+            released |= dict(zip(nodes, map(max, ends, later), strict=True))
+        return released
 
-    def ended(self, node: fx.Node) -> int:
-        """When a collective has been waited for."""
-        return max((self.at[wait] for wait in waits_of(node)), default=self.last)
+    def _waited(self, node: fx.Node) -> int:
+        """Point of time of a collective's wait."""
+        return max((self.index[wait] for wait in waits_of(node)), default=self.last)
 
-    def let_go(self, node: fx.Node) -> int:
-        """The last point of time at which this node's value is needed."""
-        index = self.at[node]
+    def _last_use(self, node: fx.Node) -> int:
+        """Last point of time at which a node's value is needed."""
+        index = self.index[node]
         last = index
         for user in node.users:
             if user.op != "output":
                 waits = waits_of(user) if not copies(user) else []
-                last = max([last, self.at[user], *(self.at[w] for w in waits)])
-            elif not all(isinstance(role, _TAKEN) for role in self.returned[node]):
+                last = max([last, self.index[user], *(self.index[w] for w in waits)])
+            elif not all(isinstance(role, _CONSUMED) for role in self.returned[node]):
                 last = self.last
-            elif index < self.backward:  # taken when the forward returns
+            elif index < self.backward:  # consumed when the forward returns
                 last = max(last, self.backward - 1)
         return last
 
-    def flights(self, holders: list[fx.Node], end: int) -> Iterator[tuple[int, int]]:
-        """From when to when collectives under way read or write a storage that ends at `end`."""
-        for node in self.carried(holders):
-            yield self.at[node], min(self.ended(node), end)
+    def _flights(self, nodes: list[fx.Node], end: int) -> Iterator[tuple[int, int]]:
+        """First and last point of each collective on a storage that ends at `end`."""
+        for node in self._collectives(nodes):
+            yield self.index[node], min(self._waited(node), end)
 
-    def carried(self, holders: list[fx.Node]) -> Iterator[fx.Node]:
-        """The collectives that read or write a storage."""
-        readers = {user for holder in holders for user in holder.users if not copies(user)}
-        return (n for n in readers.union(holders) if collective_of(n) is not None)
+    def _collectives(self, nodes: list[fx.Node]) -> Iterator[fx.Node]:
+        """The collectives that read or write a storage with these nodes."""
+        readers = {user for node in nodes for user in node.users if not copies(user)}
+        return (n for n in readers.union(nodes) if collective_of(n) is not None)
 
-    # What kind.
-
-    def category(self, storage: Storage, holders: list[fx.Node]) -> str:
-        """The one of CATEGORIES that a storage belongs to while no collective uses it."""
+    def _category(self, storage: Storage, nodes: list[fx.Node]) -> str:
+        """The category of a storage while no collective uses it."""
         role = self.role.get(storage.creator)
         for kind, name in _INPUTS.items():
             if isinstance(role, kind):
                 return name
-        roles = [role for node in holders for role in self.returned.get(node, ())]
-        users = [user for node in holders for user in node.users]
+        roles = [role for node in nodes for role in self.returned.get(node, ())]
+        users = [user for node in nodes for user in node.users]
         if storage.creator.op == "get_attr":
             return "buffers"
         if any(isinstance(role, (Gradient, UnreducedGrad)) for role in roles):
             return "gradients"
         if any(isinstance(role, (Output, ChecksumSum)) for role in roles):
             return "outputs"
-        if any(n.meta.get("gathered") for n in holders):
+        if any(n.meta.get("gathered") for n in nodes):
             return "gathered"
-        if self.start(storage) < self.backward and any(
-            user.op != "output" and self.at[user] >= self.backward for user in users
+        if self._start(storage) < self.backward and any(
+            user.op != "output" and self.index[user] >= self.backward for user in users
         ):
             return "saved"
-        if any(collective_of(n) == "all_gather" for n in holders):
+        if any(collective_of(n) == "all_gather" for n in nodes):
             return "gathered"
-        if any(collective_of(node) for node in (*holders, *users)):
+        if any(collective_of(node) for node in (*nodes, *users)):
             return "buckets"
         return "transient"
 
@@ -319,7 +311,7 @@ _c10d = torch.ops._c10d_functional
 _COPYING = frozenset(
     {_c10d.all_reduce.default, _c10d.all_reduce_coalesced.default, _c10d.broadcast.default}
 )
-_STANDING = (
+_PERMANENT = (
     Parameter,
     Buffer,
     State,
@@ -329,7 +321,7 @@ _STANDING = (
     BatchChecksum,
     UnshardedParam,
 )
-_TAKEN = (Update, StageOutput, MicrobatchPartial)  # copied, sent or added up at once
+_CONSUMED = (Update, StageOutput, MicrobatchPartial)  # copied, sent or added up at once
 
 _INPUTS = {
     Parameter: "parameters",
@@ -342,32 +334,31 @@ _INPUTS = {
 }
 
 
-def _is_late(role: InputRole | None) -> bool:
-    """Whether an input comes with the backward."""
+def _comes_with_backward(role: InputRole | None) -> bool:
     if isinstance(role, StageInput):
         return role.phase == "backward"
     return isinstance(role, Tangent) or (isinstance(role, BatchTotal) and role.late)
 
 
 def copies(node: fx.Node) -> bool:
-    """Whether a node is a collective that works on a copy of what it is given, made at once."""
+    """Whether a node is a collective that works on a copy of its input."""
     return node.target in _COPYING
 
 
 def waits_of(node: fx.Node) -> list[fx.Node]:
-    """The waits for a collective, none if the node is something else."""
+    """The waits for a collective; none for other nodes."""
     if collective_of(node) is None:
         return []
-    direct = [user for user in node.users if user.target is operator.getitem]
-    return [user for n in (node, *direct) for user in n.users if is_wait(user)]
+    elements = [user for user in node.users if user.target is operator.getitem]
+    return [user for n in (node, *elements) for user in n.users if is_wait(user)]
 
 
-def _merged(windows: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Windows of time, those that touch joined."""
-    found: list[tuple[int, int]] = []
+def _merged(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Windows of time, with those that overlap merged."""
+    merged: list[tuple[int, int]] = []
     for first, last in sorted(windows):
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
         else:
-            found.append((first, last))
-    return found
+            merged.append((first, last))
+    return merged

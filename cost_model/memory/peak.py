@@ -1,8 +1,7 @@
-"""`simulate_memory`: the bytes of one training step on one rank, point by point, and their peak.
+"""`simulate_memory`: bytes of one training step on one rank, point by point, and their peak.
 
-The pieces of memory are those of `liveness`, from the first node of the forward to the end of the
-optimizer's step. They are asked of the device's own allocator (`allocator`), so that its rounding
-is in, and so that what is reserved can be told from what is allocated.
+The pieces of memory come from `liveness`. They are requested from a model of the device's
+allocator (`allocator`), which rounds sizes and tells reserved from allocated bytes.
 """
 
 from __future__ import annotations
@@ -18,24 +17,22 @@ from autopar.cost_model.memory.liveness import ALWAYS, CATEGORIES, Overhead, Spa
 from autopar.ir.graph import TrainingGraph
 
 UPDATE = "optimizer step"
-"""The name of the last point of the curve."""
+"""Name of the last point of the curve."""
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes of a steady step on one rank: every step but the first.
+    """Memory of a steady step on one rank: every step but the first.
 
     Attributes:
         device: "cpu", or the name of the GPU.
-        peak: the most bytes that tensors hold at once; on a GPU as `torch.cuda.memory_allocated`
-            counts them.
-        peak_node: the operator during which they do, or UPDATE.
-        by_category: the bytes of each of CATEGORIES then.
-        reserved: the most that torch's allocator has taken from the device.
-        context: what the process takes of a GPU beside that, modelled (`allocator`).
-        nodes: the points of the curve: every operator of `graph.calls()`, then UPDATE.
-        table: int64, one row for each of CATEGORIES, one column for each of `nodes`: bytes that
-            exist while it runs.
+        peak: most bytes of tensors at once; on a GPU as `torch.cuda.memory_allocated` counts.
+        peak_node: operator at the peak, or UPDATE.
+        by_category: bytes of each of CATEGORIES at the peak.
+        reserved: most bytes that torch's allocator has taken from the device.
+        context: modelled bytes that the process takes of a GPU beside that (see `allocator`).
+        nodes: points of the curve: every operator of `graph.calls()`, then UPDATE.
+        table: int64 [CATEGORIES, nodes], bytes of each category at each point.
     """
 
     device: str
@@ -49,12 +46,12 @@ class Memory:
 
     @property
     def curve(self) -> tuple[int, ...]:
-        """The bytes that exist while each of `nodes` runs."""
+        """Bytes that exist at each of `nodes`."""
         return tuple(self.table.sum(axis=0).tolist())
 
     @property
     def needed(self) -> int:
-        """What has to fit under a cap: the bytes reserved on a GPU, those of tensors on a CPU."""
+        """Bytes that count against a cap: reserved ones on a GPU, those of tensors on a CPU."""
         return self.peak if self.device == "cpu" else self.reserved
 
 
@@ -63,7 +60,7 @@ def simulate_memory(graph: TrainingGraph, overhead: Overhead | None = None) -> M
 
     Args:
         graph: a lowered graph.
-        overhead: what is allocated beside its tensors; by default AdamW's state on a CPU.
+        overhead: memory beside its tensors; by default AdamW's state on a CPU.
     """
     overhead = overhead or Overhead()
     spans = memory_spans(graph, overhead)
@@ -95,7 +92,7 @@ _ROW = {name: row for row, name in enumerate(CATEGORIES)}
 
 
 def _add(changes: NDArray[np.int64], span: Span, nbytes: int) -> None:
-    """Write when a span begins and ends, in its category or in flight."""
+    """Adds the start and end of a span to the changes of its category and of "in flight"."""
     start = max(span.start, 0)
     row = _ROW[span.category]
     changes[row, start] += nbytes
@@ -109,46 +106,44 @@ def _add(changes: NDArray[np.int64], span: Span, nbytes: int) -> None:
 def _allocate(
     spans: Sequence[Span], points: int, device: str, workspace: int
 ) -> tuple[list[int], int]:
-    """What the allocator makes of two steps in a row, of which the second is like all later ones.
+    """Allocates the spans of two steps in a row; all later steps are like the second.
 
     Args:
-        spans: in the order in which they are allocated.
+        spans: spans in the order of allocation.
         points: number of points of time.
         device: "cpu" or "cuda".
-        workspace: bytes allocated before everything else and kept.
+        workspace: bytes allocated first and never freed.
 
     Returns:
-        The bytes of each span in the second step, and the most that was reserved during it.
+        The bytes of each span in the second step, and the most bytes reserved during it.
     """
     allocator = allocator_of(device)
-    begins: list[list[int]] = [[] for _ in range(points)]
-    ends: list[list[int]] = [[] for _ in range(points)]
-    addresses = [0] * len(spans)
-    sizes = [0] * len(spans)
-    late: list[int] = []
+    starting: list[list[int]] = [[] for _ in range(points)]
+    ending: list[list[int]] = [[] for _ in range(points)]
+    addresses, sizes = [0] * len(spans), [0] * len(spans)
+    optimizer_state: list[int] = []  # allocated in the first step
 
-    def place(index: int) -> None:
-        addresses[index] = allocator.malloc(spans[index].nbytes)
-        sizes[index] = allocator.size(addresses[index])
+    def allocate(indices: Sequence[int]) -> None:
+        for index in indices:
+            addresses[index] = allocator.malloc(spans[index].nbytes)
+            sizes[index] = allocator.size(addresses[index])
 
     allocator.malloc(workspace)
     for index, span in enumerate(spans):
         if span.start != ALWAYS:
-            begins[span.start].append(index)
-            ends[span.end].append(index)
-        elif span.category == "optimizer":  # made when it first steps
-            late.append(index)
+            starting[span.start].append(index)
+            ending[span.end].append(index)
+        elif span.category == "optimizer":
+            optimizer_state.append(index)
         else:
-            place(index)
+            allocate([index])
     for step in range(2):
         reserved = allocator.reserved
         for point in range(points):
-            for index in begins[point]:
-                place(index)
+            allocate(starting[point])
             reserved = max(reserved, allocator.reserved)
             if point == points - 1 and step == 0:
-                for index in late:
-                    place(index)
-            for index in ends[point]:
+                allocate(optimizer_state)
+            for index in ending[point]:
                 allocator.free(addresses[index])
     return sizes, reserved

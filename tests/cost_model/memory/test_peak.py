@@ -125,11 +125,11 @@ def test_the_caller_may_hold_the_batch_of_all_ranks():
     assert four.peak - one.peak == 3 * KB
 
 
-def test_scratch_of_a_kernel_counts_while_it_runs():
+def test_the_workspace_of_a_kernel_counts_while_it_runs():
     graph = training_step()
     sin = next(graph.calls())
     plain = simulated(graph)
-    memory = simulated(graph, scratch=Workspace(nbytes={signature(sin): 7 * KB}))
+    memory = simulated(graph, workspace=Workspace(nbytes={signature(sin): 7 * KB}))
     assert memory.curve == (plain.curve[0] + 7 * KB, *plain.curve[1:])
     assert memory.peak_node == sin.name
 
@@ -188,7 +188,9 @@ def test_what_lingers_is_held_until_others_behind_it_have_ended():
         last = g.call(aten.sum.default, whole)
     graph = g.give({Gradient(Input(0)): g.call(aten.mul.Tensor, last, x)})
     assert kilobytes(simulated(graph)) == [2, 2, 2, 2] * 3 + [2, 2]
-    assert kilobytes(simulated(graph, lingering=1)) == [2] * 4 + [3] * 3 + [2] + [3] * 3 + [2, 3, 3]
+    assert kilobytes(simulated(graph, retained_collectives=1)) == [2] * 4 + [3] * 3 + [2] + [
+        3
+    ] * 3 + [2, 3, 3]
 
 
 def test_what_a_collective_brought_for_the_backward_is_saved():
@@ -273,7 +275,7 @@ def test_storages_are_those_that_real_tensors_share():
 
 
 @pytest.mark.parametrize("kernel", ["attention", "sin"])
-def test_scratch_is_what_a_kernel_allocates_for_itself(kernel):
+def test_a_workspace_is_measured(kernel):
     g = Sketch()
     if kernel == "sin":
         g.call(aten.sin.default, g.take(Input(0), ROW))
@@ -282,8 +284,8 @@ def test_scratch_is_what_a_kernel_allocates_for_itself(kernel):
         g.call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v)
     graph = g.give({})
     node = next(graph.calls())
-    scratch = Workspace("cpu", {}, present=True).measure([graph])
-    assert (scratch.of(node) > 0) == (kernel == "attention")
+    workspace = Workspace("cpu", {}, present=True).measure([graph])
+    assert (workspace.of(node) > 0) == (kernel == "attention")
 
 
 def test_a_gpu_s_allocator_rounds_and_reserves():
@@ -318,8 +320,8 @@ def test_a_real_step_needs_what_is_predicted(name, level):
     held = step()
     allocated = track_allocations(lambda: (held, step()))
     (graph,) = (program.graph for program in model._executor.programs.values())
-    scratch = Workspace("cpu", {}, present=True).measure([graph])
-    needs = Overhead(OptimizerMemory.measure(torch.optim.AdamW), scratch, batches=0)
+    workspace = Workspace("cpu", {}, present=True).measure([graph])
+    needs = Overhead(OptimizerMemory.measure(torch.optim.AdamW), workspace, batches=0)
     memory = simulate_memory(graph, needs)
     standing = [t.nbytes for t in (*model.parameters(), *model.buffers())]
     standing += [t.nbytes for state in optimizer.state.values() for t in state.values()]
