@@ -34,7 +34,7 @@ from autopar._torch import (
     format_argument,
 )
 from autopar.ir.placement import Placement
-from autopar.ir.roles import InputRole, OutputRole
+from autopar.ir.roles import InputRole, OutputRole, Parameter
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,20 @@ class TrainingGraph:
 
     def placeholder(self, role: InputRole) -> fx.Node | None:
         """The placeholder with this role."""
-        return dict(zip(self.inputs, self.placeholders, strict=True)).get(role)
+        return self.placeholders[self.inputs.index(role)] if role in self.inputs else None
 
     def result(self, role: OutputRole) -> fx.Node | None:
         """The returned node with this role."""
-        return dict(zip(self.outputs, self.results, strict=True)).get(role)
+        return self.results[self.outputs.index(role)] if role in self.outputs else None
+
+    @property
+    def trained_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's part of each trained parameter, by name."""
+        return {
+            role.name: tensor_bytes(tensors(node)[0])
+            for role, node in zip(self.inputs, self.placeholders, strict=True)
+            if isinstance(role, Parameter) and self.parameters[role.name].requires_grad
+        }
 
     def calls(self) -> Iterator[fx.Node]:
         """The operators, in execution order."""

@@ -1,4 +1,4 @@
-"""`Buckets`: parameters and gradients whose collectives travel together."""
+"""`Buckets`: parameters and gradients whose collectives are sent as one."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Group = tuple[str, ...]
-
+"""Names of the parameters of one bucket."""
 
 BUCKET_BYTES = 4 * 2**20
-"""Of a bucket, where nothing else is said."""
+"""Default size of a bucket, in bytes."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Which parameters travel together, in the order in which they do.
+    """Parameters of each bucket, in the order in which buckets are sent.
 
     Attributes:
-        gather: gathers of the forward.
-        regather: gathers of the backward.
+        gather: all-gathers of the forward.
+        regather: all-gathers of the backward.
         reduce: reductions of gradients.
     """
 
@@ -27,9 +27,23 @@ class Buckets:
     reduce: tuple[Group, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> Buckets:
-        """The same buckets of parameters of other names."""
+        """The same buckets with other parameter names."""
 
-        def other(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        def rename(groups: tuple[Group, ...]) -> tuple[Group, ...]:
             return tuple(tuple(names.get(name, name) for name in group) for group in groups)
 
-        return Buckets(other(self.gather), other(self.regather), other(self.reduce))
+        return Buckets(rename(self.gather), rename(self.regather), rename(self.reduce))
+
+    def joined(self, other: Buckets) -> Buckets:
+        """These buckets, then the other's without parameters that are already in these."""
+
+        def join(first: tuple[Group, ...], second: tuple[Group, ...]) -> tuple[Group, ...]:
+            known = {name for group in first for name in group}
+            left = (tuple(n for n in group if n not in known) for group in second)
+            return (*first, *filter(None, left))
+
+        return Buckets(
+            join(self.gather, other.gather),
+            join(self.regather, other.regather),
+            join(self.reduce, other.reduce),
+        )

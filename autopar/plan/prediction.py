@@ -18,6 +18,10 @@ RUNNERS_UP = 12
 """Of how many other plans a plan keeps what they would have cost."""
 
 
+TimelineEvent = tuple[str, str, Seconds, Seconds, str]
+"""Node name, stream, start in seconds, end in seconds, and kind."""
+
+
 @dataclass(frozen=True)
 class StagePrediction:
     """What a stage of a pipeline is predicted to take.
@@ -85,7 +89,7 @@ class Prediction:
     waits: Mapping[str, Seconds] = field(default_factory=dict)
     causes: Mapping[str, float] = field(default_factory=dict)
     exposures: tuple[Exposure, ...] = ()
-    events: tuple[tuple[str, str, Seconds, Seconds, str], ...] = field(default=(), repr=False)
+    events: tuple[TimelineEvent, ...] = field(default=(), repr=False)
     memory_curve: tuple[tuple[Seconds, Count], ...] = field(default=(), repr=False)
     stages: tuple[StagePrediction, ...] = ()
     idle: tuple[float, ...] = ()

@@ -174,12 +174,8 @@ def messages_of(graph: TrainingGraph, cluster: Cluster) -> list[Message]:
 
 def update_seconds(graph: TrainingGraph, machine: Machine) -> float:
     """The time of the optimizer's step over this rank's parameters."""
-    trained = [
-        tensor_bytes(tensors(node)[0])
-        for role, node in zip(graph.inputs, graph.placeholders, strict=True)
-        if isinstance(role, Parameter) and graph.parameters[role.name].requires_grad
-    ]
-    return machine.update.seconds(trained, dtensors=bool(graph.layouts)).seconds
+    trained = graph.trained_bytes.values()
+    return machine.update.seconds(list(trained), dtensors=bool(graph.layouts)).seconds
 
 
 def halved(cluster: Cluster) -> Cluster:

@@ -1,4 +1,4 @@
-"""Checks that ranks were given the batches they must be given."""
+"""Checks that all ranks got the batches they need: equal ones, or equally many rows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ import torch
 from autopar.errors import BatchError, DisagreementError
 
 MAX_SAMPLE_BYTES = 1 << 20
-
-
 MODULUS = 1 << 20
-
-
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-"""Arguments whose text is the same on ranks that are given the same."""
+"""Classes of arguments with the same text on every rank."""
 
 
 def batch_checksum(
     leaves: Sequence[Any], rows: int, mode: str, device: torch.device
 ) -> torch.Tensor:
-    """What the ranks add up to find out whether they agree: sums and sums of squares."""
+    """The four numbers that ranks add up: checksum, its square, row count, its square."""
     check = checksum(leaves) if mode == "global" else 0
     row_count = 0 if mode == "global" else rows
     values = [check, check**2, row_count, row_count**2]
@@ -31,30 +27,33 @@ def batch_checksum(
 
 
 def checksum(leaves: Sequence[Any]) -> int:
-    """A number below 2**20 that differs, almost surely, between different batches."""
+    """A number below 2**20 that almost surely differs between different batches."""
     value = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             data = leaf.detach().reshape(-1)
             step = max(1, data.numel() * data.element_size() // MAX_SAMPLE_BYTES)
-            part = data[::step].contiguous().view(torch.uint8).cpu().numpy()
-            value = zlib.crc32(part.data, zlib.crc32(str(tuple(leaf.shape)).encode(), value))
+            sample = data[::step].contiguous().view(torch.uint8).cpu().numpy()
+            value = zlib.crc32(sample.data, zlib.crc32(str(tuple(leaf.shape)).encode(), value))
         else:
             text = repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__qualname__
             value = zlib.crc32(text.encode(), value)
     return value % MODULUS
 
 
-def check_checksum_sum(verdict: torch.Tensor, ranks: int, mode: str) -> None:
-    """Raises on every rank alike if the ranks were not given what they must be.
+def check_checksum_sum(total: torch.Tensor, ranks: int, mode: str) -> None:
+    """Raises on every rank alike if data-parallel ranks got unsuitable batches.
 
-    n numbers are equal exactly if n times the sum of their squares is the square of their sum.
+    Args:
+        total: sum of `batch_checksum` over the ranks.
+        ranks: number of ranks summed over.
+        mode: "global" or "local".
 
     Raises:
-        DisagreementError: under batch="global", ranks were given different batches.
-        BatchError: under batch="local", ranks brought different numbers of rows.
+        DisagreementError: batches differ under batch="global".
+        BatchError: row counts differ under batch="local".
     """
-    check, check_squares, rows, rows_squares = (int(v) for v in verdict.tolist())
+    check, check_squares, rows, rows_squares = (int(v) for v in total.tolist())
     if not _all_equal(check, check_squares, ranks):
         raise DisagreementError(
             "the ranks were given different batches, but batch='global' means that every rank is "
@@ -69,13 +68,17 @@ def check_checksum_sum(verdict: torch.Tensor, ranks: int, mode: str) -> None:
         )
 
 
-def check_model_parallel_peers(verdict: torch.Tensor, ranks: int) -> None:
-    """Raises on every rank alike if ranks that share a model were not given the same rows.
+def check_model_parallel_peers(total: torch.Tensor, ranks: int) -> None:
+    """Raises on every rank alike if ranks that share a model got different rows.
+
+    Args:
+        total: sum of `batch_checksum` over these ranks.
+        ranks: number of these ranks.
 
     Raises:
-        DisagreementError: they were not.
+        DisagreementError: the checksums differ.
     """
-    check, squares, *_ = (int(v) for v in verdict.tolist())
+    check, squares, *_ = (int(v) for v in total.tolist())
     if not _all_equal(check, squares, ranks):
         raise DisagreementError(
             f"{ranks} ranks that share one model (tp, cp, ep) were given different batches. Give "
@@ -85,5 +88,5 @@ def check_model_parallel_peers(verdict: torch.Tensor, ranks: int) -> None:
 
 
 def _all_equal(total: int, squares: int, ranks: int) -> bool:
-    """Whether numbers of this sum, and sum of squares, are all equal: then only they are."""
+    """Whether numbers with this sum and sum of squares are equal (Cauchy-Schwarz)."""
     return ranks * squares == total**2

@@ -1,4 +1,4 @@
-"""`ExecutionContext`: what all calls of a module share, and their captures."""
+"""`ExecutionContext`: state that all calls of a module share, and their captures."""
 
 from __future__ import annotations
 
@@ -34,24 +34,59 @@ from autopar.runtime.rng import RandomStream
 from autopar.runtime.written import warn_of_local_writes
 
 
-@dataclass
-class ExecutionContext:
-    """What all calls of a module share.
+@dataclass(frozen=True)
+class ModuleIndex:
+    """Modules, parameters and buffers of a model, cached between calls.
 
     Attributes:
-        model: the model.
-        parameters: what is known of its parameters.
-        device: of tensors.
-        options: how calls are captured and run.
-        random: this rank's stream of random numbers.
-        make_strategies: finds the ways of a call that was not planned for.
-        plan: None until there is one.
-        mesh: of the plan; None for one rank.
-        groups: process group of each axis and level, by name.
-        held: local gradients kept from earlier calls, by parameter.
-        states: what compression keeps from step to step.
-        captures: of each kind of call.
-        attempts: while there is no plan, what was captured at some rows, for any division of them.
+        modules: all modules.
+        parameters: all parameters, by name.
+        buffer_owners: module and attribute of each buffer, by name.
+    """
+
+    modules: tuple[nn.Module, ...]
+    parameters: Mapping[str, nn.Parameter]
+    buffer_owners: Mapping[str, tuple[nn.Module, str]]
+
+    @staticmethod
+    def of(model: nn.Module, lifted: Iterable[tuple[str, str]]) -> ModuleIndex:
+        """The index of a model; lifted attributes count as buffers."""
+        owners = {
+            name: (model.get_submodule(module), key)
+            for name, _ in model.named_buffers()
+            for module, key in [attribute_of(name)]
+        }
+        for module, key in lifted:
+            owners[f"{module}.{key}" if module else key] = (model.get_submodule(module), key)
+        return ModuleIndex(tuple(model.modules()), dict(model.named_parameters()), owners)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The current buffers by name, looked up anew since assignment replaces them."""
+        found = {}
+        for name, (module, key) in self.buffer_owners.items():
+            buffer = module._buffers.get(key)
+            found[name] = local_part(getattr(module, key)) if buffer is None else buffer
+        return found
+
+
+@dataclass
+class ExecutionContext:
+    """State that all calls of a module share.
+
+    Attributes:
+        model: the plain model.
+        parameters: description of each parameter, by name.
+        device: device of the tensors.
+        options: options of capture and execution.
+        rng: random stream of this rank.
+        make_strategies: finds strategies for a call the plan does not cover.
+        plan: the plan, None before it exists.
+        mesh: mesh of the plan, None for one rank.
+        groups: name of the process group of each axis and level, by axis name.
+        unreduced_grads: local gradients of `no_sync` calls, by parameter name.
+        compression_state: tensors that compression keeps between steps.
+        captures: capture of each kind of call.
+        planning_captures: captures made while planning, reused for every slicing of the batch.
         all_tangents: whether gradients may enter by every output.
     """
 
@@ -72,7 +107,7 @@ class ExecutionContext:
 
     @cached_property
     def index(self) -> ModuleIndex:
-        """What the model holds, looked up once: calls are many, and modules seldom change."""
+        """The index of the model."""
         return ModuleIndex.of(self.model, self.guards.lifted)
 
     @cached_property
@@ -81,47 +116,94 @@ class ExecutionContext:
         return Guards(self.model, self.parameters)
 
     def index_model(self) -> None:
-        """Learns what changed in Python since the last call; before every call."""
+        """Drops the index if the model has changed; runs before every call."""
         if self.guards.update():
-            self.__dict__.pop("index", None)
+            self._drop_index()
 
     def reindex_model(self) -> None:
-        """Forgets what the model held: its parameters were replaced."""
-        self.__dict__.pop("index", None)
+        """Drops the index and guards after parameters were replaced."""
+        self._drop_index()
         self.guards.invalidate()
 
-    def rebind(self, name: str, value: torch.Tensor) -> None:
-        """Gives a buffer, or an attribute that is carried as one, a new tensor."""
-        module, key = self.index.buffer_owners[name]
-        holder = module._buffers if key in module._buffers else vars(module)
-        self.guards.rebind(holder, key, value)
+    def _drop_index(self) -> None:
+        self.__dict__.pop("index", None)
 
-    def capture(self, share: BatchShard, for_planning: bool = False) -> Capture:
-        """Captures a call; the backward too, if it may be wanted."""
+    def write_buffers(self, updates: Mapping[str, torch.Tensor], rebound: frozenset[str]) -> None:
+        """Writes new values of buffers, in place or as new tensors.
+
+        Args:
+            updates: new values, by name of the buffer or lifted attribute.
+            rebound: names to which forward assigns a new tensor.
+        """
+        buffers = self.index.buffers()
+        with torch.no_grad():
+            for name, value in updates.items():
+                if name in rebound:
+                    module, key = self.index.buffer_owners[name]
+                    owner = module._buffers if key in module._buffers else vars(module)
+                    self.guards.rebind(owner, key, value.clone())
+                else:
+                    buffers[name].copy_(value)
+
+    def capture(self, shard: BatchShard, for_planning: bool = False) -> Capture:
+        """Captures a call, with its backward if gradients are enabled or for planning."""
         differentiate = for_planning or torch.is_grad_enabled()
-        key = (*self.call_key(share), differentiate)
+        key = (*self.call_key(shard), differentiate)
         if key not in self.captures:
             self.guards.check_current()
             known = self.planning_captures if for_planning else {}
-            made = self._capture(share, differentiate, known)
-            key = (*self.call_key(share), differentiate)  # what it reads may make the state another
+            made = self._capture(shard, differentiate, known)
+            key = (*self.call_key(shard), differentiate)  # capturing may extend the guarded state
             self.captures[key] = made
         return self.captures[key]
 
-    def capture_on_all_ranks(self, share: BatchShard) -> Capture:
-        """Captures a call on every rank at once, and compares what was captured.
+    def capture_on_all_ranks(self, shard: BatchShard) -> Capture:
+        """Captures a call on every rank at once and compares the graphs.
 
         Raises:
             DisagreementError: the ranks' forward or loss_fn compute different things.
         """
-        captured = run_on_all_ranks(lambda: self.capture(share))
-        even = not self.options.local or share.slices.is_even
+        captured = run_on_all_ranks(lambda: self.capture(shard))
+        even = not self.options.local or shard.slices.is_even
         agree_on_graph(captured.captured_graph, even=even)
         return captured
 
     def _capture(
-        self, share: BatchShard, differentiate: bool, known: dict[Any, Capture]
+        self, shard: BatchShard, differentiate: bool, known: dict[Any, Capture]
     ) -> Capture:
+        parameters = self._current_parameters()
+
+        def capture_call(call: Call) -> Capture:
+            if (key := call.key) in known:
+                return known[key]
+            with self.autocast():
+                made = capture(
+                    self.model,
+                    call,
+                    parameters,
+                    device=self.device,
+                    differentiate=differentiate,
+                    all_tangents=self.all_tangents,
+                    loss_fn=self.options.loss_fn,
+                    lifted=self.guards.lifted,
+                )
+            self.guards.add(made.reads, made.classes, made.variables, made.lifted)
+            self._drop_index()
+            graph = replace(made.graph, parameters=self._planned(made.graph.parameters))
+            known[key] = replace(made, graph=graph)
+            return known[key]
+
+        made = capture_slice(capture_call, shard.call, shard.slices, local=self.options.local)
+        if shard.num_slices > 1:
+            warn_of_local_writes(made, self.model)
+        return made
+
+    def _current_parameters(self) -> dict[str, ParameterInfo]:
+        """The parameters as planned, with their present `requires_grad`.
+
+        Raises:
+            StrategyError: a parameter that forward changes is trained now.
+        """
         now = {
             name: replace(info, requires_grad=self.index.parameters[name].requires_grad)
             for name, info in self.parameters.items()
@@ -132,37 +214,13 @@ class ExecutionContext:
                     f"parameter {name} was frozen when the plan was made, and forward changes it: "
                     "it cannot be trained too. Call autopar.compile after requires_grad_()."
                 )
-
-        def attempt(call: Call) -> Capture:
-            if (key := call.key) in known:
-                return known[key]
-            with self.autocast():
-                made = capture(
-                    self.model,
-                    call,
-                    now,  # parameters may have been frozen since; their layouts stay the plan's
-                    device=self.device,
-                    differentiate=differentiate,
-                    all_tangents=self.all_tangents,
-                    loss_fn=self.options.loss_fn,
-                    lifted=self.guards.lifted,
-                )
-            self.guards.add(made.reads, made.classes, made.variables, made.lifted)
-            self.__dict__.pop("index", None)
-            graph = replace(made.graph, parameters=self._planned(made.graph.parameters))
-            known[key] = replace(made, graph=graph)
-            return known[key]
-
-        made = capture_slice(attempt, share.call, share.slices, local=self.options.local)
-        if share.num_slices > 1:
-            warn_of_local_writes(made, self.model)
-        return made
+        return now
 
     def _planned(self, captured: Iterable[str]) -> dict[str, ParameterInfo]:
-        """The parameters of a graph, as the plan knows them.
+        """The parameters of a captured graph as the plan describes them.
 
         Raises:
-            StrategyError: forward changes one in this call that the plan did not know of.
+            StrategyError: forward changes a parameter in this call that the plan left constant.
         """
         known = {name: self.parameters[name] for name in captured}
         changed = self.parameters.keys() - known.keys()
@@ -174,72 +232,43 @@ class ExecutionContext:
         return known
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The precision that the model is captured in."""
+        """The autocast context that the model is captured in."""
         if self.options.precision is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.options.precision)
 
     def without_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Programs have their casts written in."""
+        """A context for programs, whose casts are captured already."""
         if not torch.is_autocast_enabled(self.device.type):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, enabled=False)
 
-    def call_key(self, share: BatchShard) -> tuple[Any, ...]:
-        """What distinguishes a kind of call."""
-        kind = self.device.type
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    def call_key(self, shard: BatchShard) -> tuple[Any, ...]:
+        """Everything that distinguishes a kind of call."""
+        device = self.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         modes = tuple(m.training for m in self.index.modules)
-        called = (*share.call.key, share.global_rows, share.num_slices, share.in_time)
+        called = (*shard.call.key, shard.global_rows, shard.num_slices, shard.in_time)
         trained = tuple(p.requires_grad for p in self.index.parameters.values())
         return (*called, autocast, modes, trained, self.all_tangents, self.guards.state)
 
     def differentiable_inputs(
-        self, share: BatchShard
+        self, shard: BatchShard
     ) -> tuple[tuple[Differentiable, ...], list[torch.Tensor]]:
-        """What autograd is told that a call depends on: parameters held here, and inputs."""
+        """Local parameters and inputs that autograd differentiates a call by."""
         roles: list[Differentiable] = []
         tensors: list[torch.Tensor] = []
         for name, parameter in self.index.parameters.items():
             if parameter.requires_grad and not is_remote(parameter):
                 roles.append(Parameter(name))
                 tensors.append(parameter)
-        for index, tensor in zip(share.call.tensor_indices, share.tensors, strict=True):
+        for index, tensor in zip(shard.call.tensor_indices, shard.tensors, strict=True):
             if tensor.requires_grad:
                 roles.append(Input(index))
                 tensors.append(tensor)
         return tuple(roles), tensors
 
     def as_grad_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """A parameter's gradient around its local part."""
+        """A local gradient in the layout of its parameter."""
         parameter = self.index.parameters[name]
         return dtensor_like(gradient, parameter) if isinstance(parameter, DTensor) else gradient
-
-
-@dataclass(frozen=True)
-class ModuleIndex:
-    """The modules and parameters of a model, and where its buffers are kept."""
-
-    modules: tuple[nn.Module, ...]
-    parameters: Mapping[str, nn.Parameter]
-    buffer_owners: dict[str, tuple[nn.Module, str]]
-
-    @staticmethod
-    def of(model: nn.Module, carried: Iterable[tuple[str, str]]) -> ModuleIndex:
-        """The modules, parameters and buffers; what is carried counts as buffers too."""
-        places = {
-            name: (model.get_submodule(module), key)
-            for name, _ in model.named_buffers()
-            for module, key in [attribute_of(name)]
-        }
-        for module, key in carried:
-            places[f"{module}.{key}" if module else key] = (model.get_submodule(module), key)
-        return ModuleIndex(tuple(model.modules()), dict(model.named_parameters()), places)
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers as they are now: assigning to one replaces it."""
-        found = {}
-        for name, (module, key) in self.buffer_owners.items():
-            buffer = module._buffers.get(key)
-            found[name] = local_part(getattr(module, key)) if buffer is None else buffer
-        return found

@@ -97,13 +97,13 @@ def spoiled_gradient(name: str) -> Callable[..., Tensor]:
     return spoiled
 
 
-def forgotten_updates(whole: SpmdExecutor, running: Any, share: Any, rebound: Any) -> None:
-    running.updates.clear()
+def forgotten_updates(executor: SpmdExecutor, call: Any) -> None:
+    call.updates.clear()
 
 
 WRONG: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "gradient": (ExecutionContext, "wrap", spoiled_gradient("head.weight")),
-    "buffer": (SpmdExecutor, "_finish", forgotten_updates),
+    "gradient": (ExecutionContext, "as_grad_of", spoiled_gradient("head.weight")),
+    "buffer": (SpmdExecutor, "_write_updates", forgotten_updates),
 }
 
 
@@ -248,7 +248,7 @@ def first_batch(rank: int, world_size: int, *, wrong: bool, late: bool) -> tuple
     with printed() as text:
         strategy = fixed(3)
         model = autopar.compile(case.make(), strategy=strategy, verify=True, **given)
-        spoiled = patch.object(ExecutionContext, "wrap", spoiled_gradient("norm.weight"))
+        spoiled = patch.object(ExecutionContext, "as_grad_of", spoiled_gradient("norm.weight"))
         with spoiled if wrong else contextlib.nullcontext():
             with torch.no_grad():
                 want = model(*args).item()
@@ -306,7 +306,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def in_this_process(script: str, nproc: int, rest: list[str], environment: dict[str, str]) -> int:
     """The work of `launch`, by one rank, whose gradients are wrong."""
-    wrong = patch.object(ExecutionContext, "wrap", spoiled_gradient("layer.weight"))
+    wrong = patch.object(ExecutionContext, "as_grad_of", spoiled_gradient("layer.weight"))
     with wrong, patch.dict("os.environ", environment):
         return main(rest[1:])
 

@@ -1,4 +1,4 @@
-"""A captured call, lowered under a plan: the generated code of one rank."""
+"""`Program`: the generated code of one rank for a captured call."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ OUT_OF_PLACE = {
     c10d.all_reduce_.default: c10d.all_reduce.default,
     aten.add_.Tensor: aten.add.Tensor,
 }
-"""What lowering does in place, for compilers, which choose their buffers themselves: they take no
-collective in place, and of a sum into a piece of a bucket they make a copy of all the bucket."""
+"""In-place operators of lowered graphs that compilers take out of place.
+
+Compilers accept no in-place collective. For an in-place sum into a slice of a bucket they would
+copy the whole bucket.
+"""
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """One generated function and what its arguments and results are.
+    """A graph with its generated function.
 
     Attributes:
-        graph: what it computes.
-        run: the function; it empties the list of its arguments.
-        donated: places of arguments that it may overwrite.
+        graph: the graph.
+        run: the function; it empties its list of arguments.
+        donated_args: positions of arguments that the function may overwrite.
     """
 
     graph: TrainingGraph
@@ -76,13 +79,13 @@ class CompiledGraph:
 
 @dataclass(frozen=True)
 class Program:
-    """What a call runs.
+    """The generated code of one rank for a call.
 
     Attributes:
-        capture: the call, with the structure of its result.
-        graph: the joint graph after all passes.
-        forward: the forward half.
-        backward: the backward half, None without a backward.
+        capture: the captured call.
+        graph: joint graph after all passes.
+        forward: the forward.
+        backward: the backward, None without gradients.
     """
 
     capture: Capture
@@ -92,17 +95,17 @@ class Program:
 
     @cached_property
     def is_random(self) -> bool:
-        """Whether the forward draws random numbers."""
+        """Whether the program draws random numbers."""
         return any(is_random(node) for node in self.graph.calls())
 
     @cached_property
     def returned(self) -> tuple[int, ...]:
-        """The indices of returned tensors among the flattened outputs."""
+        """Indices of returned tensors among the flattened outputs."""
         return tuple(r.index for r in self.forward.outputs if isinstance(r, Output))
 
     @cached_property
     def tangents(self) -> frozenset[int]:
-        """The outputs that gradients may enter by."""
+        """Indices of the outputs that gradients may enter by."""
         roles = self.backward.inputs if self.backward else ()
         return frozenset(r.index for r in roles if isinstance(r, Tangent))
 
@@ -116,53 +119,51 @@ def build_program(
     comm_backend: str,
     groups: Mapping[str, str],
     compile_backend: str = "eager",
-    hold: bool = False,
-    held: tuple[str, ...] = (),
+    no_sync: bool = False,
+    unreduced: tuple[str, ...] = (),
     recorder: Recorder | None = None,
 ) -> Program:
     """Lowers a capture under a plan and generates its code.
 
     Args:
-        capture: the call.
-        plan: what to do.
-        rank: this rank in the world.
-        op_strategies: of the graph before each axis that the model is partitioned along.
-        comm_backend: what collectives are lowered for.
+        capture: the captured call.
+        plan: the plan.
+        rank: rank in the world.
+        op_strategies: strategies of the nodes before each partitioned axis.
+        comm_backend: torch.distributed backend that collectives are lowered for.
         groups: process group of each mesh axis.
         compile_backend: "eager" for generated Python, or a backend of torch.compile.
-        hold: keep gradients local (`no_sync`).
-        held: parameters with gradients held from earlier calls.
-        recorder: is told when each operator runs.
+        no_sync: whether gradients stay unreduced.
+        unreduced: names of parameters with unreduced gradients of earlier calls.
+        recorder: records when each operator runs.
     """
-    through = compile_backend != "eager"
+    is_compiled = compile_backend != "eager"
     passes = build_pass_pipeline(
         plan,
         rank,
         comm_backend,
         op_strategies=op_strategies,
-        hold=hold,
-        held=held,
-        compiled=through,
+        hold=no_sync,
+        held=unreduced,
+        compiled=is_compiled,
     )
     graph = run_passes(with_axes(capture.graph, plan), passes)
     split = split_forward_backward(graph)
-
-    def half(part: TrainingGraph, donated: tuple[int, ...] = ()) -> CompiledGraph:
-        return CompiledGraph(
-            part, generate(part, groups, compile_backend, donated, recorder), donated
-        )
-
-    forward, backward = half(split.forward), None
+    forward = CompiledGraph(
+        split.forward, generate(split.forward, groups, compile_backend, (), recorder)
+    )
     if recorder is not None:
         forward = replace(forward, run=recorder.starting_step(graph, forward.run))
+    backward = None
     if split.backward is not None:
-        spare = donated_args(split.forward, split.backward) if through else ()
-        backward = half(split.backward, spare)
+        donated = donated_args(split.forward, split.backward) if is_compiled else ()
+        run = generate(split.backward, groups, compile_backend, donated, recorder)
+        backward = CompiledGraph(split.backward, run, donated)
     return Program(capture, graph, forward, backward)
 
 
 def with_axes(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
-    """The captured graph with the axes of the plan's mesh, and their levels."""
+    """A captured graph with the mesh axes of a plan and their levels."""
     return replace(graph, axes=plan.axes)
 
 
@@ -173,49 +174,49 @@ def generate(
     donated: tuple[int, ...] = (),
     recorder: Recorder | None = None,
 ) -> BoxedFunction:
-    """The code of a graph: it takes its arguments in a list and frees each early.
+    """A function for a lowered graph that takes a list of arguments and frees each early.
 
     Args:
-        graph: a half of a lowered graph.
+        graph: forward or backward of a lowered graph.
         groups: process group of each mesh axis.
         compile_backend: "eager" for generated Python, or a backend of torch.compile.
-        donated: places of arguments that compiled code may overwrite.
-        recorder: is told when each operator runs.
+        donated: positions of arguments that compiled code may overwrite.
+        recorder: records when each operator runs.
     """
     module = fx.GraphModule(dict(graph.constants), graph.copy().graph)
     for node in module.graph.nodes:
         if "_c10d_functional" in str(node.target) and node.args[-1] in groups:
             node.args = (*node.args[:-1], groups[node.args[-1]])
     for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
-        node.target = aten.reshape.default  # kernels may give other strides than fakes foretell
+        node.target = aten.reshape.default  # kernels may return other strides than fake tensors
     if compile_backend != "eager":
-        for before, after in OUT_OF_PLACE.items():
-            for node in module.graph.find_nodes(op="call_function", target=before):
-                node.target = after
+        for in_place, out_of_place in OUT_OF_PLACE.items():
+            for node in module.graph.find_nodes(op="call_function", target=in_place):
+                node.target = out_of_place
         module.recompile()
         return compile_graph(module, compile_backend, donated)
-    wrap = recorder.instrument(module.graph) if recorder else None
-    _settle_first(module.graph)
+    record = recorder.instrument(module.graph) if recorder else None
+    _finish_exchange_first(module.graph)
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
-    run = _located(module)
-    return wrap(run) if wrap else run
+    run = _locating_errors(module)
+    return record(run) if record else run
 
 
-def _settle_first(graph: fx.Graph) -> None:
-    """Has the ranks agree on the call before the first collective, while they compute."""
+def _finish_exchange_first(graph: fx.Graph) -> None:
+    """Finishes the ranks' agreement before the first collective; ranks compute meanwhile."""
     first = next((n for n in graph.nodes if "_c10d_functional" in str(n.target)), None)
     if first is not None:
         with graph.inserting_before(first):
             graph.call_function(finish_exchange)
 
 
-def _located(module: fx.GraphModule) -> BoxedFunction:
-    """The generated function; an error inside it names the operator and the user's line."""
+def _locating_errors(module: fx.GraphModule) -> BoxedFunction:
+    """The generated function; its errors name the operator and the user's line."""
     nodes = {node.name: node for node in module.graph.nodes}
     run = module.forward
 
-    def located(arguments: list[Any]) -> list[Any]:
+    def run_located(arguments: list[Any]) -> list[Any]:
         try:
             return run(arguments)
         except Exception as error:
@@ -227,4 +228,4 @@ def _located(module: fx.GraphModule) -> BoxedFunction:
                         error.add_note(f"in the graph of this rank at {render_node(nodes[name])}")
             raise
 
-    return located
+    return run_located

@@ -1,4 +1,4 @@
-"""Calls of a pipelined model: each kind of call is cut and lowered once, then run."""
+"""`PipelineExecutor`: runs calls of a model with pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,21 +15,17 @@ from autopar._torch import backward_keeps_graph
 from autopar.capture.batch_shards import BatchShard
 from autopar.common.notices import warn_of_numerics
 from autopar.errors import CoupledRowsError
-from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.roles import Differentiable, Input, Parameter
 from autopar.report.plan import Plan
-from autopar.runtime.batch_checks import (
-    batch_checksum,
-    check_checksum_sum,
-    check_model_parallel_peers,
-)
 from autopar.runtime.call_partitions import call_strategies
 from autopar.runtime.codegen.program import with_axes
 from autopar.runtime.context import ExecutionContext
-from autopar.runtime.parameters.distribute import is_remote, local_part
 from autopar.runtime.pipeline.call import PipelineCall
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
-from autopar.runtime.pipeline.stage_parameters import apply_requires_grad_flags, requires_grad_flags
+from autopar.runtime.pipeline.stage_parameters import (
+    apply_requires_grad_flags,
+    requires_grad_flags,
+)
 from autopar.runtime.pipeline.stage_program import build_pipeline_program
 from autopar.runtime.process_groups import backend_of, explaining_comm_errors, rank
 from autopar.runtime.written import result_of
@@ -37,13 +33,13 @@ from autopar.runtime.written import result_of
 
 @dataclass
 class PipelineExecutor:
-    """Runs the calls of a module whose plan has stages.
+    """Runs calls of a module whose plan has pipeline stages.
 
     Attributes:
-        setting: what they share.
-        known: what runs each kind of call.
-        coupled: kinds of calls whose micro-batches need each other's rows.
-        tangent: the gradient of the last loss.
+        context: state shared by all calls.
+        compiled_calls: stages and schedules of each kind of call.
+        coupled_keys: kinds of calls whose micro-batches need each other's rows.
+        loss_tangent: gradient of the previous loss.
     """
 
     context: ExecutionContext
@@ -57,168 +53,145 @@ class PipelineExecutor:
         assert self.context.plan is not None
         return self.context.plan
 
-    def run(self, leaves: Sequence[Any], share: BatchShard, hold: bool) -> Any:
-        """The result of a call, the same on every rank of the pipeline.
+    def run(self, leaves: Sequence[Any], shard: BatchShard, no_sync: bool) -> Any:
+        """Runs a call and returns its result, which is the same along the pipeline.
 
         Args:
-            leaves: the flattened arguments.
-            share: this rank's rows of them.
-            hold: keep gradients on this rank.
+            leaves: flattened arguments.
+            shard: this rank's rows of the arguments.
+            no_sync: whether gradients stay unreduced.
         """
-        self._agree(leaves, share)
-        shares = self._shares(share)
-        call = self._call(shares, hold)
-        pipe = call.compiled
-        setting = self.context
-        with setting.rng.as_default(pipe.program.is_random), setting.without_autocast():
-            if pipe.program.differentiates:
-                roles, tensors = setting.differentiable_inputs(share)
+        self._sync_requires_grad()
+        context = self.context
+        call = self._call(self._micro_batches(shard), no_sync)
+        program = call.compiled.program
+        with context.rng.as_default(program.is_random), context.without_autocast():
+            if program.differentiates:
+                roles, tensors = context.differentiable_inputs(shard)
                 tensors.append(torch.zeros((), requires_grad=True))  # if nothing here is trained
-                outputs = _Run.apply(
-                    _Under(self, call, shares, hold, roles, setting.guards.state), *tensors
-                )
+                state = context.guards.state
+                outputs = _PipelineFunction.apply(_AutogradCall(self, call, roles, state), *tensors)
             else:
-                outputs = call.run()
-        buffers = setting.index.buffers()
-        with torch.no_grad():
-            for name, value in call.updates.items():
-                if name in pipe.program.capture.rebound_buffers:
-                    setting.rebind(name, value.clone())
-                else:
-                    buffers[name].copy_(value)
-        result = list(pipe.program.capture.leaves)
+                outputs = call.run_forward()
+        context.write_buffers(call.updates, program.capture.rebound_buffers)
+        result = list(program.capture.leaves)
         for index, value in zip(call.returned, outputs, strict=True):
             result[index] = value
-        return result_of(pipe.program.capture, result, setting.model)
+        return result_of(program.capture, result, context.model)
 
-    def _agree(self, leaves: Sequence[Any], share: BatchShard) -> None:
-        """Ranks that share rows must have been given the same, before anything is sent.
-
-        They also hear of what others have frozen of their stages.
-        """
-        ranks, data = self.plan.world_size, self.plan.dp_size
-        if ranks == 1:
+    def _sync_requires_grad(self) -> None:
+        """Freezes remote parameters as the ranks that hold them have."""
+        ranks, device = self.plan.world_size, self.context.device
+        parameters = self.context.index.parameters.values()
+        if ranks == 1 or not parameters:
             return
-        row = self.plan.mesh_coordinate(rank())[DATA_AXIS]
-        device, parameters = self.context.device, self.context.index.parameters.values()
-        speaks = rank() % (ranks // self.plan.pp_size) == 0
-        flags = torch.tensor(
-            requires_grad_flags(parameters, speaks=speaks), dtype=torch.float64, device=device
-        )
-        own = torch.zeros(data + 1, 4, dtype=torch.float64, device=device)
-        own[row] = batch_checksum(leaves, share.rows, "global", device)
-        own[data] = batch_checksum(leaves, share.rows, self.plan.batch, device)
-        every = torch.cat([own.view(-1), flags])
+        leads_stage = rank() % (ranks // self.plan.pp_size) == 0
+        flags = torch.tensor(requires_grad_flags(parameters, reports=leads_stage), device=device)
         with explaining_comm_errors("a pipeline"):
-            dist.all_reduce(every)
-        verdicts = every[: own.numel()].view(own.shape)
-        if self.plan.batch == "local":
-            for verdict in verdicts[:data]:
-                check_model_parallel_peers(verdict, ranks // data)
-        check_checksum_sum(verdicts[data], ranks, self.plan.batch)
-        apply_requires_grad_flags(parameters, every[own.numel() :].tolist())
+            dist.all_reduce(flags)
+        apply_requires_grad_flags(parameters, flags.tolist())
 
-    def _shares(self, share: BatchShard) -> list[BatchShard]:
-        """The micro-batches of a share; the whole share where they need each other's rows."""
-        shares = share.split_micro_batches(self._micro_batches(share))
-        key = (self.context.call_key(shares[0]), torch.is_grad_enabled())
-        if len(shares) > 1 and key not in self.coupled_keys:
+    def _micro_batches(self, shard: BatchShard) -> list[BatchShard]:
+        """The micro-batches of a shard; the whole shard if they need each other's rows."""
+        micro_batches = shard.split_micro_batches(self._num_micro_batches(shard))
+        key = (self.context.call_key(micro_batches[0]), torch.is_grad_enabled())
+        if len(micro_batches) > 1 and key not in self.coupled_keys:
             try:
-                self.context.capture(shares[0])
+                self.context.capture(micro_batches[0])
             except CoupledRowsError:
                 self.coupled_keys.add(key)
-        return [share] if key in self.coupled_keys else shares
+        return [shard] if key in self.coupled_keys else micro_batches
 
-    def _micro_batches(self, share: BatchShard) -> int:
-        """As many as planned; fewer for a smaller batch that these do not divide."""
+    def _num_micro_batches(self, shard: BatchShard) -> int:
+        """The planned number, or a divisor of it for smaller batches."""
         assert self.plan.pipeline is not None
-        planned, rows = self.plan.pipeline.micro_batches, share.rows
-        if rows * share.num_slices != share.global_rows:
+        planned, rows = self.plan.pipeline.micro_batches, shard.rows
+        if rows * shard.num_slices != shard.global_rows:
             return 1
         return gcd(planned, rows) if rows < self.plan.pipeline.rows else planned
 
-    def _call(self, shares: list[BatchShard], hold: bool) -> PipelineCall:
-        pipe = self._pipe(shares[0], len(shares), hold)
-        inside = self.context.index  # a capture may add to what it holds
-        return PipelineCall(
-            pipe,
-            shares,
-            {n: local_part(p).detach() for n, p in inside.parameters.items() if not is_remote(p)},
-            inside.buffers(),
-            self.context.unreduced_grads,
-            self.context.compression_state,
-            hold,
-            self.loss_tangent,
-        )
+    def _call(self, micro_batches: list[BatchShard], no_sync: bool) -> PipelineCall:
+        compiled = self._compiled_call(micro_batches[0], len(micro_batches), no_sync)
+        return PipelineCall(compiled, self.context, micro_batches, no_sync, self.loss_tangent)
 
-    def _pipe(self, share: BatchShard, count: int, hold: bool) -> CompiledPipelineCall:
-        """What runs calls in so many micro-batches, of which `share` is one."""
-        held = () if hold else tuple(sorted(self.context.unreduced_grads))
-        key = (*self.context.call_key(share), torch.is_grad_enabled(), count, hold, held)
+    def _compiled_call(
+        self, micro_batch: BatchShard, count: int, no_sync: bool
+    ) -> CompiledPipelineCall:
+        """The stages and schedules for calls of `count` micro-batches like this one."""
+        context, plan = self.context, self.plan
+        unreduced = () if no_sync else tuple(sorted(context.unreduced_grads))
+        key = context.call_key(micro_batch)
+        key = (*key, torch.is_grad_enabled(), count, no_sync, unreduced)
         if key not in self.compiled_calls:
-            captured = self.context.capture_on_all_ranks(share)
-            graph, op_strategies = (
-                with_axes(captured.graph, self.plan),
-                self.context.make_strategies,
-            )
+            captured = context.capture_on_all_ranks(micro_batch)
             program = build_pipeline_program(
                 captured,
-                self.plan,
+                plan,
                 rank=rank(),
                 op_strategies=call_strategies(
-                    graph, self.plan, rank(), share.global_rows, share.num_slices, op_strategies
+                    with_axes(captured.graph, plan),
+                    plan,
+                    rank(),
+                    micro_batch.global_rows,
+                    micro_batch.num_slices,
+                    context.make_strategies,
                 ),
                 micro_batches=count,
-                comm_backend=backend_of(self.context.device),
-                groups=self.context.groups,
-                compile_backend=self.context.options.backend,
-                hold=hold,
-                held=held,
+                comm_backend=backend_of(context.device),
+                groups=context.groups,
+                compile_backend=context.options.backend,
+                no_sync=no_sync,
+                unreduced=unreduced,
             )
-            for stage in program.split.stages:
-                if not self.context.options.on_trial:
-                    warn_of_numerics(stage.notes)
-            mesh, group = self.context.mesh, None
-            if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
-                group = mesh.get_group("pp")
+            if not context.options.on_trial:
+                for graph in program.graphs.stages:
+                    warn_of_numerics(graph.notes)
+            mesh = context.mesh
+            has_pp = mesh is not None and "pp" in (mesh.mesh_dim_names or ())
+            group = mesh.get_group("pp") if mesh is not None and has_pp else None
             self.compiled_calls[key] = CompiledPipelineCall(
-                program, self.plan, rank(), self.context.device, group
+                program, plan, rank(), context.device, group
             )
         return self.compiled_calls[key]
 
-    def rerun_with_all_tangents(
-        self, shares: list[BatchShard], hold: bool, state: int
-    ) -> PipelineCall:
-        """A call again, up to its backward, with gradients entering by every output."""
+    def rerun_with_all_tangents(self, call: PipelineCall, state: int) -> PipelineCall:
+        """Runs the forward of a call again, with gradients entering by every output."""
         self.context.all_tangents = True
         with torch.enable_grad(), self.context.guards.as_of(state):
-            call = self._call(shares, hold)
-        call.run()
-        return call
+            again = self._call(list(call.micro_batches), call.no_sync)
+        again.run_forward()
+        return again
 
 
 @dataclass
-class _Under:
-    """A call inside autograd."""
+class _AutogradCall:
+    """A call inside autograd.
 
-    pipes: PipelineExecutor
+    Attributes:
+        executor: the executor.
+        call: the call.
+        roles: roles of the tensors given to autograd.
+        state: state of the guards at the forward.
+    """
+
+    executor: PipelineExecutor
     call: PipelineCall
-    shares: list[BatchShard]
-    hold: bool
     roles: tuple[Differentiable, ...]
     state: int
 
 
-class _Run(torch.autograd.Function):
-    """The forward and backward of one call, as autograd sees them."""
+class _PipelineFunction(torch.autograd.Function):
+    """The forward and backward of one call."""
 
     @staticmethod
-    def forward(ctx: Any, under: _Under, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Runs the schedule, or its forwards."""
-        ctx.under = under
+    def forward(
+        ctx: Any, autograd_call: _AutogradCall, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Runs the schedule, or only its forwards."""
+        ctx.autograd_call = autograd_call
         ctx.set_materialize_grads(False)
-        call = under.call
-        outputs = call.run()
+        call = autograd_call.call
+        outputs = call.run_forward()
         flags = call.compiled.program.capture.differentiable
         pairs = zip(outputs, call.returned, strict=True)
         ctx.mark_non_differentiable(*(value for value, index in pairs if not flags[index]))
@@ -227,34 +200,25 @@ class _Run(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Runs the backwards, or takes what they gave."""
-        under: _Under = ctx.under
-        call, pipes = under.call, under.pipes
+        """Runs the backwards, or collects the gradients of interleaved ones."""
+        autograd_call: _AutogradCall = ctx.autograd_call
+        call, executor = autograd_call.call, autograd_call.executor
         pairs = zip(call.returned, gradients, strict=True)
-        given = {index: gradient for index, gradient in pairs if gradient is not None}
-        if not call.compiled.tangents.issuperset(given):
-            call = pipes.rerun_with_all_tangents(under.shares, under.hold, under.state)
-        again = backward_keeps_graph()
-        call.backward(given, again)
-        if call.at_once and given:
-            pipes.loss_tangent = (
-                call.loss_tangent if isfinite(call.loss_tangent) and call.loss_tangent else 1.0
-            )
+        tangents = {index: gradient for index, gradient in pairs if gradient is not None}
+        if not call.compiled.program.graphs.tangents.issuperset(tangents):
+            call = executor.rerun_with_all_tangents(call, autograd_call.state)
+        retain_graph = backward_keeps_graph()
+        call.run_backward(tangents, retain_graph)
+        if call.interleaves_backward and tangents:
+            usable = isfinite(call.loss_tangent) and call.loss_tangent
+            executor.loss_tangent = call.loss_tangent if usable else 1.0
         found: list[torch.Tensor | None] = []
-        for role in under.roles:
+        for role in autograd_call.roles:
             match role:
                 case Parameter(name):
-                    gradient = call.take_gradient(name, again)
-                    found.append(
-                        None if gradient is None else pipes.context.as_grad_of(name, gradient)
-                    )
+                    gradient = call.take_gradient(name, retain_graph)
+                    context = executor.context
+                    found.append(None if gradient is None else context.as_grad_of(name, gradient))
                 case Input(index):
-                    found.append(call.input_gradient(index, _like(under.shares, index)))
+                    found.append(call.input_gradient(index))
         return (None, *found, None)
-
-
-def _like(shares: list[BatchShard], index: int) -> torch.Tensor:
-    """A tensor like the rank's rows of an argument."""
-    parts = [dict(zip(s.call.tensor_indices, s.tensors, strict=True))[index] for s in shares]
-    split = shares[0].call.has_batch_dim[index] and len(shares) > 1
-    return torch.zeros_like(torch.cat(parts) if split else parts[0])

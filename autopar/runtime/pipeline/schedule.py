@@ -1,7 +1,7 @@
-"""Runs the stages of a rank in the order of a schedule, by torch.distributed.pipelining.
+"""`Schedule`: runs the stages of a rank by torch.distributed.pipelining's runtime.
 
-torch's runtime says when a stage runs a micro-batch and when tensors travel. What it is given is
-our own kind of stage, whose forward and backward are generated functions, without autograd.
+torch's runtime decides when stages run and when tensors travel. Its stages here run generated
+functions without autograd.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from autopar.runtime.process_groups import explaining_comm_errors
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stages of a rank, and what all ranks do in which order.
+    """The stages of a rank and the order of all ranks' actions.
 
     Attributes:
-        stages: those of this rank, by number.
-        orders: of actions, for each rank of the pipeline.
-        micro_batches: how many there are.
-        device: of tensors.
-        group: the process group of the pipeline; None if this rank has all stages.
+        stages: stages of this rank, by index.
+        orders: actions of each rank of the pipeline, in order.
+        micro_batches: number of micro-batches.
+        device: device of the tensors.
+        group: process group of the pipeline, None if this rank has all stages.
     """
 
     stages: Mapping[int, Stage]
@@ -48,33 +48,37 @@ class Schedule:
     group: dist.ProcessGroup | None
 
     def run(self, step: StageStep) -> None:
-        """Runs all of it for one call."""
+        """Runs the schedule for one call."""
         for stage in self.stages.values():
             stage.begin(step)
         if self.group is None:
-            return self._run_alone()
+            return self._run_on_one_rank()
         with explaining_comm_errors("a pipeline"):
             self._runtime._step_microbatches()
         return None
 
-    def _run_alone(self) -> None:
-        """This rank has all stages: nothing travels."""
-        came: dict[tuple[bool, int, int], Values] = {}
+    def _run_on_one_rank(self) -> None:
+        """Runs all stages here, without transfers."""
+        received: dict[tuple[bool, int, int], Values] = {}
         for action in self.orders[0]:
             stage, micro = self.stages[action.stage], action.micro
             if action.kind == "W":
                 stage.weight_backward(micro)
                 continue
-            forward = action.kind == "F"
-            given = came.pop((forward, stage.index, micro), {})
-            sent = stage.forward(micro, given) if forward else stage.backward(micro, given)
-            came[forward, stage.index + (1 if forward else -1), micro] = as_received(sent)
+            is_forward = action.kind == "F"
+            values = received.pop((is_forward, stage.index, micro), {})
+            run = stage.forward if is_forward else stage.backward
+            sent = run(micro, values)
+            peer = stage.index + (1 if is_forward else -1)
+            received[is_forward, peer, micro] = {
+                StageInput(role.value, role.phase): value for role, value in sent.items()
+            }
             if action.kind == "B":
                 stage.weight_backward(micro)
 
     @cached_property
     def _runtime(self) -> PipelineRuntime:
-        """torch's runtime, with transfers written between the actions."""
+        """torch's runtime, with the actions of the schedule and transfers between them."""
         ranks = len(self.orders)
         count = 1 + max(action.stage for order in self.orders for action in order)
         stages = [
@@ -88,102 +92,106 @@ class Schedule:
             rank: [PipelineAction(a.stage, PipelineWork(a.kind), a.micro) for a in order]
             for rank, order in enumerate(self.orders)
         }
-        written = add_transfers(actions, lambda s: s % ranks, count)
+        with_transfers = add_transfers(actions, lambda s: s % ranks, count)
         if self.device.type == "cpu":
-            written = {rank: hoist_receives(own) for rank, own in written.items()}
-        runtime.pipeline_order_with_comms = written
-        runtime._stages_forward_initialized = True  # shapes are known: nothing is inferred
+            with_transfers = {r: hoist_receives(order) for r, order in with_transfers.items()}
+        runtime.pipeline_order_with_comms = with_transfers
+        runtime._stages_forward_initialized = True  # shapes are known
         return runtime
 
 
 def hoist_receives(actions: Iterable[PipelineAction]) -> list[PipelineAction]:
-    """Each receive before the work that it follows, so that what comes travels meanwhile.
+    """Moves each receive before the preceding work, so that transfers overlap with it.
 
-    gloo sends nothing before it is asked for; a GPU's queue asks early of itself. What one rank
-    sends another is received in the same order as before.
+    gloo sends only what the peer has asked for. Receives from one rank keep their order.
     """
     found: list[PipelineAction] = []
     for action in actions:
         place = len(found)
         if action.computation_type in _RECEIVES:
-            works = (i for i in reversed(range(place)) if found[i].computation_type not in _TRAVELS)
+            works = (
+                i for i in reversed(range(place)) if found[i].computation_type not in _TRANSFERS
+            )
             place = next(works, place)
         found.insert(place, action)
     return found
 
 
 _RECEIVES = (PipelineWork.RECV_F, PipelineWork.RECV_B)
-_TRAVELS = (*_RECEIVES, PipelineWork.SEND_F, PipelineWork.SEND_B)
+_TRANSFERS = (*_RECEIVES, PipelineWork.SEND_F, PipelineWork.SEND_B)
 
 
 class _TorchStage(PipelineStageBase):
-    """A stage as torch's runtime takes it."""
+    """A stage with the interface of torch's runtime."""
 
     def __init__(
         self, stage: Stage, count: int, device: torch.device, group: dist.ProcessGroup
     ) -> None:
         super().__init__(nn.Module(), stage.index, count, device, group)
         self.stage = stage
-        self.forwards: dict[int, Values] = {}  # came from below, then goes above
-        self.backwards: dict[int, Values] = {}  # came from above, then goes below
+        self.activations: dict[int, Values] = {}  # received, then to send, by micro-batch
+        self.gradients: dict[int, Values] = {}  # received, then to send, by micro-batch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
-        micro = fwd_chunk_id
-        self.forwards[micro] = self.stage.forward(micro, self.forwards.pop(micro, {}))
+        received = self.activations.pop(fwd_chunk_id, {})
+        self.activations[fwd_chunk_id] = self.stage.forward(fwd_chunk_id, received)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, *_: Any, full_backward: bool = True, **__: Any
     ) -> None:
-        micro = bwd_chunk_id
-        self.backwards[micro] = self.stage.backward(micro, self.backwards.pop(micro, {}))
+        received = self.gradients.pop(bwd_chunk_id, {})
+        self.gradients[bwd_chunk_id] = self.stage.backward(bwd_chunk_id, received)
         if full_backward:
-            self.stage.weight_backward(micro)
+            self.stage.weight_backward(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
         self.stage.weight_backward(bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: the last backward has reduced."""
+        """Does nothing: the last backward reduces."""
 
     def get_fwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._receive(self.forwards, micro, self.stage.program.forward.fake_tensors, -1)
+        return self._receive(self.activations, micro, self.stage.program.forward.fake_tensors, -1)
 
     def get_fwd_send_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._send(self.forwards.pop(micro), self.stage.program.forward.fake_tensors, +1)
+        values = self.activations.pop(micro)
+        return self._send(values, self.stage.program.forward.fake_tensors, +1)
 
     def get_bwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._receive(self.backwards, micro, self._of_backward, +1)
+        return self._receive(self.gradients, micro, self._backward_fakes, +1)
 
     def get_bwd_send_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._send(self.backwards.pop(micro), self._of_backward, -1)
+        return self._send(self.gradients.pop(micro), self._backward_fakes, -1)
 
     @cached_property
-    def _of_backward(self) -> Mapping[Any, torch.Tensor]:
-        last = self.stage.program.last_backward
-        return {} if last is None else CompiledGraph(last.graph, last.parts[0].run).fake_tensors
+    def _backward_fakes(self) -> Mapping[Any, torch.Tensor]:
+        backward = self.stage.program.last_backward
+        if backward is None:
+            return {}
+        return CompiledGraph(backward.graph, backward.parts[0].run).fake_tensors
 
     def _receive(
-        self, table: dict[int, Values], micro: int, likes: Mapping[Any, torch.Tensor], offset: int
+        self, table: dict[int, Values], micro: int, fakes: Mapping[Any, torch.Tensor], offset: int
     ) -> list[dist.P2POp]:
         table[micro], ops = {}, []
-        for role in _in_order(likes, StageInput):
-            wire, table[micro][role] = _buffer(likes[role], self.device)
-            ops.append(self._transfer(dist.irecv, wire, offset))
+        for role in _sorted_roles(fakes, StageInput):
+            buffer, table[micro][role] = _receive_buffer(fakes[role], self.device)
+            ops.append(self._transfer(dist.irecv, buffer, offset))
         return ops
 
     def _send(
-        self, sent: Values, likes: Mapping[Any, torch.Tensor], offset: int
+        self, values: Values, fakes: Mapping[Any, torch.Tensor], offset: int
     ) -> list[dist.P2POp]:
         return [
-            self._transfer(dist.isend, _wire(sent[role], likes[role]), offset)
-            for role in _in_order(sent, StageOutput)
+            self._transfer(dist.isend, _in_memory_order(values[role], fakes[role]), offset)
+            for role in _sorted_roles(values, StageOutput)
         ]
 
-    def _transfer(self, what: Any, tensor: torch.Tensor, offset: int) -> dist.P2POp:
+    def _transfer(self, op: Any, tensor: torch.Tensor, offset: int) -> dist.P2POp:
         peer = self.stage_index_to_group_rank[self.stage_index + offset]
-        return dist.P2POp(what, tensor, group=self.group, group_peer=peer)
+        return dist.P2POp(op, tensor, group=self.group, group_peer=peer)
 
-    # What the base class asks for, and a traced stage knows already.
+    # The base class infers shapes here; captured stages have them.
 
     def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
         return None
@@ -195,27 +203,22 @@ class _TorchStage(PipelineStageBase):
         return ()
 
 
-def as_received(sent: Values) -> Values:
-    """What was sent, as it is received."""
-    return {StageInput(role.value, role.phase): value for role, value in sent.items()}
-
-
-def _in_order(roles: Iterable[Any], kind: type) -> list[Any]:
+def _sorted_roles(roles: Iterable[Any], kind: type) -> list[Any]:
     return sorted((role for role in roles if isinstance(role, kind)), key=lambda r: r.value)
 
 
-def _dims(strides: Sequence[int]) -> list[int]:
-    """The dims of a tensor as they follow one another in memory."""
+def _dims_by_stride(strides: Sequence[int]) -> list[int]:
+    """The dims of a tensor, outermost in memory first."""
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
-def _wire(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor as it travels: its elements as they lie in memory."""
-    return tensor.detach().permute(_dims(like.stride())).contiguous()
+def _in_memory_order(tensor: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+    """A tensor with its dims permuted to the memory order of `fake`, contiguous."""
+    return tensor.detach().permute(_dims_by_stride(fake.stride())).contiguous()
 
 
-def _buffer(like: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a tensor arrives, and the same as the tensor that was sent."""
-    dims = _dims(like.stride())
-    wire = torch.empty([like.shape[dim] for dim in dims], dtype=like.dtype, device=device)
-    return wire, wire.permute(sorted(range(len(dims)), key=dims.__getitem__))
+def _receive_buffer(fake: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A buffer in memory order, and its view with the dims of `fake`."""
+    dims = _dims_by_stride(fake.stride())
+    buffer = torch.empty([fake.shape[dim] for dim in dims], dtype=fake.dtype, device=device)
+    return buffer, buffer.permute(sorted(range(len(dims)), key=dims.__getitem__))

@@ -1,4 +1,4 @@
-"""One stage of a pipeline on its rank: what it runs for each micro-batch, without autograd."""
+"""`Stage`: runs the generated functions of one pipeline stage, without autograd."""
 
 from __future__ import annotations
 
@@ -30,27 +30,29 @@ from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.pipeline.stage_program import StageBackward, StageProgram
 
 Values = dict[Any, torch.Tensor]
+"""Tensors by role."""
 
 
 @dataclass
 class StageStep:
-    """What all stages of a rank share over one call.
+    """State that all stages of a rank share during one call.
 
     Attributes:
-        arguments: gives an argument of a stage's forward for a micro-batch.
-        tangents: gradients by outputs, for each micro-batch.
-        micro_batches: how many there are.
-        totals: sums over the batch, as they become known.
-        whole: parameters that the first forward of a stage has gathered for all.
-        held: local gradients that are kept, by parameter.
-        states: what compression keeps from step to step.
-        saved: what forwards have saved for their backwards, by stage and micro-batch.
-        parts: what the micro-batches have added to totals so far.
-        same: the parts that are the same for each of them.
+        argument: gives an argument of a stage's forward, by role and micro-batch.
+        micro_batches: number of micro-batches.
+        unreduced_grads: local gradients that stay unreduced, by parameter name.
+        compression_state: tensors that compression keeps between steps.
+        replicated_partials: partials with the same value for every micro-batch.
         differentiates: whether a backward follows.
-        keep: whether another backward may follow that one.
-        outputs: what was returned, by index and micro-batch.
-        gradients: of parameters and inputs, summed; those of inputs by micro-batch.
+        retain_graph: whether another backward may follow.
+        tangents: gradients by output index, for each micro-batch.
+        totals: sums over the batch, by index.
+        unsharded_params: parameters that the first forward gathered for all, by name.
+        saved: saved tensors, by stage and micro-batch.
+        partials: sums over the micro-batches so far, by index.
+        outputs: outputs by index, in the order of micro-batches.
+        gradients: gradients of parameters, summed over micro-batches.
+        input_gradients: gradients of inputs, by index and micro-batch.
     """
 
     argument: Callable[[InputRole, int], torch.Tensor]
@@ -69,80 +71,104 @@ class StageStep:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     input_gradients: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
 
+    def add_partial(self, index: int, value: torch.Tensor) -> None:
+        """Adds a micro-batch's partial."""
+        known = self.partials.get(index)
+        replaces = known is None or index in self.replicated_partials
+        self.partials[index] = value if known is None or replaces else known + value
+
+    def pop_saved(self, stage: int, micro: int) -> list[torch.Tensor]:
+        """Saved tensors of a forward; the caller owns them unless the graph is retained."""
+        key = (stage, micro)
+        return self.saved[key] if self.retain_graph else self.saved.pop(key)
+
 
 class Stage:
-    """A stage.
+    """One pipeline stage.
 
     Attributes:
-        index: which of them.
-        program: what it runs.
+        index: index of the stage.
+        program: generated functions of the stage.
+        pending: values that `weight_backward` still needs, by micro-batch.
     """
 
     def __init__(self, index: int, program: StageProgram) -> None:
         self.index, self.program = index, program
-        self.step: StageStep | None = None
-        self.pending: dict[int, Values] = {}  # what a backward in two has to go on with
+        self._current: StageStep | None = None
+        self.pending: dict[int, Values] = {}
 
     def begin(self, step: StageStep) -> None:
-        """Takes up a call, or its second half: others may have run in between."""
-        self.step = step
+        """Begins a schedule of a call; other calls may have run since the last one."""
+        self._current = step
         self.pending.clear()
 
-    def forward(self, micro: int, came: Values) -> Values:
-        """Runs the forward on a micro-batch; takes what the stage below sent, returns what goes on.
+    @property
+    def _step(self) -> StageStep:
+        assert self._current is not None
+        return self._current
 
-        It empties `came`.
+    def forward(self, micro: int, received: Values) -> Values:
+        """Runs the forward on a micro-batch.
+
+        Args:
+            micro: index of the micro-batch.
+            received: tensors from the previous stage; emptied.
+
+        Returns:
+            Tensors for the next stage.
         """
-        step, half = self._step, self.program.forward if micro else self.program.first_forward
+        step, graph = self._step, self.program.forward if micro else self.program.first_forward
         arguments = [
-            came.pop(role) if isinstance(role, StageInput) else step.argument(role, micro)
-            for role in half.inputs
+            received.pop(role) if isinstance(role, StageInput) else step.argument(role, micro)
+            for role in graph.inputs
         ]
-        results = half.run(arguments)
-        kept, sent = [], {}
-        for role, value in zip(half.outputs, results, strict=True):
+        results = graph.run(arguments)
+        saved, sent = [], {}
+        for role, value in zip(graph.outputs, results, strict=True):
             match role:
                 case Saved():
-                    kept.append(value)
+                    saved.append(value)
                 case StageOutput():
                     sent[role] = value
                 case Output(index):
                     step.outputs.setdefault(index, []).append(value)
                 case MicrobatchPartial(index):
-                    self._add_part(index, value)
+                    step.add_partial(index, value)
                 case UnshardedParam(name):
                     step.unsharded_params[name] = value
         if step.differentiates:
-            step.saved[self.index, micro] = kept
+            step.saved[self.index, micro] = saved
         return sent
 
-    def backward(self, micro: int, came: Values) -> Values:
-        """Runs the backward on a micro-batch; takes what came from above, returns what goes below.
+    def backward(self, micro: int, received: Values) -> Values:
+        """Runs the backward on a micro-batch, up to the input gradients if it is split.
 
-        It empties `came`. A backward in two runs up to what goes below; `finish` runs the rest.
+        Args:
+            micro: index of the micro-batch.
+            received: tensors from the next stage; emptied.
+
+        Returns:
+            Tensors for the previous stage.
         """
-        found = self._backward(micro)
-        if found is None:
+        backward = self._backward(micro)
+        if backward is None:
             return {}
-        first, *rest = found.parts
-        known = came | dict(zip(found.saved, self._take(micro), strict=True))
-        came.clear()
-        later = frozenset(role for half in rest for role in half.inputs)
+        first, *rest = backward.parts
+        saved = self._step.pop_saved(self.index, micro)
+        known = received | dict(zip(backward.saved, saved, strict=True))
+        received.clear()
+        del saved
+        later = frozenset(role for graph in rest for role in graph.inputs)
         sent = self._run(first, micro, known, later)
         if rest:
             self.pending[micro] = known
         return sent
 
     def weight_backward(self, micro: int) -> None:
-        """Runs what is left of the backward on a micro-batch."""
-        found = self._backward(micro)
-        if found is not None and len(found.parts) > 1:
-            self._run(found.parts[1], micro, self.pending.pop(micro))
-
-    def _take(self, micro: int) -> list[torch.Tensor]:
-        """What the forward on a micro-batch has saved; from here on the backward's own, to free."""
-        step, place = self._step, (self.index, micro)
-        return step.saved[place] if step.retain_graph else step.saved.pop(place)
+        """Runs the second part of a split backward: the parameter gradients."""
+        backward = self._backward(micro)
+        if backward is not None and len(backward.parts) > 1:
+            self._run(backward.parts[1], micro, self.pending.pop(micro))
 
     def _backward(self, micro: int) -> StageBackward | None:
         if micro == self._step.micro_batches - 1:
@@ -150,16 +176,20 @@ class Stage:
         return self.program.middle_backward if micro else self.program.first_backward
 
     def _run(
-        self, half: CompiledGraph, micro: int, known: Values, later: frozenset[Any] = frozenset()
+        self, graph: CompiledGraph, micro: int, known: Values, later: frozenset[Any] = frozenset()
     ) -> Values:
-        """Runs one function of a backward; returns what is sent.
+        """Runs one function of a backward and returns the tensors to send.
 
-        Of `known` only what is used `later` stays: the rest is freed as the function runs.
+        Args:
+            graph: the function.
+            micro: index of the micro-batch.
+            known: saved and received tensors; only those used `later` stay in it.
+            later: roles that the rest of the backward needs.
         """
         step, sent = self._step, Values()
-        arguments = [self._argument(half, role, micro, known, later) for role in half.inputs]
-        results = half.run(arguments)
-        for role, value in zip(half.outputs, results, strict=True):
+        arguments = [self._argument(graph, role, micro, known, later) for role in graph.inputs]
+        results = graph.run(arguments)
+        for role, value in zip(graph.outputs, results, strict=True):
             match role:
                 case StageOutput():
                     sent[role] = value
@@ -173,58 +203,43 @@ class Stage:
                     _add(step.input_gradients.setdefault(index, {}), micro, value)
         return sent
 
-    @property
-    def _step(self) -> StageStep:
-        assert self.step is not None
-        return self.step
-
-    def _add_part(self, index: int, value: torch.Tensor) -> None:
-        parts, step = self._step.partials, self._step
-        known = parts.get(index)
-        parts[index] = (
-            value if known is None or index in step.replicated_partials else known + value
-        )
-
     def _argument(
-        self, half: CompiledGraph, role: InputRole, micro: int, known: Values, later: frozenset[Any]
+        self,
+        graph: CompiledGraph,
+        role: InputRole,
+        micro: int,
+        known: Values,
+        later: frozenset[Any],
     ) -> torch.Tensor:
         step = self._step
         match role:
             case Saved() | StageInput():
                 return known[role] if role in later else known.pop(role)
             case Tangent(index):
-                return self._tangent(half, role, step.tangents[micro].get(index))
+                tangent, fake = step.tangents[micro].get(index), graph.fake_tensor(role)
+                if tangent is None:
+                    return _zeros_like(fake)
+                tangent = tangent.to(fake.dtype)
+                return tangent if tangent.stride() == fake.stride() else tangent.contiguous()
             case BatchTotal(index):
                 return step.totals[index]
             case State():
-                return step.compression_state.get(role, half.fake_tensor(role))
+                return step.compression_state.get(role, graph.fake_tensor(role))
             case Accumulated(name, reduced):
-                known_before = (step.gradients if reduced else step.unreduced_grads).pop(name, None)
-                return self._before(half, role, known_before)
-        raise AssertionError(f"a backward asks for {role}")
+                table = step.gradients if reduced else step.unreduced_grads
+                before = table.pop(name, None)
+                return _zeros_like(graph.fake_tensor(role)) if before is None else before
+        raise AssertionError(f"a backward has the unexpected input {role}")
 
-    @staticmethod
-    def _tangent(half: CompiledGraph, role: Tangent, given: torch.Tensor | None) -> torch.Tensor:
-        like = half.fake_tensor(role)
-        if given is None:
-            return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-        given = given.to(like.dtype)
-        return given if given.stride() == like.stride() else given.contiguous()
 
-    @staticmethod
-    def _before(half: CompiledGraph, role: Accumulated, known: torch.Tensor | None) -> torch.Tensor:
-        like = half.fake_tensor(role)
-        return (
-            torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-            if known is None
-            else known
-        )
+def _zeros_like(fake: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
 
 
 def _add(table: dict[Any, torch.Tensor], key: Any, value: torch.Tensor) -> None:
     if key in table:
         table[key] += value
         return
-    place = value.data_ptr()  # a sum of two biases has one gradient, which both would add to
-    shared = bool(place) and any(other.data_ptr() == place for other in table.values())
+    address = value.data_ptr()  # a sum of two biases has one gradient, which both would add to
+    shared = bool(address) and any(other.data_ptr() == address for other in table.values())
     table[key] = value.clone() if shared else value.contiguous()

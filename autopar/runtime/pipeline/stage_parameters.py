@@ -1,7 +1,7 @@
-"""What a rank of a pipeline holds: its own stages' parameters, and of the others names and shapes.
+"""Keeps the parameters of a rank's stages, and the names and shapes of the others.
 
-A parameter of another rank's stage stays where it is in its module, on the meta device: so calls
-are captured, and state dicts have names and shapes, as if all of them were here.
+A remote parameter stays in its module, on the meta device, so that captures and state dicts see
+the whole model.
 """
 
 from __future__ import annotations
@@ -32,90 +32,87 @@ from autopar.runtime.process_groups import explaining_comm_errors, rank
 
 
 def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks among which the parameters of a stage are divided.
+    """The mesh of the ranks that share a stage.
 
     Args:
-        mesh: of a plan, whose first axis is pp.
+        mesh: mesh of a plan whose first axis is pp.
     """
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
     if names:
         return mesh[names]
-    alone = mesh.mesh.view(-1, 1)
-    return DeviceMesh(mesh.device_type, alone, mesh_dim_names=("pp", DATA_AXIS))[DATA_AXIS]
+    single_ranks = mesh.mesh.view(-1, 1)
+    return DeviceMesh(mesh.device_type, single_ranks, mesh_dim_names=("pp", DATA_AXIS))[DATA_AXIS]
 
 
 def distribute_plan_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
-    """Leaves this rank with its parts of the parameters of its own stages."""
-    across = plan.pp_size > 1
-    waiting = across and any(isinstance(p, DTensor) for p in model.parameters())
-    if mesh is not None and (plan.shards_parameters or waiting):
+    """Shards the parameters under a plan and drops those of other ranks' stages."""
+    has_stages = plan.pp_size > 1
+    awaits_layout = has_stages and any(isinstance(p, DTensor) for p in model.parameters())
+    if mesh is not None and (plan.shards_parameters or awaits_layout):
         if plan.interleaves:
             register_strided_shard_support()
         layouts = {name: plan.layout(name) for name, _ in model.named_parameters()}
-        distribute_parameters(model, stage_mesh(mesh) if across else mesh, layouts)
-    if across and plan.pipeline is not None:
-        keep_stage_parameters(
-            model, {*plan.pipeline.held(plan.mesh_coordinate(rank())["pp"]), *plan.changed}
-        )
+        distribute_parameters(model, stage_mesh(mesh) if has_stages else mesh, layouts)
+    if has_stages and plan.pipeline is not None:
+        local = plan.pipeline.held(plan.mesh_coordinate(rank())["pp"])
+        keep_stage_parameters(model, {*local, *plan.changed})
 
 
-def keep_stage_parameters(model: nn.Module, held: Collection[str]) -> None:
-    """Lets go of all parameters but those that are held.
+def keep_stage_parameters(model: nn.Module, names: Collection[str]) -> None:
+    """Drops the memory of all parameters but those named.
 
-    Both stay what they were to who has them, be it an optimizer: one that is let go has no memory
-    and never a gradient, and the optimizer's next step forgets it.
+    Parameters keep their identity for optimizers. A dropped one never has a gradient, and the
+    optimizer's next step forgets it.
     """
-    gone = [p for name, p in model.named_parameters() if name not in held]
+    dropped = [p for name, p in model.named_parameters() if name not in names]
     with without_weight_references(model):
-        for parameter in gone:
+        for parameter in dropped:
             if not is_remote(parameter):
-                swap_parameter(parameter, _placeholder(parameter))
-    release_from_optimizers(gone)
-
-
-def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
-    """Without memory, but with shape and layout."""
-    part = local_part(parameter.detach()).to("meta")
-    value = _laid_as(parameter, part) if isinstance(parameter, DTensor) else part
-    return nn.Parameter(value, requires_grad=parameter.requires_grad)
+                part = local_part(parameter.detach()).to("meta")
+                placeholder = nn.Parameter(
+                    _distributed_as(parameter, part), requires_grad=parameter.requires_grad
+                )
+                swap_parameter(parameter, placeholder)
+    release_from_optimizers(dropped)
 
 
 def fetch_remote_parameters(
     model: nn.Module, pipeline: Pipeline, group: ProcessGroup, device: torch.device
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """The values of parameters that are elsewhere, from the ranks that hold them.
+    """The values of remote parameters, sharded over the mesh of this rank's stage.
 
-    All ranks of the group call this at once. What is sharded comes as the same shards, laid out
-    on this rank's own stage's mesh.
+    All ranks of the group call this at once.
     """
-    found, under_way = {}, []
+    found, transfers = {}, []
     with torch.no_grad(), explaining_comm_errors("state_dict"):
         owned = ((name, p) for name, p in model.named_parameters() if name in pipeline.owners)
         for name, parameter in owned:
             part = local_part(parameter.detach())
             if is_remote(parameter):
                 part = torch.empty_like(part, device=device)
-                laid = _laid_as(parameter, part) if isinstance(parameter, DTensor) else part
-                found[parameter] = laid
+                found[parameter] = _distributed_as(parameter, part)
             owner = pipeline.rank_of(pipeline.owners[name])
-            work = dist.broadcast(part, group=group, group_src=owner, async_op=True)
-            under_way.append(work)
-        for work in under_way:
-            work.wait()
+            transfers.append(dist.broadcast(part, group=group, group_src=owner, async_op=True))
+        for transfer in transfers:
+            transfer.wait()
     return found
 
 
-def _laid_as(parameter: DTensor, part: torch.Tensor) -> DTensor:
-    return dtensor_from_local(part, parameter.device_mesh, parameter.placements, parameter.shape)
+def _distributed_as(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """A local part in the layout of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return dtensor_from_local(part, mesh, placements, parameter.shape)
 
 
-def requires_grad_flags(parameters: Iterable[nn.Parameter], *, speaks: bool) -> list[float]:
-    """1 for each parameter that is held here and not frozen, if this rank speaks for its stage."""
-    return [float(speaks and p.requires_grad and not is_remote(p)) for p in parameters]
+def requires_grad_flags(parameters: Iterable[nn.Parameter], *, reports: bool) -> list[float]:
+    """1.0 for each local trained parameter, else 0.0; all 0.0 unless this rank reports."""
+    return [float(reports and p.requires_grad and not is_remote(p)) for p in parameters]
 
 
 def apply_requires_grad_flags(parameters: Iterable[nn.Parameter], flags: Sequence[float]) -> None:
-    """Freezes what is elsewhere as the ranks that hold it have; `flags` are the sum of theirs."""
+    """Sets `requires_grad` of remote parameters to the sum of all ranks' flags."""
     for parameter, flag in zip(parameters, flags, strict=True):
         if is_remote(parameter) and parameter.requires_grad != bool(flag):
             parameter.requires_grad_(bool(flag))

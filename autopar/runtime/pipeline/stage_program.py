@@ -1,4 +1,4 @@
-"""A captured call of a pipeline, lowered under a plan: the generated code of a rank's stages."""
+"""`PipelineProgram`: the generated code of a rank's stages for a captured call."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from autopar.runtime.codegen.program import CompiledGraph, generate
 
 @dataclass(frozen=True)
 class StageBackward:
-    """The backward of a stage, whole or in two.
+    """The backward of a stage.
 
     Attributes:
-        graph: all of it.
-        halves: one, or what other stages wait for and then what parameters need.
+        graph: the whole backward.
+        parts: one function, or one for input gradients and one for parameter gradients.
     """
 
     graph: TrainingGraph
@@ -36,20 +36,20 @@ class StageBackward:
 
     @property
     def saved(self) -> list[Saved]:
-        """What it takes of the forward, in the order in which that returns it."""
+        """Roles of the saved tensors, in the order in which the forward returns them."""
         return [role for role in self.graph.inputs if isinstance(role, Saved)]
 
 
 @dataclass(frozen=True)
 class StageProgram:
-    """What one stage runs for each micro-batch.
+    """The functions of one stage.
 
     Attributes:
-        opening: its forward half on the first, where that gathers for the others too.
-        forward: the same on all others, or on all.
-        first: its backward on the first of several micro-batches; None if it has none.
-        more: on those in between, which adds to the gradients of the ones before.
-        last: on the last, which also reduces what was kept until then.
+        first_forward: forward of the first micro-batch; it may gather parameters for all.
+        forward: forward of the other micro-batches.
+        first_backward: backward of the first of several micro-batches.
+        middle_backward: backward of those in between, which accumulates gradients.
+        last_backward: backward of the last, which also reduces accumulated gradients.
     """
 
     first_forward: CompiledGraph
@@ -61,20 +61,20 @@ class StageProgram:
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """What a call of a pipeline runs on one rank.
+    """The generated code of a rank for a call of a pipeline.
 
     Attributes:
-        capture: the call of one micro-batch, with the structure of its result.
-        micro_batches: how many there are.
-        cut: the graphs of all stages.
-        stages: the programs of the rank's own.
-        prologue: yields parts of totals from the inputs; None if there are none.
-        epilogue: makes of totals what is returned without rows, and new values of buffers.
+        capture: the captured call of one micro-batch.
+        micro_batches: number of micro-batches.
+        graphs: graphs of all stages.
+        stages: functions of this rank's stages, by index.
+        prologue: computes partials from the inputs, None if there are none.
+        epilogue: computes results and new values of buffers from batch totals.
     """
 
     capture: Capture
     micro_batches: int
-    split: PipelineStages
+    graphs: PipelineStages
     stages: Mapping[int, StageProgram]
     prologue: CompiledGraph | None
     epilogue: CompiledGraph
@@ -82,17 +82,98 @@ class PipelineProgram:
     @cached_property
     def differentiates(self) -> bool:
         """Whether there is a backward."""
-        return any(isinstance(r, Gradient) for graph in self.split.stages for r in graph.outputs)
+        return any(isinstance(r, Gradient) for graph in self.graphs.stages for r in graph.outputs)
 
     @cached_property
     def is_random(self) -> bool:
-        """Whether some rank draws random numbers."""
-        return any(is_random(node) for graph in self.split.stages for node in graph.calls())
+        """Whether any rank draws random numbers."""
+        return any(is_random(node) for graph in self.graphs.stages for node in graph.calls())
 
     def users_of(self, name: str) -> list[int]:
-        """The stages that a parameter is used by."""
-        graphs = enumerate(self.split.stages)
+        """The stages that use a parameter."""
+        graphs = enumerate(self.graphs.stages)
         return [stage for stage, graph in graphs if Parameter(name) in graph.inputs]
+
+
+@dataclass(frozen=True)
+class _StageBuilder:
+    """Generates the functions of stages.
+
+    Attributes:
+        plan: the plan, with a pipeline.
+        rank: rank in the world.
+        micro_batches: number of micro-batches.
+        comm_backend: torch.distributed backend that collectives are lowered for.
+        groups: process group of each mesh axis.
+        compile_backend: "eager" or a backend of torch.compile.
+        no_sync: whether gradients stay unreduced.
+        unreduced: names of parameters with unreduced gradients of earlier calls.
+    """
+
+    plan: Plan
+    rank: int
+    micro_batches: int
+    comm_backend: str
+    groups: Mapping[str, str]
+    compile_backend: str
+    no_sync: bool
+    unreduced: tuple[str, ...]
+
+    def stage(self, graph: TrainingGraph) -> StageProgram:
+        """The functions of a stage."""
+        passes = build_microbatch_pipelines(
+            graph,
+            self.plan,
+            self.rank,
+            self.comm_backend,
+            micro_batches=self.micro_batches,
+            hold=self.no_sync,
+            held=self.unreduced,
+            compiled=self.compile_backend != "eager",
+        )
+        lowered = lower_stage(graph, passes, self.plan, self.micro_batches)
+        last = split_forward_backward(lowered.last)
+        forward = self._compiled(last.forward)
+        if self.micro_batches == 1:
+            last_backward = self._backward(last.backward, accumulates=False)
+            return StageProgram(forward, forward, None, None, last_backward)
+        gathers_first = lowered.first is not lowered.more
+        first_forward = (
+            self._compiled(split_forward_backward(lowered.first).forward)
+            if gathers_first
+            else forward
+        )
+        all_same = lowered.more is lowered.last
+        middle = last if all_same else split_forward_backward(lowered.more)
+        first_backward = self._backward(middle.backward, accumulates=False)
+        middle_backward = self._backward(middle.backward, accumulates=True)
+        last_backward = (
+            middle_backward if all_same else self._backward(last.backward, accumulates=True)
+        )
+        return StageProgram(first_forward, forward, first_backward, middle_backward, last_backward)
+
+    def _backward(self, graph: TrainingGraph | None, *, accumulates: bool) -> StageBackward | None:
+        if graph is None:
+            return None
+        assert self.plan.pipeline is not None
+        graph = accumulate_gradients(graph) if accumulates else graph
+        splits = self.plan.pipeline.schedule == "zero_bubble"
+        parts = split_dgrad_wgrad(graph) if splits else (graph,)
+        return StageBackward(graph, tuple(self._compiled(part) for part in parts))
+
+    def _compiled(self, graph: TrainingGraph) -> CompiledGraph:
+        return CompiledGraph(graph, generate(graph, self.groups, self.compile_backend))
+
+    def prologue_or_epilogue(self, graph: TrainingGraph) -> CompiledGraph:
+        """The function of a prologue or epilogue."""
+        place = self.plan.mesh_coordinate(self.rank)
+        lower = [
+            LowerCollectives(self.comm_backend, place[axis], axis)
+            for axis, size in self.plan.mesh
+            if size > 1 and axis != "pp"
+        ]
+        lowered = run_passes(graph, lower)
+        return CompiledGraph(lowered, generate(lowered, self.groups, "eager"))
 
 
 def build_pipeline_program(
@@ -105,77 +186,34 @@ def build_pipeline_program(
     comm_backend: str,
     groups: Mapping[str, str],
     compile_backend: str = "eager",
-    hold: bool = False,
-    held: tuple[str, ...] = (),
+    no_sync: bool = False,
+    unreduced: tuple[str, ...] = (),
 ) -> PipelineProgram:
     """Lowers the capture of a micro-batch under a plan and generates the code of a rank's stages.
 
-    The arguments are those of `program.build`.
-
     Args:
-        capture: the call of one micro-batch.
-        plan: what to do.
-        rank: this rank in the world.
-        op_strategies: of the graph before each axis that the model is partitioned along.
-        micro_batches: into how many the rows of a rank are cut.
-        comm_backend: what collectives are lowered for.
+        capture: the captured call of one micro-batch.
+        plan: the plan, with a pipeline.
+        rank: rank in the world.
+        op_strategies: strategies of the nodes before each partitioned axis.
+        micro_batches: number of micro-batches.
+        comm_backend: torch.distributed backend that collectives are lowered for.
         groups: process group of each mesh axis.
         compile_backend: "eager" or a backend of torch.compile.
-        hold: keep gradients local (`no_sync`).
-        held: parameters with gradients held from earlier calls.
+        no_sync: whether gradients stay unreduced.
+        unreduced: names of parameters with unreduced gradients of earlier calls.
     """
     assert plan.pipeline is not None
-    stages = split_plan_stages(capture.graph, plan, rank, op_strategies, micro_batches)
-    compiled, in_two = compile_backend != "eager", plan.pipeline.schedule == "zero_bubble"
-
-    def backward(graph: TrainingGraph | None, adds: bool) -> StageBackward | None:
-        if graph is None:
-            return None
-        graph = accumulate_gradients(graph) if adds else graph
-        parts = split_dgrad_wgrad(graph) if in_two else (graph,)
-        return StageBackward(graph, tuple(map(half, parts)))
-
-    def half(graph: TrainingGraph) -> CompiledGraph:
-        return CompiledGraph(graph, generate(graph, groups, compile_backend))
-
-    def program(graph: TrainingGraph) -> StageProgram:
-        passes = build_microbatch_pipelines(
-            graph,
-            plan,
-            rank,
-            comm_backend,
-            micro_batches=micro_batches,
-            hold=hold,
-            held=held,
-            compiled=compiled,
-        )
-        turns = lower_stage(graph, passes, plan, micro_batches)
-        final = split_forward_backward(turns.last)
-        forward = half(final.forward)
-        if micro_batches == 1:
-            return StageProgram(forward, forward, None, None, backward(final.backward, adds=False))
-        alike = turns.more is turns.last
-        once = turns.first is not turns.more
-        opening = half(split_forward_backward(turns.first).forward) if once else forward
-        other = final if alike else split_forward_backward(turns.more)
-        first, more = (backward(other.backward, adds=adds) for adds in (False, True))
-        last = more if alike else backward(final.backward, adds=True)
-        return StageProgram(opening, forward, first, more, last)
-
-    def end(graph: TrainingGraph) -> CompiledGraph:
-        place = plan.mesh_coordinate(rank)
-        lower = [
-            LowerCollectives(comm_backend, place[a], a) for a, n in plan.mesh if n > 1 and a != "pp"
-        ]
-        done = run_passes(graph, lower)
-        return CompiledGraph(done, generate(done, groups, "eager"))
-
-    own = plan.pipeline.stages_of(plan.mesh_coordinate(rank).get("pp", 0))
+    graphs = split_plan_stages(capture.graph, plan, rank, op_strategies, micro_batches)
+    builder = _StageBuilder(
+        plan, rank, micro_batches, comm_backend, groups, compile_backend, no_sync, unreduced
+    )
+    local_stages = plan.pipeline.stages_of(plan.mesh_coordinate(rank).get("pp", 0))
     return PipelineProgram(
         capture,
         micro_batches,
-        stages,
-        {stage: program(stages.stages[stage]) for stage in own},
-        end(stages.prologue) if stages.prologue is not None else None,
-        end(stages.epilogue),
+        graphs,
+        {stage: builder.stage(graphs.stages[stage]) for stage in local_stages},
+        builder.prologue_or_epilogue(graphs.prologue) if graphs.prologue is not None else None,
+        builder.prologue_or_epilogue(graphs.epilogue),
     )

@@ -1,0 +1,150 @@
+"""`EvaluationSetup`: the inputs of an evaluator, and `ProgramCache`: its lowered programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.cost import Cost
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.optimizer_step import UpdateCost
+from autopar.cost_model.memory.liveness import Overhead
+from autopar.cost_model.simulator.step import Simulation, simulate
+from autopar.cost_model.simulator.streams import Event
+from autopar.ir.graph import ParameterInfo, TrainingGraph
+from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.ir.placement import Replicate, Shard
+from autopar.passes.communication.schedule_overlap import ScheduleOverlap
+from autopar.passes.core.pass_base import Pass
+from autopar.passes.core.runner import run_passes
+from autopar.passes.data_parallel.shard_parameters import shards
+from autopar.plan.compression import Compressions
+from autopar.plan.overlap import Overlap
+from autopar.plan.partition import NodeStrategies
+from autopar.plan.prediction import Prediction, TimelineEvent
+from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
+from autopar.planner.evaluate.overlap_scheduler import schedule
+from autopar.report.plan import Plan
+
+IN_FLIGHT = 2
+"""Reduce-scatters under way: more would keep more unsharded gradients alive."""
+
+T = TypeVar("T")
+
+
+class ProgramCache(Generic[T]):
+    """The latest lowered programs; the oldest are dropped, since programs are large.
+
+    Args:
+        size: number of entries.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._programs: dict[Hashable, T] = {}
+
+    def get(self, key: Hashable, lower: Callable[[], T]) -> T:
+        """The entry of a key, made by `lower` if it is not there."""
+        if key not in self._programs:
+            while len(self._programs) >= self._size:
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = lower()
+        return self._programs[key]
+
+
+@dataclass(frozen=True)
+class EvaluationSetup:
+    """Everything that the plans of one evaluator have in common.
+
+    Attributes:
+        graph: the captured graph, with the size of the data axis.
+        parameters: the model's parameters, by name.
+        base: the plan before anything is chosen.
+        cluster: times of collectives.
+        operators: times of operators.
+        update: time of the optimizer's step.
+        overhead: bytes allocated beside the graph's tensors.
+        comm_backend: torch.distributed backend that collectives are lowered for.
+        op_strategies: strategies of the graph before each axis of the model.
+        note: callback for every simulated plan.
+        deadline: whether there is time for another candidate.
+    """
+
+    graph: TrainingGraph
+    parameters: Mapping[str, ParameterInfo]
+    base: Plan
+    cluster: Cluster
+    operators: OperatorTimes
+    update: UpdateCost
+    overhead: Overhead
+    comm_backend: str
+    op_strategies: tuple[NodeStrategies, ...] = ()
+    note: Callable[[Plan], None] = field(default=lambda plan: None, compare=False, repr=False)
+    deadline: Callable[[], bool] = field(default=lambda: True, compare=False, repr=False)
+
+    def draft(self, config: CandidateConfig) -> Plan:
+        """The plan of a configuration, without buckets."""
+        zero = dict(config.zero_stages)
+        sharded = {
+            name
+            for name, info in self.parameters.items()
+            if self.base.dp_size > 1
+            and name in self.graph.parameters  # not changed by forward
+            and shards(info, zero[info.block])
+        }
+        others = (f"{name}{size}" for name, size in self.base.mesh if name != DATA_AXIS)
+        return replace(
+            self.base,
+            partitions=tuple(
+                replace(p, bucket_bytes=config.reduce_bytes) for p in self.base.partitions
+            ),
+            name=", ".join([*others, str(config)]),
+            levels=tuple(
+                levels if config.hierarchical else replace(levels, from_bytes=())
+                for levels in self.base.levels
+            ),
+            zero_stages=config.zero_stages,
+            recompute=config.recompute,
+            compressions=Compressions(activations=config.compress_activations),
+            prefetch=config.prefetch,
+            in_flight=IN_FLIGHT if any(zero.values()) else 0,
+            placements=tuple(
+                (name, str(Shard(0) if name in sharded else Replicate()))
+                for name in self.parameters
+            ),
+        )
+
+    def simulate(self, graph: TrainingGraph) -> Simulation:
+        """The simulated step of a lowered graph, without the optimizer's."""
+        return simulate(graph, self.cluster, self.operators, overhead=self.overhead)
+
+    def update_cost(self, plan: Plan, trained_bytes: Iterable[int]) -> Cost:
+        """Time of the optimizer's step over a rank's shards of the trained parameters."""
+        return self.update.seconds(list(trained_bytes), dtensors=plan.shards_parameters)
+
+    def overlaps(
+        self, config: CandidateConfig, graph: TrainingGraph, passes: Sequence[Pass]
+    ) -> tuple[Overlap, ...]:
+        """Start and wait of each collective, for a graph and the passes left to run on it."""
+        kinds = [isinstance(p, ScheduleOverlap) for p in passes]
+        if not any(kinds):
+            return ()
+        first = kinds.index(True)
+        graph = run_passes(graph, passes[:first])
+        lowered = run_passes(graph, passes[first:])
+        budget = config.prefetch_budget_bytes
+        return (schedule(graph, lowered, self.cluster, self.operators, budget),)
+
+    def candidate(self, config: CandidateConfig, plan: Plan, prediction: Prediction) -> Candidate:
+        """The candidate of a plan and its prediction; tells `note` about it."""
+        notes = (*plan.notes, *self.overhead.gaps())
+        plan = replace(plan, prediction=prediction, notes=notes)
+        self.note(plan)
+        return Candidate(config, plan, prediction)
+
+
+def timeline_events(events: Iterable[Event]) -> tuple[TimelineEvent, ...]:
+    """Simulated events as a plan document stores them."""
+    return tuple((e.name, e.stream, round(e.start_s, 8), round(e.end_s, 8), e.kind) for e in events)
