@@ -22,8 +22,7 @@ from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import Optimizer
 from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import COMPUTE, Event
-from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
-from autopar.ir.roles import Parameter
+from autopar.ir.graph import TrainingGraph
 from autopar.planner.machine import Machine, measure_machine, ranks_of
 from autopar.planner.search.fixed_mesh import Graphs, PlanningProblem, plan_fixed_mesh
 from autopar.profiler.calibration import TimedCollectives, calibrated

@@ -30,7 +30,8 @@ from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import measure_update
 from autopar.cost_model.measurement.step_replay import ReplayGroup
 from autopar.plan.strategy import Strategy
-from autopar.planner.evaluate.evaluator import CandidateConfig, Evaluator
+from autopar.planner.evaluate.candidate import CandidateConfig
+from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.search.config_search import first_config
 from autopar.planner.search.fixed_mesh import PlanningProblem, evaluator_of
 from tests.harness.models import MODELS, Case
@@ -66,7 +67,7 @@ class PlanCase:
     zero: int
     recompute: str
     config: CandidateConfig
-    evaluator: Evaluator
+    evaluator: SpmdEvaluator
     step: Callable[[int], None]
     predicted: list[float] = field(default_factory=list)
     measured: list[list[float]] = field(default_factory=list)
@@ -183,7 +184,8 @@ def predict(cases: list[PlanCase]) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     update = measure_update(torch.optim.AdamW, device, mesh)
     for case in cases:
-        evaluator = replace(case.evaluator, cluster=cluster, operators=operators, update=update)
+        known = {"cluster": cluster, "operators": operators, "update": update}
+        evaluator = SpmdEvaluator(replace(case.evaluator.setup, **known))
         prediction = evaluator.evaluate(case.config).prediction
         case.predicted.append(prediction.step_s)
         names = ("compute_s", "communication_s", "exposed_s", "update_s")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.group_shape import GroupShape
-from autopar.planner.evaluate.evaluator import CandidateConfig, Evaluator
+from autopar.planner.evaluate.candidate import CandidateConfig
+from autopar.planner.evaluate.evaluator import Evaluator
 
 RATES = (0.25, 0.5, 2.0, 4.0)
 """Times as many bytes in a second, over every link; what an empty message takes stays."""
@@ -40,5 +41,5 @@ def sweep_bandwidth(
     evaluator: Evaluator, choice: CandidateConfig
 ) -> tuple[tuple[float, float], ...]:
     """What a step of a choice takes over links of each of `RATES`: pairs of a rate and seconds."""
-    clusters = [OtherLinks.than(evaluator.cluster, rate) for rate in RATES]
+    clusters = [OtherLinks.than(evaluator.setup.cluster, rate) for rate in RATES]
     return tuple(zip(RATES, evaluator.seconds(choice, clusters), strict=True))

@@ -123,7 +123,7 @@ class PipelineEvaluator(Evaluator):
     def orders(self) -> Orders:
         """Actions of each rank; all forwards come first if every backward needs the whole loss."""
         p = self.pipeline
-        if self.split.at_once:
+        if self.split.can_interleave_backward:
             return orders(p.schedule, p.ranks, p.micro_batches, p.stages_per_rank)
         return tuple(map(tuple.__add__, *split_orders(p.ranks, p.micro_batches, p.stages_per_rank)))
 
@@ -186,16 +186,12 @@ class PipelineEvaluator(Evaluator):
         plan = replace(plan, notes=tuple(dict.fromkeys(notes)), sent_bytes=sent)
         return LoweredPipeline(plan, programs, dedup)
 
-    def _passes(
-        self, graph: TrainingGraph, plan: Plan
-    ) -> tuple[Sequence[Pass], Sequence[Pass]]:
+    def _passes(self, graph: TrainingGraph, plan: Plan) -> tuple[Sequence[Pass], Sequence[Pass]]:
         """Passes of a stage for the last micro-batch, and for those before it."""
         micro_batches, backend = self.pipeline.micro_batches, self.setup.comm_backend
         return build_microbatch_pipelines(graph, plan, 0, backend, micro_batches=micro_batches)
 
-    def _propose_buckets(
-        self, config: CandidateConfig, plan: Plan, dedup: StageDedup
-    ) -> Buckets:
+    def _propose_buckets(self, config: CandidateConfig, plan: Plan, dedup: StageDedup) -> Buckets:
         """Buckets of all stages; those of a stage equal to an earlier one are the same by name."""
         stages = self.split.stages
         total, proposed = Buckets(), dict[int, Buckets]()
@@ -228,7 +224,8 @@ class PipelineEvaluator(Evaluator):
 
     def _adding_s(self, graph: TrainingGraph) -> float:
         """Seconds a micro-batch adds its gradients to earlier ones, averaged over all of them."""
-        known, micro_batches = {node.name for node in graph.graph.nodes}, self.pipeline.micro_batches
+        known = {node.name for node in graph.graph.nodes}
+        micro_batches = self.pipeline.micro_batches
         if micro_batches == 1:
             return 0.0
         added = [n for n in accumulate_gradients(graph).calls() if n.name not in known]

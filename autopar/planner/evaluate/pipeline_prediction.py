@@ -63,9 +63,7 @@ class SimulatedPipeline:
         run, micro_batches = self.run, self.pipeline.micro_batches
         ranks = range(self.pipeline.ranks)
         step_s = max(end + cost.seconds for end, cost in zip(run.ends_s, self.updates, strict=True))
-        busy_s = [
-            busy + cost.seconds for busy, cost in zip(run.busy_s, self.updates, strict=True)
-        ]
+        busy_s = [busy + cost.seconds for busy, cost in zip(run.busy_s, self.updates, strict=True)]
         slow = max(ranks, key=lambda rank: busy_s[rank])
         own = [self.stages[stage] for stage in self.pipeline.stages_of(slow)]
         runs = [item for stage in own for item in stage.runs(micro_batches)]

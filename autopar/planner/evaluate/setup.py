@@ -19,7 +19,7 @@ from autopar.ir.placement import Replicate, Shard
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
-from autopar.passes.data_parallel.shard_parameters import shards
+from autopar.passes.data_parallel.shard_parameters import is_sharded
 from autopar.plan.compression import Compressions
 from autopar.plan.overlap import Overlap
 from autopar.plan.partition import NodeStrategies
@@ -92,7 +92,7 @@ class EvaluationSetup:
             for name, info in self.parameters.items()
             if self.base.dp_size > 1
             and name in self.graph.parameters  # not changed by forward
-            and shards(info, zero[info.block])
+            and is_sharded(info, zero[info.block])
         }
         others = (f"{name}{size}" for name, size in self.base.mesh if name != DATA_AXIS)
         return replace(

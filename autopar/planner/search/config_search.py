@@ -17,7 +17,8 @@ from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.recompute import LEVELS, Level
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import sweep_bandwidth
-from autopar.planner.evaluate.evaluator import Candidate, CandidateConfig, Evaluator
+from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.report.plan import Plan
 
 LARGER_BUCKETS, SMALLER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES), (BUCKET_BYTES // 4,)
@@ -73,7 +74,7 @@ def choose_among(
     plans: list[Plan] = []
     failures: list[OutOfMemoryError] = []
     for evaluator in evaluators:
-        if plans and not evaluator.deadline():
+        if plans and not evaluator.setup.deadline():
             break
         try:
             plans.append(choose(evaluator, strategy, blocks, cap, incumbent_s=incumbent_s))
@@ -138,11 +139,11 @@ class _Search:
         self.seen: dict[CandidateConfig, Candidate] = {}
 
     def run(self) -> Candidate:
-        one = self.evaluator.base.dp_size == 1
+        one = self.evaluator.setup.base.dp_size == 1
         free = self.strategy.zero is None and not one
         several = self.strategy.pipelined  # of one micro-batch gradients are summed at once
         stages = [0, 1, 2, 3] if several else [0, 1, 3]
-        if self.evaluator.base.hybrid:
+        if self.evaluator.setup.base.hybrid:
             stages.remove(0)  # that has no shards
         stages = stages if free else [0]
         starts = [first_config(self.strategy, self.blocks, stage) for stage in stages]
@@ -158,14 +159,14 @@ class _Search:
             if found is None:
                 raise self.nothing_fits()
             best = found
-        alone = one and not self.evaluator.base.partitions
-        return best if alone or not self.evaluator.deadline() else self.tune(best)
+        alone = one and not self.evaluator.setup.base.partitions
+        return best if alone or not self.evaluator.setup.deadline() else self.tune(best)
 
     def looked_at(self, starts: Sequence[CandidateConfig]) -> list[CandidateConfig]:
         """Those that there is time to look at, and as many as it takes until one fits."""
         found: list[CandidateConfig] = []
         for choice in starts:
-            if any(map(self.fits, map(self.look, found))) and not self.evaluator.deadline():
+            if any(map(self.fits, map(self.look, found))) and not self.evaluator.setup.deadline():
                 break
             found.append(choice)
         return found
@@ -183,7 +184,7 @@ class _Search:
         pairs = zip(pairwise(steps), pairwise(starts), strict=True)
         raising += [(min(both), partial(self.mix, *pair)) for both, pair in pairs]
         for least_s, raised in sorted(raising, key=itemgetter(0)):
-            if least_s < limit_s and (math.isinf(limit_s) or self.evaluator.deadline()):
+            if least_s < limit_s and (math.isinf(limit_s) or self.evaluator.setup.deadline()):
                 option = raised()
                 if option is not None and self.fits(option):
                     limit_s = min(limit_s, _step_s(option))
@@ -194,10 +195,10 @@ class _Search:
 
         If all that axes and stages can divide were divided evenly: none can hold less everywhere.
         """
-        base, ranks = self.evaluator.base, self.evaluator.base.dp_size
+        base, ranks = self.evaluator.setup.base, self.evaluator.setup.base.dp_size
         sizes, blocks = dict(base.parameter_bytes), dict(choice.zero_stages)
         least = 0.0
-        for name, info in self.evaluator.parameters.items():
+        for name, info in self.evaluator.setup.parameters.items():
             stage, states = blocks[info.block], base.optimizer_state_ratio * info.requires_grad
             copies = 1.0 / (ranks if stage == 3 else 1) + states / (ranks if stage else 1)
             least += sizes[name] * copies
@@ -246,7 +247,7 @@ class _Search:
 
     def in_small_buckets(self, choice: CandidateConfig) -> CandidateConfig:
         """The same choice in the smallest buckets that are tried, if there are any buckets."""
-        if self.evaluator.base.dp_size == 1 and not self.evaluator.base.partitions:
+        if self.evaluator.setup.base.dp_size == 1 and not self.evaluator.setup.base.partitions:
             return choice
         return self.in_buckets(choice, SMALLER_BUCKETS[-1])
 
@@ -285,7 +286,7 @@ class _Search:
         """
         assert self.cap is not None
         low, high, straight = 0, len(self.order), True
-        while high - low > 1 and self.evaluator.deadline():
+        while high - low > 1 and self.evaluator.setup.deadline():
             over, under = (self.needed(raised(count)) - self.cap for count in (low, high))
             guess = low + math.ceil((high - low) * over / max(1, over - under))
             count = min(max(guess, low + 1), high - 1) if straight else (low + high) // 2
@@ -307,7 +308,7 @@ class _Search:
         if found is best:
             found = self.resized(best, SMALLER_BUCKETS)
         routes = [found.config]
-        if self.strategy.hierarchical is None and self.evaluator.base.levels:
+        if self.strategy.hierarchical is None and self.evaluator.setup.base.levels:
             routes.append(replace(found.config, hierarchical=True))
         options = [self.look(route) for route in routes]
         if self.strategy.prefetch is None:

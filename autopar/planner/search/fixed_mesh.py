@@ -27,8 +27,9 @@ from autopar.plan.prediction import Prediction
 from autopar.plan.spec import fingerprint
 from autopar.plan.strategy import Strategy
 from autopar.plan.throughput import Work
-from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.evaluate.evaluator import Evaluator, SpmdEvaluator
 from autopar.planner.evaluate.hierarchical import levels_of
+from autopar.planner.evaluate.setup import EvaluationSetup
 from autopar.planner.machine import Machine, absent, measure_machine, time_shards
 from autopar.planner.placement.costs import shards_of
 from autopar.planner.placement.solve import partition
@@ -175,7 +176,8 @@ def provisional_strategies(problem: PlanningProblem, graphs: Graphs) -> Drafts:
     if not needs_machine(problem) or not problem.strategy.axes:
         return {}
     return {
-        count: evaluator_of(problem, graph, None).op_strategies for count, graph in graphs.items()
+        count: evaluator_of(problem, graph, None).setup.op_strategies
+        for count, graph in graphs.items()
     }
 
 
@@ -204,14 +206,12 @@ def measured(
     for count, graph in graphs.items():
         evaluator = evaluator_of(problem, graph, None, drafts=drafts.get(count))
         lowered += [evaluator.lowered(choice) for choice in dict.fromkeys(tried)]
-        for done in range(
-            len(evaluator.op_strategies)
-        ):  # whole along an axis, for the prices of that
-            lowered.append(
-                replace(evaluator, op_strategies=evaluator.op_strategies[:done]).lowered(tried[0])
-            )
+        setup = evaluator.setup
+        for done in range(len(setup.op_strategies)):  # replicated along the next axis, for costs
+            partial = replace(setup, op_strategies=setup.op_strategies[:done])
+            lowered.append(SpmdEvaluator(partial).lowered(tried[0]))
         if problem.strategy.axes:
-            nodes |= _shards(problem, graph, evaluator.op_strategies)
+            nodes |= _shards(problem, graph, evaluator.setup.op_strategies)
     machine = _machine(problem, lowered)
     if problem.strategy.axes and machine.operators.present:
         machine = time_shards(machine, nodes, live=problem.live)
@@ -253,7 +253,7 @@ def plan_fixed_mesh(problem: PlanningProblem, graphs: Graphs, machine: Machine |
         evaluator = evaluator_of(problem, graph, None)
         if strategy.pipelined:
             modelled = _modelled(problem, evaluator)
-            evaluator = unmeasured_pipeline(modelled, strategy, model, count)
+            return unmeasured_pipeline(modelled, strategy, model, count).plan(fixed)
         return evaluator.plan(fixed)
     cap, seen = cap_of(problem, machine.cluster), list[Plan]()
     own = (
@@ -296,12 +296,12 @@ def _with_work(
     return replace(plan.prediction, work=work)
 
 
-def _modelled(problem: PlanningProblem, evaluator: Evaluator) -> Evaluator:
+def _modelled(problem: PlanningProblem, evaluator: Evaluator) -> SpmdEvaluator:
     """The evaluator with figures of no machine in particular."""
     kind = problem.device.type
     cluster = problem.cluster or Cluster.default(problem.world_size, kind)
     operators = replace(OperatorTimes.load(kind), times={}, alone={})
-    return replace(evaluator, cluster=cluster, operators=operators)
+    return SpmdEvaluator(replace(evaluator.setup, cluster=cluster, operators=operators))
 
 
 LEANER = (0.75, 0.0)
@@ -323,7 +323,7 @@ def fastest(
         return choose(evaluator, strategy, blocks, cap, incumbent_s=problem.incumbent_s)
     leaner = [evaluator_of(problem, graph, machine, int(cap * share)) for share in LEANER]
     best = choose_among((evaluator, *leaner), strategy, blocks, cap, problem.incumbent_s)
-    if best.partitions == evaluator.base.partitions:
+    if best.partitions == evaluator.setup.base.partitions:
         return best
     note = "more is divided than were fastest, to fit under the cap"
     return replace(best, notes=(*best.notes, note))
@@ -371,7 +371,7 @@ def evaluator_of(
     machine: Machine | None,
     memory: int | None = None,
     drafts: Sequence[NodeStrategies] | None = None,
-) -> Evaluator:
+) -> SpmdEvaluator:
     """What turns choices into plans and, if there is a machine, prices them.
 
     Args:
@@ -406,7 +406,7 @@ def evaluator_of(
         if not op_strategies:
             note = f"nothing is worth dividing over {axis}: each rank of it does the same"
             base = replace(base, notes=(*base.notes, note))
-    return Evaluator(
+    setup = EvaluationSetup(
         graph=graph,
         parameters=problem.parameters,
         base=base,
@@ -421,3 +421,4 @@ def evaluator_of(
         if problem.autotune_candidates is None
         else problem.autotune_candidates.append,
     )
+    return SpmdEvaluator(setup)

@@ -23,10 +23,11 @@ from autopar.plan.partition import rows_of
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.strategy import Strategy
+from autopar.planner.evaluate.candidate import Candidate
 from autopar.planner.evaluate.cut_points import CutPoints, seconds_of, segments_of
-from autopar.planner.evaluate.evaluator import Candidate, Evaluator
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.p2p import P2PCost
-from autopar.planner.evaluate.pipeline_evaluator import PipelineEvaluator, staged
+from autopar.planner.evaluate.pipeline_evaluator import PipelineEvaluator
 from autopar.planner.evaluate.stage_partition import Cuts, Segment, partition_stages
 from autopar.planner.search.config_search import choose_among, first_config
 from autopar.report.plan import Plan
@@ -163,12 +164,12 @@ class _Cutter:
 
     def candidates(self, micro_batches: int) -> Iterator[PipelineEvaluator]:
         """An evaluator of each pipeline."""
-        base, graph = self.evaluator.base, self.evaluator.graph
+        base, graph = self.evaluator.setup.base, self.evaluator.setup.graph
         places = cut_points_of(self.strategy, self.model, graph)
         whole = self.strategy.stages == 1
         free = self.strategy.split_points is None and not whole
         segments = self._segments(places, micro_batches) if free else []
-        ranks, link = self.strategy.pp or 1, P2PCost(self.evaluator.cluster, base.mesh)
+        ranks, link = self.strategy.pp or 1, P2PCost(self.evaluator.setup.cluster, base.mesh)
         for form in pipeline_configs(self.strategy, micro_batches, len(places.names)):
             order = orders(form.schedule, ranks, micro_batches, form.stages_per_rank)
             count = ranks * form.stages_per_rank
@@ -180,13 +181,13 @@ class _Cutter:
                 cuts = partition_stages(segments, ranks, flights, link.seconds, self.cap)
                 cuts = cuts or partition_stages(segments, ranks, flights, link.seconds)
             pipeline = _pipeline(self.strategy, form, graph, places, cuts or ())
-            yield staged(self.evaluator, pipeline)
+            yield PipelineEvaluator(self.evaluator.setup, pipeline)
 
     def _segments(self, places: CutPoints, micro_batches: int) -> list[Segment]:
         """What there is to balance: the model with every place a stage of its own."""
-        base = self.evaluator.base
+        base = self.evaluator.setup.base
         _, whole, lowered = at_cut_points(self.evaluator, self.strategy, places, micro_batches)
-        cluster, operators = self.evaluator.cluster, self.evaluator.operators
+        cluster, operators = self.evaluator.setup.cluster, self.evaluator.setup.operators
         taken = seconds_of(lowered, places, cluster, operators, DATA_AXIS)
         divided = base.dp_size if self.strategy.zero not in (0, 1, 2) else 1
         copies = (2.0 + base.optimizer_state_ratio) / divided
@@ -197,11 +198,12 @@ def at_cut_points(
     evaluator: Evaluator, strategy: Strategy, places: CutPoints, micro_batches: int
 ) -> tuple[Plan, TrainingGraph, TrainingGraph]:
     """The plan with every place a stage of its own; a micro-batch of it, captured and lowered."""
-    zero = first_config(strategy, tuple(block for block, _ in evaluator.base.zero_stages), 0)
+    setup = evaluator.setup
+    zero = first_config(strategy, tuple(block for block, _ in setup.base.zero_stages), 0)
     each = Pipeline(len(places.names), "gpipe", micro_batches, 1, places.uses)
-    plan = replace(evaluator.draft(zero), pipeline=each)
-    whole = place_plan_stages(evaluator.graph, plan, 0, evaluator.op_strategies, micro_batches)
-    passes = build_stage_pipeline(plan, 0, evaluator.comm_backend)
+    plan = replace(setup.draft(zero), pipeline=each)
+    whole = place_plan_stages(setup.graph, plan, 0, setup.op_strategies, micro_batches)
+    passes = build_stage_pipeline(plan, 0, setup.comm_backend)
     return plan, whole, run_passes(whole, (p for p in passes if not isinstance(p, ONCE_A_STEP)))
 
 
@@ -242,7 +244,7 @@ def fastest_pipeline(
     """
     tried: list[tuple[PipelineEvaluator, Candidate]] = []
     refusals: list[StrategyError] = []
-    blocks = tuple(block for block, _ in next(iter(evaluators.values())).base.zero_stages)
+    blocks = tuple(block for block, _ in next(iter(evaluators.values())).setup.base.zero_stages)
     first = first_config(strategy, blocks, 0)
 
     def merit(item: tuple[PipelineEvaluator, Candidate]) -> tuple[bool, float]:
@@ -253,7 +255,7 @@ def fastest_pipeline(
         try:
             for candidate in _Cutter(evaluator, strategy, model, cap).candidates(micro_batches):
                 tried.append((candidate, candidate.evaluate(first)))
-                if not evaluator.deadline():
+                if not evaluator.setup.deadline():
                     break
         except StrategyError as refusal:
             refusals.append(refusal)

@@ -11,7 +11,8 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.plan.prediction import Prediction, RunnerUp, slower
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import RATES, OtherLinks, sweep_bandwidth
-from autopar.planner.evaluate.evaluator import Candidate, Evaluator
+from autopar.planner.evaluate.candidate import Candidate
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.search.config_search import first_config
 from autopar.planner.search.fixed_mesh import evaluator_of, measured
 from autopar.planner.search.pipeline_search import unmeasured_pipeline
@@ -39,9 +40,10 @@ def evaluator(strategy: Strategy) -> tuple[Evaluator, Candidate]:
     problem = replace(problem, comm_backend="nccl", device=torch.device("meta"))
     parts = strategy.micro_batches or 1
     graph = capture_of_rank(model, (inputs,), 0, problem.dp_size, "global", None, None, parts)
-    found = evaluator_of(problem, graph, measured(problem, {parts: graph}))
+    spmd = evaluator_of(problem, graph, measured(problem, {parts: graph}))
+    found: Evaluator = spmd
     if strategy.pipelined:
-        found = unmeasured_pipeline(found, strategy, problem.model, parts)
+        found = unmeasured_pipeline(spmd, strategy, problem.model, parts)
     return found, found.evaluate(first_config(strategy, problem.blocks, 3))
 
 
@@ -53,7 +55,7 @@ def evaluator(strategy: Strategy) -> tuple[Evaluator, Candidate]:
 def test_a_step_over_the_links_that_there_are_is_the_prediction(strategy: Strategy) -> None:
     priced, own = evaluator(strategy)
     step_s = own.prediction.step_s
-    assert priced.seconds(own.config, [priced.cluster]) == [pytest.approx(step_s)]
+    assert priced.seconds(own.config, [priced.setup.cluster]) == [pytest.approx(step_s)]
     rates = dict(sweep_bandwidth(priced, own.config))
     assert tuple(rates) == RATES
     assert rates[0.25] > rates[0.5] > step_s > rates[2.0] > rates[4.0]
