@@ -27,6 +27,7 @@ from autopar.cost_model.measurement.measure import measure
 from autopar.errors import CaptureError, FallbackWarning, LossyWarning
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.passes.registration import DISABLE, pass_settings
 from autopar.plan.partition import NodeStrategies, Partition
 from autopar.plan.spec import fingerprint
 from autopar.plan.strategy import Strategy
@@ -160,6 +161,10 @@ def compile(
     ours = (fingerprint(parameters.values()), describe_buffers(model))
     assert_same_across_ranks(versions(), "Install the same versions on every rank.")
     assert_same_across_ranks({"model": ours}, "Build the same model on every rank.")
+    assert_same_across_ranks(
+        {"set of passes": pass_settings()},
+        f"Set {DISABLE} and register passes alike on every rank.",
+    )
     recorder = profiler(optimizer, device)
     chosen = _strategy(strategy, batch, lossy)
     given = plan if plan is not None else chosen

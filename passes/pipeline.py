@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from autopar.ir.mesh_levels import DATA_AXIS, place_on
@@ -25,11 +24,10 @@ from autopar.passes.memory.checkpoint_activations import CheckpointActivations
 from autopar.passes.memory.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.pipeline_parallel.accumulate_micro_batches import AccumulateMicroBatches
 from autopar.passes.pipeline_parallel.place_stages import PlaceStages
+from autopar.passes.registration import with_registered
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
 from autopar.plan.partition import NodeStrategies
 from autopar.plan.spec import PlanSpec
-
-logger = logging.getLogger(__name__)
 
 
 def build_pass_pipeline(
@@ -57,13 +55,11 @@ def build_pass_pipeline(
         disable: names of passes to leave out, to find the one at fault.
 
     Raises:
-        StrategyError: the graph would be wrong without a pass in `disable`.
+        StrategyError: the graph would be wrong without a pass in `disable`, or a name is unknown.
     """
-    first = build_model_pipeline(plan, rank, op_strategies=op_strategies)
-    last = build_stage_pipeline(plan, rank, backend, hold=hold, held=held, compiled=compiled)
-    pipeline = (first + last).without(disable)
-    logger.debug("passes of rank %d under plan %s:\n%s", rank, plan.name, pipeline)
-    return pipeline
+    model = build_model_pipeline(plan, rank, op_strategies=op_strategies)
+    stage = build_stage_pipeline(plan, rank, backend, hold=hold, held=held, compiled=compiled)
+    return (model + stage).without(disable)
 
 
 def build_model_pipeline(
@@ -81,18 +77,20 @@ def build_model_pipeline(
         op_strategies: as in `build_pass_pipeline`.
         micro_batches: number of micro-batches of a pipeline.
     """
-    place, axes = plan.mesh_coordinate(rank), [partition.axis for partition in plan.partitions]
-    along = zip_longest(axes, op_strategies, fillvalue=())
-    divided = [PartitionAxis(axis, place[axis], own) for axis, own in along]  # type: ignore[index,arg-type]
-    several = plan.dp_size > 1
-    assigned = [AssignBatchAxis(DATA_AXIS, agree=plan.pipeline is None)] if several else []
-    if plan.pipeline is None:
-        agree = [AgreeOnBatch(tuple(axes))] if axes else []
-        return PassPipeline((*divided, *agree, *assigned))
-    stages = PlaceStages(plan.pipeline.uses, plan.pipeline.stages)
-    if micro_batches == 1:
-        return PassPipeline((stages, *divided, *assigned))
-    return PassPipeline((stages, *divided, AccumulateMicroBatches()))
+    coordinate = plan.mesh_coordinate(rank)
+    axes = tuple(partition.axis for partition in plan.partitions)
+    passes: list[Pass] = []
+    if plan.pipeline is not None:
+        passes.append(PlaceStages(plan.pipeline.uses, plan.pipeline.stages))
+    for axis, strategies in zip_longest(axes, op_strategies, fillvalue=()):
+        passes.append(PartitionAxis(axis, coordinate[axis], strategies))  # type: ignore[index,arg-type]
+    if axes and plan.pipeline is None:
+        passes.append(AgreeOnBatch(axes))
+    if micro_batches > 1:
+        passes.append(AccumulateMicroBatches())
+    elif plan.dp_size > 1:
+        passes.append(AssignBatchAxis(DATA_AXIS, agree=plan.pipeline is None))
+    return with_registered(PassPipeline(tuple(passes)), is_last=False)
 
 
 def build_stage_pipeline(
@@ -104,6 +102,7 @@ def build_stage_pipeline(
     held: tuple[str, ...] = (),
     compiled: bool = False,
     accumulate: bool = False,
+    disable: Sequence[str] = (),
 ) -> PassPipeline:
     """The passes over the model, or over one of its pipeline stages, down to lowered collectives.
 
@@ -116,55 +115,43 @@ def build_stage_pipeline(
         compiled: whether a compiler that fuses operators follows.
         accumulate: whether another micro-batch follows, so that gradients that ZeRO leaves whole
             stay unreduced.
+        disable: names of passes to leave out.
+
+    Raises:
+        StrategyError: the graph would be wrong without a pass in `disable`, or a name is unknown.
     """
-    place = plan.mesh_coordinate(rank)
-    row, axes = place[DATA_AXIS], [partition.axis for partition in plan.partitions]
-    fuse = () if compiled else (FuseCrossEntropy(),)
-    checkpoint = CheckpointActivations(plan.recompute, plan.activation_bytes, compiled)
-    sums = [
-        BucketTpGradients(partition.axis, partition.bucket_bytes) for partition in plan.partitions
-    ]
-    narrow = plan.compressions.activations
-    activations = (CompressActivations(narrow),) if narrow else ()
-    overlap = ScheduleOverlap(plan.prefetch, plan.in_flight, plan.overlaps)
-    last = [LowerCollectives(backend, place[axis], axis) for axis in axes]
-    if plan.dp_size == 1:
-        overlapped = (overlap,) if axes else ()
-        return PassPipeline((*fuse, checkpoint, *sums, *activations, *overlapped, *last))
-    own = place_on(plan.shard_axis, row, plan.axes)
-    kept = (
-        tuple(dict(plan.parameter_bytes))
-        if hold
-        else plan.unsharded_grad_params
-        if accumulate
-        else ()
-    )
-    return PassPipeline(
-        (
-            *fuse,
-            checkpoint,
-            *sums,
-            ShardParameters(plan.shard_axis, own, plan.zero_stages),
-            SynchronizeGradients(DATA_AXIS, row, kept, held, plan.shard_axis),
-            BucketCollectives(plan.buckets),
-            *_compression(plan, row),
-            *activations,
-            *(HierarchicalCollectives(own) for own in plan.levels if own.from_bytes),
-            overlap,
-            LowerCollectives(backend, row, DATA_AXIS),
-            *last,
-        )
-    )
+    coordinate = plan.mesh_coordinate(rank)
+    axes = [partition.axis for partition in plan.partitions]
+    passes: list[Pass] = [] if compiled else [FuseCrossEntropy()]
+    passes.append(CheckpointActivations(plan.recompute, plan.activation_bytes, compiled))
+    passes += (BucketTpGradients(item.axis, item.bucket_bytes) for item in plan.partitions)
+    if plan.dp_size > 1:
+        passes += _data_parallel(plan, coordinate[DATA_AXIS], hold, held, accumulate)
+    if plan.compressions.activations:
+        passes.append(CompressActivations(plan.compressions.activations))
+    if plan.dp_size > 1:
+        passes += (HierarchicalCollectives(levels) for levels in plan.levels if levels.from_bytes)
+        axes.insert(0, DATA_AXIS)
+    if axes:
+        passes.append(ScheduleOverlap(plan.prefetch, plan.in_flight, plan.overlaps))
+    passes += (LowerCollectives(backend, coordinate[axis], axis) for axis in axes)
+    return with_registered(PassPipeline(tuple(passes)), is_last=True).without(disable)
 
 
-def _compression(plan: PlanSpec, row: int) -> tuple[Pass, ...]:
-    """The lossy passes."""
-    chosen = plan.compressions
-    found: list[Pass] = []
+def _data_parallel(
+    plan: PlanSpec, dp_rank: int, hold: bool, held: tuple[str, ...], accumulate: bool
+) -> Iterator[Pass]:
+    """The passes that communicate parameters and gradients over the data axis."""
+    unreduced = plan.unsharded_grad_params if accumulate else ()
+    if hold:
+        unreduced = tuple(dict(plan.parameter_bytes))
+    shard_rank = place_on(plan.shard_axis, dp_rank, plan.axes)
+    yield ShardParameters(plan.shard_axis, shard_rank, plan.zero_stages)
+    yield SynchronizeGradients(DATA_AXIS, dp_rank, unreduced, held, plan.shard_axis)
+    yield BucketCollectives(plan.buckets)
+    buckets, chosen = plan.buckets, plan.compressions
     if any(chosen.reduce):
-        found.append(CompressGradients(plan.buckets.reduce, chosen.reduce, row, plan.levels))
+        yield CompressGradients(buckets.reduce, chosen.reduce, dp_rank, plan.levels)
     if any((*chosen.gather, *chosen.regather)):
-        gather = zip(plan.buckets.gather, chosen.gather, strict=True)
-        regather = zip(plan.buckets.regather, chosen.regather, strict=True)
-        found.append(CompressGathers(tuple(gather), tuple(regather)))
-    return tuple(found)
+        gather = tuple(zip(buckets.gather, chosen.gather, strict=True))
+        yield CompressGathers(gather, tuple(zip(buckets.regather, chosen.regather, strict=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from autopar.ir.batch_slicing import BATCH
@@ -74,6 +75,7 @@ def build_microbatch_pipelines(
     hold: bool = False,
     held: tuple[str, ...] = (),
     compiled: bool = False,
+    disable: Sequence[str] = (),
 ) -> tuple[PassPipeline, PassPipeline]:
     """What lowers a stage for the last micro-batch, and for those before it.
 
@@ -88,6 +90,7 @@ def build_microbatch_pipelines(
         hold: keep gradients local (`no_sync`).
         held: parameters with gradients held from earlier calls.
         compiled: whether a compiler follows.
+        disable: names of passes to leave out.
     """
     gradients = (r.of for r in graph.outputs if isinstance(r, Gradient))
     trained = {of.name for of in gradients if isinstance(of, Parameter)}
@@ -96,11 +99,11 @@ def build_microbatch_pipelines(
         () if hold or not several else tuple(n for n in plan.unsharded_grad_params if n in trained)
     )
     own = tuple(n for n in dict.fromkeys((*held, *kept)) if n in graph.parameters)
-    last = build_stage_pipeline(
-        plan, rank, backend, hold=hold, held=() if hold else own, compiled=compiled
+    build = partial(
+        build_stage_pipeline, plan, rank, backend, hold=hold, compiled=compiled, disable=disable
     )
-    more = build_stage_pipeline(plan, rank, backend, hold=hold, accumulate=True, compiled=compiled)
-    return last, more if several else last
+    last = build(held=() if hold else own)
+    return last, build(accumulate=True) if several else last
 
 
 @dataclass(frozen=True)

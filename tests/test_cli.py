@@ -69,6 +69,12 @@ def test_the_graph_of_a_rank_has_provenance_and_source(
     assert "return self.layer(x).square().mean()" in text
     assert "all_to_all_single" in text
     assert "backward:" in text
+    assert "# schedule_overlap(" in text
+    without = ["--disable", "schedule_overlap,fuse_cross_entropy"]
+    assert main(["show", path, "--graph", str(make), *without]) == 0
+    assert "# schedule_overlap(" not in capsys.readouterr().out
+    assert main(["show", path, "--graph", str(make), "--disable", "overlap"]) == 2
+    assert "no such pass; choose from agree_on_batch, " in capsys.readouterr().err
 
 
 def test_the_placements_of_a_plan(

@@ -1,6 +1,7 @@
 """Bad input: a clear error on every rank, and no rank that waits for ever."""
 
 import datetime
+import logging
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from autopar.capture.offline import capture_of_rank
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.step_replay import ReplayGroup
+from autopar.passes.registration import DISABLE
 from autopar.planner.search import fixed_mesh as decide
 from tests.harness.models import MODELS
 from tests.harness.training import fixed
@@ -103,6 +105,11 @@ def differ_in_options(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(autopar.DisagreementError, match=rf"\[1\] hold another .*{what}"):
             autopar.compile(Model(), **options)
+    with (
+        patch.dict(os.environ, {DISABLE: ["", "schedule_overlap"][rank]}),
+        pytest.raises(autopar.DisagreementError, match="another set of passes"),
+    ):
+        autopar.compile(Model())
     model = Model()
     model.register_buffer("sizes", torch.zeros(3 + rank))
     with pytest.raises(autopar.DisagreementError, match="another model"):
@@ -111,6 +118,27 @@ def differ_in_options(rank: int, world_size: int) -> None:
 
 def test_different_options() -> None:
     run(differ_in_options, 2)
+
+
+def train_without_overlap(rank: int, world_size: int) -> str:
+    """The passes of a step, as they are logged."""
+    logger, messages = logging.getLogger("autopar.runtime.codegen.program"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    with patch.dict(os.environ, {DISABLE: "schedule_overlap"}):
+        autopar.compile(Model(), strategy="zero3")(torch.ones(4, 4)).backward()
+    logger.removeHandler(handler)
+    (message,) = messages
+    return message
+
+
+def test_training_without_a_pass() -> None:
+    for rank, passes in enumerate(run(train_without_overlap, 2)):
+        assert passes.startswith(f"passes of rank {rank} under plan zero3")
+        assert "shard_parameters(" in passes
+        assert "schedule_overlap(" not in passes
 
 
 def plan_differently(rank: int, world_size: int) -> None:

@@ -39,6 +39,12 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--rank", type=rank, default=0)
     parser.add_argument(
+        "--disable",
+        metavar="NAME[,NAME]",
+        default="",
+        help="passes to leave out of the program of --graph",
+    )
+    parser.add_argument(
         "--placements",
         metavar="SCRIPT",
         help="where parameters and activations of make() there lie along each axis that the model "
@@ -56,7 +62,13 @@ def run(options: argparse.Namespace) -> None:
     """`autopar show`."""
     plan = Plan.load(options.plan)
     if options.graph:
-        print(printable(program_text(*load(options.graph), plan=plan, rank=options.rank)))
+        model, example_inputs = load(options.graph)
+        disable = tuple(filter(None, options.disable.split(",")))
+        print(
+            printable(
+                program_text(model, example_inputs, plan=plan, rank=options.rank, disable=disable)
+            )
+        )
         return
     if options.placements:
         cluster = Cluster.load(options.cluster) if options.cluster else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,14 @@ from autopar.report.plan import Plan
 from autopar.runtime.codegen.program import with_axes
 
 
-def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int = 0) -> str:
+def program_text(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    plan: Plan,
+    rank: int = 0,
+    disable: Sequence[str] = (),
+) -> str:
     """The program of one rank under a plan: provenance, then a line for every operator."""
     parameters = describe_parameters(model)
     plan.check(model, parameters.values(), plan.world_size)
@@ -44,11 +51,13 @@ def program_text(model: nn.Module, example_inputs: Any, *, plan: Plan, rank: int
     if plan.pipeline is None:
         return str(
             run_passes(
-                with_axes(graph, plan), build_pass_pipeline(plan, rank, backend, op_strategies=own)
+                with_axes(graph, plan),
+                build_pass_pipeline(plan, rank, backend, op_strategies=own, disable=disable),
             )
         )
     stages = split_plan_stages(graph, plan, rank, own, plan.pipeline.micro_batches).stages
-    passes, zero = build_stage_pipeline(plan, rank, backend), dict(plan.zero_stages)
+    passes = build_stage_pipeline(plan, rank, backend, disable=disable)
+    zero = dict(plan.zero_stages)
     once = (
         "; what ZeRO 1 and 2 gather, the first for all"
         if {*GATHER_ONCE_STAGES} & {*zero.values()}

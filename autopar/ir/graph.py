@@ -60,6 +60,9 @@ class GraphProperty(enum.Enum):
     PARAMETERS_SHARDED = "parameters lie as `layouts` says, gathered before their first use"
     GRADIENTS_SYNCHRONIZED = "gradients of parameters are whole sums, laid out as their parameters"
     COLLECTIVES_BUCKETED = "collectives of one bucket are one"
+    COLLECTIVES_LOWERED = "collectives of the lowered axes are operators of torch"
+    AXES_PARTITIONED = "parameters and values are one rank's parts along partitioned axes"
+    STAGES_PLACED = "every operator has its stage of the pipeline"
 
 
 @dataclass(frozen=True)

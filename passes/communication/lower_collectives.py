@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.graph import TrainingGraph
+from autopar.ir.graph import GraphProperty, TrainingGraph
 from autopar.ir.mesh_levels import axis_of_level, place_on
 from autopar.passes.communication.lower_functional import Lowering
 from autopar.passes.communication.lower_gloo import GlooLowering
@@ -36,6 +36,7 @@ class LowerCollectives(Pass):
     backend: str
     rank: int
     axis: str = ""
+    ensures = frozenset({GraphProperty.COLLECTIVES_LOWERED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

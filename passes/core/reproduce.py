@@ -6,6 +6,7 @@ Exit status: 0 if all passes run, 1 if one fails, 2 if the file cannot be read.
 from __future__ import annotations
 
 import argparse
+import runpy
 import sys
 import traceback
 from collections.abc import Sequence
@@ -31,15 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="MODULE",
         action="append",
         default=[],
-        help="a module that defines passes of your own",
+        help="a module, or the path of a file, that defines passes of your own",
     )
     options = parser.parse_args(arguments)
     try:
-        for module in ("autopar.passes.pipeline", *options.modules):
-            import_module(module)
+        import_module("autopar.passes.pipeline")
+        defined = [_run_or_import(module) for module in options.modules]  # keeps classes alive
         reproducer = load(options.file)
-    except (ImportError, PassError) as error:
+    except (ImportError, OSError, PassError) as error:
         parser.error(str(error))
+    del defined
     graph = reproducer.graph
     if options.graph:
         print(graph)
@@ -52,6 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     print(f"no failure: {', '.join(reproducer.pipeline.names)}")
     return 0
+
+
+def _run_or_import(module: str) -> object:
+    if module.endswith(".py"):
+        return runpy.run_path(module, run_name="autopar_script")
+    return import_module(module)
 
 
 if __name__ == "__main__":

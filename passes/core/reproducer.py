@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from autopar.errors import PassError
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.placement import Partial, Replicate, Shard, UnevenRanks, Varying
 from autopar.passes.core.literals import Constructors, constructors_in, field_types, read, write
+from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.pass_pipeline import PassPipeline
 
 FOLDER = "AUTOPAR_REPRODUCERS"
@@ -62,9 +64,17 @@ class Reproducer:
 
 def command(path: Path, pipeline: PassPipeline) -> str:
     """The shell command that runs the passes of a reproducer again."""
-    modules = dict.fromkeys(type(item).__module__ for item in pipeline)
+    modules = dict.fromkeys(map(_module, pipeline))
     imports = "".join(f" --import {name}" for name in modules if not name.startswith("autopar."))
     return f"{Path(sys.executable).name} -m autopar.passes.core.reproduce {path}{imports}"
+
+
+def _module(item: Pass) -> str:
+    """The module that defines a pass, or its file where it cannot be imported by name."""
+    name = type(item).__module__
+    if name == "__main__" or find_spec(name.partition(".")[0]) is None:
+        return str(type(item).__call__.__code__.co_filename)
+    return name
 
 
 def save(reproducer: Reproducer) -> Path:

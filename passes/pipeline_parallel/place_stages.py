@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph
+from autopar.ir.graph import GraphProperty, TrainingGraph
 from autopar.passes.core.collective_ops import is_name
 from autopar.passes.core.node_builder import aten
 from autopar.passes.core.pass_base import Pass, PassResult
@@ -34,6 +34,7 @@ class PlaceStages(Pass):
 
     uses: tuple[tuple[str, tuple[int, ...]], ...]
     stages: int
+    ensures = frozenset({GraphProperty.STAGES_PLACED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""

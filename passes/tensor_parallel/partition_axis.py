@@ -13,7 +13,15 @@ import torch
 from torch import fx
 
 from autopar.cost_model.kernels.signature import describe_argument
-from autopar.ir.graph import TrainingGraph, Value, dense_strides, elements, operands, tensors
+from autopar.ir.graph import (
+    GraphProperty,
+    TrainingGraph,
+    Value,
+    dense_strides,
+    elements,
+    operands,
+    tensors,
+)
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Placement, Replicate
 from autopar.ir.roles import Gradient, OutputRole, Parameter
@@ -62,6 +70,7 @@ class PartitionAxis(Pass):
     axis: str
     rank: int
     op_strategies: tuple[tuple[str, OpStrategy], ...]
+    ensures = frozenset({GraphProperty.AXES_PARTITIONED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to `graph`, which stays as it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import logging
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from autopar.ir.roles import InputRole, Output, OutputRole, Tangent
 from autopar.passes.core.node_builder import is_random
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
+from autopar.passes.registration import disabled_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.plan.partition import NodeStrategies
 from autopar.report.plan import Plan
@@ -26,6 +28,7 @@ from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.compile import BoxedFunction, compile_graph, donated_args
 from autopar.runtime.codegen.recorder import Recorder
 
+logger = logging.getLogger(__name__)
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
 
@@ -146,7 +149,9 @@ def build_program(
         hold=no_sync,
         held=unreduced,
         compiled=is_compiled,
+        disable=disabled_passes(),
     )
+    logger.debug("passes of rank %d under plan %s:\n%s", rank, plan.name, passes)
     graph = run_passes(with_axes(capture.graph, plan), passes)
     split = split_forward_backward(graph)
     forward = CompiledGraph(

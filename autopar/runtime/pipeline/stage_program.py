@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +16,14 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline_parallel.accumulate_gradients import accumulate_gradients
 from autopar.passes.pipeline_parallel.split_dgrad_wgrad import split_dgrad_wgrad
 from autopar.passes.pipeline_parallel.split_stages import PipelineStages
+from autopar.passes.registration import disabled_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
 from autopar.plan.partition import NodeStrategies
 from autopar.report.plan import Plan
 from autopar.runtime.codegen.program import CompiledGraph, generate
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,9 @@ class _StageBuilder:
             hold=self.no_sync,
             held=self.unreduced,
             compiled=self.compile_backend != "eager",
+            disable=disabled_passes(),
         )
+        logger.debug("passes of a stage of rank %d:\n%s", self.rank, passes[0])
         lowered = lower_stage(graph, passes, self.plan, self.micro_batches)
         last = split_forward_backward(lowered.last)
         forward = self._compiled(last.forward)

@@ -1,0 +1,94 @@
+"""`register_pass`: adds a pass to the pipeline of every plan, and `disabled_passes`."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from torch.utils.hooks import RemovableHandle
+
+from autopar.errors import StrategyError
+from autopar.passes.core.pass_base import Pass, known_passes, pass_name
+from autopar.passes.core.pass_pipeline import PassPipeline
+
+DISABLE = "AUTOPAR_DISABLE_PASSES"
+"""Environment variable of the passes that training leaves out: names with commas between them."""
+
+
+@dataclass(frozen=True)
+class _Registration:
+    item: Pass
+    before: str
+    after: str
+
+    def insert(self, pipeline: PassPipeline, *, is_last: bool) -> PassPipeline:
+        """The pipeline with the pass, if it has its neighbour."""
+        names = pipeline.names
+        if self.before:
+            index = names.index(self.before) if self.before in names else None
+        elif self.after:
+            places = [place for place, name in enumerate(names, 1) if name == self.after]
+            index = max(places, default=None)
+        else:
+            index = len(pipeline) if is_last else None
+        if index is None:
+            return pipeline
+        return PassPipeline((*pipeline[:index], self.item, *pipeline[index:]))
+
+
+_registered: OrderedDict[int, _Registration] = OrderedDict()
+
+
+def register_pass(item: Pass, *, before: str = "", after: str = "") -> RemovableHandle:
+    """Adds a pass to every pipeline that is built from now on, for planning and for training.
+
+    Call it before `autopar.compile`, with the same passes in the same order on every rank.
+    Pipelines without the named neighbour leave the pass out.
+
+    Args:
+        item: the pass.
+        before: name of the pass that follows it, such as "schedule_overlap".
+        after: name of the pass that precedes it. By default it runs after all others.
+
+    Returns:
+        A handle; `handle.remove()` removes the pass again.
+
+    Raises:
+        StrategyError: `item` is not a Pass, a neighbour is unknown, or both are given.
+    """
+    if not isinstance(item, Pass):
+        raise StrategyError(f"item={item!r}: give an instance of a subclass of Pass")
+    if before and after:
+        raise StrategyError(f"before={before!r}, after={after!r}: give one of them")
+    neighbour = before or after
+    if neighbour and neighbour not in known_passes():
+        raise StrategyError(
+            f"no pass is called {neighbour!r}: choose from {', '.join(sorted(known_passes()))}"
+        )
+    handle = RemovableHandle(_registered)
+    _registered[handle.id] = _Registration(item, before, after)
+    return handle
+
+
+def with_registered(pipeline: PassPipeline, *, is_last: bool) -> PassPipeline:
+    """A pipeline with the registered passes.
+
+    Args:
+        pipeline: passes of autopar.
+        is_last: whether no other pipeline follows.
+    """
+    for registration in _registered.values():
+        pipeline = registration.insert(pipeline, is_last=is_last)
+    return pipeline
+
+
+def disabled_passes() -> tuple[str, ...]:
+    """The names in `$AUTOPAR_DISABLE_PASSES`."""
+    return tuple(name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip())
+
+
+def pass_settings() -> tuple[object, ...]:
+    """Settings that must be the same on all ranks: disabled and registered passes, by name."""
+    added = [(pass_name(r.item), r.before, r.after) for r in _registered.values()]
+    return disabled_passes(), added
