@@ -30,26 +30,26 @@ TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 @dataclass(frozen=True)
-class Interface:
-    """The inputs and outputs of a traced call.
+class CallSignature:
+    """Inputs and outputs of a traced call.
 
     Attributes:
-        parameters: names, in the order of the call's parameters.
-        buffers: names, in the order of its buffers.
-        positions: places of its tensor arguments among all.
-        tensor_leaves: which of its outputs are tensors.
-        rebound: buffers whose new values are returned behind the outputs.
+        parameters: names of the parameters, in order.
+        buffers: names of the buffers, in order.
+        positions: indices of the tensors among the flattened arguments.
+        tensor_leaves: which outputs are tensors.
+        rebound: buffers whose new values follow the outputs.
     """
 
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
-    positions: list[int]
+    positions: tuple[int, ...]
     tensor_leaves: tuple[bool, ...]
     rebound: tuple[str, ...]
 
 
 def to_training_graph(
-    module: fx.GraphModule, call: Interface, parameters: Mapping[str, ParameterInfo], name: str
+    module: fx.GraphModule, call: CallSignature, parameters: Mapping[str, ParameterInfo], name: str
 ) -> TrainingGraph:
     """AOTAutograd's joint graph with descriptors as a TrainingGraph with roles."""
     graph = fx.Graph()
@@ -72,17 +72,16 @@ def to_training_graph(
         history=(f"captured from {name}",),
     )
     roles = {
-        _output_role(d, call): value  # a buffer changed in place, then rebound, has the latter
+        _output_role(d, call): value  # a rebound buffer keeps the last of its values
         for d, value in zip(outputs, output.args[0], strict=True)
         if d is not None and isinstance(value, fx.Node)
     }
-    kept = list(roles.items())
-    output.args = ([value for _, value in kept],)
+    output.args = (list(roles.values()),)
     graph.eliminate_dead_code()
-    for role, value in kept:
+    for role, value in roles.items():
         if value.meta["val"] is not None and value.meta["val"].layout is not torch.strided:
             raise CaptureError(f"{role} is a sparse tensor; use dense ones (sparse=False)")
-    training = replace(training, outputs=tuple(role for role, _ in kept))
+    training = replace(training, outputs=tuple(roles))
     _keep_old_values(training)
     return training
 
@@ -90,12 +89,7 @@ def to_training_graph(
 def changed_parameters(
     module: fx.GraphModule, parameters: Mapping[str, ParameterInfo]
 ) -> list[str]:
-    """The frozen parameters that a joint graph with descriptors changes in place.
-
-    Args:
-        module: the graph.
-        parameters: of the call, in order.
-    """
+    """Frozen parameters that a joint graph with descriptors changes in place."""
     output, names = next(iter(reversed(module.graph.nodes))), tuple(parameters)
     mutations = (d for d in output.meta["desc"] if isinstance(d, _torch.InputMutationAOTOutput))
     inputs = (d.mutated_input for d in mutations)
@@ -108,7 +102,7 @@ def _name_of(desc: Any, parameters: Sequence[str]) -> str:
 
 
 def _keep_old_values(graph: TrainingGraph) -> None:
-    """Lets the backward read copies of what is updated in place before it runs."""
+    """Gives the backward copies of inputs that are updated in place before it runs."""
     updated = {role.of for role in graph.outputs if isinstance(role, Update)}
     first = next(iter(graph.calls()), None)
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
@@ -122,7 +116,7 @@ def _keep_old_values(graph: TrainingGraph) -> None:
             user.replace_input_with(node, copy)
 
 
-def _input_role(desc: Any, call: Interface) -> InputRole:
+def _input_role(desc: Any, call: CallSignature) -> InputRole:
     if isinstance(desc, _torch.ParamAOTInput):
         return Parameter(_name_of(desc, call.parameters))
     if isinstance(desc, _torch.BufferAOTInput):
@@ -137,11 +131,11 @@ def _input_role(desc: Any, call: Interface) -> InputRole:
     )
 
 
-def _output_role(desc: Any, call: Interface) -> OutputRole:
+def _output_role(desc: Any, call: CallSignature) -> OutputRole:
     if isinstance(desc, _torch.PlainAOTOutput):
-        place = desc.idx - sum(call.tensor_leaves)
-        if place >= 0:
-            return Update(Buffer(call.rebound[place]))
+        index = desc.idx - sum(call.tensor_leaves)
+        if index >= 0:
+            return Update(Buffer(call.rebound[index]))
         return Output(_output_index(desc, call))
     if isinstance(desc, _torch.GradAOTOutput):
         of = _input_role(desc.grad_of, call)
@@ -152,11 +146,11 @@ def _output_role(desc: Any, call: Interface) -> OutputRole:
         if isinstance(of, (Buffer, Input)):
             return Update(of)
         if isinstance(of, Parameter):
-            raise _moved(of.name)
+            raise _changed_in_place(of.name)
     raise CaptureError(f"the captured graph has an output that autopar does not know: {desc}")
 
 
-def _moved(parameter: str) -> CaptureError:
+def _changed_in_place(parameter: str) -> CaptureError:
     return CaptureError(
         f"forward changes parameter {parameter} in place, which only an optimizer may do. Change "
         "it outside of forward, under torch.no_grad(), freeze it (requires_grad_(False)), or make "
@@ -164,10 +158,10 @@ def _moved(parameter: str) -> CaptureError:
     )
 
 
-def _output_index(desc: Any, call: Interface) -> int:
+def _output_index(desc: Any, call: CallSignature) -> int:
     mutated = getattr(desc, "mutated_input", None)
     if isinstance(mutated, _torch.ParamAOTInput):
-        raise _moved(_name_of(mutated, call.parameters))
+        raise _changed_in_place(_name_of(mutated, call.parameters))
     if not isinstance(desc, _torch.PlainAOTOutput):
         raise CaptureError(
             f"the model changes in place what gradients flow into ({type(desc).__name__}): an "

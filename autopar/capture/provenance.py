@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -55,10 +56,7 @@ class Annotate(TorchFunctionMode):
         self.module = self.stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and is_library(frame.f_code.co_filename):
-            frame = frame.f_back
-        note = {"source": (frame.f_code.co_filename, frame.f_lineno), "module": self.module}
+        note = {"source": user_position(sys._getframe(1)), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
         form = traceable(func) if args else func  # forms name their first argument otherwise
         return form(*args, **(kwargs or {}))
@@ -67,6 +65,13 @@ class Annotate(TorchFunctionMode):
 def is_library(file: str) -> bool:
     """Whether a source file is torch's or autopar's, not the user's."""
     return file.startswith(LIBRARIES)
+
+
+def user_position(frame: FrameType | None) -> tuple[str, int] | None:
+    """File and line of the innermost frame of user code, from `frame` outwards."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def user_frame(error: BaseException) -> str:

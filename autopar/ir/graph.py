@@ -242,12 +242,17 @@ def render(graph: TrainingGraph) -> str:
     return "\n".join(lines)
 
 
-def source_line(node: fx.Node) -> str:
-    """The user's line that a node came from, as `file:line: text`, "" if unknown."""
-    if not (source := node.meta.get("source")):
+def source_text(source: tuple[str, int] | None) -> str:
+    """A source line as `file:line: text`; "" for None."""
+    if source is None:
         return ""
     file, number = source
     return f"{file.rpartition('/')[2]}:{number}: {linecache.getline(file, number).strip()}"
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line that a node comes from, as `file:line: text`; "" if unknown."""
+    return source_text(node.meta.get("source"))
 
 
 def render_node(node: fx.Node, role: InputRole | None = None) -> str:

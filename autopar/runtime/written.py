@@ -34,6 +34,6 @@ def warn_of_local_writes(capture: Capture, model: nn.Module) -> None:
         if any(any(node.meta.get("batch_dims", ())) for node in nodes if node is not None):
             warn_once(
                 NumericsWarning,
-                f"{write.place} of {type(model).__name__} gets this rank's rows at every call; on "
+                f"{write.path} of {type(model).__name__} gets this rank's rows at every call; on "
                 "one device it would get those of the whole batch. Return it instead.",
             )

@@ -114,7 +114,7 @@ def test_the_graph_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     expanded = watched(monkeypatch)
     once = traced(model, x)
     assert expanded == [True]
-    monkeypatch.setattr(repeats, "LEAST", 100)
+    monkeypatch.setattr(repeats, "MIN_BLOCKS", 100)
     every = traced(model, x)
     assert (once.inputs, once.outputs) == (every.inputs, every.outputs)
     assert len(list(once.calls())) == len(list(every.calls()))
@@ -135,7 +135,7 @@ def test_what_is_not_alike_is_traced(use: str, monkeypatch: pytest.MonkeyPatch) 
     expanded = watched(monkeypatch)
     once = traced(model, x)
     assert not expanded
-    monkeypatch.setattr(repeats, "LEAST", 100)
+    monkeypatch.setattr(repeats, "MIN_BLOCKS", 100)
     every = traced(model, x)
     for ours, theirs in zip(run(once), run(every), strict=True):
         assert torch.equal(ours, theirs)

@@ -1,4 +1,4 @@
-"""`Snapshot`: shallow copies of the Python containers that a model's attributes lead to."""
+"""`Snapshot`: shallow copies of the Python containers reachable from a model's attributes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 INTERNAL = frozenset(vars(nn.Module()))
-"""Attributes that torch itself keeps in every module: tables, hooks and the training flag."""
+"""Attributes that torch keeps in every module: tables, hooks and the training flag."""
 
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-DEPTH, MOST = 6, 20_000
-"""Levels below an attribute, and containers of one model, that are looked into."""
+MAX_DEPTH = 6
+"""Levels of containers followed below an attribute."""
+
+MAX_CONTAINERS = 20_000
+"""Containers copied for one model."""
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""Types whose equality is all there is to their values."""
+"""Types compared by value."""
 
 _OPAQUE = (type, enum.Enum, torch.Tensor, nn.Module, types.ModuleType, types.FunctionType,
            types.MethodType, types.BuiltinFunctionType, *PLAIN)  # fmt: skip
@@ -30,7 +33,7 @@ _LIBRARIES = {"torch", "numpy", "autopar", "builtins", "functools", "threading",
 
 
 class Missing:
-    """The value of an attribute that is not there."""
+    """The value of an absent attribute."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -39,12 +42,10 @@ class Missing:
 MISSING = Missing()
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
-Steps = tuple[Any, ...]
-"""An attribute of a module, then the key or attribute at each level below it."""
 
 
 def contents(value: Any) -> Container | None:
-    """The container to look into: `value` itself, or the attributes of an object of the user's."""
+    """The container to search: `value` itself, or the attribute dict of a user's object."""
     if isinstance(value, (dict, list, set, deque)):
         return value
     if isinstance(value, _OPAQUE) or type(value).__module__.partition(".")[0] in _LIBRARIES:
@@ -53,14 +54,20 @@ def contents(value: Any) -> Container | None:
 
 
 def items(container: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The keys and values of a dict, the places and values of a sequence; a set is one value."""
+    """Keys and values of a dict, indices and values of a sequence; nothing for a set."""
     if isinstance(container, dict):
         return list(container.items())
     return [] if isinstance(container, set) else list(enumerate(container))
 
 
+def copy_of(container: Iterable[Any]) -> Any:
+    """A shallow copy: a dict, a set, or a list for any other sequence."""
+    kind = next((k for k in (dict, set) if isinstance(container, k)), list)
+    return kind(container)
+
+
 def referent(value: Any) -> Any:
-    """The object that a weak reference points to, None once it is gone; any other value itself."""
+    """The target of a weak reference, None once it is collected; any other value itself."""
     return value() if isinstance(value, weakref.ref) else value
 
 
@@ -76,108 +83,111 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A Python value that a model holds.
+class ValuePath:
+    """Location of a Python value in a model.
 
     Attributes:
         module: name of the module.
-        steps: the way from the module to the value.
+        keys: attribute of the module, then the key or attribute at each level below it.
     """
 
     module: str
-    steps: Steps
+    keys: tuple[Any, ...] = ()
+
+    def child(self, key: Any) -> ValuePath:
+        """The path of an item of the container at this path."""
+        return replace(self, keys=(*self.keys, key))
 
     def __str__(self) -> str:
-        first, *rest = (str(step) for step in self.steps)
-        name = f"self.{first}" + "".join(f"[{step}]" for step in rest)
+        first, *rest = (str(key) for key in self.keys)
+        name = f"self.{first}" + "".join(f"[{key}]" for key in rest)
         return f"{name} of {self.module}" if self.module else name
 
 
 @dataclass(frozen=True)
 class Change:
-    """A value that a call of the model replaced, added or took away."""
+    """A value that a call of the model replaced, added or deleted."""
 
-    place: Place
+    path: ValuePath
     container: Container
     key: Any
     old: Any
     new: Any
 
 
-@dataclass
-class _Kept:
-    container: Container
-    copy: Any
-    place: Place
+Found = dict[int, tuple[Container, ValuePath]]
+"""Containers with their paths, by id."""
+
+
+def find_containers(
+    value: Any, path: ValuePath, found: Found, limit: int, depth: int = MAX_DEPTH
+) -> None:
+    """Adds every container reachable from a value to `found`, up to `limit` in all."""
+    if isinstance(value, tuple):
+        for index, part in enumerate(value):
+            find_containers(part, path.child(index), found, limit, depth)
+        return
+    container = contents(value)
+    if container is None or id(container) in found or len(found) >= limit or depth == 0:
+        return
+    found[id(container)] = container, path
+    for key, part in items(container):
+        find_containers(part, path.child(key), found, limit, depth - 1)
 
 
 class Snapshot:
-    """The contents of a model's Python containers, to be compared and restored.
+    """Copies of a model's Python containers, to compare and to restore.
 
-    Parameters, buffers and submodules are compared as tables; what torch keeps beside them is not.
+    Parameter, buffer and submodule tables are included; torch's other internals are not.
+
+    Args:
+        model: the model.
+        variables: values outside of the model, by name.
     """
 
-    def __init__(self, model: nn.Module, others: Iterable[tuple[str, Any]] = ()) -> None:
-        self._kept: dict[int, _Kept] = {}
+    def __init__(self, model: nn.Module, variables: Iterable[tuple[str, Any]] = ()) -> None:
+        found: Found = {}
         for name, module in model.named_modules():
-            self._add(vars(module), Place(name, ()), 0)
-        for name, value in others:
-            if (container := contents(value)) is not None:
-                self._add(container, Place("", (name,)), 1)
+            attributes, path = vars(module), ValuePath(name)
+            if len(found) < MAX_CONTAINERS:
+                found[id(attributes)] = attributes, path
+            for key, value in attributes.items():
+                if key not in INTERNAL or key in TABLES:
+                    find_containers(value, path.child(key), found, MAX_CONTAINERS)
+        for name, value in variables:
+            find_containers(value, ValuePath("", (name,)), found, MAX_CONTAINERS)
+        self._copies = {key: (now, copy_of(now), path) for key, (now, path) in found.items()}
 
-    def _add(self, container: Container, place: Place, depth: int) -> None:
-        if id(container) in self._kept or len(self._kept) >= MOST or depth > DEPTH:
-            return
-        self._kept[id(container)] = _Kept(container, _copy(container), place)
-        for key, value in items(container):
-            if depth or key not in INTERNAL or key in TABLES:
-                self._descend(value, Place(place.module, (*place.steps, key)), depth + 1)
-
-    def _descend(self, value: Any, place: Place, depth: int) -> None:
-        if isinstance(value, tuple):
-            for index, part in enumerate(value):
-                self._descend(part, Place(place.module, (*place.steps, index)), depth)
-        elif (found := contents(value)) is not None:
-            self._add(found, place, depth)
-
-    def before(self, container: Any) -> Any:
-        """The copy of a container, None for one that is not known."""
-        kept = self._kept.get(id(container))
-        return None if kept is None else kept.copy
+    def copy_of(self, container: Any) -> Any:
+        """The copy of a container, None for an unknown one."""
+        _, copy, _ = self._copies.get(id(container), (None, None, None))
+        return copy
 
     def changes(self) -> list[Change]:
-        """The differences between the model's containers and their copies."""
-        return [change for kept in self._kept.values() for change in _changes(kept)]
+        """Differences between the model's containers and their copies."""
+        return [change for entry in self._copies.values() for change in _changes(*entry)]
 
     def restore(self) -> None:
-        """Gives every container its contents back."""
-        for kept in self._kept.values():
-            if not any(_changes(kept)):
+        """Restores the contents of every changed container."""
+        for container, copy, path in self._copies.values():
+            if not any(_changes(container, copy, path)):
                 continue
-            kept.container.clear()
-            if isinstance(kept.container, (dict, set)):
-                kept.container.update(kept.copy)
+            container.clear()
+            if isinstance(container, (dict, set)):
+                container.update(copy)
             else:
-                kept.container.extend(kept.copy)
+                container.extend(copy)
 
 
-def _copy(container: Container) -> Any:
-    for kind in (dict, set):
-        if isinstance(container, kind):
-            return kind(container)
-    return list(container)
-
-
-def _changes(kept: _Kept) -> Iterator[Change]:
-    now, before, place = kept.container, kept.copy, kept.place
+def _changes(now: Container, before: Any, path: ValuePath) -> Iterator[Change]:
     if isinstance(now, set):
         if now != before:
-            yield Change(place, now, None, before, set(now))
+            yield Change(path, now, None, before, set(now))
         return
     old, new = dict(items(before)), dict(items(now))
     for key in dict.fromkeys([*old, *new]):
-        if not place.steps and key in INTERNAL and key != "training":
+        if not path.keys and key in INTERNAL and key != "training":
             continue
         one, other = old.get(key, MISSING), new.get(key, MISSING)
         if not equal(one, other):
-            yield Change(Place(place.module, (*place.steps, key)), now, key, one, other)
+            yield Change(path.child(key), now, key, one, other)

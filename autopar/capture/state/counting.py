@@ -1,4 +1,4 @@
-"""`Count`: a whole number that forward may count up while it is traced, and not use."""
+"""`CounterProxy`: stands in for an int attribute that forward may only increment."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from autopar.capture.provenance import is_library
 
 
-class Count:
-    """Stands for an int attribute; any use beside adding whole numbers is noted.
+class CounterProxy:
+    """An int that records every use other than adding or subtracting whole numbers.
 
     Args:
-        value: the number that it stands for.
-        uses: list that grows when the number is used.
+        value: the number.
+        uses: names of the operations that needed the number; appended to.
     """
 
     def __init__(self, value: int, uses: list[str]) -> None:
@@ -21,36 +21,36 @@ class Count:
 
     def __add__(self, other: Any) -> Any:
         if type(other) is int:
-            return Count(self._value + other, self._uses)
+            return CounterProxy(self._value + other, self._uses)
         return self.use("+") + other
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
         if type(other) is int:
-            return Count(self._value - other, self._uses)
+            return CounterProxy(self._value - other, self._uses)
         return self.use("-") - other
 
-    def use(self, how: str) -> int:
-        """The number, which something needs."""
-        self._uses.append(how)
+    def use(self, operation: str) -> int:
+        """The number, for an operation that depends on it."""
+        self._uses.append(operation)
         return self._value
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The type that `isinstance` is told: nn.Module asks too, and does nothing by it."""
+        """`int`, for `isinstance`; torch's own checks in nn.Module do not count as a use."""
         if not is_library(sys._getframe(1).f_code.co_filename):
             self.use("isinstance")
         return int
 
     @property
-    def counted(self) -> int:
-        """The number, for whoever ends the count."""
+    def value(self) -> int:
+        """The number, without recording a use."""
         return self._value
 
 
-def _used(name: str) -> Any:
-    def method(self: Count, *args: Any) -> Any:
+def _recorded(name: str) -> Any:
+    def method(self: CounterProxy, *args: Any) -> Any:
         return getattr(self.use(name), name)(*args)
 
     return method
@@ -61,7 +61,7 @@ USES = (
     "rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow rsub and rand or "
     "ror xor rxor lshift rlshift rshift rrshift round"
 )
-"""Methods of int, without their underscores, that need the number itself."""
+"""Methods of int, without underscores, whose result depends on the number."""
 
 for _name in USES.split():
-    setattr(Count, f"__{_name}__", _used(f"__{_name}__"))
+    setattr(CounterProxy, f"__{_name}__", _recorded(f"__{_name}__"))

@@ -1,117 +1,113 @@
-"""`Effects`: the Python attributes that one run of a model reads, and those that it changes."""
+"""`Effects`: the Python attributes that one run of a model reads, and those it changes."""
 
 from __future__ import annotations
 
 import contextlib
-import linecache
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.capture.provenance import is_library
+from autopar.capture.provenance import is_library, user_position
 from autopar.capture.state.contents import (
     INTERNAL,
     MISSING,
     TABLES,
     Change,
-    Place,
     Snapshot,
+    ValuePath,
     equal,
     referent,
 )
-from autopar.capture.state.counting import Count
-from autopar.capture.state.outside import Variable
+from autopar.capture.state.counting import CounterProxy
+from autopar.capture.state.variables import Variable
+from autopar.ir.graph import source_text
 
 BASE = INTERNAL | vars(nn.Module).keys() - {"forward"}
-"""Names that every module has from torch."""
+"""Names that every module inherits from torch."""
 
 Attribute = tuple[str, str]
-"""The name of a module, and of an attribute of it."""
+"""A module name and an attribute name."""
 
 
 @dataclass
 class Effects:
-    """The reads and changes of one run; the model is as before when it ends.
+    """Reads and changes of one run of a model.
 
     Attributes:
-        model: the model that runs.
-        outside: variables that its code reads outside of it.
-        counts: int attributes that a `Count` stands for.
-        keep: leave the changes in the model.
-        state: parameters and buffers of the run; lists of them are made again by every run.
+        model: the model.
+        variables: global and closure variables that its code reads, by name.
+        counters: int attributes traced as a `CounterProxy`.
+        keep: whether to keep the changes after the run.
+        state: parameters and buffers of the run; lists of them are not changes.
         reads: attributes that the run depends on, with the user's file and line.
-        classes: attributes that were read of classes.
+        classes: class attributes that the run depends on.
         changes: replaced, added and deleted values.
-        added: what was added to each count.
-        uses: uses of counts beside counting.
+        added: increments of the counters.
+        uses: operations that needed the value of a counter.
     """
 
     model: nn.Module
-    outside: Mapping[str, Variable] = field(default_factory=dict)
-    counts: frozenset[Attribute] = frozenset()
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+    counters: frozenset[Attribute] = frozenset()
     keep: bool = False
     state: Sequence[torch.Tensor] = ()
-    reads: dict[Attribute, tuple[str, int]] = field(default_factory=dict)
+    reads: dict[Attribute, tuple[str, int] | None] = field(default_factory=dict)
     classes: dict[tuple[type, str], None] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     added: dict[Attribute, int] = field(default_factory=dict)
     uses: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watches the run inside, and takes its changes back."""
-        before = {name: variable.value for name, variable in self.outside.items()}
+    def recording(self) -> Iterator[None]:
+        """Records the run inside, then restores the model unless `keep`."""
+        before = {name: variable.value for name, variable in self.variables.items()}
         snapshot = Snapshot(self.model, before.items())
-        for module, key in self.counts:
+        for module, key in self.counters:
             attributes = vars(self.model.get_submodule(module))
-            attributes[key] = Count(attributes[key], self.uses)
+            attributes[key] = CounterProxy(attributes[key], self.uses)
         try:
-            with self._recording(snapshot):
+            with self._recording_reads(snapshot):
                 yield
             for name, old in before.items():
-                if not equal(old, new := self.outside[name].value):
-                    self.changes.append(Change(Place("", (name,)), {}, name, old, new))
+                if not equal(old, new := self.variables[name].value):
+                    self.changes.append(Change(ValuePath("", (name,)), {}, name, old, new))
             for change in snapshot.changes():
-                if self._names_state(change.new):
+                if self._is_state_list(change.new):
                     continue
-                if type(change.new) is Count:
-                    self.added[change.place.module, change.place.steps[0]] = (
-                        change.new.counted - change.old
-                    )
+                if type(change.new) is CounterProxy:
+                    self.added[attribute_at(change.path)] = change.new.value - change.old
                 else:
                     self.changes.append(change)
         finally:
             if not self.keep:
                 snapshot.restore()
                 for name, old in before.items():
-                    if self.outside[name].value is not old:
-                        self.outside[name].set(old)
+                    if self.variables[name].value is not old:
+                        self.variables[name].set(old)
 
-    def _names_state(self, value: Any) -> bool:
-        """Whether a value is a list of the run's own parameters and buffers, or of references."""
+    def _is_state_list(self, value: Any) -> bool:
+        """Whether a value lists the run's own parameters and buffers, or references to them."""
         if not isinstance(value, (list, tuple)):
             return False
-        own = {id(tensor) for tensor in self.state}
-        held = map(referent, value)
-        known = [item for item in held if item is not None]
-        return bool(known) and all(id(item) in own for item in known)
+        state = {id(tensor) for tensor in self.state}
+        targets = [target for target in map(referent, value) if target is not None]
+        return bool(targets) and all(id(target) in state for target in targets)
 
     @contextlib.contextmanager
-    def _recording(self, snapshot: Snapshot) -> Iterator[None]:
-        """Notes every attribute that is read of a module and was there before the run."""
+    def _recording_reads(self, snapshot: Snapshot) -> Iterator[None]:
+        """Records every attribute that is read from a module and existed before the run."""
         names = {id(module): name for name, module in self.model.named_modules()}
 
         def read(module: nn.Module, key: str) -> Any:
             name = names.get(id(module))
             if name is not None and key not in BASE and key[:2] != "__":
-                self._note(module, name, key, snapshot)
+                self._record(module, name, key, snapshot)
             elif name is not None and key == "__dict__":
-                self._note_all(module, name, snapshot)
+                self._record_all(module, name, snapshot)
             return object.__getattribute__(module, key)
 
         nn.Module.__getattribute__ = read  # type: ignore[assignment,method-assign]
@@ -120,44 +116,45 @@ class Effects:
         finally:
             del nn.Module.__getattribute__
 
-    def _note(self, module: nn.Module, name: str, key: str, snapshot: Snapshot) -> None:
+    def _record(self, module: nn.Module, name: str, key: str, snapshot: Snapshot) -> None:
         attributes = object.__getattribute__(module, "__dict__")
         now = attributes.get(key, MISSING)
         if now is MISSING:
             if any(key in attributes[table] for table in TABLES):
                 return
             self.classes.setdefault((type(module), key))
-        before = snapshot.before(attributes)
-        if before is not None and (now is before.get(key, MISSING) or type(now) is Count):
-            self.reads[name, key] = _position(sys._getframe(2))
+        before = snapshot.copy_of(attributes)
+        if before is not None and (now is before.get(key, MISSING) or type(now) is CounterProxy):
+            self.reads[name, key] = user_position(sys._getframe(2))
 
-    def _note_all(self, module: nn.Module, name: str, snapshot: Snapshot) -> None:
-        """Notes every attribute, where the user's code looks at all of them at once."""
+    def _record_all(self, module: nn.Module, name: str, snapshot: Snapshot) -> None:
+        """Records every attribute, when user code reads the whole `__dict__`."""
         if not is_library(sys._getframe(2).f_code.co_filename):
             for key in object.__getattribute__(module, "__dict__").keys() - INTERNAL:
-                self._note(module, name, key, snapshot)
+                self._record(module, name, key, snapshot)
 
-    def line(self, place: Place) -> str:
-        """The user's line that read an attribute last, as `file:line: text`; "" if unknown."""
-        found = self.reads.get((place.module, place.steps[0]))
-        if not found or not found[0]:
-            return ""
-        file, number = found
-        return f"{file.rpartition('/')[2]}:{number}: {linecache.getline(file, number).strip()}"
+    def line(self, path: ValuePath) -> str:
+        """The user's line that last read an attribute, as `file:line: text`; "" if unknown."""
+        return source_text(self.reads.get(attribute_at(path)))
 
-    def is_read(self, place: Place) -> bool:
-        """Whether the run depends on the attribute that a value belongs to."""
-        return (place.module, place.steps[0]) in self.reads or self.is_outside(place)
+    def is_read(self, path: ValuePath) -> bool:
+        """Whether the run depends on the attribute that holds a value."""
+        return attribute_at(path) in self.reads or self.is_variable(path)
 
-    def is_outside(self, place: Place) -> bool:
-        """Whether a value belongs to no module."""
-        return not place.module and place.steps[0] in self.outside
+    def is_variable(self, path: ValuePath) -> bool:
+        """Whether a value belongs to a global or closure variable."""
+        return not path.module and path.keys[0] in self.variables
 
     def read_tensors(self) -> frozenset[Attribute]:
-        """The plain tensors among the attributes that were read."""
+        """Plain tensors among the attributes read."""
         modules = dict(self.model.named_modules())
         found = ((name, key, vars(modules[name]).get(key)) for name, key in self.reads)
-        return frozenset((name, key) for name, key, value in found if is_state(value))
+        return frozenset((name, key) for name, key, value in found if can_lift(value))
+
+
+def attribute_at(path: ValuePath) -> Attribute:
+    """The module and attribute that hold a value."""
+    return path.module, path.keys[0]
 
 
 def attribute_of(name: str) -> Attribute:
@@ -166,14 +163,7 @@ def attribute_of(name: str) -> Attribute:
     return module, key
 
 
-def is_state(value: Any) -> bool:
-    """Whether an attribute can be carried from call to call as a buffer is."""
+def can_lift(value: Any) -> bool:
+    """Whether an attribute can be lifted to a buffer of the graph."""
     plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
     return plain and value.layout is torch.strided and not value.requires_grad
-
-
-def _position(frame: FrameType | None) -> tuple[str, int]:
-    """File and line of the innermost frame of the user's code."""
-    while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)

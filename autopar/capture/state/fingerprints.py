@@ -9,37 +9,44 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.state.contents import HOOKS, MISSING, PLAIN, contents, items, referent
+from autopar.capture.state.contents import (
+    HOOKS,
+    MAX_DEPTH,
+    MISSING,
+    PLAIN,
+    contents,
+    items,
+    referent,
+)
 
-DEPTH, MOST = 6, 500
-"""Levels below an attribute, and containers, that are compared."""
+MAX_CONTAINERS = 500
+"""Containers compared below one attribute."""
 
 
 @dataclass(frozen=True, eq=False)
-class Fingerprint:
-    """Equal to what holds the same object, which it keeps alive."""
+class ByIdentity:
+    """A hashable wrapper that compares an object by identity and keeps it alive."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Fingerprint) and self.value is other.value
+        return isinstance(other, ByIdentity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
-class Freezer:
-    """Makes hashable values of a model's attributes.
+class Fingerprinter:
+    """Makes hashable fingerprints of a model's attributes.
 
-    Equal contents give equal values. Objects that cannot be looked into are equal to themselves,
-    and weak references to those that point to the same object: torch cannot swap the contents of
-    a tensor while a weak reference to it is kept.
+    Equal contents give equal fingerprints. Opaque objects compare by identity. Weak references
+    compare by their targets, and are not kept: torch cannot swap a tensor that has one.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
 
-    def __call__(self, value: Any, depth: int = DEPTH) -> Any:
+    def __call__(self, value: Any, depth: int = MAX_DEPTH) -> Any:
         if isinstance(value, float):
             return float, value.hex()
         if isinstance(value, PLAIN):
@@ -48,11 +55,11 @@ class Freezer:
             return (type(value), *(self(part, depth) for part in value))
         container = contents(value)
         if container is None or (not container and container is not value):
-            return Fingerprint(referent(value))
+            return ByIdentity(referent(value))
         if (number := self._seen.get(id(container))) is not None:
             return "container", number
-        if depth == 0 or len(self._seen) == MOST:
-            return Fingerprint(value)
+        if depth == 0 or len(self._seen) == MAX_CONTAINERS:
+            return ByIdentity(value)
         self._seen[id(container)] = len(self._seen)
         if isinstance(container, set):
             return type(value), frozenset(self(part, depth - 1) for part in container)
@@ -61,22 +68,29 @@ class Freezer:
 
 
 def _key(key: Any) -> Any:
-    return key if isinstance(key, PLAIN) else Fingerprint(key)
+    return key if isinstance(key, PLAIN) else ByIdentity(key)
 
 
-def type_of(tensor: torch.Tensor | None) -> Any:
+def tensor_type(tensor: torch.Tensor | None) -> Any:
+    """Shape, dtype and device of a tensor."""
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+
+
+def same_type(one: Any, other: Any) -> bool:
+    """Whether two values are tensors of one shape and dtype on one device."""
+    are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return are_tensors and bool(tensor_type(one) == tensor_type(other))
 
 
 def structure_of(name: str, module: nn.Module) -> Any:
     """The structure of a module: its type, children, parameters, buffers and hooks."""
-    hooks = tuple(Fingerprint(hook) for table in HOOKS for hook in getattr(module, table).values())
-    buffers = tuple((key, type_of(buffer)) for key, buffer in module._buffers.items())
+    hooks = tuple(ByIdentity(hook) for table in HOOKS for hook in getattr(module, table).values())
+    buffers = tuple((key, tensor_type(buffer)) for key, buffer in module._buffers.items())
     return name, type(module), tuple(module._modules), tuple(module._parameters), buffers, hooks
 
 
 def member_of(kind: type, key: str) -> tuple[MappingProxyType[str, Any], Any]:
-    """The class that has an attribute, as its dict, and the attribute; its own dict for none."""
+    """The dict of the class that defines an attribute, and the attribute; else MISSING."""
     for base in kind.__mro__:
         if key in vars(base):
             return vars(base), vars(base)[key]

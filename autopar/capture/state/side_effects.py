@@ -1,4 +1,4 @@
-"""Changes that forward makes to Python values: carried as tensors, replayed, or refused by name."""
+"""Changes that forward makes to Python values: lifted to buffers, replayed, or refused by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.capture.state.contents import MISSING, PLAIN, Change, Place, contents
-from autopar.capture.state.effects import Attribute, Effects, attribute_of, is_state
-from autopar.capture.state.fingerprints import Freezer
+from autopar.capture.state.contents import MISSING, PLAIN, TABLES, Change, ValuePath, contents
+from autopar.capture.state.effects import (
+    Attribute,
+    Effects,
+    attribute_at,
+    attribute_of,
+    can_lift,
+)
+from autopar.capture.state.fingerprints import Fingerprinter, same_type
 from autopar.errors import CaptureError
 
 ADVICE = (
@@ -25,125 +31,120 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Write:
-    """A Python value that every call of a program leaves in the model.
+    """A Python value that every call of a program writes to the model.
 
     Attributes:
-        place: where.
-        adds: whether the value is added to the number there; otherwise it replaces what is there.
+        path: location of the value.
+        adds: whether to add to the number there, rather than replace it.
     """
 
-    place: Place
+    path: ValuePath
     adds: bool = False
 
     def apply(self, model: nn.Module, value: Any) -> None:
-        """Leaves the value in `model`."""
-        *path, key = self.place.steps
-        holder: Any = vars(model.get_submodule(self.place.module))
-        for step in path:
-            below = holder[step]
-            holder = below if isinstance(below, tuple) else contents(below)
-        holder[key] = holder[key] + value if self.adds else value
+        """Writes a value to `model`."""
+        *parents, key = self.path.keys
+        container: Any = vars(model.get_submodule(self.path.module))
+        for parent in parents:
+            child = container[parent]
+            container = child if isinstance(child, tuple) else contents(child)
+        container[key] = container[key] + value if self.adds else value
 
 
 @dataclass(frozen=True)
-class Treatment:
-    """Attributes that a model is traced with as something else than they are.
+class StatePolicy:
+    """Treatment of changing attributes while a model is traced.
 
     Attributes:
-        carried: plain tensors, and frozen parameters, that are inputs and updates of the graph, as
-            buffers are.
-        counts: ints that a `Count` stands for.
-        counting: whether to try that at all.
+        lifted: plain tensors, and frozen parameters, that become buffers of the graph.
+        counters: ints traced as a `CounterProxy`.
+        allow_counters: whether ints may be traced so.
     """
 
-    carried: frozenset[Attribute] = frozenset()
-    counts: frozenset[Attribute] = frozenset()
-    counting: bool = True
+    lifted: frozenset[Attribute] = frozenset()
+    counters: frozenset[Attribute] = frozenset()
+    allow_counters: bool = True
 
-    def after(self, effects: Effects, changed: Iterable[str]) -> Treatment:
-        """The treatment that a run calls for; the same one if it may stay.
+    def after_run(self, effects: Effects, changed: Iterable[str]) -> StatePolicy:
+        """The policy that a run calls for; equal to this one if it fits.
 
         Args:
-            effects: of the run.
+            effects: effects of the run.
             changed: names of the frozen parameters that it changed in place.
         """
-        if self.counts and (effects.uses or self.counts != effects.added.keys()):
-            return replace(self, counts=frozenset(), counting=False)
-        read = [c for c in effects.changes if effects.is_read(c.place) and len(c.place.steps) == 1]
-        read = [c for c in read if not effects.is_outside(c.place)]
-        carried = {_attribute(c) for c in read if is_state(c.old) and alike(c.old, c.new)}
-        counts = {_attribute(c) for c in read if type(c.old) is type(c.new) is int}
-        carried |= set(map(attribute_of, changed))
-        more = replace(self, carried=self.carried | carried)
-        return replace(more, counts=self.counts | counts) if self.counting else more
+        if self.counters and (effects.uses or self.counters != effects.added.keys()):
+            return replace(self, counters=frozenset(), allow_counters=False)
+        read = [
+            c
+            for c in effects.changes
+            if effects.is_read(c.path) and len(c.path.keys) == 1 and not effects.is_variable(c.path)
+        ]
+        tensors = {
+            attribute_at(c.path) for c in read if can_lift(c.old) and same_type(c.old, c.new)
+        }
+        ints = {attribute_at(c.path) for c in read if type(c.old) is type(c.new) is int}
+        lifted = self.lifted | tensors | set(map(attribute_of, changed))
+        counters = self.counters | ints if self.allow_counters else self.counters
+        return replace(self, lifted=lifted, counters=counters)
 
-    def after_error(self, effects: Effects) -> Treatment:
-        """Another treatment that a run which raised may succeed with; the same one if none."""
-        if more := effects.read_tensors() - self.carried:
-            return replace(self, carried=self.carried | more)
-        if self.counts:
-            return replace(self, counts=frozenset(), counting=False)
+    def after_error(self, effects: Effects) -> StatePolicy:
+        """The next policy to try after a run that raised; equal to this one if there is none."""
+        if more := effects.read_tensors() - self.lifted:
+            return replace(self, lifted=self.lifted | more)
+        if self.counters:
+            return replace(self, counters=frozenset(), allow_counters=False)
         return self
 
 
-def _attribute(change: Change) -> Attribute:
-    return change.place.module, change.place.steps[0]
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two values are tensors of one shape and dtype on one device."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return False
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-
-
-STATES = 8
-"""Python states that the calls of a model may lead through before one of them stays."""
+MAX_STATES = 8
+"""Python states that the calls of a model may pass through before one of them stays."""
 
 
 def check_changes(effects: Effects, following: Iterable[Effects]) -> None:
     """Refuses changes that cannot be replayed.
 
-    Plain values that forward reads may change a few times, or in turns: each value is a state of
-    its own, for which the model is captured when a call comes to it.
+    Plain values that forward reads may change a few times, or in a cycle. Each value is a state of
+    its own, and the model is captured for it when a call reaches it.
 
     Args:
-        effects: the effects of a run.
-        following: the effects of the runs after it, each after the changes of those before.
+        effects: effects of a run.
+        following: effects of the runs after it, each with the changes of the runs before.
 
     Raises:
-        CaptureError: one of the changes, by name.
+        CaptureError: a change cannot be replayed; the message names it.
     """
     for change in effects.changes:
-        if why := _unfit(change, effects):
-            raise refusal(effects, change.place, why)
-    if not any(effects.is_read(change.place) for change in effects.changes):
+        if why := _unsupported(change, effects):
+            raise _refusal(effects, change.path, why)
+    if not any(effects.is_read(change.path) for change in effects.changes):
         return
     seen: set[Any] = set()
     for later in following:
-        changes = [c for c in later.changes if later.is_read(c.place) and not alike(c.old, c.new)]
-        state = tuple((str(c.place), Freezer()(c.new)) for c in changes)
+        changes = [
+            c for c in later.changes if later.is_read(c.path) and not same_type(c.old, c.new)
+        ]
+        state = tuple((str(c.path), Fingerprinter()(c.new)) for c in changes)
         if not changes or state in seen:
             return
         seen.add(state)
         first = next((c for c in changes if not _is_plain(c)), changes[0])
-        if len(seen) == STATES or not _is_plain(first):
+        if len(seen) == MAX_STATES or not _is_plain(first):
             now = f"{_text(first.old)} is {_text(first.new)} afterwards"
-            raise refusal(later, first.place, f"forward reads it, and {now}")
+            raise _refusal(later, first.path, f"forward reads it, and {now}")
 
 
 def _is_plain(change: Change) -> bool:
-    """Whether a value that guards compare by its contents takes the place of another."""
+    """Whether guards compare the old and the new value by content."""
     leaves = pytree.tree_leaves((change.old, change.new))
     return all(isinstance(leaf, (*PLAIN, enum.Enum)) for leaf in leaves)
 
 
-def _unfit(change: Change, effects: Effects) -> str:
+def _unsupported(change: Change, effects: Effects) -> str:
     """The reason why a change cannot be replayed; "" if it can."""
-    if effects.is_outside(change.place):
+    if effects.is_variable(change.path):
         return "it is a variable outside of the model"
-    table = change.place.steps[0]
-    if table in ("_parameters", "_modules", "_buffers"):
+    table = change.path.keys[0]
+    if table in TABLES:
         kind = {"_parameters": "parameter", "_modules": "submodule", "_buffers": "buffer"}[table]
         was, now = _text(change.old), _text(change.new)
         return f"a {kind} that was {was} becomes {now}; make it in __init__, with its final shape"
@@ -157,16 +158,16 @@ def _unfit(change: Change, effects: Effects) -> str:
     return ""
 
 
-def refusal(effects: Effects, place: Place, why: str) -> CaptureError:
-    """The error that names a change, the user's line and what to do."""
-    line = effects.line(place)
+def _refusal(effects: Effects, path: ValuePath, why: str) -> CaptureError:
+    """The error for a change, with the user's line and advice."""
+    line = effects.line(path)
     name = type(effects.model).__name__
-    if effects.is_outside(place):
-        text = str(place.steps[0]) + "".join(f"[{step}]" for step in place.steps[1:])
-    elif place.steps[0] in ("_parameters", "_modules", "_buffers"):
-        text = str(Place(place.module, place.steps[1:]))
+    if effects.is_variable(path):
+        text = str(path.keys[0]) + "".join(f"[{key}]" for key in path.keys[1:])
+    elif path.keys[0] in TABLES:
+        text = str(ValuePath(path.module, path.keys[1:]))
     else:
-        text = str(place)
+        text = str(path)
     where = f" at {line}" if line else ""
     return CaptureError(f"cannot capture {name}: forward changes {text}{where}: {why}. {ADVICE}")
 
@@ -179,23 +180,23 @@ def _text(value: Any) -> str:
 
 
 def values_of(changes: Sequence[Change], added: dict[Attribute, int]) -> list[Any]:
-    """The values that a run leaves, in the order of `writes_of`."""
+    """The values that a run writes, in the order of `writes_of`."""
     return [*(change.new for change in changes), *added.values()]
 
 
 def writes_of(changes: Sequence[Change], added: dict[Attribute, int]) -> tuple[Write, ...]:
-    """Where they belong."""
-    counted = (Write(Place(module, (key,)), adds=True) for module, key in added)
-    return (*(Write(change.place) for change in changes), *counted)
+    """The locations that a run writes."""
+    counted = (Write(ValuePath(module, (key,)), adds=True) for module, key in added)
+    return (*(Write(change.path) for change in changes), *counted)
 
 
-def rebound(
+def rebound_buffers(
     model: str,
     before: Mapping[str, torch.Tensor],
     after: Mapping[str, Any],
     parameters: Sequence[str],
 ) -> tuple[str, ...]:
-    """The buffers that a run rebound to other tensors of the same type.
+    """Buffers that a run rebound to new tensors of the same type.
 
     Args:
         model: name of the model, for errors.
@@ -204,7 +205,7 @@ def rebound(
         parameters: names of the parameters among them.
 
     Raises:
-        CaptureError: one is a parameter, is held by several modules, or changes its type.
+        CaptureError: a rebound tensor is a parameter, is shared by modules, or changes its type.
     """
     found = tuple(name for name, old in before.items() if after[name] is not old)
     for name in found:
@@ -215,7 +216,7 @@ def rebound(
             why = "a parameter can only be changed by an optimizer or in place"
         elif shared:
             why = "several modules hold it; change it in place"
-        elif not alike(before[name], after[name]):
+        elif not same_type(before[name], after[name]):
             was, now = _text(before[name]), _text(after[name])
             why = f"it was {was} and becomes {now}; register it as it will be"
         if why:
@@ -226,11 +227,11 @@ def rebound(
 
 
 def for_all(reads: Iterable[Attribute], columns: Iterable[Sequence[str]]) -> list[Attribute]:
-    """Attributes, and the same ones of all modules that stand for the modules that were read.
+    """Attributes read, repeated for every corresponding module.
 
     Args:
         reads: attributes.
-        columns: names of modules of which only some were run, in place of all.
+        columns: groups of names of corresponding modules, of which only some were run.
     """
     keys: dict[str, dict[str, None]] = {}
     for name, key in reads:

@@ -1,6 +1,6 @@
-"""`outside_of`: the global variables and closures that a model's code reads.
+"""`find_variables`: the global variables and closures that a model's code reads.
 
-The code of every forward and hook is looked through, with the functions and methods that it names.
+The search covers the code of every forward and hook, and of the functions and methods they name.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from torch import nn
 from autopar.capture.provenance import is_library
 from autopar.capture.state.contents import HOOKS, INTERNAL, MISSING, PLAIN, contents
 
-MOST = 400
-"""Functions of one model that are looked through."""
+MAX_FUNCTIONS = 400
+"""Functions searched for one model."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a Python file or of an enclosing function.
+    """A global or closure variable.
 
     Attributes:
-        holder: the globals of the file, or the cell of the closure.
-        name: of the variable.
+        scope: globals of a module, or the cell of a closure.
+        name: name of the variable.
     """
 
-    holder: dict[str, Any] | CellType
+    scope: dict[str, Any] | CellType
     name: str
 
     @property
     def value(self) -> Any:
-        """Its present value."""
-        if isinstance(self.holder, dict):
-            return self.holder.get(self.name, MISSING)
+        """The current value."""
+        if isinstance(self.scope, dict):
+            return self.scope.get(self.name, MISSING)
         try:
-            return self.holder.cell_contents
+            return self.scope.cell_contents
         except ValueError:  # not bound yet
             return MISSING
 
     def set(self, value: Any) -> None:
-        """Gives it a value."""
-        if isinstance(self.holder, dict):
-            self.holder[self.name] = value
+        """Assigns a value."""
+        if isinstance(self.scope, dict):
+            self.scope[self.name] = value
         else:
-            self.holder.cell_contents = value
+            self.scope.cell_contents = value
 
 
-def outside_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Mapping[str, Variable]:
-    """Variables with values that can change, by a name for people."""
+def find_variables(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Mapping[str, Variable]:
+    """Variables with values that can change, by display name."""
     found: dict[str, Variable] = {}
     seen: set[CodeType] = set()
     for kind, function in _entries(model, loss_fn):
-        _look_through(function, kind, found, seen)
+        _search(function, kind, found, seen)
     if isinstance(loss_fn, nn.Module):
         for name, module in loss_fn.named_modules(prefix="loss_fn"):
             tables = vars(module), module._buffers
@@ -70,22 +70,22 @@ def outside_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Mapping[
 def _entries(
     model: nn.Module, loss_fn: Callable[..., Any] | None
 ) -> Iterator[tuple[type, FunctionType]]:
-    """Functions that a call of the model starts in, and the class that each is a method of."""
+    """Entry points of a call of the model, each with its class (NoneType for plain functions)."""
     kinds = dict.fromkeys(type(module) for module in model.modules())
-    own = [vars(m)["forward"] for m in model.modules() if "forward" in vars(m)]
+    patched = [vars(m)["forward"] for m in model.modules() if "forward" in vars(m)]
     hooks = [h for m in model.modules() for table in HOOKS for h in getattr(m, table).values()]
     if isinstance(loss_fn, nn.Module):
         kinds[type(loss_fn)] = None
     for kind in kinds:
-        if (function := _function(getattr(kind, "forward", None))) is not None:
+        if (function := _python_function(getattr(kind, "forward", None))) is not None:
             yield kind, function
-    for given in (*own, *hooks, loss_fn):
-        if (function := _function(given)) is not None:
+    for entry in (*patched, *hooks, loss_fn):
+        if (function := _python_function(entry)) is not None:
             yield type(None), function
 
 
-def _function(value: Any) -> FunctionType | None:
-    """The Python function in a function, method, property or partial, unless a library's."""
+def _python_function(value: Any) -> FunctionType | None:
+    """The function behind a method, property or partial; None for library code."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, property):
@@ -97,12 +97,12 @@ def _function(value: Any) -> FunctionType | None:
     return value
 
 
-def _look_through(
+def _search(
     function: FunctionType, kind: type, found: dict[str, Variable], seen: set[CodeType]
 ) -> None:
-    """Adds the variables that a function reads, and those of the functions that it names."""
+    """Adds the variables that a function, and the functions it names, read."""
     code = function.__code__
-    if code in seen or len(seen) >= MOST:
+    if code in seen or len(seen) >= MAX_FUNCTIONS:
         return
     seen.add(code)
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
@@ -115,21 +115,21 @@ def _look_through(
     ]
     for where, variable in variables:
         value = variable.value
-        if (inner := _function(value)) is not None:
-            _look_through(inner, type(None), found, seen)
+        if (inner := _python_function(value)) is not None:
+            _search(inner, type(None), found, seen)
         elif isinstance(value, (*PLAIN, tuple, enum.Enum, torch.Tensor)) or (
             contents(value) is not None
         ):
             found.setdefault(f"{where}.{variable.name}", variable)
     for name in attributes:
         member = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-        if (inner := _function(member)) is not None:
-            _look_through(inner, kind, found, seen)
+        if (inner := _python_function(member)) is not None:
+            _search(inner, kind, found, seen)
 
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The globals and attributes that code loads, also in functions inside of it."""
+    """The globals and attributes that code loads, nested functions included."""
     loaded: dict[str, None] = {}
     attributes: dict[str, None] = {}
     for instruction in dis.get_instructions(code):

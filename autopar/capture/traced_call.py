@@ -1,0 +1,177 @@
+"""`TracedCall`: one call of a model as a function of parameters, buffers and tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import _torch
+from autopar._torch import pytree
+from autopar.capture.call import Call, TensorSpec
+from autopar.capture.joint import CallSignature
+from autopar.capture.provenance import Annotate
+from autopar.capture.repeated_blocks import RepeatedBlocks
+from autopar.capture.state.effects import Attribute, Effects
+from autopar.capture.state.side_effects import StatePolicy, for_all, rebound_buffers, values_of
+from autopar.capture.state.variables import find_variables
+from autopar.capture.traceable import traceable_modules
+from autopar.common.containers import flatten, hidden_tensors
+from autopar.errors import ModelError
+from autopar.ir.graph import ParameterInfo
+
+
+class TracedCall(nn.Module):
+    """A call on fake tensors; every run of `forward` records its outputs and Python effects.
+
+    Attributes:
+        effects: Python effects of the last run.
+        leaves: flattened outputs, None for tensors.
+        tensor_leaves: which outputs are tensors.
+        differentiable: which outputs require gradients.
+        structure: tree structure of the outputs.
+        rebound: buffers that the run rebound to new tensors.
+        keep: whether runs leave their Python changes in the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        parameters: Mapping[str, ParameterInfo],
+        device: torch.device,
+        all_tangents: bool,
+        loss_fn: Callable[..., Any] | None,
+        differentiate: bool,
+        policy: StatePolicy,
+    ) -> None:
+        super().__init__()
+        self.model = (model,)  # a tuple hides its parameters from this module
+        self.loss_fn = (loss_fn,)
+        blocks = dict.fromkeys(info.block for info in parameters.values() if info.block)
+        self.repeats = RepeatedBlocks(model, tuple(blocks))
+        self.call, self.all_tangents = call, all_tangents
+        lifted = {a: ".".join(filter(None, a)) for a in sorted(policy.lifted)}
+        self.lifted = tuple(lifted.values())
+        self.infos = {n: info for n, info in parameters.items() if n not in self.lifted}
+        self.names = tuple(self.infos)
+        self.differentiate, self.policy, self.keep = differentiate, policy, False
+        self.fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        state = dict(model.named_buffers())
+        state |= {name: getattr(model.get_submodule(m), k) for (m, k), name in lifted.items()}
+        self.buffer_names = tuple(state)
+        self.positions = call.tensor_indices
+        with self.fake_mode:
+            self.values = nn.ParameterList(
+                nn.Parameter(
+                    TensorSpec(p.shape, p.dtype, device).fake(),
+                    requires_grad=p.requires_grad and differentiate,
+                )
+                for p in self.infos.values()
+            )
+            for index, buffer in enumerate(state.values()):
+                spec = TensorSpec(tuple(buffer.shape), buffer.dtype, device)
+                self.register_buffer(f"b{index}", spec.fake())
+            self.inputs = [self._fake_input(call.leaves[i], device) for i in self.positions]
+        self.variables = find_variables(model, loss_fn)
+        self.effects = Effects(model)
+        self.rebound: tuple[str, ...] = ()
+        self.leaves: tuple[Any, ...] = ()
+        self.tensor_leaves: tuple[bool, ...] = ()
+        self.differentiable: tuple[bool, ...] = ()
+        self.structure: Any = None
+
+    def _fake_input(self, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+        fake = (replace(spec, device=device) if spec.device.type == "meta" else spec).fake()
+        return fake if self.differentiate else fake.detach()
+
+    def trace_all_blocks(self) -> None:
+        """Turns off the sharing of repeated blocks."""
+        self.repeats = RepeatedBlocks(self.model[0], ())
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = list(self.call.leaves)
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.call.structure)
+        (model,), (loss_fn,) = self.model, self.loss_fn
+        known = dict(zip(self.names, self.values, strict=True))
+        known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
+        first_names = _first_names(model) | {name: name for name in self.lifted}
+        before = {name: known[first] for name, first in first_names.items()}
+        state = dict(before)
+        self.effects = Effects(
+            model, self.variables, self.policy.counters, self.keep, tuple(known.values())
+        )
+        with contextlib.ExitStack() as stack:
+            annotate = stack.enter_context(Annotate(model))
+            stack.enter_context(_torch.pretend_compiling())
+            stack.enter_context(_torch.skip_causal_mask_detection())
+            stack.enter_context(traceable_modules())
+            stack.enter_context(self.repeats.marking())
+            stack.enter_context(self.effects.recording())
+            target = None
+            if loss_fn is not None:
+                *args, target = args
+            result = torch.func.functional_call(
+                model, state, tuple(args), kwargs, tie_weights=False
+            )
+            if loss_fn is not None:
+                annotate.module = ""
+                result = loss_fn(result, target)
+        self.rebound = rebound_buffers(type(model).__name__, before, state, self.names)
+        return (*self._outputs_of(result), *(state[name].detach() for name in self.rebound))
+
+    def signature(self) -> CallSignature:
+        """Inputs and outputs of the last run."""
+        return CallSignature(
+            self.names, self.buffer_names, self.positions, self.tensor_leaves, self.rebound
+        )
+
+    def reads(self) -> tuple[Attribute, ...]:
+        """Attributes that the graph depends on, for all blocks that share a trace."""
+        names = {module: name for name, module in self.model[0].named_modules()}
+        columns = [[names[m] for m in column] for column in self.repeats.columns()]
+        found = [*self.effects.reads, *self.policy.lifted]
+        return tuple(a for a in for_all(found, columns) if a not in self.policy.counters)
+
+    def _outputs_of(self, result: Any) -> tuple[torch.Tensor, ...]:
+        results, _ = flatten(result)
+        if written := values_of(self.effects.changes, self.effects.added):
+            result = (result, written)
+        leaves, self.structure = flatten(result)
+        for leaf in leaves:
+            if hidden_tensors(leaf):
+                raise ModelError(
+                    f"{type(self.model[0]).__name__} returns a {type(leaf).__qualname__}, whose "
+                    "tensors autopar cannot see: return tensors, or a tuple, list, dict, "
+                    "dataclass or SimpleNamespace of them."
+                )
+        self.tensor_leaves = tuple(isinstance(x, torch.Tensor) for x in leaves)
+        self.leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
+        self.differentiable = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+        outputs = [x for x in leaves if isinstance(x, torch.Tensor)]
+        has_loss = any(
+            isinstance(x, torch.Tensor) and x.requires_grad and not x.dim() for x in results
+        )
+        if has_loss and not self.all_tangents:
+            outputs = [x if x.dim() == 0 else x.detach() for x in outputs]
+        return tuple(outputs)
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of the tensor at every parameter and buffer slot, by the slot's name."""
+    slots: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                slots.setdefault((id(module), key), (name, tensor))
+    first: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        first.setdefault(id(tensor), name)
+    return {name: first[id(tensor)] for name, tensor in slots.values()}
