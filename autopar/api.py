@@ -34,7 +34,7 @@ from autopar.plan.strategy import Strategy
 from autopar.planner.deadline import Deadline
 from autopar.planner.machine import Machine, ranks_of
 from autopar.planner.placement.unmeasured import repartition
-from autopar.planner.search.estimate_captures import mesh_estimator
+from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.fixed_mesh import (
     Graphs,
     PlanningProblem,
@@ -335,7 +335,7 @@ def plan(
 
         def answer(own: PlanningProblem) -> Plan:
             assert own.cluster is not None
-            sketch, near = mesh_estimator(own, slice_of, model), own.cluster.ranks_per_node
+            sketch, near = MeshEstimator(own, slice_of, model), own.cluster.ranks_per_node
             return fastest_mesh(own, look, sketch, near, in_time, progress)
 
         return answer
@@ -389,7 +389,7 @@ def _choose(
         sharing = (
             run_on_all_ranks(lambda: ranks_of(live=True).sharing) if own.device.type == "cpu" else 1
         )
-        sketch = mesh_estimator(
+        sketch = MeshEstimator(
             own, lambda n, _: captured(own.world_size, 1, n).graph, sharing=sharing
         )
         return fastest_mesh(

@@ -1,11 +1,11 @@
-"""Where outlines of meshes come from: captures of a model with few of its blocks, modelled."""
+"""`MeshEstimator`: estimates of meshes from captures of a model with few of its blocks."""
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from autopar.plan.partition import rows_of
 from autopar.planner.machine import Machine, known_machine
 from autopar.planner.search.fixed_mesh import PlanningProblem
 from autopar.planner.search.layer_extrapolation import (
-    KEPT,
+    SAMPLED_LAYERS,
     extrapolate_layers,
     kinds_of,
     with_num_layers,
@@ -25,95 +25,120 @@ from autopar.planner.search.layer_extrapolation import (
 from autopar.planner.search.mesh_estimate import (
     Figures,
     MeshEstimate,
-    MicroBatch,
-    between,
+    MicroBatchFigures,
     estimate_mesh,
-    micro_batch_of,
+    interpolate_slices,
+    micro_batch_figures,
 )
-from autopar.planner.search.mesh_search import EstimateMesh
 
-SMALLER = 8
-"""How many times less rows a small micro-batch has than a large one, the most without stages."""
+SIZE_RATIO = 8
+"""Ratio of the rows of the two sampled micro-batches; the larger one is used without stages."""
 
-Captured = Callable[[int, Known], TrainingGraph]
-"""Captures one of so many slices of the batch; what is known is not captured again."""
+CaptureSlice = Callable[[int, Known], TrainingGraph]
+"""Captures one of a number of equal slices of the batch; reuses captures in `Known`."""
 
 
-def mesh_estimator(
-    problem: PlanningProblem,
-    captured: Captured,
-    model: nn.Module | None = None,
-    *,
-    sharing: int = 1,
-) -> EstimateMesh:
-    """What answers questions without an open mesh by outlines.
+class MeshEstimator:
+    """Estimates the step time and memory of problems that fix a mesh.
 
-    Nothing is timed: operators that were are priced so, the others as modelled. Along the same axes
-    two sizes of micro-batches are looked at, a large and a small one; what others take follows.
+    Nothing is timed: operators have their earlier measured times, or modelled ones. For each
+    division along tp, cp and ep, two sizes of micro-batches are lowered and others interpolated.
 
     Args:
-        problem: with an open mesh.
-        captured: captures what is asked for.
-        model: the model that is captured, if repeated blocks may be left out of it meanwhile.
-        sharing: ranks that share a host's cores.
+        problem: problem with an open mesh.
+        capture_slice: captures a slice of the batch.
+        model: the captured model, if repeated blocks may be left out meanwhile.
+        sharing: number of ranks that share a host's cores.
     """
-    kinds = [] if model is None else kinds_of(model, problem.blocks)
-    known = defaultdict[tuple[int, ...], Known](dict)
-    cluster, strategy = problem.cluster, problem.strategy
-    assert cluster is not None
 
-    @functools.cache
-    def machine() -> Machine:
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        capture_slice: CaptureSlice,
+        model: nn.Module | None = None,
+        *,
+        sharing: int = 1,
+    ) -> None:
+        self._problem, self._capture_slice = problem, capture_slice
+        self._model, self._sharing = model, sharing
+        self._kinds = [] if model is None else kinds_of(model, problem.blocks)
+        self._captures = defaultdict[tuple[int, ...], Known](dict)
+        self._graphs: dict[Hashable, tuple[TrainingGraph, dict[str, ParameterInfo]]] = {}
+        self._figures: dict[Hashable, MicroBatchFigures] = {}
+
+    def __call__(self, problem: PlanningProblem) -> MeshEstimate:
+        """The estimate of a problem whose strategy fixes mesh and micro-batches.
+
+        Raises:
+            BatchError: The rows cannot be cut into its micro-batches.
+        """
+        strategy, rows = problem.strategy, self._rows
+        micro_batches = strategy.micro_batches or 1
+        slices = problem.dp_size * micro_batches
+        if slices > rows or (micro_batches > 1 and rows % slices):
+            raise BatchError(f"{rows} rows cannot be cut into {slices} equal slices")
+        axes = tuple(strategy.axes.items())
+        small = min(SIZE_RATIO * problem.dp_size * strategy.pp_size, rows)
+        sampled = (max(1, small // SIZE_RATIO), small)
+        figures = {count: self._figures_of(axes, count) for count in sampled}
+        return estimate_mesh(problem, interpolate_slices(figures, slices), self._machine)
+
+    @cached_property
+    def _machine(self) -> Machine:
+        problem = self._problem
+        assert problem.cluster is not None
         return known_machine(
             problem.device,
-            cluster,
+            problem.cluster,
             problem.optimizer,
-            sharing=sharing,
+            sharing=self._sharing,
             backend=problem.backend,
             dtype=problem.dtype,
         )
 
-    @functools.cache
-    def few(kept: tuple[int, ...], slices: int) -> tuple[TrainingGraph, dict[str, ParameterInfo]]:
-        if model is None or not kinds:
-            return captured(slices, known[()]), dict(problem.parameters)
-        with with_num_layers(model, kinds, kept):
-            return captured(slices, known[kept]), dict(describe_parameters(model))
+    @cached_property
+    def _rows(self) -> int:
+        """Rows of the global batch."""
+        return 2 * rows_of(self._graph((SAMPLED_LAYERS,) * len(self._kinds), 2)[0])
 
-    @functools.cache
-    def figures(axes: tuple[tuple[str, int], ...], slices: int) -> MicroBatch:
-        zero = strategy.zero if isinstance(strategy.zero, int) else None
-        within = replace(
-            replace(strategy, **dict(axes)),  # type: ignore[arg-type]
+    def _graph(
+        self, layers: tuple[int, ...], slices: int
+    ) -> tuple[TrainingGraph, dict[str, ParameterInfo]]:
+        """A captured slice and its parameters, with a number of blocks of each kind."""
+        key = layers, slices
+        if key in self._graphs:
+            return self._graphs[key]
+        if self._model is None or not self._kinds:
+            found = self._capture_slice(slices, self._captures[()]), dict(self._problem.parameters)
+        else:
+            with with_num_layers(self._model, self._kinds, layers):
+                graph = self._capture_slice(slices, self._captures[layers])
+                found = graph, dict(describe_parameters(self._model))
+        self._graphs[key] = found
+        return found
+
+    def _figures_of(self, axes: tuple[tuple[str, int], ...], slices: int) -> MicroBatchFigures:
+        """Figures of one slice of the batch, with the model divided along `axes`."""
+        key = axes, slices
+        if key in self._figures:
+            return self._figures[key]
+        open_strategy = self._problem.strategy
+        strategy = replace(
+            replace(open_strategy, **dict(axes)),  # type: ignore[arg-type]
             pp=None,
             split_points=None,
             schedule=None,
             stages_per_rank=None,
-            zero=zero,
+            zero=open_strategy.zero if isinstance(open_strategy.zero, int) else None,
             micro_batches=slices,
             search=(),
         )
 
-        def at(kept: Sequence[int]) -> Figures:
-            graph, parameters = few(tuple(kept), slices)
-            own = replace(problem, parameters=parameters, strategy=within)
-            return micro_batch_of(own, graph, machine()).figures
+        def with_layers(layers: Sequence[int]) -> Figures:
+            graph, parameters = self._graph(tuple(layers), slices)
+            problem = replace(self._problem, parameters=parameters, strategy=strategy)
+            return micro_batch_figures(problem, graph, self._machine).array
 
-        return MicroBatch.of(extrapolate_layers(kinds, at))
-
-    @functools.cache
-    def rows() -> int:
-        return 2 * rows_of(few((KEPT,) * len(kinds), 2)[0])
-
-    def sketch(own: PlanningProblem) -> MeshEstimate:
-        count = own.strategy.micro_batches or 1
-        slices = own.dp_size * count
-        if slices > rows() or (count > 1 and rows() % slices):
-            raise BatchError(f"{rows()} rows cannot be cut into {slices} equal slices")
-        axes = tuple(own.strategy.axes.items())
-        small = min(SMALLER * own.dp_size * own.strategy.pp_size, rows())
-        sizes = (max(1, small // SMALLER), small)
-        micro = between({size: figures(axes, size) for size in sizes}, slices)
-        return estimate_mesh(own, micro, machine())
-
-    return sketch
+        found = MicroBatchFigures.of(extrapolate_layers(self._kinds, with_layers))
+        self._figures[key] = found
+        return found

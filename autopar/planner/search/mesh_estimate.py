@@ -1,9 +1,8 @@
-"""Outlines: what a mesh can be expected to do, from a look at the model cut everywhere.
+"""`MeshEstimate`: step time and memory of a mesh, from one micro-batch lowered with every cut.
 
-One lowering of a micro-batch, with a cut at every place, says what it computes, sends along the
-model's own axes, saves and holds. From these figures the step of any mesh with that micro-batch
-follows by arithmetic: an estimate, by which meshes are looked at in order, and what the step cannot
-be shorter than, by which they are left out. What is chosen is simulated, whatever its outline.
+That lowering gives the compute, the messages along the model's axes, and the saved and stored
+bytes of a micro-batch. The step of any mesh with that micro-batch follows by arithmetic: an
+estimate that orders the meshes, and a lower bound that excludes some. Chosen plans are simulated.
 """
 
 from __future__ import annotations
@@ -28,25 +27,28 @@ from autopar.planner.search.fixed_mesh import PlanningProblem, cap_of, evaluator
 from autopar.planner.search.pipeline_search import at_cut_points, cut_points_of
 
 Figures = NDArray[np.float64]
-"""What adds up over the blocks of a model."""
+"""Figures that add up over the blocks of a model, in the order of `MicroBatchFigures`."""
 
-AGAIN = 1.0 / 3.0
-"""Of what a micro-batch computes, the forward: so much more is it with all recomputed."""
+FORWARD_SHARE = 1.0 / 3.0
+"""Share of the forward in a micro-batch's compute; full checkpointing adds as much again."""
 
-EXPOSED = 0.1
-"""Of a sum that the backward could hide, what it does not: the last bucket, and what is issued."""
+EXPOSED_SHARE = 0.1
+"""Share of a collective that the backward cannot hide: its last bucket, and issuing it."""
+
+CHECKPOINTED_SHARE = 0.1
+"""Share of the saved activations that full checkpointing keeps."""
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """What one micro-batch of the whole model takes on a rank of its own axes (tp, cp, ep).
+class MicroBatchFigures:
+    """One micro-batch of the whole model on one rank of the model's axes (tp, cp, ep).
 
     Attributes:
         compute_s: seconds of all operators.
-        within_s: seconds in which it waits for what is sent along those axes.
-        parameter_bytes: of the parameters there.
-        saved_bytes: what the backward reads of the forward.
-        crossing_bytes: what is sent on and back where least crosses a cut.
+        within_s: exposed seconds of messages along those axes.
+        parameter_bytes: bytes of the parameters.
+        saved_bytes: bytes that the forward saves for the backward.
+        crossing_bytes: bytes sent on and back at the cut with the least traffic.
     """
 
     compute_s: float
@@ -56,61 +58,57 @@ class MicroBatch:
     crossing_bytes: float
 
     @staticmethod
-    def of(figures: Figures) -> MicroBatch:
-        """The same by name."""
-        return MicroBatch(*map(float, figures))
+    def of(figures: Figures) -> MicroBatchFigures:
+        """The figures of an array."""
+        return MicroBatchFigures(*map(float, figures))
 
     @property
-    def figures(self) -> Figures:
-        """The same as what can be added up over blocks."""
+    def array(self) -> Figures:
+        """The figures as an array."""
         return np.array(astuple(self))
 
 
-def between(known: Mapping[int, MicroBatch], slices: int) -> MicroBatch:
-    """What one of so many slices of a batch takes, from two numbers of them.
-
-    What it takes goes with a power of its rows; that of parameters is 0.
-    """
+def interpolate_slices(known: Mapping[int, MicroBatchFigures], slices: int) -> MicroBatchFigures:
+    """Figures for a number of slices of the batch, as a power law through two known numbers."""
     (one, first), (other, second) = known.items() if len(known) > 1 else [*known.items()] * 2
     if slices == one or one == other:
         return first
     power = math.log(slices / one) / math.log(other / one)
-    a, b = first.figures, second.figures
-    grows = (a > 0) & (b > 0)
-    ratio = np.divide(b, a, out=np.ones_like(a), where=grows)
-    return MicroBatch.of(a * ratio**power)
+    a, b = first.array, second.array
+    ratio = np.divide(b, a, out=np.ones_like(a), where=(a > 0) & (b > 0))
+    return MicroBatchFigures.of(a * ratio**power)
 
 
-def micro_batch_of(problem: PlanningProblem, graph: TrainingGraph, machine: Machine) -> MicroBatch:
-    """Looks at a captured micro-batch along the axes of a strategy."""
-    evaluator = evaluator_of(problem, graph, machine)
-    places = cut_points_of(problem.strategy, problem.model, graph)
-    count = problem.strategy.micro_batches or 1
-    _, whole, lowered = at_cut_points(evaluator, problem.strategy, places, count)
+def micro_batch_figures(
+    problem: PlanningProblem, graph: TrainingGraph, machine: Machine
+) -> MicroBatchFigures:
+    """Figures of a captured micro-batch, lowered along the axes of the problem's strategy."""
+    evaluator, strategy = evaluator_of(problem, graph, machine), problem.strategy
+    cut_points = cut_points_of(strategy, problem.model, graph)
+    micro_batches = strategy.micro_batches or 1
+    _, whole, lowered = at_cut_points(evaluator, strategy, cut_points, micro_batches)
     operators = machine.operators.of(lowered)
-    computed = sum(operators.seconds(node).seconds for node in lowered.calls())
+    compute_s = sum(operators.seconds(node).seconds for node in lowered.calls())
     (halves,) = half_seconds(lowered, [machine.cluster], machine.operators)
-    within = max(0.0, sum(halves) - computed) if problem.strategy.axes else 0.0
-    segments = segments_of(whole, places, [0.0] * len(places.names), 1.0)
-    crossing = (each.sent_bytes + each.returned_bytes for each in segments[1:])
-    return MicroBatch(
-        computed,
-        within,
-        sum(each.held_bytes for each in segments),
-        sum(each.saved_bytes for each in segments),
-        min(crossing, default=0),
+    segments = segments_of(whole, cut_points, [0.0] * len(cut_points.names), 1.0)
+    return MicroBatchFigures(
+        compute_s,
+        max(0.0, sum(halves) - compute_s) if strategy.axes else 0.0,
+        sum(segment.held_bytes for segment in segments),
+        sum(segment.saved_bytes for segment in segments),
+        min((s.sent_bytes + s.returned_bytes for s in segments[1:]), default=0),
     )
 
 
 @dataclass(frozen=True)
 class MeshEstimate:
-    """What a strategy with a mesh and a number of micro-batches can be expected to do.
+    """Expected step of a strategy that fixes a mesh and a number of micro-batches.
 
     Attributes:
-        strategy: with `micro_batches`.
-        step_s: seconds of a step, if it fits; infinite where nothing seems to.
-        least_s: seconds that no step of it is shorter than.
-        least_bytes: of memory, if all that can be is divided and computed again.
+        strategy: the strategy, with `micro_batches`.
+        step_s: estimated seconds of a step; infinite if nothing is expected to fit.
+        least_s: lower bound of the seconds of a step.
+        least_bytes: estimated bytes with the most sharding and checkpointing.
     """
 
     strategy: Strategy
@@ -119,22 +117,27 @@ class MeshEstimate:
     least_bytes: float
 
 
-def estimate_mesh(problem: PlanningProblem, micro: MicroBatch, machine: Machine) -> MeshEstimate:
-    """The outline of a question whose strategy fixes mesh and micro-batches."""
-    it = _Arithmetic(problem, micro, machine)
+def estimate_mesh(
+    problem: PlanningProblem, micro_batch: MicroBatchFigures, machine: Machine
+) -> MeshEstimate:
+    """The estimate of a problem whose strategy fixes mesh and micro-batches."""
+    model = _StepModel(problem, micro_batch, machine)
     cap = cap_of(problem, machine.cluster)
-    options = [(it.step_s(zero, again), it.nbytes(zero, again)) for zero, again in it.options()]
+    options = [
+        (model.step_s(zero, checkpointed), model.nbytes(zero, checkpointed))
+        for zero, checkpointed in model.options()
+    ]
     fitting = [seconds for seconds, nbytes in options if cap is None or nbytes <= cap]
-    least = min(nbytes for _, nbytes in options)
-    return MeshEstimate(problem.strategy, min(fitting, default=np.inf), it.least_s, least)
+    least_bytes = min(nbytes for _, nbytes in options)
+    return MeshEstimate(problem.strategy, min(fitting, default=np.inf), model.least_s, least_bytes)
 
 
 @dataclass(frozen=True)
-class _Arithmetic:
-    """Seconds and bytes of a step."""
+class _StepModel:
+    """Seconds and bytes of a step, by ZeRO stage and checkpointing."""
 
     problem: PlanningProblem
-    micro: MicroBatch
+    micro_batch: MicroBatchFigures
     machine: Machine
 
     @property
@@ -142,71 +145,78 @@ class _Arithmetic:
         return self.problem.strategy.pp_size
 
     @property
-    def count(self) -> int:
+    def micro_batches(self) -> int:
         return self.problem.strategy.micro_batches or 1
 
     @property
-    def own_bytes(self) -> float:
-        """Of the parameters of a stage."""
-        return self.micro.parameter_bytes / self.stages
+    def parameter_bytes(self) -> float:
+        """Bytes of the parameters of one stage."""
+        return self.micro_batch.parameter_bytes / self.stages
 
     def options(self) -> Iterator[tuple[int, bool]]:
-        """ZeRO stages, and whether everything is computed again."""
+        """ZeRO stages that the strategy leaves open, with and without full checkpointing."""
         fixed = self.problem.strategy
         free = (1, 3) if self.levels else (0, 1, 3)
-        stages = (fixed.zero,) if isinstance(fixed.zero, int) else free
+        zero_stages = (fixed.zero,) if isinstance(fixed.zero, int) else free
         levels = (False, True) if fixed.recompute is None else (fixed.recompute != "none",)
-        return ((zero, again) for zero in stages for again in levels)
+        return ((zero, checkpointed) for zero in zero_stages for checkpointed in levels)
 
     @property
     def least_s(self) -> float:
-        """Computing alone, on ranks that never wait; or the sums of gradients alone."""
-        computed = self.count * self.micro.compute_s / self.stages
-        sums = self.scatter_s + self.data_s("all_gather")
-        return max(computed, sums if self.levels else min(self.data_s("all_reduce"), sums))
+        """The longer of compute without waiting and the gradient sums alone."""
+        compute_s = self.micro_batches * self.micro_batch.compute_s / self.stages
+        sums_s = self.scatter_s + self.data_s("all_gather")
+        return max(compute_s, sums_s if self.levels else min(self.data_s("all_reduce"), sums_s))
 
-    def step_s(self, zero: int, again: bool) -> float:
-        """An estimate of a step."""
-        micro = self.micro
-        each = (micro.compute_s * (1 + AGAIN * again) + micro.within_s) / self.stages
-        sent = self.crossing_s if self.stages > 1 else 0.0
-        busy = (self.count + self.stages - 1) * (each + sent)
-        return busy + self.exposed_s(zero, each) + self.update_s(zero)
+    def step_s(self, zero: int, checkpointed: bool) -> float:
+        """Estimated seconds of a step."""
+        compute_s = self.micro_batch.compute_s * (1 + FORWARD_SHARE * checkpointed)
+        each_s = (compute_s + self.micro_batch.within_s) / self.stages
+        sent_s = self.crossing_s if self.stages > 1 else 0.0
+        busy_s = (self.micro_batches + self.stages - 1) * (each_s + sent_s)
+        return busy_s + self.exposed_s(zero, each_s) + self.update_s(zero)
 
     @property
     def crossing_s(self) -> float:
-        """Of what crosses a cut, there and back."""
+        """Seconds of the messages at a cut, forward and backward."""
         link = P2PCost(self.machine.cluster, self.problem.mesh)
-        return link.seconds(round(self.micro.crossing_bytes))
+        return link.seconds(round(self.micro_batch.crossing_bytes))
 
-    def exposed_s(self, zero: int, each: float) -> float:
-        """What the axis of the data adds."""
-        backward = each * (1 - AGAIN)
+    def exposed_s(self, zero: int, each_s: float) -> float:
+        """Exposed seconds of the collectives over the data axis.
+
+        Args:
+            zero: ZeRO stage.
+            each_s: seconds of one micro-batch on a stage.
+        """
+        backward_s = each_s * (1 - FORWARD_SHARE)
         if zero == 0:
-            return _beyond(self.data_s("all_reduce"), backward)
-        gather, scatter = self.data_s("all_gather"), self.scatter_s
+            return _exposed(self.data_s("all_reduce"), backward_s)
+        gather_s, scatter_s = self.data_s("all_gather"), self.scatter_s
         if zero < 3:
-            return _beyond(scatter, backward) + _beyond(gather, each - backward)
-        return self.count * _beyond(2 * gather + scatter, each)
+            return _exposed(scatter_s, backward_s) + _exposed(gather_s, each_s - backward_s)
+        return self.micro_batches * _exposed(2 * gather_s + scatter_s, each_s)
 
     @cached_property
     def levels(self) -> dict[str, int]:
-        """Of the axis of the data, where shards are kept over neighbours only."""
-        neighbours = self.problem.strategy.dp_shard or 1
-        return Levels(DATA_AXIS, neighbours).sizes(self.problem.dp_size)
+        """Sizes of the data axis' levels, if ZeRO shards over the inner one only."""
+        inner = self.problem.strategy.dp_shard or 1
+        return Levels(DATA_AXIS, inner).sizes(self.problem.dp_size)
 
     @property
     def scatter_s(self) -> float:
-        """Of sums of which a rank keeps its shard: over neighbours first, if these share them."""
-        own = self.data_s("reduce_scatter")
-        return own + self.data_s("all_reduce", INTER_NODE) if self.levels else own
+        """Seconds to reduce gradients to shards: over the inner level first, if there is one."""
+        inner_s = self.data_s("reduce_scatter")
+        return inner_s + self.data_s("all_reduce", INTER_NODE) if self.levels else inner_s
 
     def data_s(self, collective: str, part: str = INTRA_NODE) -> float:
-        """Of one collective of all gradients of a stage, over the ranks of the data.
+        """Seconds of one collective of all gradients of a stage over the data axis.
 
-        Where shards are kept over neighbours, over these, or of one rank's shards over the others.
+        Args:
+            collective: kind of collective.
+            part: level that it runs over, if there are two; the outer one sends shards.
         """
-        cluster, nbytes = self.machine.cluster, self.own_bytes
+        cluster, nbytes = self.machine.cluster, self.parameter_bytes
         axis = level(DATA_AXIS, part) if self.levels else DATA_AXIS
         if part == INTER_NODE:
             nbytes /= self.levels[level(DATA_AXIS, INTRA_NODE)]
@@ -216,19 +226,21 @@ class _Arithmetic:
         return cluster.seconds(collective, nbytes, shape, dtype).seconds
 
     def update_s(self, zero: int) -> float:
-        """Of the optimizer's step."""
+        """Seconds of the optimizer's step."""
         ranks = self.problem.shard_ranks if zero else 1
-        return self.machine.update.seconds([round(self.own_bytes / ranks)], dtensors=False).seconds
+        nbytes = round(self.parameter_bytes / ranks)
+        return self.machine.update.seconds([nbytes], dtensors=False).seconds
 
-    def nbytes(self, zero: int, again: bool) -> float:
-        """Of parameters, gradients, states, and what micro-batches under way save."""
+    def nbytes(self, zero: int, checkpointed: bool) -> float:
+        """Bytes of parameters, gradients, optimizer state and saved activations."""
         ranks, state = self.problem.shard_ranks, self.problem.state_ratio
-        parts = {0: 2.0 + state, 1: 2.0 + state / ranks, 2: 1.0 + (1.0 + state) / ranks}
-        copies = parts.get(zero, (2.0 + state) / ranks)
-        saved = self.micro.saved_bytes / self.stages * min(self.stages, self.count)
-        return self.own_bytes * copies + (0.1 if again else 1.0) * saved
+        by_stage = {0: 2.0 + state, 1: 2.0 + state / ranks, 2: 1.0 + (1.0 + state) / ranks}
+        copies = by_stage.get(zero, (2.0 + state) / ranks)
+        in_flight = min(self.stages, self.micro_batches)
+        saved = self.micro_batch.saved_bytes / self.stages * in_flight
+        return self.parameter_bytes * copies + (CHECKPOINTED_SHARE if checkpointed else 1.0) * saved
 
 
-def _beyond(seconds: float, hiding: float) -> float:
-    """What is not hidden of something behind something else."""
-    return max(seconds - hiding, EXPOSED * seconds)
+def _exposed(seconds: float, hiding_s: float) -> float:
+    """Seconds of a collective that `hiding_s` seconds of compute do not hide."""
+    return max(seconds - hiding_s, EXPOSED_SHARE * seconds)

@@ -13,7 +13,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import BatchError
 from autopar.ir.graph import TrainingGraph
 from autopar.plan.strategy import Strategy
-from autopar.planner.search.estimate_captures import mesh_estimator
+from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.fixed_mesh import PlanningProblem
 from autopar.planner.search.layer_extrapolation import kinds_of, with_num_layers
 from autopar.planner.search.mesh_estimate import MeshEstimate
@@ -57,7 +57,7 @@ MESHES = [
 @pytest.fixture(scope="module")
 def outlines() -> list[list[MeshEstimate]]:
     """Of a model with few of its blocks, and of all of it."""
-    estimators = [mesh_estimator(asked(Strategy()), captured, model) for model in (llama(), None)]
+    estimators = [MeshEstimator(asked(Strategy()), captured, model) for model in (llama(), None)]
     return [[sketch(asked(strategy)) for strategy in MESHES] for sketch in estimators]
 
 
@@ -91,7 +91,7 @@ def test_they_are_near_to_what_is_simulated(outlines: list[list[MeshEstimate]]) 
 
 
 def test_rows_that_cannot_be_cut() -> None:
-    sketch = mesh_estimator(asked(Strategy()), captured, llama())
+    sketch = MeshEstimator(asked(Strategy()), captured, llama())
     with pytest.raises(BatchError, match="32 rows cannot be cut into 64 equal slices"):
         sketch(asked(Strategy(pp=2, micro_batches=8)))
 
@@ -108,6 +108,6 @@ def test_micro_batches_of_several_rows_where_there_is_a_row_for_each_rank() -> N
     """Four stages compute a quarter of what they do of four times the rows, in as large pieces."""
     strategy, found = Strategy(pp=4), []
     for rows, count in ((RANKS, 1), (4 * RANKS, 4)):
-        sketch = mesh_estimator(asked(Strategy()), functools.partial(captured, rows=rows), llama())
+        sketch = MeshEstimator(asked(Strategy()), functools.partial(captured, rows=rows), llama())
         found.append(sketch(asked(replace(strategy, micro_batches=count))).least_s)
     assert 4 * found[0] == pytest.approx(found[1], rel=0.2)
