@@ -15,7 +15,7 @@ from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
-from autopar.passes.core.pass_base import Pass
+from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.plan.prediction import MOST_EXPOSED, Prediction
@@ -105,25 +105,26 @@ class SpmdEvaluator(Evaluator):
 
     def _lower(self, config: CandidateConfig) -> tuple[Plan, TrainingGraph]:
         plan = self.setup.draft(config)
-        passes = self._passes(plan)
-        kinds = [isinstance(p, (BucketCollectives, ScheduleOverlap)) for p in passes]
-        first = kinds.index(True) if any(kinds) else len(passes)
+        prefix, rest = self._passes(plan)
         sized = config.reduce_bytes if self.setup.op_strategies else 0
         graph = self._prefixes.get(
             (plan.zero_stages, plan.recompute, sized),
-            lambda: run_passes(replace(self.setup.graph, axes=plan.axes), passes[:first]),
+            lambda: run_passes(replace(self.setup.graph, axes=plan.axes), prefix),
         )
         plan = replace(plan, notes=(*plan.notes, *graph.notes))
-        if first < len(passes) and isinstance(passes[first], BucketCollectives):
+        if rest and isinstance(rest[0], BucketCollectives):
             buckets = propose_buckets(graph, config.gather_bytes, config.reduce_bytes)
             plan = replace(plan, buckets=buckets, compressions=config.compressions(buckets))
         if config.scheduled:
-            overlaps = self.setup.overlaps(config, graph, self._passes(plan)[first:])
+            overlaps = self.setup.overlaps(config, graph, self._passes(plan)[1])
             plan = replace(plan, overlaps=overlaps)
-        graph = run_passes(graph, self._passes(plan)[first:])
+        graph = run_passes(graph, self._passes(plan)[1])
         sent = sent_bytes(graph, self.setup.comm_backend)
         return replace(plan, sent_bytes=tuple(sorted(sent.items()))), graph
 
-    def _passes(self, plan: Plan) -> Sequence[Pass]:
+    def _passes(self, plan: Plan) -> tuple[PassPipeline, PassPipeline]:
+        """The passes whose result is cached, and those that depend on buckets and overlap."""
         setup = self.setup
-        return build_pass_pipeline(plan, 0, setup.comm_backend, op_strategies=setup.op_strategies)
+        return build_pass_pipeline(
+            plan, 0, setup.comm_backend, op_strategies=setup.op_strategies
+        ).split(BucketCollectives, ScheduleOverlap)

@@ -17,7 +17,7 @@ from autopar.cost_model.simulator.schedules import Orders, orders, split_orders
 from autopar.cost_model.simulator.step import half_seconds
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
-from autopar.passes.core.pass_base import Pass
+from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline_parallel.accumulate_gradients import accumulate_gradients
 from autopar.passes.pipeline_parallel.split_dgrad_wgrad import split_dgrad_wgrad
@@ -186,7 +186,7 @@ class PipelineEvaluator(Evaluator):
         plan = replace(plan, notes=tuple(dict.fromkeys(notes)), sent_bytes=sent)
         return LoweredPipeline(plan, programs, dedup)
 
-    def _passes(self, graph: TrainingGraph, plan: Plan) -> tuple[Sequence[Pass], Sequence[Pass]]:
+    def _passes(self, graph: TrainingGraph, plan: Plan) -> tuple[PassPipeline, PassPipeline]:
         """Passes of a stage for the last micro-batch, and for those before it."""
         micro_batches, backend = self.pipeline.micro_batches, self.setup.comm_backend
         return build_microbatch_pipelines(graph, plan, 0, backend, micro_batches=micro_batches)
@@ -197,11 +197,10 @@ class PipelineEvaluator(Evaluator):
         total, proposed = Buckets(), dict[int, Buckets]()
         for graph, first in zip(stages, dedup.first, strict=True):
             if first not in proposed:
-                passes = self._passes(graph, plan)[0]
-                kinds = [isinstance(item, BucketCollectives) for item in passes]
-                if not any(kinds):
+                prefix, rest = self._passes(graph, plan)[0].split(BucketCollectives)
+                if not rest:
                     continue
-                before = run_passes(graph, passes[: kinds.index(True)])
+                before = run_passes(graph, prefix)
                 proposed[first] = propose_buckets(before, config.gather_bytes, config.reduce_bytes)
             total = total.joined(proposed[first].renamed(renamed(stages[first], graph)))
         return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -17,7 +17,7 @@ from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
-from autopar.passes.core.pass_base import Pass
+from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.shard_parameters import is_sharded
 from autopar.plan.compression import Compressions
@@ -125,15 +125,14 @@ class EvaluationSetup:
         return self.update.seconds(list(trained_bytes), dtensors=plan.shards_parameters)
 
     def overlaps(
-        self, config: CandidateConfig, graph: TrainingGraph, passes: Sequence[Pass]
+        self, config: CandidateConfig, graph: TrainingGraph, passes: PassPipeline
     ) -> tuple[Overlap, ...]:
         """Start and wait of each collective, for a graph and the passes left to run on it."""
-        kinds = [isinstance(p, ScheduleOverlap) for p in passes]
-        if not any(kinds):
+        before, rest = passes.split(ScheduleOverlap)
+        if not rest:
             return ()
-        first = kinds.index(True)
-        graph = run_passes(graph, passes[:first])
-        lowered = run_passes(graph, passes[first:])
+        graph = run_passes(graph, before)
+        lowered = run_passes(graph, rest)
         budget = config.prefetch_budget_bytes
         return (schedule(graph, lowered, self.cluster, self.operators, budget),)
 
