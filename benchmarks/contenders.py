@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import autopar
 from benchmarks.before import NAME
 from benchmarks.models import Case
 
@@ -131,6 +133,35 @@ def build_deepspeed(case: Case, *, stage: int) -> Step:
         return loss
 
     return step
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A training step of autopar with its plan.
+
+    Attributes:
+        step: the step; None once it is released.
+        plan: the plan with its prediction.
+        seconds: time of capturing, measuring, planning and emitting.
+    """
+
+    step: Step | None
+    plan: autopar.Plan
+    seconds: float
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """Train one step."""
+        assert self.step is not None
+        return self.step(x, y)
+
+
+def build_planned(case: Case, **options: Any) -> PlannedStep:
+    """Return autopar with its plan; `options` are those of `autopar.compile`."""
+    start = time.perf_counter()
+    model = autopar.compile(case.build(), example_inputs=case.batch(0), fallback=False, **options)
+    seconds = time.perf_counter() - start
+    assert model.plan is not None
+    return PlannedStep(training_step(model, case, local=False), model.plan, seconds)
 
 
 def build_autopar(

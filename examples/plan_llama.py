@@ -1,4 +1,4 @@
-"""Plan the training of a llama on machines that are not here; nothing of it is ever allocated.
+"""Plan the training of a llama on machines that are not here, without allocating it.
 
 autopar plan examples/plan_llama.py --cluster dgx-h100 --nodes 128 --tp 8
 autopar plan examples/plan_llama.py --cluster dgx-h100 --nodes 16 -- --size 70b --rows 128
@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Size:
-    """What distinguishes the models of the family."""
+    """Sizes of one model of the family."""
 
     width: int
     inner: int
     layers: int
     heads: int
-    groups: int  # of heads that share keys and values
+    groups: int  # number of key-value heads
     vocabulary: int = 32000
 
 
@@ -38,14 +38,14 @@ SIZES = {
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary position embedding of (rows, heads, positions, width of a head)."""
+    """Apply rotary position embeddings to (rows, heads, positions, head width)."""
     low, high = x.chunk(2, dim=-1)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal attention whose keys and values serve several heads each."""
+    """Causal attention with grouped queries."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on the normalised stream."""
+    """Pre-norm attention and feed-forward."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder; called with tokens and the tokens that follow them, it returns its mean loss."""
+    """A decoder that returns the mean loss of predicting the following tokens."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
         x = self.token(tokens)
         position = torch.arange(tokens.shape[1], device=x.device, dtype=torch.float32)
-        pace = torch.arange(self.half, device=x.device, dtype=torch.float32) / self.half
-        angles = position[:, None] * 10000.0**-pace
+        exponent = torch.arange(self.half, device=x.device, dtype=torch.float32) / self.half
+        angles = position[:, None] * 10000.0**-exponent
         for block in self.blocks:
             x = block(x, angles)
         logits = self.head(self.norm(x)).float()
@@ -114,11 +114,11 @@ class Llama(nn.Module):
 
 
 def make() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """The model on the meta device, in bfloat16, and a global batch of tokens."""
+    """Return the model on the meta device, in bfloat16, and a global batch of tokens."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="7b")
-    parser.add_argument("--rows", type=int, default=1024, help="of the global batch")
-    parser.add_argument("--length", type=int, default=4096, help="of each row, in tokens")
+    parser.add_argument("--rows", type=int, default=1024, help="rows of the global batch")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
     options = parser.parse_args(sys.argv[1:])
     with torch.device("meta"):
         model = Llama(SIZES[options.size]).to(torch.bfloat16)

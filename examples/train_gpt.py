@@ -4,7 +4,7 @@ autopar run examples/train_gpt.py --nproc 2 -- --steps 1000
 torchrun --nproc-per-node 2 examples/train_gpt.py --strategy zero3
 python examples/train_gpt.py
 
-Run it again and it resumes from its last checkpoint, also with other processes or another strategy.
+A second run resumes from the last checkpoint, also with other processes or another strategy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import autopar
 
 CHECKPOINT_EVERY = 100  # steps
 
-# Of an optimizer under any plan: each rank of a pipeline has parameters of its own.
+# A flat optimizer state suits every plan: ranks of a pipeline have different parameters.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over the 256 bytes, 1.9 M parameters; the embedding is the output layer too."""
+    """A decoder over the 256 bytes with 1.9 M parameters and tied embeddings."""
 
     def __init__(self, seq: int, width: int = 192, heads: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class GPT(nn.Module):
 
 
 def read_stdlib(limit: int = 10_000_000) -> tuple[Tensor, Tensor]:
-    """Return `limit` bytes of the library's source for training, one file in ten held out."""
+    """Return `limit` bytes of source for training, and one file in ten for validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
     paths = sorted(path for path in root.rglob("*.py") if left_out.isdisjoint(path.parts))
@@ -89,7 +89,7 @@ def read_stdlib(limit: int = 10_000_000) -> tuple[Tensor, Tensor]:
 
 
 def batch(text: Tensor, rows: int, seq: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return random rows of text, and the bytes that follow each: the same on every process."""
+    """Return random rows of text and their next bytes, the same on every process."""
     rng = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - seq, (rows, 1), generator=rng)
     window = text[starts + torch.arange(seq + 1)].long()
@@ -97,7 +97,7 @@ def batch(text: Tensor, rows: int, seq: int, seed: int) -> tuple[Tensor, Tensor]
 
 
 def unigram_loss(train: Tensor, held_out: Tensor) -> float:
-    """Return the loss of knowing only how frequent each byte is, in nats per byte."""
+    """Return the loss of a model of byte frequencies alone, in nats per byte."""
     counts = torch.bincount(train, minlength=256).double() + 1
     frequency = torch.bincount(held_out, minlength=256).double() / len(held_out)
     return -(frequency * (counts / counts.sum()).log()).sum().item()
@@ -114,26 +114,26 @@ def validation_loss(model: nn.Module, held_out: Tensor, rows: int, seq: int) -> 
 def sample(model: autopar.DistributedModule, count: int, seq: int, seed: int) -> str:
     """Continue a prompt by `count` bytes.
 
-    All processes ask the same question: the batch is the same row once for each of them. So each
-    has the same logits, and with the same random numbers draws the same next byte.
+    The batch is the same row once for each process, so all have the same logits. With the same
+    random numbers they draw the same next byte.
     """
     rng = torch.Generator().manual_seed(seed)
     text = list(b"def ")
     for _ in range(count):
         context = text[-seq:]
-        row = torch.tensor(context + [0] * (seq - len(context)))  # padding is never looked back at
+        row = torch.tensor(context + [0] * (seq - len(context)))  # causal: padding has no effect
         logits = model(row.repeat(model.data_parallel_size, 1))[0, len(context) - 1]
         text += torch.multinomial((logits / 0.8).softmax(-1), 1, generator=rng).tolist()
     return bytes(text).decode(errors="replace")
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints."""
+    """Whether this process prints."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def save(folder: Path, model: autopar.DistributedModule, optimizer: Optimizer, step: int) -> None:
-    """Write folder/step-N, then drop the older ones."""
+    """Write folder/step-N, then delete older checkpoints."""
     weights, moments = get_state_dict(model, optimizer, options=FLAT)
     state = {"model": weights, "optimizer": moments, "step": step}
     dcp.save(state, checkpoint_id=folder / f"step-{step}")
@@ -143,7 +143,7 @@ def save(folder: Path, model: autopar.DistributedModule, optimizer: Optimizer, s
 
 
 def resume(folder: Path, model: autopar.DistributedModule, optimizer: Optimizer) -> int:
-    """Load the newest complete checkpoint, if any; return how many steps it has behind it."""
+    """Load the newest complete checkpoint, if any; return its step."""
     steps = [int(path.parent.name.split("-")[1]) for path in folder.glob("step-*/.metadata")]
     if not steps:
         return 0
@@ -159,13 +159,13 @@ def resume(folder: Path, model: autopar.DistributedModule, optimizer: Optimizer)
 def parse_arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Train a byte-level GPT with autopar.")
-    parser.add_argument("--steps", type=int, default=500, help="in all, resumed ones included")
+    parser.add_argument("--steps", type=int, default=500, help="total, resumed ones included")
     parser.add_argument("--strategy", default="auto", help="or ddp, zero1, zero2, zero3, fastest")
-    parser.add_argument("--memory", type=int, help="limit for each process, in MiB")
-    parser.add_argument("--batch", type=int, default=32, help="rows of all processes together")
+    parser.add_argument("--memory", type=int, help="memory limit of each process, in MiB")
+    parser.add_argument("--batch", type=int, default=32, help="rows of the global batch")
     parser.add_argument("--seq", type=int, default=128, help="bytes in a row")
-    parser.add_argument("--sample", type=int, default=300, help="bytes to write at the end")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="where results go")
+    parser.add_argument("--sample", type=int, default=300, help="bytes to generate at the end")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of results")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +19,15 @@ from autopar.cost_model.algorithms.wire_bytes import node_bytes
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.runtime.codegen.program import with_axes
-from benchmarks.contenders import PLAIN, Contender, Step, build_ddp, local_rows, training_step
+from benchmarks.contenders import (
+    PLAIN,
+    Contender,
+    Step,
+    build_ddp,
+    build_planned,
+    local_rows,
+    training_step,
+)
 from benchmarks.models import GPT, Case, blocks_of, next_tokens
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
@@ -77,27 +84,6 @@ def build_powersgd(case: Case) -> Step:
     return training_step(model, case, local=True)
 
 
-@dataclass(frozen=True)
-class PlannedStep:
-    """A training step of autopar, and its plan."""
-
-    step: Step
-    plan: autopar.Plan
-
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Train one step."""
-        return self.step(x, y)
-
-
-def build_autopar(case: Case, *, strategy: autopar.Strategy) -> PlannedStep:
-    """Return autopar under a strategy."""
-    model = autopar.compile(
-        case.build(), example_inputs=case.batch(0), strategy=strategy, fallback=False
-    )
-    assert model.plan is not None
-    return PlannedStep(training_step(model, case, local=False), model.plan)
-
-
 def planned_bytes(case: Case, plan: autopar.Plan, ranks_per_node: int) -> int:
     """Return the bytes that leave a node in a step, by the cost model."""
     ranks, inputs = plan.world_size, case.batch(0)
@@ -144,7 +130,7 @@ def contenders(ranks_per_node: int) -> tuple[Contender, ...]:
     """Return all contenders, the model alone first."""
     made = []
     for name, strategy in strategies(ranks_per_node).items():
-        build = partial(build_autopar, strategy=strategy)
+        build = partial(build_planned, strategy=strategy)
         peer = SAME_BYTES.get(name, "ddp")
         reference = PLAIN if strategy.compress is None else LOSSY
         made.append(Contender(name, build, (peer,), module="autopar", reference=reference))

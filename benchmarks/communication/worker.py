@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.network import sent_bytes
-from benchmarks.communication.contenders import CASES, PlannedStep, contenders, planned_bytes
+from benchmarks.communication.contenders import CASES, contenders, planned_bytes
+from benchmarks.contenders import PlannedStep
 from benchmarks.launch import Job
 from benchmarks.worker import SEED, Entry, Race
 

@@ -10,13 +10,12 @@ from rich.table import Table
 
 from benchmarks.report import empty_table, number
 
-PARTS = ("curves", "live", "steps", "memory")
+PARTS = ("curves", "live", "memory")
 TARGETS = {
     "curves": (0.035, 0.12),
     "curves, other groups": (0.10, None),
     "live": (0.10, None),
     "live, other groups": (0.10, None),
-    "steps": (0.10, 0.30),
     "memory": (0.03, None),
 }
 """Largest allowed median error and worst error."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -45,35 +44,6 @@ class Setting:
         """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
-    def run(
-        self, module: str, *arguments: str, timeout_s: float | None = None, **environment: str
-    ) -> None:
-        """Run a Python module on every rank.
-
-        Raises:
-            benchmarks.cluster.Unavailable: nodes cannot be emulated here.
-            benchmarks.cluster.RanksFailed: a rank failed, or time ran out.
-        """
-        if self.rate is not None:
-            command = [sys.executable, "-m", module, *arguments]
-            with Network(self.nodes, self.rate) as network:
-                launch(
-                    network,
-                    command,
-                    self.ranks_per_node,
-                    environment=environment,
-                    timeout_s=timeout_s,
-                )
-            return
-        threads = str(max(1, (os.cpu_count() or 1) // self.ranks))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command = [*torchrun, "--nproc-per-node", str(self.ranks), "-m", module, *arguments]
-        variables = {"OMP_NUM_THREADS": threads, **os.environ, **environment}
-        try:
-            subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=timeout_s)
-        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-            raise RanksFailed(f"{self}: {error}") from error
-
 
 def measure_cluster(
     setting: Setting,
@@ -82,10 +52,33 @@ def measure_cluster(
     sizes: Sequence[int] = SIZES,
     mesh: str | None = None,
 ) -> Cluster:
-    """Return the cluster that `autopar measure` measures there, in processes of its own."""
+    """Return the cluster that `autopar measure` measures there, in processes of its own.
+
+    Raises:
+        benchmarks.cluster.Unavailable: nodes cannot be emulated here.
+        benchmarks.cluster.RanksFailed: a rank failed, or time ran out.
+    """
+    timeout_s = 10 * budget_s + 120
     with tempfile.TemporaryDirectory(prefix="prediction-") as folder:
-        output = str(Path(folder, "cluster.json"))
-        options = ["--no-cache", "--budget", str(budget_s), "--output", output]
-        options += ["--sizes", ",".join(map(str, sizes)), *(["--mesh", mesh] if mesh else [])]
-        setting.run("autopar", "measure", *options, timeout_s=10 * budget_s + 120)
-        return Cluster.load(Path(output))
+        output = Path(folder, "cluster.json")
+        command = [sys.executable, "-m", "autopar", "measure", "--no-cache"]
+        command += ["--budget", str(budget_s), "--output", str(output)]
+        command += ["--sizes", ",".join(map(str, sizes)), *(["--mesh", mesh] if mesh else [])]
+        if setting.rate is not None:
+            with Network(setting.nodes, setting.rate) as network:
+                logs, ranks = Path(folder), setting.ranks_per_node
+                launch(network, command, ranks, logs=logs, timeout_s=timeout_s)
+        else:
+            command += ["--nproc", str(setting.ranks_per_node)]
+            _run_here(setting, command, timeout_s)
+        return Cluster.load(output)
+
+
+def _run_here(setting: Setting, command: Sequence[str], timeout_s: float) -> None:
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": timeout_s}
+    try:
+        ended = subprocess.run(command, **options)
+    except subprocess.TimeoutExpired as error:
+        raise RanksFailed(f"{setting}: still busy after {timeout_s:g} s") from error
+    if ended.returncode:
+        raise RanksFailed(f"{setting}: {ended.stderr.strip()[-2000:]}")

@@ -7,16 +7,12 @@ order of collectives, and predicts the step by the costs that also choose the be
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
-
 import autopar
-from autopar.cost_model.cluster.cluster import Cluster
-from benchmarks.contenders import Contender, Step, build_ddp, build_fully_shard, training_step
+from benchmarks.contenders import Contender, build_ddp, build_fully_shard
 from benchmarks.models import Case
 
 PEERS = (Contender("ddp", build_ddp), Contender("fully_shard", build_fully_shard))
@@ -98,47 +94,3 @@ def _pipelines(ranks: int, *, every_schedule: bool) -> Iterator[tuple[str, autop
 def chosen_name(share: float | None) -> str:
     """Return the name of the chosen plan under a cap, a share of the memory of `REPLICATED`."""
     return CHOSEN if share is None else f"{CHOSEN} under {share:g}"
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A training step of autopar with its plan.
-
-    Attributes:
-        step: the step; None once it is released.
-        plan: the plan with its prediction.
-        seconds: time of capturing, measuring, planning and emitting.
-    """
-
-    step: Step | None
-    plan: autopar.Plan
-    seconds: float
-
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Train one step."""
-        assert self.step is not None
-        return self.step(x, y)
-
-
-def build_plan(
-    case: Case,
-    *,
-    cluster: Cluster,
-    strategy: autopar.Strategy | str,
-    memory: Callable[[], int | None],
-    time_limit_s: float | None = None,
-) -> PlannedStep:
-    """Return autopar, planned for the ranks here."""
-    start = time.perf_counter()
-    model = autopar.compile(
-        case.build(),
-        example_inputs=case.batch(0),
-        strategy=strategy,
-        memory=memory(),
-        cluster=cluster,
-        fallback=False,
-        time_limit_s=time_limit_s,
-    )
-    seconds = time.perf_counter() - start
-    assert model.plan is not None
-    return PlannedStep(training_step(model, case, local=False), model.plan, seconds)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.cost_model.cluster.cluster import Cluster
-from benchmarks.contenders import Contender
+from benchmarks.contenders import Contender, PlannedStep, build_planned
 from benchmarks.launch import Job
 from benchmarks.memoize import memoized_capture, memoized_update
 from benchmarks.models import Case
@@ -28,8 +28,6 @@ from benchmarks.regret.plans import (
     PEERS,
     REPLICATED,
     Layout,
-    PlannedStep,
-    build_plan,
     chosen_name,
     enumeration,
 )
@@ -166,16 +164,19 @@ def executed_part(plan: autopar.Plan) -> autopar.Plan:
 
 def contenders(job: RegretJob, cluster: Cluster, case: Case, cap: Cap) -> list[Contender]:
     """Return peers, the enumeration, and the plan chosen under each cap."""
-    build = partial(build_plan, cluster=cluster)
-    uncapped = partial(build, memory=lambda: PLENTY)
+    build = partial(build_planned, cluster=cluster, time_limit_s=None)
+    uncapped = partial(build, memory=PLENTY)
     plans = [
         Contender(name, partial(uncapped, strategy=strategy))
         for name, strategy in enumeration(case, Layout.of(job.layout)).items()
     ]
-    search = partial(build, strategy=SEARCHED, time_limit_s=SEARCH_S)
+
+    def build_chosen(case: Case, share: float | None) -> PlannedStep:
+        options = {"strategy": SEARCHED, "memory": cap(share), "time_limit_s": SEARCH_S}
+        return build_planned(case, cluster=cluster, **options)
+
     chosen = [
-        Contender(chosen_name(share), partial(search, memory=partial(cap, share)))
-        for share in job.caps
+        Contender(chosen_name(share), partial(build_chosen, share=share)) for share in job.caps
     ]
     return [*PEERS, *plans, *chosen]
 

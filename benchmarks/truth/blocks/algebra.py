@@ -8,10 +8,6 @@ from torch import Tensor, nn
 from benchmarks.truth.registry import WIDTH, define_all, linear, register
 
 
-def _identity(h: Tensor) -> Tensor:
-    return torch.eye(h.shape[0], dtype=h.dtype)
-
-
 def _second_moment(h: Tensor) -> Tensor:
     return h.t() @ h / h.shape[0]
 
@@ -58,38 +54,12 @@ def ridge_fitted(h: Tensor, scores: Tensor) -> Tensor:
     return h + (h @ weight)[:, None].tanh()
 
 
-@register("rows")
-def kernel_smoothed(h: Tensor) -> Tensor:
-    """Kernel ridge regression of the rows on themselves."""
-    kernel = torch.exp(-(h[:, None] - h[None]).square().sum(-1) / 4)
-    return h + torch.linalg.solve(kernel + _identity(h), kernel @ h)
-
-
-@register("rows")
-def newton_schulz(h: Tensor) -> Tensor:
-    """Decorrelate by iterations, as in iterative normalisation."""
-    centred = h - h.mean(0)
-    sigma = _second_moment(centred) + 0.5 * torch.eye(WIDTH, dtype=h.dtype)
-    trace, p = sigma.trace(), torch.eye(WIDTH, dtype=h.dtype)
-    for _ in range(3):
-        p = 1.5 * p - 0.5 * p @ p @ p @ (sigma / trace)
-    return centred @ p / trace.sqrt()
-
-
 @register("rows", form=lambda: nn.Bilinear(WIDTH, WIDTH, 1))
 def LearntAffinity(m, h: Tensor) -> Tensor:
     """A bilinear form of pairs of rows, softmaxed over the second."""
     n = h.shape[0]
     scores = m.form(h.repeat_interleave(n, dim=0), h.repeat(n, 1)).view(n, n)
     return h + scores.softmax(1) @ h
-
-
-@register("rows", first=linear(2 * WIDTH, WIDTH), second=linear())
-def PairNetwork(m, h: Tensor) -> Tensor:
-    """A network of every pair of rows, averaged over the second (relation nets)."""
-    left = h[:, None].expand(-1, h.shape[0], -1)
-    pairs = torch.cat([left, left.transpose(0, 1)], dim=-1)
-    return h + m.second(m.first(pairs).tanh()).mean(1)
 
 
 @register("rows", inner=linear(), outer=linear(2 * WIDTH))

@@ -67,15 +67,6 @@ def cutmix(h: Tensor) -> Tensor:
     return out
 
 
-@register("image")
-def temporal_shift(h: Tensor) -> Tensor:
-    """Take some channels from the image before, as for frames of a video."""
-    out = torch.zeros_like(h)
-    out[1:, :2] = h[:-1, :2]
-    out[:, 2:] = h[:, 2:]
-    return out + 0.5 * h
-
-
 @register("image", divides=2)
 def minibatch_deviation(h: Tensor) -> Tensor:
     """StyleGAN's deviation within groups of images, added to every pixel."""

@@ -90,17 +90,3 @@ def pair_masked(h: Tensor, pair_mask: Tensor) -> Tensor:
     """Attention over the batch under a mask of pairs."""
     scores = (h @ h.t() / WIDTH**0.5).masked_fill(~pair_mask, float("-inf"))
     return h + scores.softmax(-1) @ h
-
-
-@register("rows")
-def masked_rows_to_mean(h: Tensor, keep: Tensor) -> Tensor:
-    """Replace masked rows by the mean of the others."""
-    mean = (h * keep[:, None]).sum(0) / keep.sum()
-    return torch.where(keep[:, None], h, mean)
-
-
-@register("rows")
-def split_into_three(h: Tensor) -> Tensor:
-    """Uneven parts by `tensor_split`, in another order."""
-    first, second, third = torch.tensor_split(h, 3)
-    return torch.cat([third, first * 0.5, second])

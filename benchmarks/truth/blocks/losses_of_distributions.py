@@ -63,31 +63,8 @@ def MeanEntropy(m, h: Tensor) -> Tensor:
     return -(p * p.log()).sum(1).mean() + 2 * (mean * mean.log()).sum()
 
 
-@register("rows_head", **PROTOTYPES)
-def DeepClustering(m, h: Tensor) -> Tensor:
-    """A sharpened target distribution, normed by the size of clusters (DEC)."""
-    q = 1 / (1 + (h[:, None] - m.prototypes.weight[None]).square().sum(-1))
-    q = q / q.sum(1, keepdim=True)
-    weight = q.square() / q.sum(0)
-    p = (weight / weight.sum(1, keepdim=True)).detach()
-    return F.kl_div(q.log(), p, reduction="batchmean")
-
-
 @register("rows_head")
 def coding_rate(h: Tensor) -> Tensor:
     """The log-determinant of the covariance (MCR2)."""
     matrix = torch.eye(WIDTH, dtype=h.dtype) + h.t() @ h / h.shape[0]
     return -0.5 * torch.logdet(matrix) + 0.05 * h.square().mean()
-
-
-@register("rows_head")
-def energy_distance(h: Tensor, target: Tensor) -> Tensor:
-    across = torch.cdist(h, target).mean()
-    return 2 * across - torch.pdist(h).mean() - torch.pdist(target).mean()
-
-
-@register("rows_head")
-def mixture_likelihood(h: Tensor, target: Tensor) -> Tensor:
-    """A mixture density of the targets under all rows (Parzen windows)."""
-    near = -0.5 * (target[:, None] - h[None]).square().sum(-1)
-    return -(near.logsumexp(1) - torch.log(torch.tensor(float(h.shape[0])))).mean()

@@ -22,17 +22,6 @@ def _same(labels: Tensor) -> Tensor:
     return labels[:, None] == labels[None]
 
 
-def _pairs(scores: Tensor) -> Tensor:
-    """Differences of all pairs."""
-    return scores[:, None] - scores[None]
-
-
-@register("rows_head", project=linear())
-def InfoNce(m, h: Tensor, target: Tensor) -> Tensor:
-    a, b = F.normalize(m.project(h), dim=1), F.normalize(target, dim=1)
-    return F.cross_entropy(a @ b.t() / 0.5, _numbers(h))
-
-
 @register("rows_head", project=linear(), scale=lambda: nn.Parameter(torch.tensor(0.5)))
 def Clip(m, h: Tensor, target: Tensor) -> Tensor:
     """InfoNCE in both directions, with a learnt temperature."""
@@ -47,15 +36,6 @@ def SimClrHalves(m, h: Tensor) -> Tensor:
     z, n = F.normalize(m.project(h), dim=1), h.shape[0]
     similar = (z @ z.t() / 0.5).masked_fill(_is_self(h), float("-inf"))
     return F.cross_entropy(similar, (_numbers(h) + n // 2) % n)
-
-
-@register("rows_head", project=linear())
-def SupervisedContrast(m, h: Tensor, labels: Tensor) -> Tensor:
-    """Rows with the same label are positives."""
-    z = F.normalize(m.project(h), dim=1)
-    log_p = (z @ z.t() / 0.5).masked_fill(_is_self(h), -1e9).log_softmax(-1)
-    positive = (_same(labels) & ~_is_self(h)).to(h.dtype)
-    return -((log_p * positive).sum(1) / positive.sum(1).clamp(min=1)).mean()
 
 
 @register("rows_head")
@@ -74,47 +54,11 @@ def rolled_triplet(h: Tensor, target: Tensor) -> Tensor:
 
 
 @register("rows_head")
-def ranked_pairs(h: Tensor, scores: Tensor) -> Tensor:
-    """A margin for every pair with different scores."""
-    better = _pairs(scores) > 0
-    return (F.softplus(1 - _pairs(h.sum(1))) * better).sum() / better.sum()
-
-
-@register("rows_head")
-def upper_pairs(h: Tensor, scores: Tensor) -> Tensor:
-    """Pairs by `triu_indices`, through torch's margin ranking loss."""
-    first, second = torch.triu_indices(h.shape[0], h.shape[0], offset=1)
-    out = h.mean(1)
-    sign = torch.sign(scores[first] - scores[second])
-    return F.margin_ranking_loss(out[first], out[second], sign, margin=3.0)
-
-
-@register("rows_head")
 def combined_pairs(h: Tensor, scores: Tensor) -> Tensor:
     """Pairs listed by `torch.combinations`."""
     first, second = torch.combinations(_numbers(h)).unbind(1)
     apart = (h[first] - h[second]).square().sum(1)
     return F.smooth_l1_loss(apart, (scores[first] - scores[second]).abs())
-
-
-@register("rows_head")
-def listwise(h: Tensor, scores: Tensor) -> Tensor:
-    """ListNet: two softmaxes over the batch."""
-    return -(scores.softmax(0) * h.sum(1).log_softmax(0)).sum()
-
-
-@register("rows_head")
-def soft_ranks(h: Tensor, scores: Tensor) -> Tensor:
-    """Spearman's correlation of soft ranks."""
-    a, b = (torch.sigmoid(2 * _pairs(x)).sum(1) for x in (h.sum(1), scores))
-    return 1 - F.cosine_similarity(a - a.mean(), b - b.mean(), dim=0)
-
-
-@register("rows_head", divides=2)
-def siamese_halves(h: Tensor, labels: Tensor) -> Tensor:
-    """Rows of the first half beside those of the second: alike if their labels are."""
-    (first, second), (a, b) = h.chunk(2), labels.chunk(2)
-    return F.cosine_embedding_loss(first, second, torch.where(a == b, 1.0, -1.0), margin=0.2)
 
 
 @register("rows_head", queue=lambda: torch.randn(14, WIDTH))
@@ -140,11 +84,3 @@ def margin_from_centres(h: Tensor, labels: Tensor) -> Tensor:
     hot = F.one_hot(labels, CLASSES).to(h.dtype)
     centres = hot.t() @ h / hot.sum(0).clamp(min=1)[:, None]
     return F.cross_entropy(-torch.cdist(h, centres + 1e-2).square(), labels)
-
-
-@register("rows_head")
-def koleo(h: Tensor, target: Tensor) -> Tensor:
-    """Push away the nearest neighbour in the batch (DINOv2)."""
-    z = F.normalize(h, dim=1)
-    nearest = (z @ z.t()).fill_diagonal_(-2).detach().argmax(1)
-    return F.mse_loss(h, target) - 0.1 * (z - z[nearest] + 1e-3).norm(dim=1).log().mean()

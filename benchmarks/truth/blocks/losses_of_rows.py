@@ -72,24 +72,10 @@ def ClassWeightedCrossEntropy(m, h: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(m.classify(h), labels, weight=m.class_weight)
 
 
-@register("rows_head", **CLASSIFIER)
-def NllOfRows(m, h: Tensor, labels: Tensor) -> Tensor:
-    """The negative log likelihood of each row, then a mean by hand."""
-    return -m.classify(h).log_softmax(-1).gather(1, labels[:, None]).sum() / h.shape[0]
-
-
 @register("rows_head", out=linear(WIDTH, 1))
 def BinaryCrossEntropy(m, h: Tensor, keep: Tensor, weights: Tensor) -> Tensor:
     logits = m.out(h)[:, 0]
     return F.binary_cross_entropy_with_logits(logits, keep.to(h.dtype), weight=weights)
-
-
-@register("rows_head", **CLASSIFIER)
-def Focal(m, h: Tensor, labels: Tensor) -> Tensor:
-    """The focal loss, divided by its own weights."""
-    loss = _entropies(m, h, labels)
-    weight = (1 - torch.exp(-loss)).square()
-    return (weight * loss).sum() / weight.sum()
 
 
 @register("rows_head", **CLASSIFIER)
@@ -135,17 +121,6 @@ def temporal_difference(h: Tensor, scores: Tensor, keep: Tensor) -> Tensor:
         future = scores[t] + 0.9 * future * keep[t]
         losses.append((value[t] - future).square())
     return torch.stack(losses).mean()
-
-
-@register("rows_head")
-def group_relative(h: Tensor, scores: Tensor, groups: Tensor) -> Tensor:
-    """Advantages within groups of samples of one prompt (GRPO)."""
-    hot = F.one_hot(groups, CLASSES).to(h.dtype)
-    count = hot.sum(0).clamp(min=1)
-    mean = (hot * scores[:, None]).sum(0) / count
-    spread = ((hot * (scores[:, None] - mean).square()).sum(0) / count).add(0.1).sqrt()
-    advantage = (scores - mean[groups]) / spread[groups]
-    return -(advantage * h.log_softmax(-1)[:, 0]).mean() + 0.01 * h.square().mean()
 
 
 @register("rows_head", log_variance=lambda: torch.nn.Parameter(torch.zeros(2)))

@@ -93,19 +93,3 @@ def whitened(h: Tensor) -> Tensor:
     covariance = centred.t() @ centred / h.shape[0] + torch.eye(WIDTH, dtype=h.dtype)
     factor = torch.linalg.cholesky(covariance)
     return torch.linalg.solve_triangular(factor, centred.t(), upper=False).t()
-
-
-@register(
-    "rows",
-    mean=lambda: torch.zeros(WIDTH),
-    std=lambda: torch.ones(WIDTH),
-)
-def BatchRenorm(m, h: Tensor) -> Tensor:
-    """Batch renormalisation: corrections by running statistics, which are updated after."""
-    mean, std = h.mean(0), h.std(0, unbiased=False) + 0.1
-    r = (std.detach() / m.std).clamp(0.3, 3.0)
-    d = ((mean.detach() - m.mean) / m.std).clamp(-2.0, 2.0)
-    out = (h - mean) / std * r + d
-    m.mean.lerp_(mean.detach(), 0.1)
-    m.std.lerp_(std.detach(), 0.1)
-    return out

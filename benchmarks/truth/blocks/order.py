@@ -45,10 +45,3 @@ def ranks(h: Tensor) -> Tensor:
     """Ranks of rows as features."""
     rank = h.detach().argsort(0).argsort(0).to(h.dtype)
     return h * (1 + rank / h.shape[0])
-
-
-@register("rows")
-def clipped_by_batch(h: Tensor) -> Tensor:
-    """Clamp to two thirds of the batch's largest value."""
-    limit = 0.66 * h.detach().abs().amax()
-    return torch.where(h.abs() < limit, h, limit * h.sign() + 0.1 * h)

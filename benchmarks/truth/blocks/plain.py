@@ -59,24 +59,3 @@ def Conditioned(m, h: Tensor, labels: Tensor) -> Tensor:
 @register("rows", plain=True, net=_two_layers)
 def Checkpointed(m, h: Tensor) -> Tensor:
     return h + checkpoint(m.net, h, use_reentrant=False)
-
-
-@register(
-    "rows",
-    plain=True,
-    lift=linear(1, 4),
-    attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True),
-)
-def FeaturesAsTokens(m, h: Tensor) -> Tensor:
-    """Attention over the features of each row."""
-    tokens = m.lift(h[..., None])
-    return h + m.attention(tokens, tokens, tokens)[0].mean(-1)
-
-
-@register("rows", plain=True)
-def rotated(h: Tensor) -> Tensor:
-    """Rotate pairs of features by an angle each, as rotary embeddings do."""
-    angle = torch.arange(WIDTH // 2, dtype=h.dtype)
-    even, odd = h[:, 0::2], h[:, 1::2]
-    pairs = (even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos())
-    return torch.stack(pairs, dim=-1).flatten(1)

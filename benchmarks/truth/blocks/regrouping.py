@@ -79,14 +79,6 @@ def Repeated(m, h: Tensor) -> Tensor:
 
 
 @register("rows")
-def tiled(h: Tensor) -> Tensor:
-    """The batch twice, one after the other, then both copies added."""
-    twice = h.repeat(2, 1)
-    twice = twice * torch.tanh(twice.mean(0))
-    return twice[: h.shape[0]] + 0.5 * twice[h.shape[0] :]
-
-
-@register("rows")
 def unbound(h: Tensor) -> Tensor:
     """A Python loop over rows, each with the one before."""
     rows = list(h.unbind(0))
@@ -107,18 +99,6 @@ def strided_windows(h: Tensor) -> Tensor:
 @register("rows", conv=lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
 def ConvolvedOverRows(m, h: Tensor) -> Tensor:
     return h + m.conv(_as_series(h))[0].t()
-
-
-@register("rows", conv=lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=2))
-def UnbatchedConvolution(m, h: Tensor) -> Tensor:
-    """A convolution along the batch of an input without a batch dim."""
-    return torch.tanh(m.conv(h.t()).t())
-
-
-@register("rows")
-def adaptively_pooled(h: Tensor) -> Tensor:
-    bins = F.adaptive_avg_pool1d(_as_series(h), 2)[0].t()
-    return h + 0.5 * bins[0] - 0.2 * bins[1]
 
 
 @register("rows", sized=True, offset=lambda rows: nn.Parameter(torch.randn(rows, WIDTH)))

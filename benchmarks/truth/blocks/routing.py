@@ -64,14 +64,6 @@ def SinkhornRouting(m, h: Tensor) -> Tensor:
 
 
 @register("rows", **MIXTURE)
-def ImportanceLoss(m, h: Tensor) -> tuple[Tensor, Tensor]:
-    """The squared coefficient of variation of the experts' load."""
-    gate = m.router(h).softmax(-1)
-    importance = gate.sum(0)
-    return h + gate @ m.weight.mean(1), importance.var() / importance.mean().square()
-
-
-@register("rows", **MIXTURE)
 def PackedExperts(m, h: Tensor) -> Tensor:
     """Rows sorted by their expert, and put back."""
     chosen = m.router(h).argmax(-1)

@@ -83,34 +83,12 @@ def TokenMixer(m, h: Tensor) -> Tensor:
     return h + m.mix(h.transpose(1, 2)).transpose(1, 2)
 
 
-@register("sequence", queries=lambda: nn.Parameter(torch.randn(3, WIDTH)))
-def CrossAttention(m, h: Tensor) -> Tensor:
-    """Learnt queries attend to the tokens of the whole batch."""
-    tokens = h.reshape(-1, WIDTH)
-    summary = torch.softmax(m.queries @ tokens.t(), -1) @ tokens
-    return h + summary.mean(0)
-
-
-@register("sequence")
-def shared_across_rows(h: Tensor) -> Tensor:
-    """Add the last token of each row to the next row's first, as in packed training."""
-    carried = torch.cat([torch.zeros_like(h[:1, -1:]), h[:-1, -1:]])
-    return torch.cat([h[:, :1] + 0.5 * carried, h[:, 1:]], dim=1)
-
-
 @register("sequence")
 def sorted_by_lengths(h: Tensor, lengths: Tensor) -> Tensor:
     """Rows sorted by length, weighted, and put back, as around packed sequences."""
     order = lengths.argsort(descending=True, stable=True)
     weight = torch.linspace(1, 2, h.shape[0], dtype=h.dtype)[:, None, None]
     return h + 0.3 * (h[order] * weight)[order.argsort()]
-
-
-@register("sequence", divides=2)
-def dialogue_turns(h: Tensor) -> Tensor:
-    """Every two rows are one longer sequence."""
-    long = h.reshape(-1, 2 * h.shape[1], WIDTH)
-    return (long + 0.3 * long.cumsum(1)).reshape(h.shape)
 
 
 @register("sequence", rnn=lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))

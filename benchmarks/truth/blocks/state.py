@@ -89,33 +89,14 @@ def StepSchedule(m, h: Tensor) -> Tensor:
     return h * torch.cos(m.step * 0.3)
 
 
-@register("rows", codes=lambda: torch.randn(4, WIDTH))
-def Codebook(m, h: Tensor) -> tuple[Tensor, Tensor]:
-    """Vector quantisation with a codebook that follows the rows, as in VQ-VAE."""
-    nearest = torch.cdist(h.detach(), m.codes).argmin(1)
-    hot = F.one_hot(nearest, 4).to(h.dtype)
-    code = m.codes[nearest]
-    loss = (h - code.detach()).square().mean()
-    means = hot.t() @ h.detach() / (hot.sum(0)[:, None] + 1)
-    m.codes.copy_(0.9 * m.codes + 0.1 * means)
-    return h + (code - h).detach() * 0.5, 0.25 * loss
-
-
-@register("rows")
-class MeanTeacher(nn.Module):
+@register("rows", student=linear(), teacher=_zeros(WIDTH, WIDTH))
+def MeanTeacher(m, h: Tensor) -> tuple[Tensor, Tensor]:
     """A teacher whose weights, in a buffer, follow those of a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("teacher", self.student.weight.detach().clone())
-
-    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            self.teacher.lerp_(self.student.weight, 0.1)
-            target = h @ self.teacher.t()
-        out = self.student(h)
-        return h + out, 0.1 * (F.normalize(out) - F.normalize(target)).square().mean()
+    with torch.no_grad():
+        m.teacher.lerp_(m.student.weight, 0.1)
+        target = h @ m.teacher.t()
+    out = m.student(h)
+    return h + out, 0.1 * (out - F.normalize(target)).square().mean()
 
 
 @register("rows", online=linear(), target=lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False))
@@ -160,14 +141,6 @@ def ClassCentres(m, h: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return h, 0.2 * loss
 
 
-@register("rows", seen=lambda: torch.ones(CLASSES, dtype=torch.long))
-def SeenClasses(m, h: Tensor, labels: Tensor) -> Tensor:
-    """Rows weighted by the counts of their classes so far."""
-    m.seen.scatter_add_(0, labels, torch.ones_like(labels))
-    share = m.seen / m.seen.sum()
-    return h / (0.5 + share[labels][:, None])
-
-
 @register("rows", usual=lambda: torch.ones(()))
 def LossScale(m, h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """An auxiliary loss divided by its own moving mean."""
@@ -199,11 +172,3 @@ def PerRowState(m, h: Tensor) -> Tensor:
     out = (h + 0.5 * m.state).tanh()
     m.state.copy_(out.detach())
     return out
-
-
-@register("rows", bank=lambda: torch.randn(16, WIDTH))
-def SampleMemory(m, h: Tensor, permutation: Tensor) -> Tensor:
-    """A memory bank of samples by their number, as in instance discrimination."""
-    before = m.bank[permutation]
-    m.bank.index_copy_(0, permutation, 0.5 * before + 0.5 * h.detach())
-    return h + 0.3 * before
