@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from autopar.ir.mesh_levels import DATA_AXIS, place_on
+from autopar.ir.mesh_levels import DATA_AXIS, coordinate_on
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.bucket_tp_gradients import BucketTpGradients
 from autopar.passes.communication.hierarchical_collectives import HierarchicalCollectives
@@ -145,7 +145,7 @@ def _data_parallel(
     unreduced = plan.unsharded_grad_params if accumulate else ()
     if hold:
         unreduced = tuple(dict(plan.parameter_bytes))
-    shard_rank = place_on(plan.shard_axis, dp_rank, plan.axes)
+    shard_rank = coordinate_on(plan.shard_axis, dp_rank, plan.axes)
     yield ShardParameters(plan.shard_axis, shard_rank, plan.zero_stages)
     yield SynchronizeGradients(DATA_AXIS, dp_rank, unreduced, held, plan.shard_axis)
     yield BucketCollectives(plan.buckets)

@@ -17,7 +17,7 @@ from autopar.passes.data_parallel.reuse_gathered import GATHER_ONCE_STAGES
 from autopar.passes.pipeline import build_pass_pipeline, build_stage_pipeline
 from autopar.passes.stage_lowering import split_plan_stages
 from autopar.passes.tensor_parallel.partition_axes import partition_in_order
-from autopar.plan.partition import NodeStrategies, rows_of, scaled
+from autopar.plan.partition import NodeStrategies, rescale_interleave, rows_of
 from autopar.planner.placement.unmeasured import repartition
 from autopar.report.plan import Plan
 from autopar.runtime.codegen.program import with_axes
@@ -44,7 +44,7 @@ def program_text(
 
     def as_planned(axis: str, graph: TrainingGraph) -> NodeStrategies:
         first, op_strategies = planned[axis]
-        return scaled(op_strategies, first, rows_of(first), rows_of(graph))
+        return rescale_interleave(op_strategies, first, rows_of(first), rows_of(graph))
 
     turns = partition_in_order(planned, with_axes(graph, plan), place, as_planned)
     own = [op_strategies for _, _, op_strategies in turns]

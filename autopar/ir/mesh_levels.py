@@ -67,7 +67,7 @@ def axis_of_level(name: str) -> str:
     return name.partition(".")[0]
 
 
-def place_on(name: str, place: int, axes: Mapping[str, int]) -> int:
+def coordinate_on(name: str, place: int, axes: Mapping[str, int]) -> int:
     """The place on an axis or level of the rank that has this place on the axis.
 
     Args:

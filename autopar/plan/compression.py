@@ -1,4 +1,4 @@
-"""`Compression`: how what is sent is made smaller, and `Compressions`: where a plan does so."""
+"""`Compression`: a lossy codec of messages, and `Compressions`: the codecs of a plan."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ CASTS = ("bf16", "fp16")
 BLOCKWISE = ("int8", "sign")
 SPARSE = ("topk", "randomk", "threshold")
 METHODS = (*CASTS, *BLOCKWISE, "powersgd", *SPARSE)
-"""The methods, from the nearest to what is sent without."""
+"""All methods, the most accurate first."""
 
 MILD = ("bf16", "int8")
-"""What `lossy=True` allows: 500 steps of training came out within 0.5 % (benchmarks/results)."""
+"""Methods that `lossy=True` allows."""
 
 ELEMENTWISE = (*CASTS, "int8")
-"""What also serves parameters: nothing is left out, so nothing has to be sent later."""
+"""Methods that keep every element; parameters need one of them."""
 
 
 @dataclass(frozen=True)
 class Compression:
-    """How a message is made smaller.
+    """Compression of one message.
 
     Attributes:
         method: one of METHODS.
-        rank: of PowerSGD's approximation.
-        density: part of the elements that sparse methods send.
-        threshold: magnitude that an element must exceed to be sent, of the method of that name;
-            it sends at most `density` of them.
-        block: elements that share a scale, of int8 and sign.
-        feedback: whether what is lost is added to the next message; None where the method is
-            biased by more than rounding: everywhere but in casts and int8.
+        rank: rank of PowerSGD's approximation.
+        density: fraction of the elements that sparse methods send.
+        threshold: least magnitude that "threshold" sends, at most `density` of the elements.
+        block: number of elements that share a scale in int8 and sign.
+        feedback: whether the error is added to the next message; None for the method's default:
+            all but casts and int8 do so.
     """
 
     method: str
@@ -55,19 +54,19 @@ class Compression:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what is lost is added to the next message."""
+        """Whether the error is added to the next message."""
         return self.method not in ELEMENTWISE if self.feedback is None else self.feedback
 
     @staticmethod
     def of(given: str | Compression, name: str = "compression") -> Compression:
-        """What a user or a plan wrote: "int8", "powersgd(rank=2)", "topk(density=0.001)".
+        """Parses text such as "int8", "powersgd(rank=2)" or "topk(density=0.001)".
 
         Args:
             given: the text.
-            name: of the argument, for errors.
+            name: name of the argument, for errors.
 
         Raises:
-            StrategyError: it is none of these.
+            StrategyError: The text is no compression.
         """
         if isinstance(given, Compression):
             return given
@@ -99,13 +98,13 @@ class Compression:
 
 @dataclass(frozen=True)
 class Compressions:
-    """Where a plan compresses: text of a `Compression` for each bucket, "" for none.
+    """Text of a `Compression` for each bucket, "" for none.
 
     Attributes:
-        gather: of each bucket of gathers in the forward.
-        regather: of each bucket of gathers in the backward.
-        reduce: of each bucket of gradients.
-        activations: of all that travels between parts of a partitioned model, and between stages.
+        gather: compression of each forward gather.
+        regather: compression of each backward gather.
+        reduce: compression of each bucket of gradients.
+        activations: compression of activations between ranks of a partition and between stages.
     """
 
     gather: tuple[str, ...] = ()

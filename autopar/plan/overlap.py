@@ -1,4 +1,4 @@
-"""`Overlap`: when collectives start and are awaited."""
+"""`Overlap`: start and wait of the collectives of a graph."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from autopar.common.documents import Count
 
 @dataclass(frozen=True)
 class Overlap:
-    """When the collectives of a graph are issued and waited for.
+    """Start and wait of each collective of a graph, in the order of its overlap units.
 
-    In stretches: the parts of main compute between the places where gathers are needed, where
-    gradients can be summed, and where main compute itself communicates. In the order of the units
-    of `chains.halves`, so that every rank, which has the same ones, makes the same order.
+    Distances are in stretches of compute: stretches end where a gather is needed, where a gradient
+    can be reduced, and where compute itself communicates.
 
     Attributes:
-        gather: how many stretches before they are needed gathers of the forward start.
-        regather: the same for the backward.
-        reduce: how many stretches after they could be at the earliest gradients are sent, or
-            waited for.
-        stage: of the pipeline, whose graph this is of.
+        gather: stretches between the start of each forward gather and its first use.
+        regather: the same for gathers of the backward.
+        reduce: stretches between each gradient and its reduction, or the wait for it.
+        stage: pipeline stage of the graph.
     """
 
     gather: tuple[float, ...] = ()

@@ -1,4 +1,4 @@
-"""`Partition`: how a graph lies along an axis that it is partitioned over, as a plan keeps it."""
+"""`Partition`: operator strategies and parameter placements along one axis of the model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from autopar.ir.roles import Buffer, Input, Parameter
 from autopar.plan.buckets import BUCKET_BYTES
 
 NodeStrategies = tuple[tuple[str, OpStrategy], ...]
-"""The ways of nodes by their names; those that are whole on every rank are left out."""
+"""Strategies by node name; replicated nodes are left out."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What was decided along one axis.
+    """Strategies along one axis.
 
     Attributes:
-        axis: its name.
-        ranks: its size.
-        parameters: how each parameter lies that is not whole, by name, as text.
-        graph: mark of the graph that `op_strategies` are of.
-        rows: of the first rank's batch, at which they were decided; 0 if it has them all.
-        op_strategies: each way, as text, and the names of the nodes that are computed so.
-        bucket_bytes: of sums of gradients that travel together.
+        axis: name of the axis.
+        ranks: size of the axis.
+        parameters: text of the placement of each sharded parameter, by name.
+        graph: `graph_hash` of the graph that `strategies` belong to.
+        rows: rows of the first rank's batch in that graph; 0 if the rank has all rows.
+        strategies: text of each strategy, and the names of its nodes.
+        bucket_bytes: bucket size of gradient sums along the axis, in bytes.
     """
 
     axis: str
@@ -44,7 +44,7 @@ class Partition:
 
     @staticmethod
     def of(axis: str, ranks: int, graph: TrainingGraph, op_strategies: NodeStrategies) -> Partition:
-        """The partition that ways of the first rank's graph make."""
+        """The partition that strategies of the first rank's graph make."""
         roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
         names = {n.name: r.name for n, r in roles.items() if isinstance(r, Parameter)}
         table: dict[str, list[str]] = {}
@@ -58,19 +58,19 @@ class Partition:
                 for name, op_strategy in op_strategies
                 if name in names
             ),
-            mark(graph),
+            graph_hash(graph),
             rows_of(graph),
             tuple((text, tuple(nodes)) for text, nodes in table.items()),
         )
 
     def strategies_for(self, graph: TrainingGraph, rows: int) -> NodeStrategies | None:
-        """The ways of a graph, None if they were decided for another.
+        """Strategies of a graph; None if they belong to another graph.
 
         Args:
-            graph: as captured.
-            rows: of the first rank's batch; 0 if it has them all.
+            graph: captured graph.
+            rows: rows of the first rank's batch; 0 if the rank has all rows.
         """
-        if (mark(graph), rows) != (self.graph, self.rows):
+        if (graph_hash(graph), rows) != (self.graph, self.rows):
             return None
         return tuple(
             (name, parse_op_strategy(text)) for text, names in self.strategies for name in names
@@ -78,21 +78,21 @@ class Partition:
 
     @property
     def layouts(self) -> dict[str, Placement]:
-        """How each parameter lies that is not whole."""
+        """Placement of each sharded parameter."""
         return {name: placement_of(text) for name, text in self.parameters}
 
 
-def named(op_strategies: Mapping[fx.Node, OpStrategy]) -> NodeStrategies:
-    """NodeStrategies by the names of nodes, without those that are whole on every rank."""
+def by_node_name(op_strategies: Mapping[fx.Node, OpStrategy]) -> NodeStrategies:
+    """Strategies by node name, without replicated ones."""
     return tuple(
         (node.name, op_strategy)
         for node, op_strategy in op_strategies.items()
-        if not is_whole(op_strategy)
+        if not is_replicated(op_strategy)
     )
 
 
 def parse_op_strategy(text: str) -> OpStrategy:
-    """The way that prints as `text`."""
+    """The strategy that prints as `text`."""
     text, _, own = text.partition(" by ")
     operands, _, results = text.partition("->")
     return OpStrategy(_placements(operands), _placements(results), own)
@@ -102,17 +102,17 @@ def _placements(text: str) -> tuple[Placement, ...]:
     return tuple(map(placement_of, re.findall(r"[A-Z](?:\([^)]*\))?", text)))
 
 
-def is_whole(op_strategy: OpStrategy) -> bool:
-    """Whether every tensor of a way is whole on every rank."""
+def is_replicated(op_strategy: OpStrategy) -> bool:
+    """Whether every tensor of a strategy is replicated."""
     return not op_strategy.lowering and all(
         p == Replicate() for p in (*op_strategy.operands, *op_strategy.results)
     )
 
 
-def mark(graph: TrainingGraph) -> str:
-    """A hash of what a graph computes, equal on ranks whose numbers of rows differ.
+def graph_hash(graph: TrainingGraph) -> str:
+    """Hash of a graph's operators and inputs, equal on ranks with different numbers of rows.
 
-    Names of operators are made of what they compute.
+    Node names are derived from their operators.
     """
     lines = [node.name for node in graph.graph.nodes if node.op != "output"]
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
@@ -122,34 +122,36 @@ def mark(graph: TrainingGraph) -> str:
 
 
 def _shapes(node: fx.Node) -> Iterable[tuple[object, ...]]:
-    """The shapes that a node yields, dims over rows as a word."""
+    """Shapes of a node's results, with batch dims replaced by a word."""
     for tensor, over in zip(elements(node), _rows(node), strict=True):
         yield tuple("rows" if d in over else size for d, size in enumerate(tensor.shape))
 
 
 def _rows(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """For each tensor that a node yields, the dims that run over the rows of the batch."""
+    """Batch dims of each result of a node."""
     return node.meta.get("batch_dims") or ((),) * len(elements(node))
 
 
 def rows_of(graph: TrainingGraph) -> int:
-    """The rows that a graph was captured at; 0 if its rank has them all."""
+    """Rows of the batch in a captured graph; 0 if its rank has all rows."""
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         for dim in _rows(node)[0] if isinstance(role, Input) else ():
             return int(node.meta["val"].shape[dim])
     return 0
 
 
-def splits_rows(op_strategies: NodeStrategies, graph: TrainingGraph, rows: int, ranks: int) -> bool:
-    """Whether some shard cannot be had at any number of rows.
+def needs_planned_rows(
+    op_strategies: NodeStrategies, graph: TrainingGraph, rows: int, ranks: int
+) -> bool:
+    """Whether some shard exists only for the planned number of rows.
 
-    It can if it is cut inside of each row, or if what each row has of its dim could be.
+    Shards inside each row exist for any number, and so do dims that divide for a single row.
 
     Args:
-        op_strategies: decided at a batch of `rows`.
-        graph: that they are of, at a number of rows of its own.
-        rows: of the first rank's batch.
-        ranks: of the axis.
+        op_strategies: strategies for a batch of `rows`.
+        graph: their graph, with any number of rows.
+        rows: rows of the first rank's batch.
+        ranks: size of the axis.
     """
     nodes, own = {node.name: node for node in graph.graph.nodes}, rows_of(graph)
 
@@ -165,12 +167,12 @@ def splits_rows(op_strategies: NodeStrategies, graph: TrainingGraph, rows: int, 
     )
 
 
-def scaled(
+def rescale_interleave(
     op_strategies: NodeStrategies, graph: TrainingGraph, planned: int, rows: int
 ) -> NodeStrategies:
-    """NodeStrategies that were decided at a rank of `planned` rows, at one of `rows`.
+    """Strategies planned for `planned` rows, for a rank of `rows` rows.
 
-    A shard that is cut inside of each row has as many interleaved pieces as there are rows.
+    A shard inside each row is interleaved as many times as there are rows.
     """
     if planned == rows:
         return op_strategies

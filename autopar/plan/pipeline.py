@@ -1,4 +1,4 @@
-"""`Pipeline`: which stage does what, and in which order, as a plan keeps it."""
+"""`Pipeline`: the stages of a plan and their schedule."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Schedule = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(SCHEDULES)})$")]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What was decided along the axis of stages.
+    """Stages of a model along the axis pp, and their schedule.
 
-    Stages lie around the ranks: stage s runs on rank s % ranks. A stage is what the forward does
-    from one use of a parameter to another: so it is known of any call of the model, at whatever
-    rows and in whatever mode.
+    Stage s runs on rank s % ranks. A stage is the forward from one use of a parameter to another,
+    so it is defined for every call of the model, with any rows and in any mode.
 
     Attributes:
-        ranks: of the axis pp.
+        ranks: size of the axis pp.
         schedule: one of `SCHEDULES`.
-        micro_batches: into how many parts a rank's rows are cut; they pass one after the other.
-        stages_per_rank: how many stages a rank runs.
-        uses: for each parameter in the order of the model, the stage of each of its uses; one
-            that is not used has the stage that holds it.
+        micro_batches: number of micro-batches that a rank's rows are cut into.
+        stages_per_rank: number of stages of a rank.
+        uses: stage of each use of each parameter, in the order of the model; an unused parameter
+            has the stage that stores it.
+        rows: rows of the first rank's batch.
     """
 
     ranks: Ranks
@@ -39,37 +39,37 @@ class Pipeline:
     rows: Count = 0
 
     def __str__(self) -> str:
-        """The order, how many stages a rank runs if several, and micro-batches."""
+        """Schedule, stages of a rank if there are several, and micro-batches."""
         several = f" x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
         parts = f"{self.micro_batches} micro-batches"
         return f"{self.schedule}{several}, {parts}" if self.stages > 1 else parts
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return self.ranks * self.stages_per_rank
 
     def stages_of(self, rank: int) -> range:
-        """The stages that a rank of the axis runs."""
+        """Stages of a rank of the axis."""
         return range(rank, self.stages, self.ranks)
 
     def rank_of(self, stage: int) -> int:
-        """The rank of the axis that runs a stage."""
+        """Rank of the axis that runs a stage."""
         return stage % self.ranks
 
     @property
     def owners(self) -> dict[str, int]:
-        """The stage that holds each parameter: that of its first use."""
+        """Stage that stores each parameter: the stage of its first use."""
         return {name: stages[0] for name, stages in self.uses}
 
     def held(self, rank: int) -> frozenset[str]:
-        """The parameters that a rank of the axis holds."""
+        """Parameters that a rank of the axis stores."""
         owners = self.owners.items()
         return frozenset(name for name, stage in owners if self.rank_of(stage) == rank)
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """The parameter that each stage but the first begins with; "" where it holds none."""
+        """First parameter of each stage after the first; "" for a stage that stores none."""
         owners = self.owners.items()
         return tuple(
             next((name for name, owner in owners if owner == stage), "")

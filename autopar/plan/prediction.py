@@ -1,4 +1,4 @@
-"""`Prediction`: what a plan is predicted to cost, and what others would have."""
+"""`Prediction`: predicted cost of a plan, and `RunnerUp`: the cost of other plans."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from autopar.plan.report_data import ReportData
 from autopar.plan.throughput import Work
 
 MOST_EXPOSED = 20
-"""Of how many collectives a plan keeps how much they are exposed."""
-
+"""Number of exposed collectives that a plan stores."""
 
 RUNNERS_UP = 12
-"""Of how many other plans a plan keeps what they would have cost."""
+"""Number of other plans that a plan stores."""
 
 
 TimelineEvent = tuple[str, str, Seconds, Seconds, str]
@@ -24,16 +23,16 @@ TimelineEvent = tuple[str, str, Seconds, Seconds, str]
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """What a stage of a pipeline is predicted to take.
+    """Predicted cost of one pipeline stage.
 
     Attributes:
-        parameter_bytes: of the whole parameters that it holds.
+        parameter_bytes: bytes of its unsharded parameters.
         forward_s: seconds of the forward of one micro-batch.
-        backward_s: seconds of its backward.
-        sent_bytes: what it sends to the next stage, of one micro-batch.
-        returned_bytes: what it sends to the one before it.
-        saved_bytes: what is kept of one micro-batch between its forward and its backward.
-        in_flight: of how many micro-batches at once.
+        backward_s: seconds of the backward of one micro-batch.
+        sent_bytes: bytes sent to the next stage for one micro-batch.
+        returned_bytes: bytes sent to the previous stage for one micro-batch.
+        saved_bytes: bytes saved between forward and backward of one micro-batch.
+        in_flight: number of micro-batches that are saved at once.
     """
 
     parameter_bytes: Count
@@ -47,32 +46,32 @@ class StagePrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan is predicted to cost, one step, on the most loaded rank.
+    """Predicted cost of one step on the most loaded rank.
 
-    Of a pipeline all ranks count for times, and the one that needs most for memory.
+    Memory of a pipeline is that of the rank that needs most.
 
     Attributes:
         step_s: seconds of forward, backward and the optimizer's step.
         update_s: seconds of the optimizer's step.
         compute_s: seconds of computation.
-        communication_s: seconds in which some collective is under way.
-        exposed_s: seconds in which computation waits for one.
-        peak_bytes: the most bytes that tensors hold at once.
-        node_bytes: what leaves the node that sends most; 0 where there is but one.
-        memory: bytes by category at that time.
-        reserved_bytes: the most that torch's allocator takes from the device for them.
-        context_bytes: what the process takes of a GPU beside that, modelled; 0 on a CPU.
-        provenance: how many numbers are measured, imported and modelled.
-        waits: seconds that computation stands still for each kind of collective.
-        causes: the same seconds by cause: the link, memory, data dependence.
-        exposures: the collectives that are exposed most, and why; at most MOST_EXPOSED.
-        events: what runs when: name of the node, stream, start, end and kind, times in seconds.
-        memory_curve: bytes that tensors hold from each time on.
-        stages: what each stage of a pipeline takes; none if there is no pipeline.
-        idle: the share of the step in which each rank of the pipeline waits for others.
-        picture: what a page draws of the step.
-        work: what a step amounts to, None if it was not asked for.
-        at_rates: seconds of a step if links were so many times as fast: pairs of both.
+        communication_s: seconds with some collective under way.
+        exposed_s: seconds that computation waits for collectives.
+        peak_bytes: peak bytes of tensors.
+        node_bytes: bytes that leave the node that sends most; 0 for one node.
+        memory: bytes by category at the peak.
+        reserved_bytes: peak bytes that torch's allocator reserves for them.
+        context_bytes: modelled bytes of the CUDA context; 0 on a CPU.
+        provenance: number of measured, imported and modelled figures.
+        waits: seconds that computation waits, by kind of collective.
+        causes: the same seconds by cause: link, memory, data dependence.
+        exposures: the most exposed collectives and their causes; at most MOST_EXPOSED.
+        events: timeline of the step.
+        memory_curve: times in seconds, and bytes of tensors from then on.
+        stages: cost of each pipeline stage; empty without a pipeline.
+        idle: share of the step that each pipeline rank waits for others.
+        report_data: data of the HTML report.
+        work: rows, tokens and FLOPs of a step; None if unknown.
+        at_rates: factors of link bandwidth, and seconds of a step with each.
     """
 
     step_s: Duration
@@ -99,26 +98,26 @@ class Prediction:
 
     @property
     def bubble(self) -> float:
-        """The share of the step that ranks of a pipeline wait for others, all together."""
+        """Mean share of the step that pipeline ranks wait for others."""
         return sum(self.idle) / len(self.idle) if self.idle else 0.0
 
     @property
     def needed_bytes(self) -> int:
-        """What a cap is held against: bytes reserved on a GPU, those of tensors on a CPU."""
+        """Bytes to compare with a memory cap: reserved on a GPU, of tensors on a CPU."""
         return self.reserved_bytes if self.context_bytes else self.peak_bytes
 
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """A plan that was not chosen, what it was predicted to cost, and why it lost.
+    """A plan that was not chosen, and its predicted cost.
 
     Attributes:
-        name: in a few words.
+        name: short description.
         step_s: seconds of a step.
-        peak_bytes: the most bytes that tensors hold at once.
-        why: it lost.
-        needed_bytes: what a cap is held against.
-        at_rates: as of a prediction, of those that were priced so.
+        peak_bytes: peak bytes of tensors.
+        why: reason why it lost.
+        needed_bytes: bytes to compare with a memory cap.
+        at_rates: factors of link bandwidth, and seconds of a step with each; may be empty.
     """
 
     name: str
@@ -130,12 +129,12 @@ class RunnerUp:
 
     @staticmethod
     def of(name: str, cost: Prediction, why: str) -> RunnerUp:
-        """Of a plan that was predicted."""
+        """The runner-up of a predicted plan."""
         return RunnerUp(name, cost.step_s, cost.peak_bytes, why, cost.needed_bytes, cost.at_rates)
 
 
 def slower(other: Prediction, best: Prediction) -> str:
-    """By how much a plan is slower than the best, and what of."""
+    """Extra time of a plan over the best, by part of the step."""
     parts = {
         "to compute": other.compute_s - best.compute_s,
         "to wait for messages": other.exposed_s - best.exposed_s,

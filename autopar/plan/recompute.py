@@ -1,4 +1,4 @@
-"""Levels of activation recomputation."""
+"""Levels of activation checkpointing."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ Level = Literal["none", "regather", "selective", "full", "everything"]
 
 
 LEVELS: tuple[Level, ...] = ("none", "selective", "full")
-"""Those that are tried, each keeping less than the one before."""
+"""Levels that the planner tries, in the order of falling memory."""

@@ -1,4 +1,4 @@
-"""`ReportData`: what a page draws of a predicted step, beside the figures that decide."""
+"""`ReportData`: data that only the HTML report draws."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from autopar.common.documents import Amount, Count, Duration, Positive, Seconds
 
 MOST_POINTS = 512
-"""Of a memory curve: more than a page has pixels for."""
+"""Points of a memory curve; a page has no pixels for more."""
 
 Span = tuple[str, str, Seconds, Seconds]
-"""A block of the model, "forward" or "backward", and from when to when it runs, in seconds."""
+"""Block name, "forward" or "backward", start and end in seconds."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends over one axis by one kind of collective, and what such messages take.
+    """Messages of one kind of collective over one axis, and their times.
 
     Attributes:
         collective: one of `collectives.COLLECTIVES`.
-        axis: the mesh axis, or a level of one.
-        groups: the groups that take part, as text.
-        dtype: of the tensors.
-        provenance: where the times come from.
-        measured: bytes and seconds of each message that was timed over these groups; may be empty.
-        modelled: bytes, seconds and the relative half-width of their error bar, along the curve.
-        sent: size in bytes of each message of a step, how many there are, and seconds of one.
+        axis: mesh axis, or a level of one.
+        groups: description of the process groups.
+        dtype: dtype of the tensors.
+        provenance: source of the times.
+        measured: bytes and seconds of each timed message; may be empty.
+        modelled: bytes, seconds and relative half-width of the error, along the curve.
+        sent: bytes, count and seconds of the messages of a step.
     """
 
     collective: str
@@ -40,14 +40,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ReportData:
-    """What a page draws of a predicted step.
+    """Data of a predicted step that only the HTML report draws.
 
     Attributes:
-        ranks_per_node: of the cluster; 0 if not known.
-        spans: the blocks of the model in the order in which they run; none for a pipeline.
-        memory_s: points of time, in seconds; at most MOST_POINTS, the peak among them.
-        memory: bytes of each category that exist at each of them; categories without are left out.
-        traffic: the collectives of a step.
+        ranks_per_node: ranks of a node; 0 if unknown.
+        spans: blocks in the order of execution; empty for a pipeline.
+        memory_s: sample times in seconds; at most MOST_POINTS, including the peak.
+        memory: bytes of each category at those times; empty categories are left out.
+        traffic: collectives of a step.
     """
 
     ranks_per_node: Count = 0

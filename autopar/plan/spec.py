@@ -1,4 +1,4 @@
-"""`Plan`: what was decided, as one JSON document."""
+"""`PlanSpec`: the decisions of a plan, stored as one JSON document."""
 
 from __future__ import annotations
 
@@ -48,45 +48,45 @@ GlobalOrLocal = Annotated[str, msgspec.Meta(pattern="^(global|local)$")]
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """How a model is trained over the ranks.
+    """Decisions of a plan: how a model trains over the ranks.
 
     Attributes:
-        name: the plan in a few words.
-        model: class of the model.
+        name: short description.
+        model: class name of the model.
         fingerprint: hash of the names, shapes and dtypes of its parameters.
         world_size: number of ranks.
-        mesh: the axes and their sizes.
-        batch: "global" or "local": what each rank is given.
-        stages: ZeRO stage of each block, "" being all outside of blocks.
-        buckets: parameters whose collectives travel together.
-        compressions: which of these are compressed, and how: lossy.
-        levels: of axes whose ranks lie over several nodes, and what is sent by level.
-        hybrid: whether ZeRO shards over the inner level of the data's axis only, and keeps a copy
-            of the shards at each place of the outer one.
-        prefetch: buckets of parameters gathered ahead.
-        in_flight: reductions under way at most; 0 for any number.
-        overlaps: when collectives start and are waited for, for each stage of a pipeline; where it
-            says nothing, `prefetch` and `in_flight` do.
-        recompute: for each block, what its backward computes again: none, selective or full.
-        activation_bytes: bytes of activations that may be kept; None for any number.
-        batch_semantics: "global": the step of one device; "local": each rank computes what it
-            would of its own rows alone, and gradients are averaged.
-        precision: None, or the dtype of autocast.
-        optimizer: name of the optimizer assumed, and bytes of its state per byte of parameter.
+        mesh: names and sizes of the mesh axes, outermost first.
+        zero_stages: ZeRO stage of each block; "" stands for everything outside of blocks.
+        batch: "global" or "local": the batch that each rank receives.
+        buckets: parameters whose collectives are sent as one.
+        compressions: lossy compression of each bucket.
+        levels: levels of axes that span several nodes, and the messages sent by level.
+        hybrid: whether ZeRO shards over the inner level of the data axis only, and replicates
+            shards over the outer one.
+        prefetch: number of parameter buckets gathered ahead.
+        in_flight: limit of reductions under way; 0 for none.
+        overlaps: start and wait of each collective, by pipeline stage; replaces `prefetch` and
+            `in_flight` where it is given.
+        recompute: checkpointing level of each block.
+        activation_bytes: limit of saved activations, in bytes; None for none.
+        batch_semantics: "global" for the step of one device; "local" for losses of each rank's
+            own rows, with averaged gradients.
+        precision: dtype of autocast, or None.
+        optimizer: name of the assumed optimizer.
         optimizer_state_ratio: bytes of optimizer state per byte of parameter.
-        memory_cap: bytes per rank that had to suffice; None for no cap.
-        placements: how each parameter lies between steps, along the axis of the data.
-        changed: frozen parameters that forward changes: whole on every rank, as buffers are.
-        partitions: how the model is partitioned along the axes behind that, in this order.
-        pipeline: how the model is cut into stages; None if it is not.
-        parameter_bytes: size of each whole parameter.
+        memory_cap: memory limit of a rank, in bytes; None for none.
+        placements: placement of each parameter along the data axis between steps.
+        changed: frozen parameters that forward changes; replicated like buffers.
+        partitions: partition of the model along each axis inside the data axis, in this order.
+        pipeline: pipeline stages and their schedule; None without a pipeline.
+        parameter_bytes: size of each unsharded parameter, in bytes.
         prediction: predicted cost; None if it was not asked for.
-        sent_bytes: what a rank sends in a step over each axis, in bytes.
-        runners_up: what else was considered.
-        cluster: on what, and where its figures come from.
+        sent_bytes: bytes that a rank sends over each axis in a step.
+        runners_up: other plans and their predicted cost.
+        cluster: name of the cluster, and the source of its figures.
         notes: limits that the user should know.
-        torch: version of torch that planned.
-        schema_version: version of this document.
+        torch: version of torch that made the plan.
+        schema_version: version of the document.
     """
 
     name: str
@@ -130,40 +130,40 @@ class PlanSpec:
 
     @property
     def pp_size(self) -> int:
-        """Over how many ranks the stages lie."""
+        """Number of ranks that pipeline stages are divided over."""
         return dict(self.mesh).get("pp", 1)
 
     @property
     def model_parallel_size(self) -> int:
-        """Over how many ranks the model itself is partitioned."""
+        """Number of ranks that the model itself is partitioned over."""
         return self.world_size // self.dp_size // self.pp_size
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether any rank keeps less than all parameters between steps."""
+        """Whether some parameter is sharded between steps."""
         sharded = self.dp_size > 1 and any(stage for _, stage in self.zero_stages)
         return sharded or any(partition.parameters for partition in self.partitions)
 
     @property
     def interleaves(self) -> bool:
-        """Whether some parameter lies in interleaved shards."""
-        lies = (p for partition in self.partitions for p in partition.layouts.values())
-        return any(isinstance(p, Shard) and p.interleave > 1 for p in lies)
+        """Whether some parameter has an interleaved shard placement."""
+        placements = (p for each in self.partitions for p in each.layouts.values())
+        return any(isinstance(p, Shard) and p.interleave > 1 for p in placements)
 
     @property
     def axes(self) -> dict[str, int]:
-        """The sizes of the axes, and of the levels of each."""
+        """Sizes of the mesh axes and of their levels."""
         mesh = dict(self.mesh)
         return mesh | {k: n for own in self.levels for k, n in own.sizes(mesh[own.axis]).items()}
 
     @property
     def shard_axis(self) -> str:
-        """The axis or level that ZeRO shards parameters over."""
+        """Axis or level that ZeRO shards parameters over."""
         return level(DATA_AXIS, INTRA_NODE) if self.hybrid else DATA_AXIS
 
     @property
     def storage(self) -> tuple[tuple[str, int], ...]:
-        """The mesh that parameters lie on, with torch's names for an axis in two levels."""
+        """Mesh of the parameters, with torch's names for the levels of a hybrid data axis."""
         if not self.hybrid:
             return self.mesh
         levels = zip(DATA_STORAGE_AXES, (INTER_NODE, INTRA_NODE), strict=True)
@@ -173,12 +173,12 @@ class PlanSpec:
 
     @property
     def shard_order(self) -> tuple[str, ...]:
-        """The axes of `storage` in the order in which parameters are cut along them."""
+        """Axes of `storage` in the order in which they shard parameters."""
         data = DATA_STORAGE_AXES if self.hybrid else (DATA_AXIS,)
         return (*(partition.axis for partition in self.partitions), *data)
 
     def mesh_coordinate(self, rank: int) -> dict[str, int]:
-        """Where a rank of the world stands on each axis: the last one is that of neighbours."""
+        """Coordinate of a rank on each axis; ranks next to each other differ in the last one."""
         count("rank", rank, 0, self.world_size - 1)
         found = {}
         for axis, size in reversed(self.mesh):
@@ -186,14 +186,14 @@ class PlanSpec:
         return found
 
     def share_of(self, name: str) -> float:
-        """The fraction of a parameter that a rank holds between steps."""
+        """Fraction of a parameter that a rank stores between steps."""
         sizes, share = dict(self.storage), 1.0
         for axis, placement in self.layout(name).items():
             share /= sizes[axis] if isinstance(placement, Shard) else 1
         return share
 
     def layout(self, name: str) -> dict[str, Placement]:
-        """How a parameter lies between steps along each axis, in the order of cutting it."""
+        """Placement of a parameter between steps along each axis, in `shard_order`."""
         whole = Replicate()
         found: dict[str, Placement] = {p.axis: p.layouts.get(name, whole) for p in self.partitions}
         if self.dp_size > 1 or not self.partitions:
@@ -203,7 +203,7 @@ class PlanSpec:
 
     @property
     def unsharded_grad_params(self) -> tuple[str, ...]:
-        """The parameters whose gradients ZeRO sums once a step, not once a micro-batch."""
+        """Parameters whose gradients are reduced once a step, not for every micro-batch."""
         zero = dict(self.zero_stages)
 
         def block(name: str) -> str:
@@ -213,7 +213,11 @@ class PlanSpec:
         return tuple(name for name, _ in self.parameter_bytes if zero.get(block(name), 0) < 2)
 
     def check(self, model: nn.Module, parameters: Iterable[ParameterInfo], world_size: int) -> None:
-        """Raises PlanError if this plan was made for another model or number of ranks."""
+        """Checks that this plan fits a model.
+
+        Raises:
+            PlanError: The plan was made for another model or number of ranks.
+        """
         ours = fingerprint(parameters := list(parameters))
         if self.world_size != world_size:
             raise PlanError(
@@ -233,11 +237,11 @@ class PlanSpec:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON-able values."""
+        """Values that JSON can store."""
         return json.loads(json.dumps(asdict(self)))
 
     def to_json(self) -> str:
-        """The plan as text; the same plan gives the same bytes."""
+        """JSON text; equal plans give equal bytes."""
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     def digest(self) -> str:

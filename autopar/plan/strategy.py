@@ -1,4 +1,4 @@
-"""`Strategy`: what the user fixes of how a model is trained."""
+"""`Strategy`: the choices of a plan that the user fixes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from autopar.plan.strategy_fields import check_fields
 
 ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 SEARCHED = {"auto": ("tp", "dp_shard"), "fastest": ("pp", "tp", "dp_shard")}
-"""Axes that are searched, by name. Under pipelines a rank has only its own stages: torch's
-`clip_grad_norm_` would take the norm of these alone, so a script has to ask for them. One axis of
-tp may do what cp and ep do."""
+"""Axes that the planner searches, by name of the strategy. Pipelines are opt-in, because torch's
+`clip_grad_norm_` would see the gradients of a rank's own stages only."""
 
 MESH = ("cp", "tp", "ep")
-"""The axes that a model may be partitioned along, outermost first; behind that of the data, which
-is behind that of the stages."""
+"""Axes that a model may be partitioned along, outermost first; pp and dp come before them."""
 
 ORDER = ("tp", "cp", "ep")
-"""The order in which it is partitioned along them, and so in which parameters are cut."""
+"""Order in which the model is partitioned along them, and so in which parameters are cut."""
 
 Pin = Shard | Replicate
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -35,48 +33,46 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 @dataclass(frozen=True)
 class Strategy:
-    """What the user fixes; None is searched.
+    """Choices that the user fixes; the planner searches those that are None.
 
     Attributes:
         zero: ZeRO stage of every block, or a mapping of block names to stages.
-        recompute: which activations the backward computes again.
-        gather_bytes: size of buckets of gathered parameters, in bytes.
-        reduce_bytes: size of buckets of gradients, in bytes.
-        prefetch: how many buckets of parameters are gathered ahead; None to schedule each.
-        activation_bytes: bytes of activations that may be kept for the backward; blocks are
-            computed again as far as that needs.
+        recompute: activations that the backward recomputes.
+        gather_bytes: size of parameter buckets, in bytes.
+        reduce_bytes: size of gradient buckets, in bytes.
+        prefetch: number of parameter buckets gathered ahead; None to schedule each collective.
+        activation_bytes: limit of activations saved for the backward, in bytes; blocks are
+            checkpointed as needed.
         batch_semantics: "global" for the step that one device would make of the whole batch;
-            "local" for DistributedDataParallel's: each rank computes what it would of its own rows
-            alone (losses, batch norm, whatever couples rows), and gradients are averaged.
-        tp: over how many ranks the model itself is partitioned; None and 1 for not at all.
-        cp: the same, but parameters stay whole on each of these ranks: only activations are
-            divided.
-        ep: the same as tp, over ranks that stand closer together: tp and ep of one model multiply.
-        pp: over how many ranks the forward is cut into stages; None and 1 for not at all.
-        micro_batches: into how many parts a rank's rows are cut, which pass one after the other.
-        schedule: the order in which they do: "gpipe", "1f1b", "interleaved" or "zero_bubble".
-        stages_per_rank: how many stages a rank runs: more than one with "interleaved".
-        cuts: names of modules or parameters, by the first use of which each next stage begins.
-        dp_shard: over how many neighbouring data-parallel ranks ZeRO shards; the others hold copies
-            of the shards. None for all of them.
-        hierarchical: whether large messages go within nodes first, then between: always, never, or
-            (None) where the cluster's curves say that it pays; or always, a number being that of
-            neighbours that are near each other.
-        compress: how gradients are compressed on their way, such as "int8" or "powersgd(rank=2)";
-            "none" for not at all, which None means unless `compile(lossy=...)` allows some.
-        compress_gathers: the same for gathered parameters: "bf16", "fp16" or "int8".
-        compress_activations: the same for what travels between parts of a model partitioned along
-            tp, cp or ep, and between stages: "bf16" or "fp16".
-        lossy: methods that the planner may choose to compress gradients by, where `compress` leaves
-            it open: `compile(lossy=...)` says the same.
-        search: of "pp", "tp", "cp", "ep" and "dp_shard" those that the planner may use, and how
-            far, where they are None. One axis of tp may do what cp and ep do; dp_shard is what is
-            left of a node.
-        placements: where parameters must lie, by pattern of their names: along tp, or ep if there
-            is no tp; or a mapping of these axes to where they must lie along each.
-        as_placed: whether parameters named there are used as they lie, never gathered.
-        sequence: whether activations that are whole may be cut, and partial sums scattered, as in
-            Megatron's sequence parallelism; otherwise only parameters divide what is computed.
+            "local" for DistributedDataParallel's: losses, batch norm and other operators across
+            rows see each rank's own rows, and gradients are averaged.
+        tp: tensor-parallel ranks; None and 1 for none.
+        cp: ranks that divide activations only, with replicated parameters.
+        ep: like tp, on ranks closer together; tp and ep of one model multiply.
+        pp: pipeline ranks; None and 1 for none.
+        micro_batches: number of micro-batches that a rank's rows are cut into.
+        schedule: pipeline schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
+        stages_per_rank: pipeline stages of a rank; more than one with "interleaved".
+        split_points: modules or parameters whose first use begins the next stage.
+        dp_shard: neighbouring data-parallel ranks that ZeRO shards over; others replicate the
+            shards. None for all of them.
+        hierarchical: whether large messages go within nodes first, then between: always, never,
+            or where the cluster's curves say that it pays (None). A number means always, with
+            that many ranks a node.
+        compress: compression of gradients, such as "int8" or "powersgd(rank=2)"; "none" for none.
+            None means none too, unless `compile(lossy=...)` allows methods.
+        compress_gathers: compression of gathered parameters: "bf16", "fp16" or "int8".
+        compress_activations: compression of activations sent along tp, cp or ep and between
+            stages: "bf16" or "fp16".
+        lossy: methods that the planner may choose for gradients where `compress` is None; set by
+            `compile(lossy=...)`.
+        search: axes whose sizes the planner may choose where they are None: any of "pp", "tp",
+            "cp", "ep" and "dp_shard".
+        placements: placement of parameters by name pattern: along tp, or ep without tp; or a
+            mapping of these axes to placements.
+        keep_sharded: whether parameters in `placements` are used as shards and never gathered.
+        sequence_parallel: whether replicated activations may be sharded and partial sums
+            scattered, as in Megatron's sequence parallelism.
     """
 
     zero: int | Mapping[str, int] | None = None
@@ -118,7 +114,7 @@ class Strategy:
     def _check_pipeline(self) -> None:
         if self.stages == 1 and (self.schedule or self.split_points):
             raise StrategyError(
-                "schedule and cuts are those of a pipeline: give Strategy(pp=...) too"
+                "schedule and split_points need a pipeline: give Strategy(pp=...) too"
             )
         several = (self.stages_per_rank or 1) > 1
         if several and self.schedule not in (None, "interleaved"):
@@ -138,7 +134,7 @@ class Strategy:
             )
 
     def allowing(self, lossy: bool | Sequence[str]) -> Strategy:
-        """This strategy with the methods that may be chosen; True for those of `MILD`."""
+        """This strategy with compression methods that the planner may choose; True for `MILD`."""
         if isinstance(lossy, str):
             raise StrategyError(f"lossy={lossy!r}: give True, False, or a list of methods")
         methods = MILD if lossy is True else tuple(lossy or ())
@@ -146,38 +142,38 @@ class Strategy:
 
     @property
     def stages(self) -> int:
-        """Into how many stages the forward is cut."""
+        """Number of pipeline stages."""
         several = self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
         return (self.pp or 1) * several
 
     @property
     def pipelined(self) -> bool:
-        """Whether micro-batches pass one after the other, through stages or not."""
+        """Whether micro-batches run one after the other, through stages or not."""
         return self.stages > 1 or self.micro_batches is not None
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes that the model itself is partitioned along, in that order, and their sizes."""
+        """Axes that the model itself is partitioned along, in `ORDER`, and their sizes."""
         return {axis: n for axis in ORDER if (n := getattr(self, axis) or 1) > 1}
 
     @property
     def model_parallel_size(self) -> int:
-        """Over how many ranks the model itself is partitioned."""
+        """Number of ranks that the model itself is partitioned over."""
         return prod(self.axes.values())
 
     @property
     def pp_size(self) -> int:
-        """Over how many ranks the stages lie."""
+        """Number of pipeline ranks."""
         return self.pp or 1
 
     def mesh(self, world_size: int) -> tuple[tuple[str, int], ...]:
-        """The axes of stages, if any, of the data, and of the model, outermost first.
+        """Names and sizes of all axes, outermost first.
 
         Args:
             world_size: number of ranks.
 
         Raises:
-            StrategyError: the axes do not divide it.
+            StrategyError: The sizes do not divide it.
         """
         model_ranks = self.model_parallel_size * (self.pp or 1)
         if world_size % model_ranks:
@@ -197,13 +193,13 @@ class Strategy:
         return (*first, (DATA_AXIS, ranks), *own)
 
     def pins(self, axis: str, parameters: Iterable[str]) -> dict[str, Pin]:
-        """Where parameters must lie along an axis, by pattern of their names."""
+        """Required placements of parameters along an axis, by name pattern."""
         if axis == "cp":
             return {escape(name): Replicate() for name in parameters}
         return {pattern: pin for pattern, along, pin in self._pins() if along == axis}
 
     def _pins(self) -> Iterator[tuple[str, str, Pin]]:
-        """Pattern, axis and placement of each pin."""
+        """Pattern, axis and placement of each entry of `placements`."""
         first = "ep" if "ep" in self.axes and "tp" not in self.axes else "tp"
         for pattern, where in self.placements.items():
             along = where if isinstance(where, Mapping) else {first: where}
@@ -211,7 +207,7 @@ class Strategy:
 
     @staticmethod
     def of(strategy: str | Strategy) -> Strategy:
-        """The strategy behind a name that users know."""
+        """A strategy, or the one that a name stands for."""
         if isinstance(strategy, Strategy):
             return strategy
         choice("strategy", strategy, (*SEARCHED, *ZERO_OF_NAME), ", or give a Strategy")

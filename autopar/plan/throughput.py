@@ -1,4 +1,4 @@
-"""What a step amounts to, so that its time says how well machines are used."""
+"""`Work`: rows, tokens and FLOPs of a step, for throughput and hardware utilisation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from autopar.ir.roles import Input
 
 @dataclass(frozen=True)
 class Work:
-    """One step of all ranks together.
+    """Work of one step of all ranks.
 
     Attributes:
-        rows: of the global batch.
-        tokens: integers in the first input that has them in rows; 0 if none has.
-        flops: floating-point operations of matrix products, convolutions and attention, forward and
-            backward, each once however often a plan computes it again; attention counts in full.
-        peak: what one rank's device could do of them in a second, 0 if that is not known.
-        dtype: of these.
+        rows: rows of the global batch.
+        tokens: elements of the first two-dimensional integer input; 0 without one.
+        flops: floating-point operations of matrix products, convolutions and attention, forward
+            and backward, without recomputation; causal attention counts in full.
+        peak: peak FLOP/s of one rank's device; 0 if unknown.
+        dtype: dtype of the products.
     """
 
     rows: Count
@@ -33,26 +33,26 @@ class Work:
 
     @staticmethod
     def of(graph: TrainingGraph, parts: int, cluster: Cluster, dtype: str) -> Work:
-        """Of a captured graph.
+        """The work of a captured graph.
 
         Args:
-            graph: of a micro-batch of one data-parallel rank, before it is partitioned.
-            parts: how many such parts make the step.
-            cluster: names the device.
-            dtype: in which products are computed, such as "bfloat16".
+            graph: micro-batch of one data-parallel rank, before it is partitioned.
+            parts: number of such micro-batches in a step of all ranks.
+            cluster: cluster of the device.
+            dtype: dtype of the products, such as "bfloat16".
         """
         flops = sum(flops_of(node) for node in graph.calls())
         device = cluster.figures or find_device(cluster.device)
         peak = device.flops_per_s.get(dtype, 0.0) if device is not None else 0.0
-        rows, tokens = _shared(graph)
+        rows, tokens = _rows_and_tokens(graph)
         return Work(rows * parts, tokens * parts, flops * parts, peak, dtype)
 
     def utilisation(self, step_s: float, ranks: int) -> float:
-        """The part of the peak of all ranks that a step of so many seconds is; 0 if unknown."""
+        """Fraction of the peak FLOP/s of all ranks; 0 if unknown."""
         return self.flops / (step_s * ranks * self.peak) if self.peak and step_s else 0.0
 
 
-def _shared(graph: TrainingGraph) -> tuple[int, int]:
+def _rows_and_tokens(graph: TrainingGraph) -> tuple[int, int]:
     """Rows of the first input that has any, and integers of the first that has rows of them."""
     pairs = zip(graph.inputs, graph.placeholders, strict=True)
     given = [tensors(node)[0] for role, node in pairs if isinstance(role, Input)]

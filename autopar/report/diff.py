@@ -21,7 +21,7 @@ NAMED = 3
 """How many of those that changed alike are named."""
 
 
-def difference(one: PlanSpec, other: PlanSpec) -> list[str]:
+def diff_lines(one: PlanSpec, other: PlanSpec) -> list[str]:
     """A line for each field that differs, in the order of the fields of a plan."""
     found = []
     for name in (field.name for field in fields(one)):

@@ -12,7 +12,7 @@ from autopar.errors import PlanError
 from autopar.formatting import printable
 from autopar.plan.reader import read_plan
 from autopar.plan.spec import PlanSpec
-from autopar.report.diff import difference
+from autopar.report.diff import diff_lines
 from autopar.report.explain import explain
 from autopar.report.html.page import page
 from autopar.report.table import table
@@ -43,7 +43,7 @@ class Plan(PlanSpec):
     def diff(self, other: Plan) -> str:
         """The differences between two plans, one line a field; "" if they are equal."""
         instance("other", other, Plan, "give a Plan")
-        return printable("\n".join(difference(self, other)))
+        return printable("\n".join(diff_lines(self, other)))
 
     def explain(self) -> str:
         """Why this plan: its bottleneck, what would change it, and why each runner-up lost."""

@@ -8,7 +8,14 @@ from autopar.errors import BatchError
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.placement import even_rows
 from autopar.passes.tensor_parallel.partition_axes import partition_in_order
-from autopar.plan.partition import NodeStrategies, Partition, mark, rows_of, scaled, splits_rows
+from autopar.plan.partition import (
+    NodeStrategies,
+    Partition,
+    graph_hash,
+    needs_planned_rows,
+    rescale_interleave,
+    rows_of,
+)
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import assert_same_across_ranks
 
@@ -43,17 +50,17 @@ def call_strategies(
     def find(axis: str, graph: TrainingGraph) -> NodeStrategies:
         if graph.partitioned:
             assert_same_across_ranks(
-                {f"graph before {axis}": mark(graph)}, "This is an error of autopar."
+                {f"graph before {axis}": graph_hash(graph)}, "This is an error of autopar."
             )
         known = partitions[axis].strategies_for(graph, first)
         op_strategies = make_strategies(graph, partitions[axis]) if known is None else known
         uneven = first * slices != total
-        if uneven and splits_rows(op_strategies, graph, first, partitions[axis].ranks):
+        if uneven and needs_planned_rows(op_strategies, graph, first, partitions[axis].ranks):
             raise BatchError(
                 f"a batch of {total} rows is uneven over {plan.dp_size} ranks, and each of "
                 "them would divide its rows further. Give a batch that divides evenly."
             )
-        return scaled(op_strategies, graph, first, rows_of(graph))
+        return rescale_interleave(op_strategies, graph, first, rows_of(graph))
 
     return tuple(
         op_strategies

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir.graph import GraphProperty, TrainingGraph
-from autopar.ir.mesh_levels import axis_of_level, place_on
+from autopar.ir.mesh_levels import axis_of_level, coordinate_on
 from autopar.passes.communication.lower_functional import Lowering
 from autopar.passes.communication.lower_gloo import GlooLowering
 from autopar.passes.core.collective_ops import axis_of, starts
@@ -46,6 +46,6 @@ class LowerCollectives(Pass):
             return PassResult(graph, "there is no collective")
         lowering = GlooLowering if self.backend == "gloo" else Lowering
         for start in pending:
-            place = place_on(axis_of(start), self.rank, graph.axes)
+            place = coordinate_on(axis_of(start), self.rank, graph.axes)
             lowering(graph, start, place).run()
         return PassResult(graph)

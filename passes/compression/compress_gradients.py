@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
-from autopar.ir.mesh_levels import INTRA_NODE, Levels, place_on
+from autopar.ir.mesh_levels import INTRA_NODE, Levels, coordinate_on
 from autopar.ir.roles import OutputRole
 from autopar.passes.compression.reduce_algorithms import REDUCE_ALGORITHMS
 from autopar.passes.core.collective_ops import axis_of, message_bytes, op_of, results_of, starts
@@ -59,7 +59,7 @@ class CompressGradients(Pass):
                 graph,
                 start,
                 compression,
-                place_on(axis_of(start), self.rank, graph.axes),
+                coordinate_on(axis_of(start), self.rank, graph.axes),
                 by_level=self._by_level(graph, start, compression),
             )
             one.run()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.ir.graph import GraphProperty, TrainingGraph
-from autopar.ir.mesh_levels import INTER_NODE, level, place_on
+from autopar.ir.mesh_levels import INTER_NODE, coordinate_on, level
 from autopar.ir.placement import Partial, Placement, Replicate, Shard, chunk_rows
 from autopar.ir.roles import Accumulated, Gradient, Parameter, UnreducedGrad
 from autopar.passes.core.collective_ops import collective, start_all_reduce, start_reduce_scatter
@@ -96,7 +96,7 @@ class SynchronizeGradients(Pass):
         if not isinstance(layout, Shard):
             return sent(start_all_reduce, node, layout, self.axis)
         axis = self.shard_axis or self.axis
-        place = place_on(axis, self.rank, graph.axes)
+        place = coordinate_on(axis, self.rank, graph.axes)
         rows = chunk_rows(info.shape[0], graph.axes[axis])[place]
         if axis == self.axis:
             return sent(start_reduce_scatter, node, layout, [rows], axis)

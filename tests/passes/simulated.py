@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.mesh_levels import axis_of_level, place_on
+from autopar.ir.mesh_levels import axis_of_level, coordinate_on
 from autopar.ir.placement import Replicate, chunk_rows
 from autopar.ir.roles import InputRole, OutputRole
 from autopar.passes.core import collective_ops as abstract
@@ -178,7 +178,7 @@ def groups(graph: TrainingGraph, node: fx.Node, ranks: int) -> list[list[int]]:
     if axis_of_level(name) == name:
         return [list(range(ranks))]
     size, (first, second) = graph.axes[name], (f"{axis_of_level(name)}.{part}" for part in PARTS)
-    keys = [place_on(first if name == second else second, r, graph.axes) for r in range(ranks)]
+    keys = [coordinate_on(first if name == second else second, r, graph.axes) for r in range(ranks)]
     found = [[r for r in range(ranks) if keys[r] == key] for key in dict.fromkeys(keys)]
     assert all(len(group) == size for group in found)
     return found

@@ -15,14 +15,14 @@ RATES = (0.25, 0.5, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
-class OtherLinks(Cluster):
+class ScaledBandwidth(Cluster):
     """A cluster whose links carry `rate` times as many bytes in a second as those of `known`."""
 
     known: Cluster | None = None
     rate: float = 1.0
 
     @classmethod
-    def than(cls, known: Cluster, rate: float) -> OtherLinks:
+    def of(cls, known: Cluster, rate: float) -> ScaledBandwidth:
         """Links so many times as fast as those of a cluster."""
         own = {f.name: getattr(known, f.name) for f in fields(Cluster)}
         return cls(**own, known=known, rate=rate)
@@ -41,5 +41,5 @@ def sweep_bandwidth(
     evaluator: Evaluator, choice: CandidateConfig
 ) -> tuple[tuple[float, float], ...]:
     """What a step of a choice takes over links of each of `RATES`: pairs of a rate and seconds."""
-    clusters = [OtherLinks.than(evaluator.setup.cluster, rate) for rate in RATES]
+    clusters = [ScaledBandwidth.of(evaluator.setup.cluster, rate) for rate in RATES]
     return tuple(zip(RATES, evaluator.seconds(choice, clusters), strict=True))

@@ -75,7 +75,7 @@ class P2PCost:
         return GroupShape(2, 1 if apart else 2, max(1, world // 2))
 
 
-def framed(
+def add_step_boundaries(
     run: PipelineSimulation, stages: PipelineStages, pipeline: Pipeline, link: P2PCost
 ) -> PipelineSimulation:
     """A schedule with what goes over the links before it and after it, for which all ranks wait.
@@ -85,7 +85,7 @@ def framed(
     if pipeline.ranks == 1:
         return run
     each = link.cluster.seconds("all_reduce", 8, link.everyone, "float64").seconds
-    lent_s, back_s = _lending(stages, pipeline, link)
+    lent_s, back_s = _tied_parameter_s(stages, pipeline, link)
     kinds = [
         isinstance(role, MicrobatchPartial) for graph in stages.stages for role in graph.outputs
     ]
@@ -111,7 +111,9 @@ def framed(
     )
 
 
-def _lending(stages: PipelineStages, pipeline: Pipeline, link: P2PCost) -> tuple[float, float]:
+def _tied_parameter_s(
+    stages: PipelineStages, pipeline: Pipeline, link: P2PCost
+) -> tuple[float, float]:
     """Seconds to lend parameters, and to give their gradients back: links are used at once."""
     lent, back = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for index, graph in enumerate(stages.stages):

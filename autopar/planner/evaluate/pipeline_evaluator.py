@@ -33,12 +33,12 @@ from autopar.plan.buckets import Buckets
 from autopar.plan.pipeline import Pipeline
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.evaluate.p2p import P2PCost, framed
+from autopar.planner.evaluate.p2p import P2PCost, add_step_boundaries
 from autopar.planner.evaluate.pipeline_prediction import SimulatedPipeline
 from autopar.planner.evaluate.setup import EvaluationSetup, ProgramCache
-from autopar.planner.evaluate.stage_cost import StageSimulation, StageTimes, passed_on
-from autopar.planner.evaluate.stage_dedup import StageDedup, renamed
-from autopar.planner.evaluate.stage_memory import bytes_between
+from autopar.planner.evaluate.stage_cost import StageSimulation, StageTimes, boundary_bytes
+from autopar.planner.evaluate.stage_dedup import StageDedup, parameter_names
+from autopar.planner.evaluate.stage_memory import split_backward_bytes
 from autopar.report.plan import Plan
 
 
@@ -154,7 +154,7 @@ class PipelineEvaluator(Evaluator):
         slowdown = operators.oversubscription if shared else 1.0  # else already in the times
         times = link.issue_s, link.late_s
         run = simulate_pipeline(self.orders, costs, link.seconds, *times, slowdown)
-        return framed(run, self.split, self.pipeline, link)
+        return add_step_boundaries(run, self.split, self.pipeline, link)
 
     def _lower(self, config: CandidateConfig) -> LoweredPipeline:
         return self._lowered.get(config, lambda: self._lower_stages(config))
@@ -202,7 +202,7 @@ class PipelineEvaluator(Evaluator):
                     continue
                 before = run_passes(graph, prefix)
                 proposed[first] = propose_buckets(before, config.gather_bytes, config.reduce_bytes)
-            total = total.joined(proposed[first].renamed(renamed(stages[first], graph)))
+            total = total.joined(proposed[first].renamed(parameter_names(stages[first], graph)))
         return total
 
     def _sent_bytes(self, programs: Sequence[MicrobatchPrograms]) -> dict[str, int]:
@@ -216,7 +216,7 @@ class PipelineEvaluator(Evaluator):
                     for axis, nbytes in sent_bytes(graph, self.setup.comm_backend).items():
                         total[axis] += nbytes * times
                 total["pp"] += micro_batches * sum(
-                    passed_on(programs[stage].last, phase) for phase in ("forward", "backward")
+                    boundary_bytes(programs[stage].last, phase) for phase in ("forward", "backward")
                 )
             ranks.append({axis: nbytes for axis, nbytes in total.items() if nbytes})
         return max(ranks, key=lambda sent: sum(sent.values()))
@@ -238,7 +238,7 @@ class PipelineEvaluator(Evaluator):
         halves = split_dgrad_wgrad(backward)
         dgrad_s, wgrad_s = (self._operator_s(half.calls()) for half in halves)
         total_s = dgrad_s + wgrad_s
-        return wgrad_s / total_s if total_s else 0.0, bytes_between(halves[1], last)
+        return wgrad_s / total_s if total_s else 0.0, split_backward_bytes(halves[1], last)
 
     def _operator_s(self, nodes: Sequence[fx.Node] | Iterator[fx.Node]) -> float:
         return sum(self.setup.operators.seconds(node).seconds for node in nodes)
@@ -250,7 +250,7 @@ class PipelineEvaluator(Evaluator):
         for rank in range(self.pipeline.ranks):
             held, sizes = self.pipeline.held(rank), dict[str, int]()
             for stage in self.pipeline.stages_of(rank):
-                names = renamed(stages[lowered.dedup.first[stage]], stages[stage])
+                names = parameter_names(stages[lowered.dedup.first[stage]], stages[stage])
                 trained = lowered.programs[stage].last.trained_bytes
                 sizes |= {names[name]: nbytes for name, nbytes in trained.items()}
             own = (nbytes for name, nbytes in sizes.items() if name in held)

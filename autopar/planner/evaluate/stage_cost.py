@@ -45,8 +45,8 @@ class StageTimes:
             weight_s=self.backward_s * weights + adding_s,
             first_s=max(0.0, self.first_s - self.forward_s),
             last_s=max(0.0, self.last_s - self.backward_s),
-            sent_bytes=passed_on(graph, "forward"),
-            returned_bytes=passed_on(graph, "backward"),
+            sent_bytes=boundary_bytes(graph, "forward"),
+            returned_bytes=boundary_bytes(graph, "backward"),
         )
 
 
@@ -93,7 +93,7 @@ class StageSimulation:
         yield self.first, 1
 
 
-def passed_on(graph: TrainingGraph, phase: str) -> int:
+def boundary_bytes(graph: TrainingGraph, phase: str) -> int:
     """Bytes that a stage sends to a neighbour, of one micro-batch."""
     return sum(
         tensor_bytes(tensors(node)[0])

@@ -41,7 +41,7 @@ class StageDedup:
         return StageDedup(tuple(range(count)))
 
 
-def renamed(one: TrainingGraph, other: TrainingGraph) -> dict[str, str]:
+def parameter_names(one: TrainingGraph, other: TrainingGraph) -> dict[str, str]:
     """The names of the parameters of a graph in another that is like it."""
     pairs = zip(one.inputs, other.inputs, strict=True)
     return {

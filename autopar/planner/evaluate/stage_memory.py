@@ -259,7 +259,7 @@ def _sent(graph: TrainingGraph) -> tuple[int, int]:
     return nbytes(forth - read), nbytes((forth & read) | back)
 
 
-def bytes_between(weights: TrainingGraph, whole: TrainingGraph) -> int:
+def split_backward_bytes(weights: TrainingGraph, whole: TrainingGraph) -> int:
     """Bytes that the second part of a backward is given, by the first part and by the forward.
 
     Args:

@@ -15,7 +15,7 @@ from autopar.ir.placement import Placement, Replicate, Shard
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.passes.rules.registry import loops_of
-from autopar.plan.partition import NodeStrategies, Partition, named
+from autopar.plan.partition import NodeStrategies, Partition, by_node_name
 from autopar.planner.placement.constraints import resolve_constraints
 from autopar.planner.placement.ilp import solve
 
@@ -58,7 +58,7 @@ def partition_by_bytes(
         return ITERATION_S * iterations[node] / (ranks if divided else 1)
 
     found = resolve_constraints(pins or {}, graph.parameters, ranks)
-    return named(solve(graph, ranks, price, work, pins=found).op_strategies)
+    return by_node_name(solve(graph, ranks, price, work, pins=found).op_strategies)
 
 
 def repartition(graph: TrainingGraph, partition: Partition) -> NodeStrategies:

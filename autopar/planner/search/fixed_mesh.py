@@ -22,7 +22,7 @@ from autopar.errors import StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.passes.tensor_parallel.partition_axes import partition_in_order
-from autopar.plan.partition import NodeStrategies, Partition, named
+from autopar.plan.partition import NodeStrategies, Partition, by_node_name
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import fingerprint
 from autopar.plan.strategy import Strategy
@@ -362,7 +362,7 @@ def strategies_along(
         as_placed=problem.strategy.keep_sharded,
         sequence=problem.strategy.sequence_parallel,
     )
-    return named(solution.op_strategies)
+    return by_node_name(solution.op_strategies)
 
 
 def evaluator_of(

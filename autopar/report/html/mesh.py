@@ -40,7 +40,7 @@ class Portion:
     layout: tuple[tuple[str, Placement], ...]
     nbytes: int
 
-    def held(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[float, float]:
+    def interval(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[float, float]:
         """From where to where, of 0 to 1, a rank holds them, as if they were cut from one piece.
 
         Args:
@@ -97,7 +97,7 @@ def held_bytes(plan: PlanSpec, portions: Iterable[Portion], rank: int) -> float:
     """Bytes of parameters that a rank holds between steps."""
     sizes, total = dict(plan.storage), 0.0
     for portion in _own(plan, portions, plan.mesh_coordinate(rank)):
-        low, high = portion.held(stored(plan, rank), sizes)
+        low, high = portion.interval(stored(plan, rank), sizes)
         total += portion.nbytes * (high - low)
     return total
 
@@ -220,7 +220,7 @@ def _holds(plan: PlanSpec, portions: Sequence[Portion], rank: int, said: str) ->
     for portion in portions:
         wide = portion.nbytes / whole * _WIDE
         if portion in own:
-            low, high = portion.held(place, sizes)
+            low, high = portion.interval(place, sizes)
             y, tall = low * _TALL, max(1.0, (high - low) * _TALL)
             path.append(f"M{x:.4g} {y:.4g}h{wide:.4g}v{tall:.4g}h-{wide:.4g}z")
         x += wide

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar.common.notices import warn_once
 from autopar.errors import LossyWarning
 from autopar.ir.graph import ParameterInfo
-from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES, place_on
+from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES, coordinate_on
 from autopar.ir.placement import Shard as Divided
 from autopar.ir.placement import chunk_rows
 from autopar.ir.roles import State
@@ -138,7 +138,7 @@ def _local_shape(plan: Plan, info: ParameterInfo, place: Mapping[str, int]) -> t
             shape[layout.dim] = rows[place[partition.axis]] * layout.interleave
     sharded = isinstance(plan.layout(info.name)[plan.shard_order[-1]], Divided)
     if sharded and plan.shard_axis != DATA_AXIS:  # summed over neighbours as it is
-        own = place_on(plan.shard_axis, place[DATA_AXIS], plan.axes)
+        own = coordinate_on(plan.shard_axis, place[DATA_AXIS], plan.axes)
         shape[0] = chunk_rows(shape[0], plan.axes[plan.shard_axis])[own]
     return tuple(shape)
 

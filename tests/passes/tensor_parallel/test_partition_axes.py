@@ -30,7 +30,7 @@ from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.rules.registry import loops_of
 from autopar.passes.tensor_parallel.partition_axes import partition_in_order
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
-from autopar.plan.partition import NodeStrategies, mark, named
+from autopar.plan.partition import NodeStrategies, by_node_name, graph_hash
 from autopar.planner.placement.strategies import strategy_choices
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from tests.harness.models import MODELS
@@ -57,7 +57,7 @@ def together(graph: TrainingGraph, values: Sequence[Tensor], find: Find) -> list
     for at in ranks:
         place = dict(zip(axes, at, strict=True))
         own = list(partition_in_order(axes, graph, place, lambda axis, _: first[axis]))
-        texts.add(str([(mark(before), shapes(before.graph)) for _, before, _ in own]))
+        texts.add(str([(graph_hash(before), shapes(before.graph)) for _, before, _ in own]))
         passes = [PartitionAxis(axis, place[axis], found) for axis, _, found in own]
         programs.append(module_of(run_passes(graph, passes)))
     assert len(texts) == 1, "ranks of one axis are left with different programs"
@@ -117,7 +117,9 @@ def at_random(axis: str, graph: TrainingGraph) -> NodeStrategies:
         return draw.choice(possible)
 
     alike = {stands: one(stands) for stands in found.op_strategies}
-    return named({node: alike[stands] for node, stands in found.same.items() if stands in alike})
+    return by_node_name(
+        {node: alike[stands] for node, stands in found.same.items() if stands in alike}
+    )
 
 
 @pytest.mark.parametrize(

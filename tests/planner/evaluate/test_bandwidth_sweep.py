@@ -10,7 +10,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
 from autopar.plan.prediction import Prediction, RunnerUp, slower
 from autopar.plan.strategy import Strategy
-from autopar.planner.evaluate.bandwidth_sweep import RATES, OtherLinks, sweep_bandwidth
+from autopar.planner.evaluate.bandwidth_sweep import RATES, ScaledBandwidth, sweep_bandwidth
 from autopar.planner.evaluate.candidate import Candidate
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.search.config_search import first_config
@@ -26,7 +26,7 @@ H100 = Cluster.named("dgx-h100")
 def test_faster_links_carry_bytes_faster_and_start_as_late() -> None:
     shape = GroupShape(8, 8, 1)
     empty, much = (H100.seconds("all_reduce", n, shape).seconds for n in (1, 2**30))
-    twice = OtherLinks.than(H100, 2.0)
+    twice = ScaledBandwidth.of(H100, 2.0)
     assert twice.seconds("all_reduce", 1, shape).seconds == empty
     found = twice.seconds("all_reduce", 2**30, shape).seconds
     assert found == pytest.approx(empty + (much - empty) / 2)

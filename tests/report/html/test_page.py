@@ -115,7 +115,7 @@ def test_what_a_rank_is_said_to_hold_is_its_share(name):
 def test_slices_of_all_ranks_make_the_whole():
     plan = planned("sharded")
     for portion in portions_of(plan):
-        spans = {portion.held(stored(plan, rank), dict(plan.storage)) for rank in range(8)}
+        spans = {portion.interval(stored(plan, rank), dict(plan.storage)) for rank in range(8)}
         assert sum(high - low for low, high in spans) == pytest.approx(1.0)
 
 
