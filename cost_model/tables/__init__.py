@@ -1,1 +1,1 @@
-"""Clusters that ship, as JSON: `Cluster.named`. Made by `benchmarks/tables.py` of commit 487a563."""
+"""Clusters that ship, as JSON: `Cluster.named`. Made by `benchmarks/tables.py` (487a563)."""
