@@ -1,6 +1,6 @@
 """autopar: an ordinary single-device PyTorch model, trained across all the machines at hand."""
 
-from autopar.api import compile, plan
+from autopar.api import compile, plan, verify
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.measure import measure
 from autopar.errors import (
@@ -26,7 +26,6 @@ from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
 from autopar.verification.deviation import Deviation, Verification
-from autopar.verification.verify import verify
 
 __version__ = "0.1.0"
 

@@ -1,70 +1,50 @@
-"""`compile` and `plan`: from a model to what runs, in five steps.
+"""`compile`, `plan` and `verify`, the public entry points.
 
-A call of the model is captured into a joint graph (`capture`); collectives and operators are
-measured (`measure`); the planner chooses (`plan`); passes write the choice into the graph
-(`transform`); Python code is generated from it (`emit`). The last two happen for every new kind
-of call, under the same plan.
+A model becomes a program in five steps:
+
+1. capture: `autopar.capture` traces a call into a joint graph of forward and backward;
+2. measure: `autopar.planner.machine` times collectives and operators;
+3. plan: `autopar.planner.search` chooses the fastest plan that fits;
+4. transform: `autopar.passes` rewrite the graph as the plan says;
+5. emit: `autopar.runtime.codegen` generates Python code from the graph.
+
+`autopar.driver` runs the first three, on live ranks or offline. `autopar.runtime` repeats the last
+two for every new kind of call.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from autopar.arguments import check, memory_of, precision_of
-from autopar.autotune.autotune import benchmark_and_pick, num_plans_to_benchmark, plans_to_benchmark
-from autopar.capture.batch_shards import last_part
-from autopar.capture.model_info import describe_buffers, describe_parameters, device_of, total_bytes
-from autopar.capture.offline import Known, capture_of_rank, flattened
-from autopar.common.notices import warn_once
+from autopar.capture.model_info import describe_parameters, device_of
+from autopar.capture.offline import flattened
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.measurement.measure import measure
-from autopar.errors import CaptureError, FallbackWarning, LossyWarning
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.passes.registration import DISABLE, pass_settings
-from autopar.plan.partition import NodeStrategies, Partition
-from autopar.plan.spec import fingerprint
+from autopar.cost_model.memory.optimizer_memory import Optimizer
+from autopar.driver.live import LivePlanner
+from autopar.driver.offline import plan_offline
+from autopar.driver.prepare import check_call_agrees, take_over
 from autopar.plan.strategy import Strategy
-from autopar.planner.deadline import Deadline
-from autopar.planner.machine import Machine, ranks_of
-from autopar.planner.placement.unmeasured import repartition
-from autopar.planner.search.estimate_captures import MeshEstimator
-from autopar.planner.search.fixed_mesh import (
-    Graphs,
-    PlanningProblem,
-    measured,
-    plan_fixed_mesh,
-    provisional_strategies,
-)
-from autopar.planner.search.mesh_search import ReportProgress, deadline_per_mesh, fastest_mesh
-from autopar.planner.search.oom_advice import memoize_by_strategy, on_more_ranks, plan_or_advise
-from autopar.planner.search.pipeline_search import captured_at
-from autopar.profiler.profiler import Profiler, profiler
+from autopar.planner.problem import PlanningProblem
+from autopar.planner.search.mesh_search import ReportProgress
+from autopar.profiler.profiler import profiler
 from autopar.report.plan import Plan
-from autopar.report.table import compressed
-from autopar.runtime.agreement.captured_graph import agree_on_graph, versions
-from autopar.runtime.agreement.consensus import (
-    assert_same_across_ranks,
-    broadcast_from_rank0,
-    run_on_all_ranks,
-)
+from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.attributes import check_not_compiled
-from autopar.runtime.fallback import describe_fallback_differences, wrap_with_ddp_or_fsdp
-from autopar.runtime.module import CaptureFunction, DistributedModule
+from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import Options
-from autopar.runtime.parameters.distribute import check_plain, make_contiguous, materialize
-from autopar.runtime.process_groups import backend_of, ensure_process_group, make_mesh
+from autopar.runtime.process_groups import backend_of, ensure_process_group, rank
+from autopar.verification.deviation import Verification
+from autopar.verification.verify import compare_training, verify_first_call
 
 Batch = Literal["global", "local"]
-Optimizer = Callable[..., torch.optim.Optimizer]
-MEASURING_S = 15.0
-"""For the collectives of every mesh, where the mesh is searched."""
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
 def compile(
@@ -73,7 +53,7 @@ def compile(
     *,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: Optimizer = torch.optim.AdamW,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
     strategy: str | Strategy = "auto",
     memory: int | str | None = None,
     cluster: Cluster | None = None,
@@ -88,162 +68,102 @@ def compile(
     trials: int | None = None,
     verify: bool = False,
 ) -> DistributedModule:
-    """The model, training across all ranks, exactly as it would on one device.
+    """Returns the model, training across all ranks exactly as on one device.
 
-    Inside torchrun this initialises torch.distributed if nobody has. Every rank gets the
-    parameters of rank 0. Without `example_inputs` the plan is made at the first call, and an
-    optimizer made before that holds the right parameters.
+    Inside torchrun this initializes torch.distributed if necessary. Every rank receives the
+    parameters of rank 0. Without `example_inputs` the first call is planned. An optimizer made
+    before that holds the right parameters.
 
     Args:
-        model: any model whose forward can be traced; on the device that it trains on, or on the
-            meta device with `reset_parameters` in its modules. It is taken over, not copied.
-        world_size: number of ranks; None for as many as are running.
+        model: module whose forward can be traced, on its training device, or on the meta device
+            with `reset_parameters` in its modules. It is modified in place.
+        world_size: number of ranks; None for all that are running.
         example_inputs: arguments of a typical call: a tuple, or a dict of keyword arguments.
-        loss_fn: if given, a call `model(*inputs, target)` returns `loss_fn(model(*inputs),
-            target)`.
-        optimizer: class or factory of the optimizer that will be used, for its memory.
-        strategy: "auto" for the fastest under which torch's own functions for gradients stay
-            right; "fastest" for that of pipelines too (then clip by `model.clip_grad_norm_`);
-            "ddp", "zero1", "zero2", "zero3" (or "fsdp"), all data parallel; or a Strategy.
-        memory: cap per rank, in bytes or as a text such as "24GiB", "24GB" or "24G", which is
-            24 GiB; None for what the device has.
-        cluster: measured elsewhere; None measures the ranks that are running, once.
-        plan: a plan made before, which is then followed.
-        batch: "global": every rank is given the same batch and takes its own rows. "local": each
-            rank brings as many rows of its own.
-        precision: "bf16" or "fp16" runs the forward under autocast.
-        lossy: whether gradients may be compressed where that is faster: True for bf16 and int8, or
-            a list of methods such as ["int8", "powersgd(rank=4)"]. The plan says where it is done.
+        loss_fn: loss function inside the graph: a call `model(*inputs, target)` returns
+            `loss_fn(model(*inputs), target)`.
+        optimizer: class or factory of the training optimizer, for its memory.
+        strategy: "auto" for the fastest plan under which torch's gradient utilities stay correct;
+            "fastest" to allow pipelines too (clip with `model.clip_grad_norm_`); "ddp", "zero1",
+            "zero2", "zero3" (or "fsdp") for data parallelism; or a Strategy.
+        memory: cap per rank in bytes, or as a text such as "24GiB", "24GB" or "24G" (24 GiB);
+            None for the capacity of the device.
+        cluster: measured cluster; None to measure the running ranks once.
+        plan: plan to follow.
+        batch: "global" if every rank receives the same batch and takes its own rows, "local" if
+            each rank brings the same number of its own rows.
+        precision: "bf16" or "fp16" for a forward under autocast.
+        lossy: gradient compressions allowed where they are faster: True for bf16 and int8, or a
+            list such as ["int8", "powersgd(rank=4)"].
         backend: "eager", or a backend of torch.compile such as "inductor".
         fallback: train under torch's DDP or fully_shard, with a warning, if the model cannot be
-            captured; otherwise raise.
-        timeout_s: seconds after which a collective fails, if the process group is made here.
-        time_limit_s: seconds after which no further mesh is looked at; None for no limit.
-        trials: number of top-ranked plans to run for some steps, on copies of the model, as far as
-            half of the free memory allows; None for 6 where the mesh is searched, else none.
-        verify: hold steps on the first batch against the plain model's first (`autopar.verify`).
+            captured.
+        timeout_s: timeout of collectives in seconds, if the process group is made here.
+        time_limit_s: limit of the search over meshes in seconds; None for none.
+        trials: number of top-ranked plans to benchmark on copies of the model, as far as half of
+            the free memory allows; None for 6 where the mesh is searched, else none.
+        verify: compare the first batch's training steps with the plain model's.
 
     Raises:
-        StrategyError: an argument that makes no sense, or contradicts others or what is running.
-        DisagreementError: ranks with different models, plans or batches.
+        StrategyError: an argument is invalid or contradicts others or the running ranks.
+        DisagreementError: ranks have different models, plans or batches.
         PlanError: `plan` is for another model or world.
         OutOfMemoryError: nothing fits under `memory`.
         CaptureError: the model cannot be captured and `fallback` is off.
         VerificationError: the first call does not train as the plain model does.
     """
-    check(
-        model=model,
-        world_size=world_size,
-        example_inputs=example_inputs,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        strategy=strategy,
-        memory=memory,
-        cluster=cluster,
-        plan=plan,
-        batch=batch,
-        precision=precision,
-        lossy=lossy,
-        backend=backend,
-        fallback=fallback,
-        timeout_s=timeout_s,
-        time_limit_s=time_limit_s,
-        trials=trials,
-        verify=verify,
-    )
+    arguments = dict(locals())
+    check(**arguments)
     ranks = ensure_process_group(world_size, timeout_s)
-    check_not_compiled(model)
-    check_plain(model)
-    device = device_of(model)
-    materialize(model, device)
-    make_contiguous(model)
-    parameters = describe_parameters(model)
-    ours = (fingerprint(parameters.values()), describe_buffers(model))
-    assert_same_across_ranks(versions(), "Install the same versions on every rank.")
-    assert_same_across_ranks({"model": ours}, "Build the same model on every rank.")
-    assert_same_across_ranks(
-        {"set of passes": pass_settings()},
-        f"Set {DISABLE} and register passes alike on every rank.",
+    parameters = take_over(model)
+    device, recorder = device_of(model), profiler(optimizer, device_of(model))
+    problem = PlanningProblem(
+        model=type(model).__name__,
+        parameters=parameters,
+        world_size=ranks,
+        strategy=_strategy(strategy, batch, lossy),
+        memory=memory_of(memory),
+        batch=batch,
+        precision=_name(precision_of(precision)),
+        optimizer=optimizer,
+        cluster=cluster,
+        device=device,
+        comm_backend=backend_of(device),
     )
-    recorder = profiler(optimizer, device)
-    chosen = _strategy(strategy, batch, lossy)
-    given = plan if plan is not None else chosen
+    check_call_agrees(problem, arguments)
+    if plan is not None:
+        run_on_all_ranks(lambda: plan.check(model, parameters.values(), ranks))
+    fixed = problem.strategy if plan is None else plan
     options = Options(
         batch,
         loss_fn,
         precision_of(precision),
         backend,
         ranks,
-        given.model_parallel_size,
-        given.pp_size,
+        fixed.model_parallel_size,
+        fixed.pp_size,
         recorder,
-        local=given.batch_semantics == "local",
+        local=fixed.batch_semantics == "local",
     )
-    problem = PlanningProblem(
-        model=type(model).__name__,
-        parameters=parameters,
-        world_size=ranks,
-        strategy=chosen,
-        memory=memory_of(memory),
-        batch=batch,
-        precision=str(options.precision)[6:] if options.precision else None,
-        optimizer=optimizer,
-        cluster=cluster,
-        device=device,
-        comm_backend=backend_of(device),
-        live=True,
-    )
-    alike = {
-        "batch mode": batch,  # on which the strategy depends
-        "strategy": problem.strategy,
-        "precision": problem.precision,
-        "backend": backend,
-        "memory cap": problem.memory,
-        "verification": verify,
-        "optimizer": problem.base().optimizer,
-        "idea of what is given (example_inputs, loss_fn, cluster, plan)": [
-            given is not None for given in (example_inputs, loss_fn, cluster, plan)
-        ],
-    }
-    assert_same_across_ranks(alike, "Call autopar.compile alike on every rank.")
-    if plan is not None:
-        run_on_all_ranks(lambda: plan.check(model, parameters.values(), ranks))
-
-    def make_plan(captured: CaptureFunction, call: Any) -> Plan:
-        chosen = plan
-        if chosen is None:
-            count = num_plans_to_benchmark(trials, problem)
-            plans = _choose(problem, captured, time_limit_s, recorder, count)
-            chosen = benchmark_and_pick(module, plans, call, optimizer)
-        assert_same_across_ranks({"plan": chosen.digest()}, "Give every rank the same plan.")
-        for line in compressed(chosen):
-            warn_once(LossyWarning, f"under autopar's plan {line}")
-        if recorder is not None:
-            recorder.plan = chosen
-        return chosen
-
-    def make_fallback(inner: nn.Module, reason: CaptureError) -> nn.Module:
-        if not fallback:
-            raise reason
-        return _fall_back(inner, problem, reason)
-
-    def make_strategies(graph: TrainingGraph, partition: Partition) -> NodeStrategies:
-        return broadcast_from_rank0(lambda: repartition(graph, partition))
-
+    planner = LivePlanner(problem, plan, fallback, time_limit_s, trials, recorder)
     module = DistributedModule(
-        model, parameters, device, options, make_plan, make_fallback, make_strategies
+        model,
+        parameters,
+        device,
+        options,
+        planner.make_plan,
+        planner.make_fallback,
+        planner.make_strategies,
     )
-    sharded = chosen.zero != 0 or options.model_parallel_size > 1 or bool(chosen.search)
-    late = plan is None and example_inputs is None and sharded
-    module.broadcast_parameters(replicated_dtensors=late)
+    replicated = problem.strategy.zero == 0 and options.model_parallel_size == 1
+    planned_late = plan is None and example_inputs is None
+    may_shard = not replicated or bool(problem.strategy.search)
+    module.broadcast_parameters(replicated_dtensors=planned_late and may_shard)
     if example_inputs is not None:
         module.plan_for(*flattened(example_inputs))
     elif plan is not None:
-        module.apply_plan(make_plan(lambda *_: None, None))  # type: ignore[arg-type]
+        module.apply_plan(planner.agreed(plan))
     if verify:
-        from autopar.verification.verify import verify_first_call  # imports this module
-
-        module.before_first_training_call = verify_first_call
+        module.before_first_training_call = partial(verify_first_call, compile)
     return module
 
 
@@ -253,7 +173,7 @@ def plan(
     *,
     example_inputs: Any,
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: Optimizer = torch.optim.AdamW,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
     strategy: str | Strategy = "auto",
     memory: int | str | None = None,
     cluster: Cluster | None = None,
@@ -262,35 +182,18 @@ def plan(
     lossy: bool | Sequence[str] = False,
     time_limit_s: float | None = None,
     backend: str = "eager",
-    progress: ReportProgress = lambda looked: None,
+    progress: ReportProgress = lambda progress: None,
 ) -> Plan:
-    """The plan for `world_size` ranks that need not be running; needs no process group.
+    """Returns the plan for `world_size` ranks, which need not be running.
 
-    The arguments are those of `compile`; the model and inputs may be on the meta device. Without
-    `cluster` the collectives are modelled, and the plan says so. With another `backend` than
-    "eager" operators that a compiler fuses are priced so. `progress` is told of every mesh.
+    The arguments are those of `compile`. The model and inputs may be on the meta device. Without
+    `cluster` collectives are modelled, and the plan says so. A `backend` other than "eager" fuses
+    operators. `progress` is called before every mesh.
     """
-    check(
-        "world_size",
-        "example_inputs",
-        model=model,
-        world_size=world_size,
-        example_inputs=example_inputs,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        strategy=strategy,
-        memory=memory,
-        cluster=cluster,
-        batch=batch,
-        precision=precision,
-        lossy=lossy,
-        time_limit_s=time_limit_s,
-        backend=backend,
-        progress=progress,
-    )
+    check("world_size", "example_inputs", **locals())
     check_not_compiled(model)
-    device = device_of(model)
-    autocast = precision_of(precision)
+    device, autocast = device_of(model), precision_of(precision)
+    default_backend = "gloo" if device.type == "cpu" else "nccl"
     problem = PlanningProblem(
         model=type(model).__name__,
         parameters=describe_parameters(model),
@@ -298,137 +201,72 @@ def plan(
         strategy=_strategy(strategy, batch, lossy),
         memory=memory_of(memory),
         batch=batch,
-        precision=str(autocast)[6:] if autocast else None,
+        precision=_name(autocast),
         optimizer=optimizer,
         cluster=cluster or Cluster.default(world_size, device.type),
         device=device,
-        comm_backend=cluster.backend if cluster else ("gloo" if device.type == "cpu" else "nccl"),
-        live=False,
+        comm_backend=cluster.backend if cluster else default_backend,
         backend=backend,
     )
-
-    in_time = Deadline(time_limit_s)
-
-    def asking(given: Any) -> Callable[[PlanningProblem], Plan]:
-        attempts: Known = {}
-        local = problem.strategy.batch_semantics == "local"
-
-        @functools.cache
-        def captured(ranks: int, micro_batches: int) -> TrainingGraph:
-            own = model, given, 0, ranks, batch, autocast, loss_fn, micro_batches
-            return capture_of_rank(*own, known=attempts, local=local)
-
-        @memoize_by_strategy
-        def prepared(own: PlanningProblem) -> tuple[Graphs, Machine | None]:
-            graphs = captured_at(own.strategy, functools.partial(captured, own.dp_size))
-            return graphs, measured(own, graphs)
-
-        def look(own: PlanningProblem) -> Plan:
-            ready = prepared(own)
-            return plan_fixed_mesh(
-                replace(own, deadline=deadline_per_mesh(problem, in_time)), *ready
-            )
-
-        def slice_of(slices: int, known: Known) -> TrainingGraph:
-            own = model, given, 0, slices, batch, autocast, loss_fn
-            return capture_of_rank(*own, known=known, local=local, in_time=slices > 1)
-
-        def answer(own: PlanningProblem) -> Plan:
-            assert own.cluster is not None
-            sketch, near = MeshEstimator(own, slice_of, model), own.cluster.ranks_per_node
-            return fastest_mesh(own, look, sketch, near, in_time, progress)
-
-        return answer
-
-    answer = asking(example_inputs)
-
-    def elsewhere(times: int, parts: int) -> Plan:
-        given = answer if parts == 1 else asking(last_part(example_inputs, parts))
-        return given(on_more_ranks(problem, times))
-
-    return plan_or_advise(problem, answer, elsewhere)
+    return plan_offline(problem, model, example_inputs, autocast, loss_fn, time_limit_s, progress)
 
 
-def _choose(
-    problem: PlanningProblem,
-    captured: CaptureFunction,
-    time_limit_s: float | None,
-    recorder: Profiler | None = None,
-    trials: int = 0,
-) -> list[Plan]:
-    """Captures, measures and plans; one rank decides, all follow.
+def verify(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    example_inputs: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    steps: int = 3,
+    double: bool = True,
+    tolerance: float | None = None,
+    **options: Any,
+) -> Verification:
+    """Trains under a plan and plainly for some steps, and compares both.
 
-    Returns:
-        The plan, and behind it those that are worth a trial, if any are wanted.
+    Every step compares the loss, all gradients, and all parameters and buffers after the
+    optimizer's step. Rank 0 prints the verdict. All ranks call this at once, with the arguments of
+    a call of the compiled model. The model, the optimizer and random states do not change. Random
+    operators yield constants meanwhile (`Verification.draws` names them).
+
+    Args:
+        model: the model; both sides train copies with the values of rank 0.
+        plan: plan for the running ranks; None for the one that `compile` chooses.
+        example_inputs: tuple of arguments or dict of keyword arguments, the same on every rank
+            under batch="global", the rank's own rows under batch="local".
+        loss: extracts the loss from the model's result. The default is the result, its `loss`, its
+            first scalar, or the mean square of all results.
+        optimizer: class, factory, or an optimizer whose class and options are used; by default
+            SGD with momentum 0.9 and a learning rate of 1e-2.
+        steps: number of steps on the same batch.
+        double: train in float64, where both sides differ only in the order of summation.
+        tolerance: relative difference that passes; by default 1e-9 in float64, 1e-5 in float32,
+            1e-2 in float16 and 5e-2 in bfloat16, for the plain model's least precise dtype.
+        options: further arguments of `compile`.
+
+    Raises:
+        StrategyError: an argument is invalid, `example_inputs` have no values, the model returns
+            nothing to train, or it draws random numbers in code compiled by a backend.
     """
-    if trials > 1:
-        problem = replace(problem, autotune_candidates=[])
-
-    @memoize_by_strategy
-    def prepared(own: PlanningProblem) -> tuple[Graphs, Machine | None]:
-        at = own.strategy.model_parallel_size, own.strategy.pp_size
-        graphs = run_on_all_ranks(
-            lambda: captured_at(own.strategy, lambda n: captured(*at, n).graph)
-        )
-        agree_on_graph(next(iter(graphs.values())), even=False)
-        if recorder is not None:
-            recorder.asked.append((own, graphs))
-        drafts = broadcast_from_rank0(lambda: provisional_strategies(own, graphs))
-        return graphs, run_on_all_ranks(lambda: measured(own, graphs, drafts))
-
-    def look(own: PlanningProblem) -> Plan:
-        ready = prepared(own)
-        timed = replace(own, deadline=deadline_per_mesh(problem, in_time))
-        return broadcast_from_rank0(lambda: plan_fixed_mesh(timed, *ready))
-
-    def answer(own: PlanningProblem) -> Plan:
-        if not own.strategy.search:
-            return look(own)
-        own = replace(own, cluster=own.cluster or measure(budget_s=MEASURING_S))
-        assert own.cluster is not None
-        sharing = (
-            run_on_all_ranks(lambda: ranks_of(live=True).sharing) if own.device.type == "cpu" else 1
-        )
-        sketch = MeshEstimator(
-            own, lambda n, _: captured(own.world_size, 1, n).graph, sharing=sharing
-        )
-        return fastest_mesh(
-            own,
-            look,
-            lambda each: broadcast_from_rank0(lambda: sketch(each)),
-            own.cluster.ranks_per_node,
-            lambda: broadcast_from_rank0(in_time),
-        )
-
-    in_time = Deadline(time_limit_s)
-    return plans_to_benchmark(problem, plan_or_advise(problem, answer), trials)
-
-
-def _fall_back(model: nn.Module, problem: PlanningProblem, reason: CaptureError) -> nn.Module:
-    """Torch's own DDP, or fully_shard where whole states exceed the cap."""
-    ranks = problem.world_size
-    if ranks == 1:
-        warn_once(FallbackWarning, f"autopar runs the model as it is, in plain PyTorch: {reason}")
-        return model
-    copies = 2 + problem.base().optimizer_state_ratio
-    needed = total_bytes(problem.parameters.values()) * copies
-    fixed = problem.strategy.zero
-    shard = bool(fixed) if fixed is not None else problem.memory is not None
-    shard = shard and (fixed is not None or needed > (problem.memory or needed))
-    name = "fully_shard" if shard else "DistributedDataParallel"
-    wanted = problem.strategy.model_parallel_size * problem.strategy.pp_size
-    undivided = " and does not divide the model" if wanted > 1 else ""
-    warn_once(
-        FallbackWarning,
-        f"autopar trains with torch's {name} instead{undivided}: {reason}\n"
-        f"{describe_fallback_differences(model)}",
+    named = {"model": model, "plan": plan, "example_inputs": example_inputs, "loss": loss}
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        named["optimizer"] = optimizer
+    check("example_inputs", **named, steps=steps, double=double, **options)
+    call = flattened(example_inputs)
+    result = compare_training(
+        compile, model, plan, call, loss, optimizer, steps, double, tolerance, options
     )
-    mesh = make_mesh(problem.device, ((DATA_AXIS, ranks),))
-    assert mesh is not None
-    return wrap_with_ddp_or_fsdp(model, mesh, shard=shard)
+    if rank() == 0:
+        print(result, flush=True)
+    return result
 
 
-def _strategy(given: str | Strategy, batch: str, lossy: bool | Sequence[str]) -> Strategy:
-    """What is fixed; ranks that bring their own rows are not to share a model unasked."""
-    strategy = Strategy.of(given).allowing(lossy)
-    return replace(strategy, search=()) if batch == "local" else strategy
+def _strategy(strategy: str | Strategy, batch: str, lossy: bool | Sequence[str]) -> Strategy:
+    """The fixed choices; ranks with their own rows share a model only on request."""
+    fixed = Strategy.of(strategy).allowing(lossy)
+    return replace(fixed, search=()) if batch == "local" else fixed
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -175,7 +175,7 @@ def placements(name: str) -> Row:
     torch.set_num_threads(2)
     model, inputs = llama(name)
     start, begun = time.perf_counter(), time.process_time()
-    graph = capture_of_rank(model, inputs, 0, 1, "global", None, None)
+    graph = capture_of_rank(model, inputs, 0, 1)
     captured = time.perf_counter()
     cluster = Cluster.named(CLUSTER)
     operators = OperatorTimes.load(cluster.device)

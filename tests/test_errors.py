@@ -21,7 +21,7 @@ from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.step_replay import ReplayGroup
 from autopar.passes.registration import DISABLE
-from autopar.planner.search import fixed_mesh as decide
+from autopar.planner.search import build_evaluator as decide
 from tests.harness.models import MODELS
 from tests.harness.training import fixed
 from tests.harness.worlds import Raised, run, run_isolated
@@ -350,7 +350,7 @@ def test_one_rank_finds_the_partition_that_all_measure() -> None:
 def rehearse_unlike(rank: int, world_size: int) -> str:
     x = torch.ones(4)
     case = MODELS["gpt"]
-    graph = capture_of_rank(case.make(), case.batch(4, 0)[0], 0, 1, "global", None, None)
+    graph = capture_of_rank(case.make(), case.batch(4, 0)[0], 0, 1)
     with pytest.raises(ClusterError, match="other collectives than rank 0"):
         OperatorTimes.load("cpu", sharing=2).measure([graph] * (1 + rank), ReplayGroup.live())
     dist.all_reduce(x)  # nobody waits for a rank that has left

@@ -1,4 +1,4 @@
-"""`benchmark_plans`: runs plans in turn, step by step, on copies of a module."""
+"""`benchmark_plans`: times steps of several plans in turn, on copies of a module."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ from autopar.runtime.agreement.consensus import gather_objects
 if TYPE_CHECKING:
     from autopar.runtime.module import DistributedModule
 
-WARM, LEAST, MOST = 2, 5, 21
-"""Rounds that are not timed, and between how many that are."""
+WARMUP_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 2, 5, 21
+"""Rounds that are not timed, and limits on the rounds that are."""
 
-NEAR = 1.15
-"""Times as slow as the fastest a plan may be after the least number of rounds, and still go on."""
+FINALIST_MARGIN = 1.15
+"""Ratio to the fastest median after `MIN_ROUNDS` up to which a plan is timed further."""
 
 BUDGET_S = 12.0
-"""Seconds for the rounds behind these."""
+"""Time for the rounds of the finalists, in seconds."""
 
-SHORT_S = 0.5
-"""Steps up to which caches count: each timed one follows one of the same plan, as in training."""
+SHORT_STEP_S = 0.5
+"""Step time below which caches matter: an untimed step of the same plan precedes each timed one."""
 
-SHARE = 0.5
-"""Of the memory that is free, what plans on trial may take."""
+MEMORY_FRACTION = 0.5
+"""Fraction of the free memory that benchmarked plans may take."""
 
 
 @dataclass(frozen=True)
-class Timed:
-    """What came of a race.
+class MeasuredSteps:
+    """Result of a benchmark.
 
     Attributes:
-        seconds: of a step of each plan, on the rank that took longest.
-        rounds: that were timed, of the fastest.
+        seconds: step time of each plan on the slowest rank, in seconds.
+        rounds: number of timed rounds of the finalists.
     """
 
     seconds: tuple[float, ...]
     rounds: int
 
 
-def copies_that_fit(device: torch.device, sharing: int) -> int | None:
-    """Bytes that the plans on trial may take on a rank; None if that is not known.
+def memory_budget(device: torch.device, sharing: int) -> int | None:
+    """Bytes that benchmarked plans may take on a rank; None if the free memory is unknown.
 
     Args:
-        device: where they run.
-        sharing: ranks that share this host's memory.
+        device: device of the module.
+        sharing: number of ranks that share this host's memory.
     """
     if device.type == "cuda":
-        return int(SHARE * torch.cuda.mem_get_info(device)[0])
+        return int(MEMORY_FRACTION * torch.cuda.mem_get_info(device)[0])
     free = free_memory_bytes()
-    return int(SHARE * free / sharing) if free else None
+    return int(MEMORY_FRACTION * free / sharing) if free else None
 
 
 def benchmark_plans(
@@ -70,88 +70,89 @@ def benchmark_plans(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     optimizer: Optimizer,
-) -> Timed:
-    """Trains each plan for a few steps of a call, and those near the fastest for some more.
+) -> MeasuredSteps:
+    """Trains each plan for a few steps of one call, and those near the fastest for some more.
 
-    Every rank calls it at once.
+    All ranks call this at once.
 
     Args:
-        copy_under: a module of its own that follows a plan.
-        plans: that take turns.
-        args: of the call.
-        kwargs: of the call.
-        optimizer: class or factory.
+        copy_under: returns a copy of the module that follows a plan.
+        plans: plans to benchmark.
+        args: arguments of the call.
+        kwargs: keyword arguments of the call.
+        optimizer: optimizer class or factory.
     """
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _apart, (tuple(args), kwargs))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _detached, (tuple(args), kwargs))
     runners = [_Runner(copy_under(plan), args, kwargs, optimizer) for plan in plans]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), torch.enable_grad():
-        began = time.perf_counter()
-        for _ in range(WARM):
-            began = time.perf_counter()
+        start = time.perf_counter()
+        for _ in range(WARMUP_ROUNDS):
+            start = time.perf_counter()
             for runner in runners:
                 runner.step()
-        step_s = max(gather_objects(time.perf_counter() - began)) / len(runners)
-        ahead = step_s < SHORT_S
-        table = _rounds(runners, range(LEAST), ahead=ahead)
-        first = _middling(table)
-        near = [i for i, seconds in enumerate(first) if seconds <= NEAR * min(first)]
-        spare = int(BUDGET_S / (step_s * (1 + ahead) * len(near)))
-        rounds = LEAST + min(MOST - LEAST, spare) * (len(near) > 1)
-        finals = [runners[i] for i in near]
-        more = _rounds(finals, range(LEAST, rounds), ahead=ahead)
+        step_s = max(gather_objects(time.perf_counter() - start)) / len(runners)
+        warm = step_s < SHORT_STEP_S
+        table = _time_rounds(runners, range(MIN_ROUNDS), warm=warm)
+        first = _medians(table)
+        finalists = [i for i, s in enumerate(first) if s <= FINALIST_MARGIN * min(first)]
+        affordable = int(BUDGET_S / (step_s * (1 + warm) * len(finalists)))
+        more = min(MAX_ROUNDS - MIN_ROUNDS, affordable) if len(finalists) > 1 else 0
+        rounds = range(MIN_ROUNDS, MIN_ROUNDS + more)
+        final_table = _time_rounds([runners[i] for i in finalists], rounds, warm=warm)
     for runner in runners:
         runner.release()
     gc.collect()
-    last = _middling([*([row[i] for i in near] for row in table), *more])
-    drift = statistics.fmean(last) / statistics.fmean(first[i] for i in near)
-    of = dict(zip(near, last, strict=True))
-    return Timed(tuple(of.get(i, drift * own) for i, own in enumerate(first)), rounds)
+    last = _medians([*([row[i] for i in finalists] for row in table), *final_table])
+    drift = statistics.fmean(last) / statistics.fmean(first[i] for i in finalists)
+    final = dict(zip(finalists, last, strict=True))
+    seconds = (final.get(i, drift * median) for i, median in enumerate(first))
+    return MeasuredSteps(tuple(seconds), MIN_ROUNDS + more)
 
 
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, of which nobody else sees the gradient."""
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with a gradient of their own."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _rounds(
-    runners: Sequence[_Runner], numbers: Sequence[int], *, ahead: bool
+def _time_rounds(
+    runners: Sequence[_Runner], rounds: Sequence[int], *, warm: bool
 ) -> list[list[float]]:
-    """Seconds of a step of each in each round, on the rank that took longest."""
-    mine = [_round(runners, number, ahead=ahead) for number in numbers]
+    """Step times by round and runner, on the slowest rank."""
+    local = [_time_round(runners, index, warm=warm) for index in rounds]
     return [
-        [max(each) for each in zip(*together, strict=True)]
-        for together in zip(*gather_objects(mine), strict=True)
+        [max(ranks) for ranks in zip(*by_rank, strict=True)]
+        for by_rank in zip(*gather_objects(local), strict=True)
     ]
 
 
-def _round(runners: Sequence[_Runner], number: int, *, ahead: bool) -> list[float]:
-    """Seconds of a step of each, in an order of its own that is the same on every rank.
+def _time_round(runners: Sequence[_Runner], index: int, *, warm: bool) -> list[float]:
+    """Step times of all runners, in an order that depends on the round and is equal on all ranks.
 
     Args:
-        runners: that take turns.
-        number: of the round.
-        ahead: whether each trains a step that is not timed before.
+        runners: runners to time.
+        index: number of the round.
+        warm: whether an untimed step precedes each timed one.
     """
     order, seconds = list(range(len(runners))), [0.0] * len(runners)
-    random.Random(number).shuffle(order)
-    for index in order:
-        if ahead:
-            runners[index].step()
-        seconds[index] = runners[index].timed()
+    random.Random(index).shuffle(order)
+    for i in order:
+        if warm:
+            runners[i].step()
+        seconds[i] = runners[i].timed_step()
     return seconds
 
 
-def _middling(table: Sequence[Sequence[float]]) -> list[float]:
-    """A step of each; one counts in proportion to its round, since machines drift meanwhile."""
+def _medians(table: Sequence[Sequence[float]]) -> list[float]:
+    """Median step times, relative to the mean of each round since machines drift."""
     means = [statistics.fmean(row) for row in table]
-    shares = [[own / mean for own in row] for row, mean in zip(table, means, strict=True)]
-    middling = statistics.median(means)
-    return [middling * statistics.median(own) for own in zip(*shares, strict=True)]
+    relative = [[each / mean for each in row] for row, mean in zip(table, means, strict=True)]
+    typical = statistics.median(means)
+    return [typical * statistics.median(column) for column in zip(*relative, strict=True)]
 
 
 class _Runner:
-    """A copy that trains."""
+    """A copy of the module that trains on one batch."""
 
     def __init__(
         self,
@@ -161,11 +162,11 @@ class _Runner:
         optimizer: Optimizer,
     ) -> None:
         self.module, self.args, self.kwargs = module, args, kwargs
-        own = [p for p in module.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(optimizer, own) if own else None
+        trained = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(optimizer, trained) if trained else None
 
     def step(self) -> None:
-        """Forward, backward and the optimizer's step."""
+        """Runs forward, backward and the optimizer's step."""
         outputs = pytree.tree_leaves(self.module(*self.args, **self.kwargs))
         trained = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
         trained = [x for x in trained if not x.dim()] or trained
@@ -174,24 +175,24 @@ class _Runner:
             self.optimizer.step(lambda: 0.0)
             self.optimizer.zero_grad()
 
-    def timed(self) -> float:
-        """Seconds of a step, from a common start."""
+    def timed_step(self) -> float:
+        """Duration of a step in seconds, from a common start of all ranks."""
         device = self.module._device
         dist.all_reduce(torch.zeros(1, device=device))
-        _finish(device)
+        _synchronize(device)
         start = time.perf_counter()
         self.step()
-        _finish(device)
+        _synchronize(device)
         return time.perf_counter() - start
 
     def release(self) -> None:
-        """Lets go of parameters and states, which what holds each other would keep."""
+        """Frees parameters and states, which reference cycles would keep."""
         self.optimizer = None
         for parameter in self.module.parameters():
             parameter.grad = None
         del self.module
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

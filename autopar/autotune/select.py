@@ -1,7 +1,6 @@
-"""Plans predicted to be nearly as fast as the best: which are worth a trial, and which won.
+"""Plans worth a benchmark, and the plan that won it.
 
-A prediction is wrong by some per cent, and that decides between plans that are nearly equal. Where
-the ranks are running, a few steps of each tell.
+Predictions err by several per cent, which decides between plans that are nearly equal.
 """
 
 from __future__ import annotations
@@ -10,48 +9,48 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp
-from autopar.planner.search.mesh_search import NEAR
+from autopar.planner.search.mesh_search import AUTOTUNE_MARGIN
 from autopar.planner.search.pipeline_search import step_s
 from autopar.report.plan import Plan
 
-TRIALS = 6
-"""Plans that are tried, unless somebody says how many."""
+NUM_PLANS = 6
+"""Default number of plans to benchmark."""
 
+FEATURE_MARGIN = 1.6
+"""Ratio to the best predicted step time up to which a plan with other features is benchmarked.
 
-FAR = 1.6
-"""Times as slow as the best a plan may be predicted to be, and still be tried where others are few.
-
-Where ranks outnumber cores, predictions of one cluster's pipelines were up to 1.55 times too fast
+Where ranks outnumber cores, predictions of pipelines were up to 1.55 times too fast
 (`benchmarks/results/regret-2026-11-22.json`).
 """
 
 
-def autotune_candidates(
-    best: Plan, others: Iterable[Plan], most: int, room: int | None
-) -> list[Plan]:
-    """The best plan, then others that fit and could be as fast, those least like it first.
+def select_plans(best: Plan, others: Iterable[Plan], count: int, budget: int | None) -> list[Plan]:
+    """The best plan, then others that fit and could be as fast, the least similar ones first.
 
-    First comes the fastest of each mesh, then of each number of micro-batches on it, then of each
-    other kind: what plans have in common they are predicted equally wrongly.
+    The fastest plan of each mesh comes first, then of each number of micro-batches, then of each
+    set of features: predictions of similar plans err alike.
 
     Args:
-        best: as predicted.
-        others: that were looked at under the same cap.
-        most: plans to return.
-        room: bytes that all of them may take together; None for any number.
+        best: the plan with the best prediction.
+        others: further candidates under the same cap.
+        count: maximum number of plans to return.
+        budget: bytes that all of them may take together, None for no limit.
     """
     cap, found = best.memory_cap, [best]
     fitting = sorted((p for p in others if cap is None or _bytes(p) <= cap), key=step_s)
-    for times, likeness in ((NEAR, _mesh), (NEAR, _form), (FAR, _kind)):
-        seen = {likeness(plan) for plan in found}
+    for margin, key in (
+        (AUTOTUNE_MARGIN, _mesh),
+        (AUTOTUNE_MARGIN, _micro_batches),
+        (FEATURE_MARGIN, _features),
+    ):
+        seen = {key(plan) for plan in found}
         for plan in fitting:
-            if step_s(plan) <= times * step_s(best) and likeness(plan) not in seen:
-                seen.add(likeness(plan))
+            if step_s(plan) <= margin * step_s(best) and key(plan) not in seen:
+                seen.add(key(plan))
                 found.append(plan)
-    found = found[:most]
-    if room is not None:
-        while len(found) > 1 and sum(map(_bytes, found)) > room:
-            found.pop()
+    found = found[:count]
+    while budget is not None and len(found) > 1 and sum(map(_bytes, found)) > budget:
+        found.pop()
     return found
 
 
@@ -61,49 +60,51 @@ def _bytes(plan: Plan) -> int:
 
 
 def _mesh(plan: Plan) -> tuple[object, ...]:
-    """How ranks lie along the axes of the model."""
-    axes = ((p.axis, size) for p in plan.partitions for n, size in plan.mesh if n == p.axis)
+    """Sizes of the axes of the model."""
+    axes = ((p.axis, size) for p in plan.partitions for name, size in plan.mesh if name == p.axis)
     return plan.pp_size, plan.model_parallel_size, tuple(axes)
 
 
-def _form(plan: Plan) -> tuple[object, ...]:
-    """The mesh, and into how many parts the rows are cut on it."""
-    parts = plan.pipeline.micro_batches if plan.pipeline else 1
-    return _mesh(plan), parts
+def _micro_batches(plan: Plan) -> tuple[object, ...]:
+    """The mesh and the number of micro-batches."""
+    return _mesh(plan), plan.pipeline.micro_batches if plan.pipeline else 1
 
 
-def _kind(plan: Plan) -> tuple[object, ...]:
-    """What plans differ in that are more than two sizes of the same buckets."""
+def _features(plan: Plan) -> tuple[object, ...]:
+    """All choices but the sizes of buckets."""
     schedule = plan.pipeline and (plan.pipeline.schedule, plan.pipeline.stages_per_rank)
-    zero, again = {stage for _, stage in plan.zero_stages}, {level for _, level in plan.recompute}
-    by_level = any(own.from_bytes for own in plan.levels)
-    methods = frozenset(plan.compressions.reduce)
-    zero_over = plan.hybrid, frozenset(zero)
-    return _form(plan), schedule, zero_over, frozenset(again), by_level, methods
+    return (
+        _micro_batches(plan),
+        schedule,
+        (plan.hybrid, frozenset(stage for _, stage in plan.zero_stages)),
+        frozenset(level for _, level in plan.recompute),
+        any(level.from_bytes for level in plan.levels),
+        frozenset(plan.compressions.reduce),
+    )
 
 
 def with_measured_times(plans: Sequence[Plan], seconds: Sequence[float], rounds: int) -> Plan:
-    """The plan whose steps took the least, with what became of the others.
+    """The plan with the shortest measured step, with the others as runners-up.
 
     Args:
-        plans: that ran, the first as it was chosen by prediction.
-        seconds: of a step of each.
-        rounds: steps that the fastest were timed for.
+        plans: benchmarked plans, the one with the best prediction first.
+        seconds: measured step time of each plan.
+        rounds: number of steps that the fastest were timed for.
     """
     least = min(seconds)
     best = plans[seconds.index(least)]
-    told = [
-        f"{plan.name}: {taken * 1e3:.4g} ms (predicted {step_s(plan) * 1e3:.4g})"
-        for taken, plan in sorted(zip(seconds, plans, strict=True), key=lambda pair: pair[0])
+    times = [
+        f"{plan.name}: {measured * 1e3:.4g} ms (predicted {step_s(plan) * 1e3:.4g})"
+        for measured, plan in sorted(zip(seconds, plans, strict=True), key=lambda pair: pair[0])
     ]
     ran = f"{len(plans)} plans that ran for up to {rounds} steps each"
-    note = f"the fastest of {ran}: {'; '.join(told)}"
+    note = f"the fastest of {ran}: {'; '.join(times)}"
     runners_up = {other.name: other for other in plans[0].runners_up}
-    for plan, taken in zip(plans, seconds, strict=True):
+    for plan, measured in zip(plans, seconds, strict=True):
         if plan.prediction is not None:
-            why = f"{(taken - least) * 1e3:.2f} ms slower in a trial"
+            why = f"{(measured - least) * 1e3:.2f} ms slower in a trial"
             runners_up[plan.name] = RunnerUp.of(plan.name, plan.prediction, why)
     runners_up.pop(best.name)
-    kept = sorted(runners_up.values(), key=lambda other: other.step_s)[:RUNNERS_UP]
+    fastest = sorted(runners_up.values(), key=lambda other: other.step_s)[:RUNNERS_UP]
     notes = dict.fromkeys((*best.notes, *plans[0].notes, note))
-    return replace(best, runners_up=tuple(kept), notes=tuple(notes))
+    return replace(best, runners_up=tuple(fastest), notes=tuple(notes))

@@ -17,8 +17,8 @@ from autopar.capture.trace import Capture, capture
 from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.ir.graph import TrainingGraph
 
-Known = dict[Any, Capture]
-"""Captures of one model, by call."""
+CaptureCache = dict[Any, Capture]
+"""Captures of one model, by the key of the call."""
 
 
 def capture_of_rank(
@@ -26,46 +26,61 @@ def capture_of_rank(
     example_inputs: Any,
     rank: int,
     ranks: int,
-    batch: str,
-    autocast: torch.dtype | None,
-    loss_fn: Callable[..., Any] | None,
+    batch: str = "global",
+    autocast: torch.dtype | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     micro_batches: int = 1,
-    known: Known | None = None,
+    cache: CaptureCache | None = None,
     local: bool = False,
     in_time: bool = False,
 ) -> TrainingGraph:
-    """The joint graph of a micro-batch of a rank that need not be running.
+    """The joint graph of the first micro-batch of a data parallel rank.
 
-    What is `known` of calls of this batch is not captured again, and what is captured becomes so.
-    With `local`, the rank computes what it would of its own rows alone (`batch_semantics`). With
-    `in_time`, ranks stand for micro-batches that pass one after the other.
+    Args:
+        model: the model, possibly on the meta device.
+        example_inputs: tuple of arguments, dict of keyword arguments, or a single argument.
+        rank: data parallel rank.
+        ranks: number of data parallel ranks.
+        batch: "global" if the inputs hold the rows of all ranks, "local" otherwise.
+        autocast: dtype of autocast, None for none.
+        loss_fn: loss function applied inside the graph, None for none.
+        micro_batches: number of micro-batches of a rank.
+        cache: captures to reuse and to extend.
+        local: whether a rank computes on its own rows alone (`batch_semantics`).
+        in_time: whether the ranks are micro-batches that run one after the other.
+
+    Raises:
+        BatchError: the rows cannot be cut into that many ranks and micro-batches.
+        CaptureError: the model cannot be captured.
+        CoupledRowsError: micro-batches need each other's rows before all forwards have run.
     """
-    known = {} if known is None else known
-    device = device_of(model)
-    leaves, structure = flattened(example_inputs)
-    share = batch_shard_of(leaves, structure, mode=batch, rank=rank, ranks=ranks)
-    share = share.split_micro_batches(micro_batches)[0]
-    share = replace(share, in_time=share.in_time or in_time)
-    parameters = describe_parameters(model)
+    captures = {} if cache is None else cache
+    device, parameters = device_of(model), describe_parameters(model)
+    shard = batch_shard_of(*flattened(example_inputs), mode=batch, rank=rank, ranks=ranks)
+    shard = shard.split_micro_batches(micro_batches)[0]
+    shard = replace(shard, in_time=shard.in_time or in_time)
 
-    def attempt(call: Call) -> Capture:
-        if call.key not in known:
+    def capture_once(call: Call) -> Capture:
+        if call.key not in captures:
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-                known[call.key] = capture(model, call, parameters, device=device, loss_fn=loss_fn)
-        return known[call.key]
+                captures[call.key] = capture(
+                    model, call, parameters, device=device, loss_fn=loss_fn
+                )
+        return captures[call.key]
 
-    return capture_slice(attempt, share.call, share.slices, local=local).graph
+    return capture_slice(capture_once, shard.call, shard.slices, local=local).graph
 
 
 def flattened(example_inputs: Any) -> tuple[list[Any], Any]:
-    """Example inputs as the flattened (args, kwargs) of a call."""
-    args: tuple[Any, ...]
+    """The flattened (args, kwargs) of example inputs, and their structure."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     if isinstance(example_inputs, Mapping):
-        args, kwargs = (), dict(example_inputs)
+        kwargs = dict(example_inputs)
     elif isinstance(example_inputs, (tuple, list)):
-        args, kwargs = tuple(example_inputs), {}
+        args = tuple(example_inputs)
     else:
-        args, kwargs = (example_inputs,), {}
+        args = (example_inputs,)
     leaves, structure = flatten((args, kwargs))
     check_no_hidden_tensors(leaves)
     return leaves, structure

@@ -1,4 +1,4 @@
-"""`Deadline`: until when a search goes on, and one of its parts."""
+"""`Deadline`: the end of a search or of one of its parts."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Deadline:
-    """So many seconds from now.
+    """A time limit from now on; a call returns whether time is left.
 
     Attributes:
-        limit_s: None for any number.
-        began_s: now, on the monotonic clock.
+        limit_s: limit in seconds, None for no limit.
+        start_s: start on the monotonic clock, in seconds.
     """
 
     limit_s: float | None
-    began_s: float = field(default_factory=time.monotonic)
+    start_s: float = field(default_factory=time.monotonic)
 
     def __call__(self) -> bool:
-        """Whether they have not passed yet."""
-        return self.limit_s is None or time.monotonic() < self.began_s + self.limit_s
+        return self.limit_s is None or time.monotonic() < self.start_s + self.limit_s
 
-    def part(self, share: float) -> Deadline:
-        """A part of these seconds from now, which ends no later."""
+    def part(self, fraction: float) -> Deadline:
+        """A deadline for a fraction of the limit from now, which ends no later than this one."""
         if self.limit_s is None:
             return self
         now = time.monotonic()
-        left = self.began_s + self.limit_s - now
-        return Deadline(max(0.0, min(left, share * self.limit_s)), now)
+        left_s = self.start_s + self.limit_s - now
+        return Deadline(max(0.0, min(left_s, fraction * self.limit_s)), now)

@@ -1,4 +1,4 @@
-"""What the machine at hand is measured to do, for the planner."""
+"""`Machine`: measured or modelled times of collectives, operators and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from autopar.cost_model.memory.optimizer_memory import OptimizerMemory, optimize
 from autopar.cost_model.memory.workspace import Workspace
 from autopar.ir.graph import TrainingGraph
 
-_QUICK_S = 4.0  # for collectives, when compiling; `autopar measure` takes its time
-_GLOO_THREADS = 2  # that torch gives a group of ranks to carry its messages
-_COLLECTIVES = tuple(name for name in COLLECTIVES if name != "send")  # of compiled steps
+_QUICK_S = 4.0  # budget for collectives when compiling; `autopar measure` takes longer
+_GLOO_THREADS = 2  # threads that torch gives a gloo group
+_COLLECTIVES = tuple(name for name in COLLECTIVES if name != "send")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Times of collectives and operators, and bytes that no graph shows.
+    """Times of collectives and operators, and memory that no graph shows.
 
     Attributes:
         cluster: times of collectives.
         operators: times of operators.
         update: time of the optimizer's step.
-        overhead: bytes that are allocated beside the tensors of a graph.
+        overhead: bytes allocated beside the tensors of a graph.
     """
 
     cluster: Cluster
@@ -54,36 +54,39 @@ def measure_machine(
     backend: str = EAGER,
     dtype: torch.dtype = torch.float32,
 ) -> Machine:
-    """Measures, or reads what was measured before. Every rank of a live world calls it at once.
+    """Measures a machine, or loads earlier measurements. All live ranks call this at once.
 
     Args:
-        graphs: lowered graphs, whose operators are timed.
-        device: on which.
-        cluster: the cluster to plan for; None for the one that is running.
-        optimizer: class or factory of the optimizer.
+        graphs: lowered graphs whose operators are timed.
+        device: device of the operators.
+        cluster: cluster to plan for, None for the running one.
+        optimizer: optimizer class or factory.
         live: whether the ranks of the plan are running here.
-        backend: of torch.compile, by which the graphs are compiled.
-        dtype: of the parameters.
+        backend: torch.compile backend of the programs.
+        dtype: dtype of the parameters.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if cluster is None:
         cluster = measure(collectives=_COLLECTIVES, mesh={"dp": world_size}, budget_s=_QUICK_S)
-    several = live and world_size > 1
     ranks = ranks_of(live=live)
     sharing = ranks.sharing if device.type == "cpu" else 1
-    name = device if live else _device_of(device, cluster)
+    name = device if live else _priced_device(device, cluster)
     operators = OperatorTimes.load(name, sharing=sharing).measure(graphs, ranks)
     operators.save()
     operators = replace(operators, backend=backend)
+    several = live and world_size > 1
     mesh = init_device_mesh(device.type, (world_size,)) if several else None
     if operators.present:
         update = measure_update(optimizer, device, mesh)
     else:
         update = _modelled_update(operators, optimizer, dtype)
-    overhead = measure_overhead(graphs, cluster, optimizer, dtype)
-    return Machine(
-        cluster, operators, update, replace(overhead, retained_collectives=_lingering(operators))
-    )
+    workspace = Workspace.load(cluster.device).measure(graphs)
+    workspace.save()
+    kind = "cpu" if cluster.device == "cpu" else "cuda"
+    states = OptimizerMemory.measure(optimizer, kind, dtype)
+    overhead = Overhead(states, workspace, cluster.device)
+    overhead = replace(overhead, retained_collectives=_retained_collectives(operators))
+    return Machine(cluster, operators, update, overhead)
 
 
 def known_machine(
@@ -95,52 +98,35 @@ def known_machine(
     backend: str = EAGER,
     dtype: torch.dtype = torch.float32,
 ) -> Machine:
-    """What is known of a machine without measuring anything; the rest of it is modelled.
+    """A machine from earlier measurements and models; measures nothing.
 
     Args:
-        device: on which.
-        cluster: the cluster to plan for.
-        optimizer: class or factory of the optimizer.
-        sharing: ranks that share a host's cores.
-        backend: of torch.compile, by which graphs would be compiled.
-        dtype: of the parameters.
+        device: device of the operators.
+        cluster: cluster to plan for.
+        optimizer: optimizer class or factory.
+        sharing: number of ranks that share the cores of a host.
+        backend: torch.compile backend of the programs.
+        dtype: dtype of the parameters.
     """
-    operators = OperatorTimes.load(_device_of(device, cluster), sharing=sharing)
+    operators = OperatorTimes.load(_priced_device(device, cluster), sharing=sharing)
     operators = replace(operators, backend=backend)
     update = _modelled_update(operators, optimizer, dtype)
-    overhead = Overhead(device=cluster.device, retained_collectives=_lingering(operators))
+    retained = _retained_collectives(operators)
+    overhead = Overhead(device=cluster.device, retained_collectives=retained)
     return Machine(cluster, operators, update, overhead)
 
 
 def absent(device: torch.device, cluster: Cluster | None) -> bool:
-    """Whether operators of a cluster's device cannot be timed here, so that all are modelled."""
-    return not OperatorTimes.load(_device_of(device, cluster)).present
-
-
-def _lingering(operators: OperatorTimes) -> int:
-    """How many collectives gloo's threads may hold on to: where ranks outnumber cores, any."""
-    crowded = operators.oversubscription > operators.setting.threads
-    return _GLOO_THREADS if crowded else 0
-
-
-def _device_of(device: torch.device, cluster: Cluster | None) -> torch.device | str:
-    """What operators of a cluster that need not be running are priced for."""
-    return device if cluster is None or cluster.device == "cpu" else cluster.device
-
-
-def _modelled_update(
-    operators: OperatorTimes, optimizer: Optimizer, dtype: torch.dtype
-) -> UpdateCost:
-    """The optimizer's step on a device that is not here."""
-    return UpdateCost.modelled(operators.roofline, optimizer_state_ratio(optimizer, dtype))
+    """Whether the cluster's device is not in this host, so that operators must be modelled."""
+    return not OperatorTimes.load(_priced_device(device, cluster)).present
 
 
 def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -> Machine:
-    """The machine with operators timed alone; every rank of a live world calls it at once.
+    """The machine with operators timed one by one. All live ranks call this at once.
 
     Args:
-        machine: as measured.
-        nodes: the operators by signature, some of them parts of others.
+        machine: measured machine.
+        nodes: operators by signature, on whole tensors and on shards.
         live: whether the ranks of the plan are running here.
     """
     operators = machine.operators.measure_alone(nodes, ranks_of(live=live))
@@ -149,26 +135,24 @@ def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -
 
 
 def ranks_of(*, live: bool) -> ReplayGroup:
-    """Those who measure together: all that are running, or this process."""
+    """The ranks that measure together: all running ones, or this process."""
     several = live and dist.is_initialized() and dist.get_world_size() > 1
     return ReplayGroup.live() if several else SINGLE_RANK
 
 
-def measure_overhead(
-    graphs: Sequence[TrainingGraph],
-    cluster: Cluster,
-    optimizer: Optimizer,
-    dtype: torch.dtype = torch.float32,
-) -> Overhead:
-    """What kernels and the optimizer allocate, as far as the cluster's device is in this machine.
+def _retained_collectives(operators: OperatorTimes) -> int:
+    """Number of collectives that gloo's threads may retain where ranks outnumber cores."""
+    oversubscribed = operators.oversubscription > operators.setting.threads
+    return _GLOO_THREADS if oversubscribed else 0
 
-    Args:
-        graphs: lowered graphs, whose operators are run.
-        cluster: names the device.
-        optimizer: class or factory of the optimizer.
-        dtype: of the parameters.
-    """
-    scratch = Workspace.load(cluster.device).measure(graphs)
-    scratch.save()
-    kind = "cpu" if cluster.device == "cpu" else "cuda"
-    return Overhead(OptimizerMemory.measure(optimizer, kind, dtype), scratch, cluster.device)
+
+def _priced_device(device: torch.device, cluster: Cluster | None) -> torch.device | str:
+    """Device that operators are priced for, if the cluster need not be running."""
+    return device if cluster is None or cluster.device == "cpu" else cluster.device
+
+
+def _modelled_update(
+    operators: OperatorTimes, optimizer: Optimizer, dtype: torch.dtype
+) -> UpdateCost:
+    """Modelled time of the optimizer's step."""
+    return UpdateCost.modelled(operators.roofline, optimizer_state_ratio(optimizer, dtype))

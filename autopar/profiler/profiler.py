@@ -24,7 +24,8 @@ from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import TrainingGraph
 from autopar.planner.machine import Machine, measure_machine, ranks_of
-from autopar.planner.search.fixed_mesh import Graphs, PlanningProblem, plan_fixed_mesh
+from autopar.planner.problem import Graphs, PlanningProblem
+from autopar.planner.search.fixed_mesh import plan_fixed_mesh
 from autopar.profiler.calibration import TimedCollectives, calibrated
 from autopar.profiler.report import Again, Message, Profile, Side
 from autopar.report.plan import Plan
@@ -54,7 +55,7 @@ class Profiler(Recorder):
         optimizer: that the module was compiled for.
         device: of the module.
         kept: the file that takes the cluster as the steps showed it; None to keep nothing.
-        asked: what plans were made for, each with what they were made of.
+        planned: planning problems of the module with their captured graphs.
         plan: that is followed.
     """
 
@@ -69,7 +70,7 @@ class Profiler(Recorder):
         super().__init__()
         self.folder, self.count, self.optimizer, self.device = folder, count, optimizer, device
         self.kept, self.done = kept, False
-        self.asked: list[tuple[PlanningProblem, Graphs]] = []
+        self.planned: list[tuple[PlanningProblem, Graphs]] = []
         self.plan: Plan | None = None
 
     def start_step(self, graph: TrainingGraph) -> None:
@@ -104,7 +105,9 @@ class Profiler(Recorder):
             refit.machine.cluster.save(self.kept)
             refit.measured().save()
         now_s = _step(graph, refit.machine)
-        found = [plan_fixed_mesh(problem, graphs, refit.machine) for problem, graphs in self.asked]
+        found = [
+            plan_fixed_mesh(problem, graphs, refit.machine) for problem, graphs in self.planned
+        ]
         best = min((plan for plan in found if plan.prediction), key=_predicted_s, default=None)
         wins = best is not None and self.plan is not None and chosen(best) != chosen(self.plan)
         best_s = min(now_s, _predicted_s(best)) if best is not None and wins else now_s

@@ -54,8 +54,8 @@ from autopar.runtime.spmd.executor import SpmdExecutor
 CaptureFunction = Callable[[int, int, int], Capture]
 """Captures what a rank does of a call, given how many ranks the model itself is partitioned over,
 how many its stages lie on, and into how many micro-batches the rows of a rank are cut."""
-MakePlan = Callable[[CaptureFunction, Any], Plan]
-"""Plans a call, which is given too: its arguments and keyword arguments."""
+MakePlan = Callable[["DistributedModule", CaptureFunction, Any], Plan]
+"""Plans a call of a module: its arguments and keyword arguments."""
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
 CheckCall = Callable[["DistributedModule", list[Any], Any], None]
 """Looks at the module and the flattened arguments of a call before it runs, or raises."""
@@ -427,7 +427,7 @@ class DistributedModule(ModelAttributes):
 
         try:
             call = pytree.tree_unflatten(leaves, structure)
-            self.apply_plan(self._make_plan(captured, call))
+            self.apply_plan(self._make_plan(self, captured, call))
         except CaptureError as error:
             self._check_runs(leaves, structure, error)
             # ranks that bring the same rows count alike: means stay what they are

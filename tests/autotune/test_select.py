@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from autopar.autotune.select import autotune_candidates, with_measured_times
+from autopar.autotune.select import select_plans, with_measured_times
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
@@ -35,8 +35,8 @@ def test_the_fastest_of_each_kind_that_could_be_as_fast() -> None:
         plan("divided", 1.1, tp=2),
         plan("far", 1.7, zero=2),
     ]
-    assert names(autotune_candidates(BEST, others, 6, None)) == ["best", "divided", "sharded"]
-    assert names(autotune_candidates(BEST, others, 2, None)) == ["best", "divided"]
+    assert names(select_plans(BEST, others, 6, None)) == ["best", "divided", "sharded"]
+    assert names(select_plans(BEST, others, 2, None)) == ["best", "divided"]
 
 
 def test_those_least_like_the_best_come_first() -> None:
@@ -46,14 +46,14 @@ def test_those_least_like_the_best_come_first() -> None:
         "fewer parts": (1.2, Pipeline(2, "gpipe", 2)),
     }
     staged = [replace(plan(n, s, pp=2), pipeline=form) for n, (s, form) in forms.items()]
-    found = autotune_candidates(BEST, [plan("zero1", 1.05, zero=1), *staged], 6, None)
+    found = select_plans(BEST, [plan("zero1", 1.05, zero=1), *staged], 6, None)
     assert names(found) == ["best", "stages", "fewer parts", "zero1", "other schedule"]
 
 
 def test_as_many_as_there_is_room_for() -> None:
     others = [plan("divided", 1.1, tp=2), plan("more so", 1.2, tp=4)]
-    assert names(autotune_candidates(BEST, others, 6, room=25)) == ["best", "divided"]
-    assert names(autotune_candidates(BEST, others, 6, room=5)) == ["best"]
+    assert names(select_plans(BEST, others, 6, budget=25)) == ["best", "divided"]
+    assert names(select_plans(BEST, others, 6, budget=5)) == ["best"]
 
 
 def test_the_fastest_is_taken_and_the_rest_are_kept() -> None:

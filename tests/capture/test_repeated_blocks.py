@@ -84,7 +84,7 @@ UNLIKE = ("number", "attribute", "buffer", "argument")
 
 
 def traced(model: nn.Module, x: Tensor) -> TrainingGraph:
-    return capture_of_rank(model, (x,), 0, 1, "global", None, None)
+    return capture_of_rank(model, (x,), 0, 1)
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

@@ -151,4 +151,4 @@ class Stack(nn.Module):
 def captured(model: nn.Module, *inputs: Any) -> TrainingGraph:
     """The joint graph of a model called on float tensors of these shapes."""
     shapes = tuple(torch.empty(shape, device=next(model.parameters()).device) for shape in inputs)
-    return capture_of_rank(model, shapes, 0, 1, "global", None, None)
+    return capture_of_rank(model, shapes, 0, 1)

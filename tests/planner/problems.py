@@ -1,4 +1,4 @@
-"""Questions to the planner, as `autopar.plan` asks them."""
+"""Planning problems as `autopar.plan` makes them."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from torch import nn
 
 import autopar
 from autopar.capture.model_info import describe_parameters
-from autopar.planner.search.fixed_mesh import PlanningProblem
+from autopar.planner.problem import PlanningProblem
 
 
 def problem_of(model: nn.Module, strategy: autopar.Strategy, **more: Any) -> PlanningProblem:
-    """Four ranks on CPUs; `more` are other attributes of the question."""
+    """Four ranks on CPUs; `more` are other fields of the problem."""
     return PlanningProblem(
         model=type(model).__name__,
         parameters=describe_parameters(model),
@@ -20,6 +20,5 @@ def problem_of(model: nn.Module, strategy: autopar.Strategy, **more: Any) -> Pla
         optimizer=torch.optim.AdamW,
         device=torch.device("cpu"),
         comm_backend="gloo",
-        **{"world_size": 4, "memory": None, "batch": "global", "cluster": None, "live": False}
-        | more,
+        **{"world_size": 4, "memory": None, "batch": "global", "cluster": None} | more,
     )

@@ -10,7 +10,9 @@ from torch import nn
 import autopar
 from autopar.capture.offline import capture_of_rank
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.planner.search.fixed_mesh import measured, plan_fixed_mesh
+from autopar.planner.problem import SearchContext
+from autopar.planner.search.fixed_mesh import plan_fixed_mesh
+from autopar.planner.search.measure_problem import measure_problem
 from autopar.planner.search.pipeline_search import step_s
 from tests.harness.models import MODELS
 from tests.planner.blocks import GPTBlock, Stack
@@ -105,9 +107,10 @@ def test_what_cannot_be_faster_is_not_searched_further() -> None:
     """Of every ZeRO stage one plan: no buckets are tried, and no schedule."""
     model, inputs = graph_model()
     cluster = Cluster.default(4)
-    problem = problem_of(model, autopar.Strategy(), cluster=cluster, incumbent_s=1e-9)
-    graphs = {1: capture_of_rank(model, inputs, 0, 4, "global", None, None)}
-    plan = plan_fixed_mesh(problem, graphs, measured(problem, graphs))
+    problem = problem_of(model, autopar.Strategy(), cluster=cluster)
+    graphs = {1: capture_of_rank(model, inputs, 0, 4)}
+    machine = measure_problem(problem, graphs, live=False)
+    plan = plan_fixed_mesh(problem, graphs, machine, SearchContext(incumbent_s=1e-9))
     assert [other.name for other in plan.runners_up if "4 MiB" not in other.name] == []
     assert len(plan.runners_up) == 2
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.ir.placement import Shard
-from autopar.verification.verify import Verification
+from autopar.verification.deviation import Verification
 from benchmarks.memory import ProfilerCounter
 from tests.harness.models import GPT, MODELS, Batch
 from tests.harness.reference import batches

@@ -1,4 +1,4 @@
-"""The choice: the fastest plan that fits, by simulation of what would run."""
+"""`search_configs`: the fastest configuration that fits, by simulation of the lowered program."""
 
 from __future__ import annotations
 
@@ -12,64 +12,60 @@ from operator import itemgetter
 from autopar.errors import OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
 from autopar.plan.buckets import BUCKET_BYTES
-from autopar.plan.compression import Compression
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.recompute import LEVELS, Level
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import sweep_bandwidth
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.search.default_configs import compression_of, default_config
 from autopar.report.plan import Plan
 
 LARGER_BUCKETS, SMALLER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES), (BUCKET_BYTES // 4,)
-"""Sizes that are tried beside the default, in order, in bytes."""
+"""Bucket sizes in bytes, tried in order beside the default."""
 
-LARGER = 3
-"""Of how many plans that do not fit a plan keeps what they would have cost, at least."""
+MIN_INFEASIBLE = 3
+"""Number of runners-up reserved for plans that do not fit."""
 
 HOPELESS = 1.5
-"""Times as slow as another mesh, a plan is of no interest whatever the links."""
-
-Progress = Callable[[str], None]
+"""Ratio to the incumbent's step time above which no bandwidth is swept for a plan."""
 
 
-def choose(
+def search_configs(
     evaluator: Evaluator,
     strategy: Strategy,
     blocks: Sequence[str],
     cap: int | None,
-    progress: Progress | None = None,
     incumbent_s: float = math.inf,
 ) -> Plan:
-    """The fastest plan under `strategy` whose peak is at most `cap` bytes.
+    """The fastest plan under `strategy` with a peak of at most `cap` bytes.
 
     Uniform ZeRO stages come first, without recomputation. If the fastest of them does not fit,
-    blocks are raised one by one in recomputation or stage, as far as needed, the fastest first;
-    where that is not enough, in smaller buckets.
-    The sizes of buckets are tried on the winner. Deterministic. Where even without waiting for
-    collectives no stage would take less than `incumbent_s` seconds, the first that fits is
-    returned.
+    recomputation or the ZeRO stage is raised block by block, the fastest candidate first. Smaller
+    buckets follow where that is not enough. Bucket sizes are tuned on the winner. The search is
+    deterministic. It returns the first plan that fits if no ZeRO stage beats `incumbent_s` seconds
+    even without exposed communication.
 
     Raises:
         OutOfMemoryError: nothing fits.
     """
-    search = _Search(evaluator, strategy, blocks, cap, progress, incumbent_s)
+    search = _ConfigSearch(evaluator, strategy, blocks, cap, incumbent_s)
     best = search.run()
     plan = replace(best.plan, runners_up=search.runners_up(best), memory_cap=cap)
-    return search.with_rates(plan, best.config)
+    return search.with_bandwidth_sweep(plan, best.config)
 
 
-def choose_among(
+def search_evaluators(
     evaluators: Iterable[Evaluator],
     strategy: Strategy,
     blocks: Sequence[str],
     cap: int | None,
     incumbent_s: float = math.inf,
 ) -> Plan:
-    """The fastest of what `choose` finds under each of several evaluators that there is time for.
+    """The fastest plan of `search_configs` over several evaluators, until the deadline.
 
     Raises:
-        OutOfMemoryError: nothing fits; the one that lacks least.
+        OutOfMemoryError: nothing fits; the one with the least shortfall.
     """
     plans: list[Plan] = []
     failures: list[OutOfMemoryError] = []
@@ -77,7 +73,7 @@ def choose_among(
         if plans and not evaluator.setup.deadline():
             break
         try:
-            plans.append(choose(evaluator, strategy, blocks, cap, incumbent_s=incumbent_s))
+            plans.append(search_configs(evaluator, strategy, blocks, cap, incumbent_s))
         except OutOfMemoryError as failure:
             failures.append(failure)
     if not plans:
@@ -85,301 +81,270 @@ def choose_among(
     return min(plans, key=lambda plan: plan.prediction.step_s if plan.prediction else 0.0)
 
 
-def default_config(strategy: Strategy, blocks: Sequence[str]) -> CandidateConfig | None:
-    """The choice of a strategy that leaves nothing to search; None if it leaves something."""
-    fixed: tuple[object, ...]
-    fixed = (strategy.zero, strategy.recompute, strategy.gather_bytes, strategy.reduce_bytes)
-    if strategy.stages > 1:
-        schedule = strategy.schedule or ((strategy.stages_per_rank or 1) > 1 or None)
-        fixed = (*fixed, strategy.micro_batches, schedule)
-    open_to_loss = strategy.compress is None and strategy.lossy
-    if open_to_loss or any(value is None for value in fixed):
-        return None
-    return first_config(strategy, blocks, 0)
+class _ConfigSearch:
+    """A search over the configurations of one evaluator.
 
+    Attributes:
+        candidates: evaluated candidates by configuration.
+        raise_order: blocks in the order in which they are raised, the repeated ones first.
+    """
 
-def first_config(strategy: Strategy, blocks: Sequence[str], stage: int) -> CandidateConfig:
-    """A strategy with what it leaves open set to defaults."""
-    zero = strategy.zero
-    if isinstance(zero, int):
-        stages = dict.fromkeys(blocks, zero)
-    else:
-        stages = {**dict.fromkeys(blocks, stage), **(zero or {})}
-    return CandidateConfig(
-        zero_stages=tuple((b, stages[b]) for b in blocks),
-        recompute=_levels(blocks, strategy.recompute or "none"),
-        gather_bytes=strategy.gather_bytes or BUCKET_BYTES,
-        reduce_bytes=strategy.reduce_bytes or BUCKET_BYTES,
-        prefetch=1 if strategy.prefetch is None else strategy.prefetch,
-        compress=(compression_of(strategy.compress),),
-        compress_gathers=compression_of(strategy.compress_gathers),
-        compress_activations=compression_of(strategy.compress_activations),
-        hierarchical=bool(strategy.hierarchical),
-    )
-
-
-def compression_of(given: str | Compression | None) -> str:
-    """What a strategy says of a compression, as a plan writes it: "" for none."""
-    return "" if given in (None, "none") else str(Compression.of(given))
-
-
-class _Search:
     def __init__(
         self,
         evaluator: Evaluator,
         strategy: Strategy,
         blocks: Sequence[str],
         cap: int | None,
-        progress: Progress | None,
         incumbent_s: float,
     ) -> None:
         self.evaluator, self.strategy, self.blocks, self.cap = evaluator, strategy, blocks, cap
-        self.incumbent_s = incumbent_s
-        self.progress = progress or (lambda line: None)
-        self.seen: dict[CandidateConfig, Candidate] = {}
+        self.incumbent_s, self.setup = incumbent_s, evaluator.setup
+        self.candidates: dict[CandidateConfig, Candidate] = {}
+        self.raise_order = [*(block for block in blocks if block), ""]
 
     def run(self) -> Candidate:
-        one = self.evaluator.setup.base.dp_size == 1
-        free = self.strategy.zero is None and not one
-        several = self.strategy.pipelined  # of one micro-batch gradients are summed at once
-        stages = [0, 1, 2, 3] if several else [0, 1, 3]
-        if self.evaluator.setup.base.hybrid:
-            stages.remove(0)  # that has no shards
-        stages = stages if free else [0]
-        starts = [first_config(self.strategy, self.blocks, stage) for stage in stages]
-        *lower, last = dict.fromkeys(starts)
-        starts = self.looked_at([*filter(self.may_fit, lower), last])
-        best = self.best(self.look(choice) for choice in starts)
-        if min(_least_s(self.look(choice)) for choice in starts) >= self.incumbent_s:
+        """The best candidate.
+
+        Raises:
+            OutOfMemoryError: nothing fits.
+        """
+        base = self.setup.base
+        starts = self.affordable(self.starts())
+        best = self.best(map(self.evaluate, starts))
+        bounded = min(_lower_bound_s(self.evaluate(config)) for config in starts)
+        if bounded >= self.incumbent_s:
             if best is None:
                 raise self.nothing_fits()
             return best
         if best is None or self.infeasible_and_faster(starts, best):
-            found = self.best([*self.fitted(starts, best), *([best] if best else [])])
-            if found is None:
+            best = self.best([*self.raised(starts, best), *([best] if best else [])])
+            if best is None:
                 raise self.nothing_fits()
-            best = found
-        alone = one and not self.evaluator.setup.base.partitions
-        return best if alone or not self.evaluator.setup.deadline() else self.tune(best)
+        communicates = base.dp_size > 1 or base.partitions
+        return self.tune(best) if communicates and self.setup.deadline() else best
 
-    def looked_at(self, starts: Sequence[CandidateConfig]) -> list[CandidateConfig]:
-        """Those that there is time to look at, and as many as it takes until one fits."""
+    def starts(self) -> list[CandidateConfig]:
+        """Configurations with uniform ZeRO stages, without those that cannot fit."""
+        base, zero_stages = self.setup.base, [0]
+        if self.strategy.zero is None and base.dp_size > 1:
+            # stage 2 differs from 1 only where several micro-batches accumulate
+            zero_stages = [0, 1, 2, 3] if self.strategy.pipelined else [0, 1, 3]
+            if base.hybrid:
+                zero_stages.remove(0)  # without shards there is nothing to replicate
+        configs = (default_config(self.strategy, self.blocks, stage) for stage in zero_stages)
+        *lower, last = dict.fromkeys(configs)
+        return [*filter(self.may_fit, lower), last]
+
+    def affordable(self, starts: Sequence[CandidateConfig]) -> list[CandidateConfig]:
+        """The first configurations, until time is up and one of them fits."""
         found: list[CandidateConfig] = []
-        for choice in starts:
-            if any(map(self.fits, map(self.look, found))) and not self.evaluator.setup.deadline():
+        for config in starts:
+            if any(map(self.fits, map(self.evaluate, found))) and not self.setup.deadline():
                 break
-            found.append(choice)
+            found.append(config)
         return found
 
-    def fitted(
+    def raised(
         self, starts: Sequence[CandidateConfig], best: Candidate | None
     ) -> Iterator[Candidate | None]:
-        """Starts raised until they fit, the fastest first, and none slower than what fits by then.
+        """Starts raised until they fit, the fastest first.
 
-        Raising makes nothing faster. When time is up, none but those without which nothing fits.
+        Raising never makes a step shorter, so candidates slower than the best feasible one are
+        skipped. After the deadline only a first feasible candidate is looked for.
         """
         limit_s = _step_s(best) if best is not None else math.inf
-        steps = [_step_s(self.look(choice)) for choice in starts]
-        raising = [(s, partial(self.fit, choice)) for s, choice in zip(steps, starts, strict=True)]
-        pairs = zip(pairwise(steps), pairwise(starts), strict=True)
-        raising += [(min(both), partial(self.mix, *pair)) for both, pair in pairs]
-        for least_s, raised in sorted(raising, key=itemgetter(0)):
-            if least_s < limit_s and (math.isinf(limit_s) or self.evaluator.setup.deadline()):
-                option = raised()
-                if option is not None and self.fits(option):
-                    limit_s = min(limit_s, _step_s(option))
-                yield option
+        steps_s = [_step_s(self.evaluate(config)) for config in starts]
+        options = [(s, partial(self.fit, c)) for s, c in zip(steps_s, starts, strict=True)]
+        pairs = zip(pairwise(steps_s), pairwise(starts), strict=True)
+        options += [(min(both), partial(self.mix, *pair)) for both, pair in pairs]
+        for least_s, raise_ in sorted(options, key=itemgetter(0)):
+            if least_s < limit_s and (math.isinf(limit_s) or self.setup.deadline()):
+                candidate = raise_()
+                if candidate is not None and self.fits(candidate):
+                    limit_s = min(limit_s, _step_s(candidate))
+                yield candidate
 
-    def may_fit(self, choice: CandidateConfig) -> bool:
-        """Whether a rank's part of parameters and optimizer states is under the cap.
+    def may_fit(self, config: CandidateConfig) -> bool:
+        """Whether a rank's share of parameters and optimizer states is under the cap.
 
-        If all that axes and stages can divide were divided evenly: none can hold less everywhere.
+        The share is a lower bound: it assumes that axes and ZeRO stages divide everything evenly.
         """
-        base, ranks = self.evaluator.setup.base, self.evaluator.setup.base.dp_size
-        sizes, blocks = dict(base.parameter_bytes), dict(choice.zero_stages)
+        base, ranks = self.setup.base, self.setup.base.dp_size
+        sizes, zero_stages = dict(base.parameter_bytes), dict(config.zero_stages)
         least = 0.0
-        for name, info in self.evaluator.setup.parameters.items():
-            stage, states = blocks[info.block], base.optimizer_state_ratio * info.requires_grad
+        for name, info in self.setup.parameters.items():
+            stage = zero_stages[info.block]
+            states = base.optimizer_state_ratio * info.requires_grad
             copies = 1.0 / (ranks if stage == 3 else 1) + states / (ranks if stage else 1)
             least += sizes[name] * copies
         return self.cap is None or least <= self.cap * base.model_parallel_size * base.pp_size
 
-    def look(self, choice: CandidateConfig) -> Candidate:
-        """Evaluates a choice once."""
-        if choice not in self.seen:
-            self.progress(str(choice))
-            self.seen[choice] = self.evaluator.evaluate(choice)
-        return self.seen[choice]
+    def evaluate(self, config: CandidateConfig) -> Candidate:
+        """Evaluates a configuration once."""
+        if config not in self.candidates:
+            self.candidates[config] = self.evaluator.evaluate(config)
+        return self.candidates[config]
 
-    def fits(self, item: Candidate) -> bool:
-        return self.cap is None or item.prediction.needed_bytes <= self.cap
+    def needed_bytes(self, config: CandidateConfig) -> int:
+        return self.evaluate(config).prediction.needed_bytes
 
-    def best(self, items: Iterable[Candidate | None]) -> Candidate | None:
-        """The fastest that fits; of equals, the one that needs less, then the first."""
-        fitting = [item for item in items if item is not None and self.fits(item)]
-        keys = [(i.prediction.step_s, i.prediction.needed_bytes) for i in fitting]
-        return fitting[keys.index(min(keys))] if fitting else None
+    def fits(self, candidate: Candidate) -> bool:
+        return self.cap is None or candidate.prediction.needed_bytes <= self.cap
 
-    def infeasible_and_faster(self, choices: Sequence[CandidateConfig], best: Candidate) -> bool:
-        limit = best.prediction.step_s
-        return any(
-            not self.fits(self.look(c)) and self.look(c).prediction.step_s < limit for c in choices
+    def best(self, candidates: Iterable[Candidate | None]) -> Candidate | None:
+        """The fastest candidate that fits; of equals the smallest, then the first."""
+        fitting = [each for each in candidates if each is not None and self.fits(each)]
+        return min(
+            fitting, key=lambda each: (_step_s(each), each.prediction.needed_bytes), default=None
         )
 
-    def fit(self, choice: CandidateConfig) -> Candidate | None:
-        """The least recomputation with which a choice fits, in smaller buckets if it must."""
-        if not self.fits(self.look(choice)) and not self.may_fit(choice):
-            return None
-        return self.recomputed(choice) or self.recomputed(self.in_small_buckets(choice))
+    def infeasible_and_faster(self, configs: Sequence[CandidateConfig], best: Candidate) -> bool:
+        """Whether any configuration is faster than the best but does not fit."""
+        candidates = map(self.evaluate, configs)
+        return any(not self.fits(c) and _step_s(c) < _step_s(best) for c in candidates)
 
-    def recomputed(self, choice: CandidateConfig) -> Candidate | None:
-        """The least recomputation, block by block, with which a choice fits."""
-        if self.fits(self.look(choice)):
-            return self.look(choice)
+    def fit(self, config: CandidateConfig) -> Candidate | None:
+        """The least recomputation with which a configuration fits, if need be in small buckets."""
+        if not self.fits(self.evaluate(config)) and not self.may_fit(config):
+            return None
+        smaller, base = config, self.setup.base
+        if base.dp_size > 1 or base.partitions:
+            smaller = self.with_buckets(config, SMALLER_BUCKETS[-1])
+        return self.recomputed(config) or self.recomputed(smaller)
+
+    def recomputed(self, config: CandidateConfig) -> Candidate | None:
+        """The least recomputation, block by block, with which a configuration fits."""
+        if self.fits(self.evaluate(config)):
+            return self.evaluate(config)
         if self.strategy.recompute is not None:
             return None
         for level in LEVELS[1:]:
-            raised = partial(self.recomputing, choice, level)
-            if self.fits(self.look(raised(len(self.order)))):
-                return self.least(raised)
-            choice = raised(len(self.order))
+            with_blocks = partial(self.recomputing, config, level)
+            highest = with_blocks(len(self.raise_order))
+            if self.fits(self.evaluate(highest)):
+                return self.fewest_blocks(with_blocks)
+            config = highest
         return None
 
-    def in_small_buckets(self, choice: CandidateConfig) -> CandidateConfig:
-        """The same choice in the smallest buckets that are tried, if there are any buckets."""
-        if self.evaluator.setup.base.dp_size == 1 and not self.evaluator.setup.base.partitions:
-            return choice
-        return self.in_buckets(choice, SMALLER_BUCKETS[-1])
+    def with_buckets(self, config: CandidateConfig, nbytes: int) -> CandidateConfig:
+        """The configuration with another bucket size, where the strategy leaves it open."""
+        gather, reduce = self.strategy.gather_bytes or nbytes, self.strategy.reduce_bytes or nbytes
+        return replace(config, gather_bytes=gather, reduce_bytes=reduce)
 
-    def in_buckets(self, choice: CandidateConfig, size: int) -> CandidateConfig:
-        """The same choice in buckets of so many bytes, where the strategy leaves them open."""
-        gather, reduce = self.strategy.gather_bytes or size, self.strategy.reduce_bytes or size
-        return replace(choice, gather_bytes=gather, reduce_bytes=reduce)
-
-    def recomputing(self, choice: CandidateConfig, level: Level, count: int) -> CandidateConfig:
-        """The choice with the first `count` blocks raised to a level."""
-        levels = dict(choice.recompute) | dict.fromkeys(self.order[:count], level)
-        return replace(choice, recompute=tuple((b, levels[b]) for b in self.blocks))
+    def recomputing(self, config: CandidateConfig, level: Level, count: int) -> CandidateConfig:
+        """The configuration with the first `count` blocks at a level of recomputation."""
+        levels = dict(config.recompute) | dict.fromkeys(self.raise_order[:count], level)
+        return replace(config, recompute=tuple((block, levels[block]) for block in self.blocks))
 
     def mix(self, low: CandidateConfig, high: CandidateConfig) -> Candidate | None:
-        """The fewest blocks of the higher of two stages with which a choice fits."""
-        if self.fits(self.look(low)) or not self.fits(self.look(high)):
+        """The fewest blocks at the higher of two ZeRO stages with which a configuration fits."""
+        if self.fits(self.evaluate(low)) or not self.fits(self.evaluate(high)):
             return None
-        stages = (dict(low.zero_stages), dict(high.zero_stages))
 
-        def raised(count: int) -> CandidateConfig:
-            chosen = {b: stages[i < count][b] for i, b in enumerate(self.order)}
-            return replace(low, zero_stages=tuple((b, chosen[b]) for b in self.blocks))
+        def with_blocks(count: int) -> CandidateConfig:
+            higher = {block: dict(high.zero_stages)[block] for block in self.raise_order[:count]}
+            stages = dict(low.zero_stages) | higher
+            return replace(low, zero_stages=tuple((block, stages[block]) for block in self.blocks))
 
-        return self.least(raised)
+        return self.fewest_blocks(with_blocks)
 
-    @property
-    def order(self) -> list[str]:
-        """The blocks in the order in which they are raised: repeated ones, then the rest."""
-        return [*(b for b in self.blocks if b), ""]
+    def fewest_blocks(self, with_blocks: Callable[[int], CandidateConfig]) -> Candidate:
+        """The candidate with the smallest number of raised blocks that fits.
 
-    def least(self, raised: Callable[[int], CandidateConfig]) -> Candidate:
-        """The smallest count that fits; the largest is known to, and none is known not to.
-
-        Bytes fall nearly in proportion to the count, so it is looked for where a line between the
-        nearest counts on both sides meets the cap, and behind that in the middle.
+        All blocks are known to fit and none is known not to. Bytes are nearly linear in the number
+        of blocks, so interpolation is tried first and bisection where it converges slowly.
         """
         assert self.cap is not None
-        low, high, straight = 0, len(self.order), True
-        while high - low > 1 and self.evaluator.setup.deadline():
-            over, under = (self.needed(raised(count)) - self.cap for count in (low, high))
+        low, high, interpolate = 0, len(self.raise_order), True
+        while high - low > 1 and self.setup.deadline():
+            over, under = (self.needed_bytes(with_blocks(n)) - self.cap for n in (low, high))
             guess = low + math.ceil((high - low) * over / max(1, over - under))
-            count = min(max(guess, low + 1), high - 1) if straight else (low + high) // 2
+            count = min(max(guess, low + 1), high - 1) if interpolate else (low + high) // 2
             before = high - low
-            if self.needed(raised(count)) <= self.cap:
+            if self.needed_bytes(with_blocks(count)) <= self.cap:
                 high = count
             else:
                 low = count
-            straight = not straight if high - low > before // 2 else straight
-        return self.look(raised(high))
-
-    def needed(self, choice: CandidateConfig) -> int:
-        """The bytes that a choice needs."""
-        return self.look(choice).prediction.needed_bytes
+            interpolate = interpolate != (high - low > before // 2)
+        return self.evaluate(with_blocks(high))
 
     def tune(self, best: Candidate) -> Candidate:
-        """Tries other sizes of buckets on the winner, and collectives scheduled one by one."""
+        """Tries other bucket sizes, hierarchical and scheduled collectives, then compression."""
         found = self.resized(best, LARGER_BUCKETS)
         if found is best:
             found = self.resized(best, SMALLER_BUCKETS)
         routes = [found.config]
-        if self.strategy.hierarchical is None and self.evaluator.setup.base.levels:
+        if self.strategy.hierarchical is None and self.setup.base.levels:
             routes.append(replace(found.config, hierarchical=True))
-        options = [self.look(route) for route in routes]
+        options = [self.evaluate(route) for route in routes]
         if self.strategy.prefetch is None:
-            options += [item for route in routes for item in self.scheduled(route)]
-        found = self.best([found, *options]) or found
-        return self.compress(found)
+            options += [candidate for route in routes for candidate in self.scheduled(route)]
+        return self.compressed(self.best([found, *options]) or found)
 
     def resized(self, best: Candidate, sizes: Iterable[int]) -> Candidate:
-        """Other sizes of buckets, one after the other, as long as each is faster."""
-        for size in sizes:
-            other = self.look(self.in_buckets(best.config, size))
+        """Tries bucket sizes in order, as long as each is faster."""
+        for nbytes in sizes:
+            other = self.evaluate(self.with_buckets(best.config, nbytes))
             if (found := self.best([best, other])) is best:
                 break
             best = found or best
         return best
 
-    def scheduled(self, choice: CandidateConfig) -> Iterator[Candidate]:
-        """The same with collectives scheduled one by one: with less gathered ahead if it must."""
-        yield (free := self.look(replace(choice, scheduled=True)))
-        if not self.fits(free):
-            yield self.look(replace(choice, scheduled=True, prefetch_budget_bytes=0))
+    def scheduled(self, config: CandidateConfig) -> Iterator[Candidate]:
+        """The configuration with scheduled collectives, without prefetching if that fits only."""
+        yield (unlimited := self.evaluate(replace(config, scheduled=True)))
+        if not self.fits(unlimited):
+            yield self.evaluate(replace(config, scheduled=True, prefetch_budget_bytes=0))
 
-    def compress(self, best: Candidate) -> Candidate:
-        """Tries the methods that are allowed on all buckets, then on the last ones alone.
+    def compressed(self, best: Candidate) -> Candidate:
+        """Tries the allowed compressions on all buckets of gradients, then on the last ones.
 
-        The backward hides the earlier ones, if any.
+        The backward hides the earlier buckets, if any.
         """
         buckets = len(best.plan.buckets.reduce)
         if self.strategy.compress is not None or not buckets:
             return best
         for method in map(compression_of, self.strategy.lossy):
-            parts = dict.fromkeys(-(-buckets * share // 4) for share in (4, 3, 2, 1))
-            mixtures = (("",) * (buckets - count) + (method,) * count for count in parts)
-            tried = [self.look(replace(best.config, compress=mixture)) for mixture in mixtures]
+            counts = dict.fromkeys(-(-buckets * quarter // 4) for quarter in (4, 3, 2, 1))
+            mixtures = (("",) * (buckets - count) + (method,) * count for count in counts)
+            tried = [self.evaluate(replace(best.config, compress=mixture)) for mixture in mixtures]
             best = self.best([best, *tried]) or best
         return best
 
     def runners_up(self, best: Candidate) -> tuple[RunnerUp, ...]:
-        """What else was looked at, fastest first, with the reason why it lost."""
-        distinct = {_what_runs(best): best}
-        for item in self.seen.values():
-            distinct.setdefault(_what_runs(item), item)
-        others = [item for item in distinct.values() if item is not best]
-        fitting = sorted((i for i in others if self.fits(i)), key=_step_s)
-        larger = sorted((i for i in others if not self.fits(i)), key=_step_s)
-        room = RUNNERS_UP - min(len(larger), LARGER)
+        """The other candidates with reasons: feasible ones first, the fastest of each first."""
+        distinct = {_identity(best): best}
+        for candidate in self.candidates.values():
+            distinct.setdefault(_identity(candidate), candidate)
+        others = sorted((each for each in distinct.values() if each is not best), key=_step_s)
+        fitting = [each for each in others if self.fits(each)]
+        larger = [each for each in others if not self.fits(each)]
+        fitting = fitting[: RUNNERS_UP - min(len(larger), MIN_INFEASIBLE)]
         return tuple(
-            RunnerUp.of(str(item.config), item.prediction, self.why_lost(item, best))
-            for item in (*fitting[:room], *larger[: RUNNERS_UP - len(fitting[:room])])
+            RunnerUp.of(str(each.config), each.prediction, self.why_lost(each, best))
+            for each in (*fitting, *larger[: RUNNERS_UP - len(fitting)])
         )
 
-    def why_lost(self, item: Candidate, best: Candidate) -> str:
-        if self.cap is not None and not self.fits(item):
-            return f"needs {human_bytes(item.prediction.needed_bytes - self.cap)} more than the cap"
-        if item.prediction.step_s <= best.prediction.step_s:
-            more = item.prediction.needed_bytes - best.prediction.needed_bytes
-            return f"as fast, needs {human_bytes(more)} more"
-        return slower(item.prediction, best.prediction)
+    def why_lost(self, candidate: Candidate, best: Candidate) -> str:
+        needed = candidate.prediction.needed_bytes
+        if self.cap is not None and not self.fits(candidate):
+            return f"needs {human_bytes(needed - self.cap)} more than the cap"
+        if _step_s(candidate) <= _step_s(best):
+            return f"as fast, needs {human_bytes(needed - best.prediction.needed_bytes)} more"
+        return slower(candidate.prediction, best.prediction)
 
-    def with_rates(self, plan: Plan, choice: CandidateConfig) -> Plan:
-        """The plan with what it, and the fastest that divides otherwise, take over other links."""
+    def with_bandwidth_sweep(self, plan: Plan, config: CandidateConfig) -> Plan:
+        """Adds step times at other bandwidths, of the plan and of the best other ZeRO stages."""
         cost = plan.prediction
         assert cost is not None
         if not cost.communication_s or cost.step_s > HOPELESS * self.incumbent_s:
             return plan
-        items = (item for item in self.seen.values() if self.fits(item))
-        others = [item for item in items if item.plan.zero_stages != plan.zero_stages]
+        fitting = (each for each in self.candidates.values() if self.fits(each))
+        others = [each for each in fitting if each.plan.zero_stages != plan.zero_stages]
         if not others and math.isinf(self.incumbent_s):
-            return plan  # there is nothing that could win
-        priced = replace(cost, at_rates=sweep_bandwidth(self.evaluator, choice))
-        plan = replace(plan, prediction=priced)
+            return plan  # no alternative could win at any bandwidth
+        swept = replace(cost, at_rates=sweep_bandwidth(self.evaluator, config))
+        plan = replace(plan, prediction=swept)
         if not others:
             return plan
         rival = min(others, key=_step_s)
@@ -392,7 +357,7 @@ class _Search:
 
     def nothing_fits(self) -> OutOfMemoryError:
         assert self.cap is not None
-        smallest = min(self.seen.values(), key=lambda item: item.prediction.needed_bytes)
+        smallest = min(self.candidates.values(), key=lambda each: each.prediction.needed_bytes)
         short = smallest.prediction.needed_bytes - self.cap
         memory = smallest.prediction.memory
         return OutOfMemoryError(
@@ -405,31 +370,26 @@ class _Search:
         )
 
 
-def _step_s(item: Candidate) -> float:
-    return item.prediction.step_s
+def _step_s(candidate: Candidate) -> float:
+    return candidate.prediction.step_s
 
 
-def _least_s(item: Candidate) -> float:
-    """What no other buckets and no other schedule of the same work go below."""
-    return item.prediction.step_s - item.prediction.exposed_s
+def _lower_bound_s(candidate: Candidate) -> float:
+    """Step time without exposed communication, a bound for all buckets and schedules."""
+    return candidate.prediction.step_s - candidate.prediction.exposed_s
 
 
-def _what_runs(item: Candidate) -> tuple[object, ...]:
-    """What distinguishes a plan from others once buckets are filled."""
-    plan = item.plan
-    several = any(map(len, (plan.buckets.gather[1:], plan.buckets.regather[1:])))
-    sums = tuple(partition.bucket_bytes for partition in plan.partitions)
+def _identity(candidate: Candidate) -> tuple[object, ...]:
+    """The fields that distinguish programs once buckets are filled."""
+    plan = candidate.plan
+    several = len(plan.buckets.gather) > 1 or len(plan.buckets.regather) > 1
     return (
         plan.zero_stages,
         plan.recompute,
         plan.buckets,
         plan.compressions,
         plan.levels,
-        sums,
+        tuple(partition.bucket_bytes for partition in plan.partitions),
         plan.prefetch if several else 0,
         plan.overlaps,
     )
-
-
-def _levels(blocks: Sequence[str], level: Level) -> tuple[tuple[str, Level], ...]:
-    return tuple((block, level) for block in blocks)

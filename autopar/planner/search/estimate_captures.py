@@ -10,12 +10,12 @@ from functools import cached_property
 from torch import nn
 
 from autopar.capture.model_info import describe_parameters
-from autopar.capture.offline import Known
+from autopar.capture.offline import CaptureCache
 from autopar.errors import BatchError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.plan.partition import rows_of
 from autopar.planner.machine import Machine, known_machine
-from autopar.planner.search.fixed_mesh import PlanningProblem
+from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.layer_extrapolation import (
     SAMPLED_LAYERS,
     extrapolate_layers,
@@ -34,8 +34,8 @@ from autopar.planner.search.mesh_estimate import (
 SIZE_RATIO = 8
 """Ratio of the rows of the two sampled micro-batches; the larger one is used without stages."""
 
-CaptureSlice = Callable[[int, Known], TrainingGraph]
-"""Captures one of a number of equal slices of the batch; reuses captures in `Known`."""
+CaptureSlice = Callable[[int, CaptureCache], TrainingGraph]
+"""Captures one of a number of equal slices of the batch; reuses captures in `CaptureCache`."""
 
 
 class MeshEstimator:
@@ -62,7 +62,7 @@ class MeshEstimator:
         self._problem, self._capture_slice = problem, capture_slice
         self._model, self._sharing = model, sharing
         self._kinds = [] if model is None else kinds_of(model, problem.blocks)
-        self._captures = defaultdict[tuple[int, ...], Known](dict)
+        self._captures = defaultdict[tuple[int, ...], CaptureCache](dict)
         self._graphs: dict[Hashable, tuple[TrainingGraph, dict[str, ParameterInfo]]] = {}
         self._figures: dict[Hashable, MicroBatchFigures] = {}
 

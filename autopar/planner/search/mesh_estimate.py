@@ -23,8 +23,9 @@ from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.cut_points import segments_of
 from autopar.planner.evaluate.p2p import P2PCost
 from autopar.planner.machine import Machine
-from autopar.planner.search.fixed_mesh import PlanningProblem, cap_of, evaluator_of
-from autopar.planner.search.pipeline_search import at_cut_points, cut_points_of
+from autopar.planner.problem import PlanningProblem
+from autopar.planner.search.build_evaluator import build_evaluator
+from autopar.planner.search.pipeline_search import cut_everywhere, cut_points_of
 
 Figures = NDArray[np.float64]
 """Figures that add up over the blocks of a model, in the order of `MicroBatchFigures`."""
@@ -83,10 +84,10 @@ def micro_batch_figures(
     problem: PlanningProblem, graph: TrainingGraph, machine: Machine
 ) -> MicroBatchFigures:
     """Figures of a captured micro-batch, lowered along the axes of the problem's strategy."""
-    evaluator, strategy = evaluator_of(problem, graph, machine), problem.strategy
+    evaluator, strategy = build_evaluator(problem, graph, machine), problem.strategy
     cut_points = cut_points_of(strategy, problem.model, graph)
     micro_batches = strategy.micro_batches or 1
-    _, whole, lowered = at_cut_points(evaluator, strategy, cut_points, micro_batches)
+    _, whole, lowered = cut_everywhere(evaluator, strategy, cut_points, micro_batches)
     operators = machine.operators.of(lowered)
     compute_s = sum(operators.seconds(node).seconds for node in lowered.calls())
     (halves,) = half_seconds(lowered, [machine.cluster], machine.operators)
@@ -122,7 +123,7 @@ def estimate_mesh(
 ) -> MeshEstimate:
     """The estimate of a problem whose strategy fixes mesh and micro-batches."""
     model = _StepModel(problem, micro_batch, machine)
-    cap = cap_of(problem, machine.cluster)
+    cap = problem.cap_on(machine.cluster)
     options = [
         (model.step_s(zero, checkpointed), model.nbytes(zero, checkpointed))
         for zero, checkpointed in model.options()

@@ -1,4 +1,4 @@
-"""Where nothing fits: how much is missing, and what would make a plan fit, by planning with it."""
+"""`plan_or_advise`: a plan, or an error with the missing bytes and changes that would help."""
 
 from __future__ import annotations
 
@@ -7,42 +7,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 from autopar.common.checks import MAX_RANKS
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, Change, OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
-from autopar.planner.search.fixed_mesh import PlanningProblem, cap_of
+from autopar.planner.problem import PlanningProblem
 from autopar.report.plan import Plan
 
 MakePlan = Callable[[PlanningProblem], Plan]
-"""The fastest plan that fits."""
+"""Returns the fastest plan that fits."""
 
 Replan = Callable[[int, int], Plan]
-"""The answer for so many times as many ranks, and for the rows of the batch divided by so much."""
+"""Plans with a multiple of the ranks, or with a fraction 1/n of the rows."""
 
 STATES = ("parameters", "gradients", "optimizer")
-"""What of a rank's memory does not depend on the rows that it is given."""
+"""Categories of memory that do not depend on the number of rows."""
 
-MOST_PLANS, MOST_CHANGES = 7, 3
-"""How many times is planned again at most, and after how many changes that help no more."""
-
-
-T = TypeVar("T")
-
-
-def memoize_by_strategy(find: Callable[[PlanningProblem], T]) -> Callable[[PlanningProblem], T]:
-    """What is captured and measured for a question, once for all caps that it is asked under."""
-    known: dict[tuple[str, int], T] = {}
-
-    def found(problem: PlanningProblem) -> T:
-        key = str(problem.strategy), problem.world_size
-        if key not in known:
-            known[key] = find(problem)
-        return known[key]
-
-    return found
+MAX_REPLANS, MAX_SUGGESTIONS = 7, 3
+"""Limits on further plans, and on changes that a message suggests."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +34,11 @@ class Suggestion:
     """A change that may help.
 
     Attributes:
-        what: in words.
-        how: what to write.
-        plan: plans with it.
-        states: whether it lessens what a rank holds of parameters, gradients and states.
-        activations: whether it lessens the rest.
+        what: the change in words.
+        how: the argument to write.
+        plan: plans with the change.
+        states: whether it reduces parameters, gradients and optimizer states.
+        activations: whether it reduces everything else.
     """
 
     what: str
@@ -64,43 +48,52 @@ class Suggestion:
     activations: bool = False
 
     def may_help(self, memory: Mapping[str, int], cap: int) -> bool:
-        """Whether what it does not lessen fits, of bytes by category at the peak."""
-        states = sum(memory.get(kind, 0) for kind in STATES)
+        """Whether the bytes that it does not reduce fit.
+
+        Args:
+            memory: bytes at the peak by category.
+            cap: memory cap per rank in bytes.
+        """
+        states = _state_bytes(memory)
         rest = sum(memory.values()) - states
         return (self.states or states <= cap) and (self.activations or rest <= cap)
 
 
 def plan_or_advise(
-    problem: PlanningProblem, answer: MakePlan, elsewhere: Replan | None = None
+    problem: PlanningProblem,
+    make_plan: MakePlan,
+    replan: Replan | None = None,
+    *,
+    recapture: bool = True,
 ) -> Plan:
-    """The answer; or why there is none, with changes that would give one.
-
-    Live ranks call this at once; they all see the same plans and errors.
+    """The plan of a problem; live ranks call this at once and see the same plans and errors.
 
     Args:
-        problem: what is asked.
-        answer: answers it, and others.
-        elsewhere: answers it for other ranks and rows, where that can be told.
+        problem: the planning problem.
+        make_plan: plans this problem and variations of it.
+        replan: plans for other ranks and rows; None if these are fixed.
+        recapture: whether suggestions may need graphs that have not been captured.
 
     Raises:
-        OutOfMemoryError: nothing fits; with the bytes that suffice and what else would help.
+        OutOfMemoryError: nothing fits; with the bytes that suffice and changes that would help.
     """
     try:
-        return answer(problem)
+        return make_plan(problem)
     except OutOfMemoryError as failure:
-        cap = cap_of(problem, problem.cluster) or failure.cap
+        cap = problem.cap_on(problem.cluster) or failure.cap
         if cap is None:
             raise
-        raise _OomAdvisor(problem, answer, elsewhere, cap).explained(failure) from None
+        advisor = _OomAdvisor(problem, make_plan, replan, cap, recapture)
+        raise advisor.advised(failure) from None
 
 
-def on_more_ranks(problem: PlanningProblem, times: int) -> PlanningProblem:
-    """The question for so many times as many ranks of the same kind.
+def on_more_ranks(problem: PlanningProblem, factor: int) -> PlanningProblem:
+    """The problem on a multiple of the ranks, of the same kind.
 
     Raises:
-        ClusterError: what these would do must be measured.
+        ClusterError: the larger cluster would have to be measured.
     """
-    cluster, ranks = problem.cluster, problem.world_size * times
+    cluster, ranks = problem.cluster, problem.world_size * factor
     assert cluster is not None
     if not cluster.curves and cluster.topology is None:
         cluster = Cluster.default(ranks, cluster.device)
@@ -110,62 +103,75 @@ def on_more_ranks(problem: PlanningProblem, times: int) -> PlanningProblem:
 
 
 class _OomAdvisor:
-    def __init__(
-        self, problem: PlanningProblem, answer: MakePlan, elsewhere: Replan | None, cap: int
-    ) -> None:
-        self.problem, self.answer, self.elsewhere = problem, answer, elsewhere
-        self.cap, self.left = cap, MOST_PLANS
-        self.found: list[Change] = []
+    """Tries changes to a problem for which nothing fits.
 
-    def explained(self, failure: OutOfMemoryError) -> OutOfMemoryError:
-        """The failure with what is missing by category, and what would help."""
-        smallest = self.with_room(failure.shortfall)
+    Attributes:
+        replans_left: number of further plans that may be made.
+        changes: changes that were found to help.
+    """
+
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        make_plan: MakePlan,
+        replan: Replan | None,
+        cap: int,
+        recapture: bool,
+    ) -> None:
+        self.problem, self.make_plan, self.replan = problem, make_plan, replan
+        self.cap, self.recapture, self.replans_left = cap, recapture, MAX_REPLANS
+        self.changes: list[Change] = []
+
+    def advised(self, failure: OutOfMemoryError) -> OutOfMemoryError:
+        """The failure with missing bytes by category and changes that would help."""
+        smallest = self.smallest_plan(failure.shortfall)
         if smallest is None or smallest.prediction is None:
             return failure
-        cost, what = smallest.prediction, "more memory on each rank"
+        cost = smallest.prediction
         short, gaps = cost.needed_bytes - self.cap, cost.needed_bytes - sum(cost.memory.values())
         memory = {**cost.memory, "gaps between them": max(0, gaps)}
-        self.look_for_changes(memory)
+        self.try_suggestions(memory)
         how = f"memory={cost.needed_bytes}"
-        changes = (*self.found, Change(what, how, cost.step_s, cost.needed_bytes))
+        more = Change("more memory on each rank", how, cost.step_s, cost.needed_bytes)
+        changes = (*self.changes, more)
         return OutOfMemoryError(
             f"nothing fits under {human_bytes(self.cap)} per rank: the smallest plan "
             f"({smallest.name}) needs {human_bytes(short)} more ({short} bytes). Its peak is "
             f"{memory_text(memory)}. What would help, each planned again: "
-            f"{'; '.join(map(_said, changes))}.",
+            f"{'; '.join(map(_change_text, changes))}.",
             short,
             memory,
             changes,
             self.cap,
         )
 
-    def with_room(self, short: int) -> Plan | None:
-        """The plan that fits with the least more memory: a mesh may need more than its states."""
+    def smallest_plan(self, short: int) -> Plan | None:
+        """The plan that fits under the smallest higher cap; a shortfall is a lower bound."""
         cap = self.cap
-        while self.left > MOST_CHANGES:
+        while self.replans_left > MAX_SUGGESTIONS:
             cap += short
-            found = self.planned(partial(self.answer, replace(self.problem, memory=cap)))
-            if isinstance(found, Plan):
+            found = self.try_plan(partial(self.make_plan, replace(self.problem, memory=cap)))
+            if not isinstance(found, OutOfMemoryError):
                 return found
-            if found is None:
-                break
             short = found.shortfall
         return None
 
-    def look_for_changes(self, memory: Mapping[str, int]) -> None:
-        """Finds which remedies help; they may depend on what was found before."""
-        same, other = self.same_batch(memory), self.other_batch_or_ranks(memory)
-        for remedy in chain(self.same_graphs(), same, other):
-            if not self.left or len(self.found) == MOST_CHANGES:
+    def try_suggestions(self, memory: Mapping[str, int]) -> None:
+        """Plans with suggestions, which may depend on earlier results, until enough help."""
+        variations = self.other_graphs(memory), self.other_batch_or_ranks(memory)
+        for suggestion in chain(self.same_graphs(), *variations):
+            if not self.replans_left or len(self.changes) == MAX_SUGGESTIONS:
                 return
-            plan = self.planned(remedy.plan) if remedy.may_help(memory, self.cap) else None
+            if not suggestion.may_help(memory, self.cap):
+                continue
+            plan = self.try_plan(suggestion.plan)
             if isinstance(plan, Plan) and (cost := plan.prediction) is not None:
-                change = Change(remedy.what, remedy.how, cost.step_s, cost.needed_bytes)
-                self.found.append(change)
+                change = Change(suggestion.what, suggestion.how, cost.step_s, cost.needed_bytes)
+                self.changes.append(change)
 
-    def planned(self, plan: Callable[[], Plan]) -> Plan | OutOfMemoryError | None:
-        """One further plan, or why nothing fits; None if it cannot be."""
-        self.left -= 1
+    def try_plan(self, plan: Callable[[], Plan]) -> Plan | OutOfMemoryError | None:
+        """One further plan, or why nothing fits; None if it is not possible."""
+        self.replans_left -= 1
         try:
             return plan()
         except OutOfMemoryError as failure:
@@ -174,85 +180,91 @@ class _OomAdvisor:
             return None
 
     def same_graphs(self) -> Iterator[Suggestion]:
-        """What changes no operator, so that live ranks have nothing to capture or to measure."""
+        """Suggestions that need no other captures or measurements."""
         strategy = self.problem.strategy
-        if strategy.recompute not in (None, "full"):
-            yield self.remedy("activations computed again", {"recompute": None}, states=False)
+        recomputes = strategy.recompute in (None, "full")
+        if not recomputes:
+            yield self.strategy_with("activations computed again", False, recompute=None)
         if strategy.zero not in (None, 3) and self.problem.dp_size > 1:
-            yield self.remedy("ZeRO as far as needed", {"zero": None})
-            if strategy.recompute not in (None, "full") and not self.found:
-                yield self.remedy("both of these", {"zero": None, "recompute": None})
+            yield self.strategy_with("ZeRO as far as needed", zero=None)
+            if not recomputes and not self.changes:
+                yield self.strategy_with("both of these", zero=None, recompute=None)
 
-    def same_batch(self, memory: Mapping[str, int]) -> Iterator[Suggestion]:
-        """Other parts of the same batch on the same ranks."""
+    def other_graphs(self, memory: Mapping[str, int]) -> Iterator[Suggestion]:
+        """Suggestions that cut the same batch or the model otherwise."""
         strategy = self.problem.strategy
-        if self.problem.live:
+        if not self.recapture:
             return
-        open_ = not strategy.search and strategy.pp_size == 1
+        searched = strategy.search or strategy.pp_size > 1
         now = strategy.micro_batches or 1
-        if open_ or now > 1:  # otherwise as many as help were tried
-            yield from self.first_of(
-                self.remedy(f"{n * now} micro-batches", {"micro_batches": n * now}, states=False)
-                for n in self.parts(memory)
+        if not searched or now > 1:  # otherwise the search tried them
+            yield from self.first_that_helps(
+                self.strategy_with(f"{n * now} micro-batches", False, micro_batches=n * now)
+                for n in self.batch_divisors(memory)
                 if n * now <= MAX_RANKS
             )
         if not strategy.search and self.problem.batch == "global":
-            yield from self.first_of(
-                self.remedy(f"the model divided over {ranks} ranks", {axis: ranks})
+            yield from self.first_that_helps(
+                self.strategy_with(f"the model divided over {ranks} ranks", True, **{axis: ranks})
                 for axis in ("tp", "pp")
-                for ranks in self.divisors(memory)
+                for ranks in self.model_divisors(memory)
                 if getattr(strategy, axis) is None
             )
 
     def other_batch_or_ranks(self, memory: Mapping[str, int]) -> Iterator[Suggestion]:
-        """The same strategy for fewer rows, or on more ranks."""
-        if self.elsewhere is None:
+        """The same strategy with fewer rows, or on more ranks."""
+        if self.replan is None:
             return
-        rows = ((n, partial(self.elsewhere, 1, n)) for n in self.parts(memory))
-        yield from self.first_of(
+        rows = ((n, partial(self.replan, 1, n)) for n in self.batch_divisors(memory))
+        yield from self.first_that_helps(
             Suggestion("fewer rows in a batch", f"1/{n} of them", plan, activations=True)
             for n, plan in rows
         )
         least = _power_of_two(sum(memory.values()) / self.cap)
-        ranks = ((n, partial(self.elsewhere, n, 1)) for n in (least, 2 * least))
-        yield from self.first_of(
+        ranks = ((n, partial(self.replan, n, 1)) for n in (least, 2 * least))
+        yield from self.first_that_helps(
             Suggestion("more ranks", f"world_size={n * self.problem.world_size}", plan, True, True)
             for n, plan in ranks
         )
 
-    def first_of(self, remedies: Iterable[Suggestion]) -> Iterator[Suggestion]:
-        """Remedies until one of them has helped."""
-        before = len(self.found)
-        yield from takewhile(lambda _: len(self.found) == before, remedies)
+    def first_that_helps(self, suggestions: Iterable[Suggestion]) -> Iterator[Suggestion]:
+        """Suggestions until one of them has helped."""
+        before = len(self.changes)
+        yield from takewhile(lambda _: len(self.changes) == before, suggestions)
 
-    def parts(self, memory: Mapping[str, int]) -> tuple[int, int]:
-        """Into how many parts rows might have to be cut, so that the rest of the cap suffices."""
-        states = sum(memory.get(kind, 0) for kind in STATES)
+    def batch_divisors(self, memory: Mapping[str, int]) -> tuple[int, int]:
+        """Numbers of parts of the batch with which activations may fit beside the states."""
+        states = _state_bytes(memory)
         least = _power_of_two((sum(memory.values()) - states) / max(1, self.cap - states))
         return least, 2 * least
 
-    def divisors(self, memory: Mapping[str, int]) -> list[int]:
-        """Over how many ranks parameters and states might have to be divided."""
-        least = sum(memory.get(kind, 0) for kind in STATES) / self.cap
+    def model_divisors(self, memory: Mapping[str, int]) -> list[int]:
+        """The least number of model ranks with which the states may fit, if there is one."""
+        least = _state_bytes(memory) / self.cap
         strategy = self.problem.strategy
         ranks = self.problem.world_size // (strategy.model_parallel_size * strategy.pp_size)
         return [n for n in range(2, ranks + 1) if ranks % n == 0 and n >= least][:1]
 
-    def remedy(self, what: str, changes: Mapping[str, Any], *, states: bool = True) -> Suggestion:
-        """Another strategy, which lessens activations too."""
+    def strategy_with(self, what: str, states: bool = True, **changes: Any) -> Suggestion:
+        """A suggestion to change fields of the strategy, which always reduces activations."""
         strategy = replace(self.problem.strategy, **changes)
-        asked = replace(self.problem, strategy=strategy)
+        problem = replace(self.problem, strategy=strategy)
         fields = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        how = f"Strategy({fields})"
-        return Suggestion(what, how, partial(self.answer, asked), states, True)
+        return Suggestion(
+            what, f"Strategy({fields})", partial(self.make_plan, problem), states, True
+        )
 
 
-def _power_of_two(parts: float) -> int:
-    """The least power of two above one that is as many."""
-    return 2 ** max(1, math.ceil(math.log2(max(1.0, parts))))
+def _state_bytes(memory: Mapping[str, int]) -> int:
+    return sum(memory.get(kind, 0) for kind in STATES)
 
 
-def _said(change: Change) -> str:
+def _power_of_two(ratio: float) -> int:
+    """The least power of two that is at least `ratio` and 2."""
+    return 2 ** max(1, math.ceil(math.log2(max(1.0, ratio))))
+
+
+def _change_text(change: Change) -> str:
     return (
         f"{change.what} [{change.how}], a step of {change.step_s * 1e3:.1f} ms in "
         f"{human_bytes(change.needed_bytes)}"

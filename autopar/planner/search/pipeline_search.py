@@ -1,4 +1,4 @@
-"""Which pipeline: how many micro-batches, which schedule, and where to cut."""
+"""`fastest_pipeline`: the best number of micro-batches, schedule and cut points of a pipeline."""
 
 from __future__ import annotations
 
@@ -29,43 +29,44 @@ from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.p2p import P2PCost
 from autopar.planner.evaluate.pipeline_evaluator import PipelineEvaluator
 from autopar.planner.evaluate.stage_partition import Cuts, Segment, partition_stages
-from autopar.planner.search.config_search import choose_among, first_config
+from autopar.planner.search.config_search import search_evaluators
+from autopar.planner.search.default_configs import default_config
 from autopar.report.plan import Plan
 
-MOST_A_RANK = 4
-"""Micro-batches that are tried for each rank of a pipeline: more hide little more of the bubble."""
+MICRO_BATCHES_PER_RANK = 4
+"""Most micro-batches tried per pipeline rank: more hide little more of the bubble."""
 
-ONCE_A_STEP = (ShardParameters, SynchronizeGradients, BucketCollectives, ScheduleOverlap)
-"""Passes that write and arrange what goes over the axis of the data, which balances nothing."""
+DATA_PARALLEL_PASSES = (ShardParameters, SynchronizeGradients, BucketCollectives, ScheduleOverlap)
+"""Passes for communication over the data axis, which does not affect the balance of stages."""
 
 FINALISTS = 3
-"""Pipelines of which all else is searched."""
+"""Number of pipelines whose remaining choices are searched."""
 
 
-def captured_at(
-    strategy: Strategy, captured: Callable[[int], TrainingGraph]
+def capture_micro_batches(
+    strategy: Strategy, capture: Callable[[int], TrainingGraph]
 ) -> dict[int, TrainingGraph]:
-    """The graph of one micro-batch, for each number of them that may be chosen.
+    """Captures one micro-batch for each number of micro-batches that may be chosen.
 
     Args:
-        strategy: what is fixed.
-        captured: captures a call in so many micro-batches.
+        strategy: choices that the user fixed.
+        capture: captures a micro-batch, given their number.
 
     Raises:
-        BatchError: the rows cannot be cut into as many as the strategy says.
+        BatchError: the batch cannot be cut into the number that the strategy fixes.
     """
     if strategy.micro_batches is not None or strategy.stages == 1:
         count = strategy.micro_batches or 1
         try:
-            return {count: captured(count)}
+            return {count: capture(count)}
         except CoupledRowsError as error:
-            graph = captured(1)
+            graph = capture(1)
             note = f"one micro-batch instead of {count}: {error}"
             return {1: replace(graph, notes=(*graph.notes, note))}
-    found, count = {1: captured(1)}, 2
-    while count <= MOST_A_RANK * (strategy.pp or 1):
+    found, count = {1: capture(1)}, 2
+    while count <= MICRO_BATCHES_PER_RANK * (strategy.pp or 1):
         try:
-            found[count] = captured(count)
+            found[count] = capture(count)
         except (BatchError, CaptureError, CoupledRowsError):
             break
         count *= 2
@@ -74,7 +75,7 @@ def captured_at(
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """What distinguishes pipelines, but for their cuts."""
+    """The choices of a pipeline except its cut points."""
 
     schedule: str
     micro_batches: int
@@ -82,80 +83,80 @@ class PipelineConfig:
 
 
 def pipeline_configs(
-    strategy: Strategy, micro_batches: int, places: int
+    strategy: Strategy, micro_batches: int, cut_points: int
 ) -> Iterator[PipelineConfig]:
-    """The pipelines that a strategy leaves open, at a number of micro-batches."""
+    """The pipelines that a strategy leaves open, for one number of micro-batches.
+
+    Args:
+        strategy: choices that the user fixed.
+        micro_batches: number of micro-batches.
+        cut_points: number of segments that the model can be cut into.
+    """
     ranks, chunks = strategy.pp or 1, strategy.stages // (strategy.pp or 1)
     if strategy.schedule is not None or chunks > 1 or ranks == 1:
         default = "interleaved" if chunks > 1 else "1f1b"
         yield PipelineConfig(strategy.schedule or default, micro_batches, chunks)
         return
-    yield PipelineConfig("1f1b", micro_batches, 1)
-    yield PipelineConfig("gpipe", micro_batches, 1)
-    yield PipelineConfig("zero_bubble", micro_batches, 1)
-    if strategy.split_points is None and strategy.stages_per_rank is None and places >= 2 * ranks:
+    for schedule in ("1f1b", "gpipe", "zero_bubble"):
+        yield PipelineConfig(schedule, micro_batches, 1)
+    free = strategy.split_points is None and strategy.stages_per_rank is None
+    if free and cut_points >= 2 * ranks:
         yield PipelineConfig("interleaved", micro_batches, 2)
 
 
 def cut_points_of(strategy: Strategy, model: str, graph: TrainingGraph) -> CutPoints:
-    """Where a model may be cut.
+    """The points at which a model can be cut.
 
     Raises:
-        StrategyError: it cannot be cut into as many stages.
+        StrategyError: there are fewer segments than stages.
     """
-    places = CutPoints.of(parameter_uses(graph), graph.parameters)
-    if len(places.names) < strategy.stages:
+    points = CutPoints.of(parameter_uses(graph), graph.parameters)
+    if len(points.names) < strategy.stages:
         raise StrategyError(
-            f"{model} uses parameters in {len(places.names)} places, so it cannot be cut into "
+            f"{model} uses parameters in {len(points.names)} places, so it cannot be cut into "
             f"{strategy.stages} stages: give a smaller pp or stages_per_rank"
         )
-    return places
+    return points
 
 
-def named_cuts(strategy: Strategy, places: CutPoints) -> Cuts:
-    """The places that a strategy names.
+def named_cuts(strategy: Strategy, points: CutPoints) -> Cuts:
+    """The cuts at the split points that a strategy names.
 
     Raises:
-        StrategyError: a name is none of the model, or they are not in the order of the forward.
+        StrategyError: a name is not used by the forward, or the names are out of order.
     """
-    found: list[int] = []
-    for cut in strategy.split_points or ():
-        at = [
-            place
-            for place, names in enumerate(places.names)
-            if any(name == cut or name.startswith(cut + ".") for name in names)
+    cuts: list[int] = []
+    for name in strategy.split_points or ():
+        uses = [
+            index
+            for index, used in enumerate(points.names)
+            if any(each == name or each.startswith(name + ".") for each in used)
         ]
-        if not at:
+        if not uses:
             raise StrategyError(
-                f"split_points={strategy.split_points!r}: {cut!r} is no module or parameter that "
+                f"split_points={strategy.split_points!r}: {name!r} is no module or parameter that "
                 "the forward uses"
             )
-        if at[0] <= (found[-1] if found else 0):
+        if uses[0] <= (cuts[-1] if cuts else 0):
             raise StrategyError(
-                f"split_points={strategy.split_points!r}: {cut!r} is not used after what comes "
+                f"split_points={strategy.split_points!r}: {name!r} is not used after what comes "
                 "before it, so a stage would have nothing to do. Name them in the order of "
                 "the forward."
             )
-        found.append(at[0])
-    return tuple(found)
-
-
-def _pipeline(
-    strategy: Strategy, form: PipelineConfig, graph: TrainingGraph, places: CutPoints, cuts: Cuts
-) -> Pipeline:
-    return Pipeline(
-        ranks=strategy.pp or 1,
-        schedule=form.schedule,
-        micro_batches=form.micro_batches,
-        stages_per_rank=form.stages_per_rank,
-        uses=places.stages(cuts),
-        rows=rows_of(graph) * form.micro_batches,
-    )
+        cuts.append(uses[0])
+    return tuple(cuts)
 
 
 @dataclass(frozen=True)
-class _Cutter:
-    """Finds the cuts of a graph of one micro-batch."""
+class _PipelineBuilder:
+    """Cuts the graph of one micro-batch into balanced stages.
+
+    Attributes:
+        evaluator: evaluator of the uncut model.
+        strategy: choices that the user fixed.
+        model: class name of the model.
+        cap: memory cap per rank in bytes, None for no limit.
+    """
 
     evaluator: Evaluator
     strategy: Strategy
@@ -163,63 +164,71 @@ class _Cutter:
     cap: int | None
 
     def candidates(self, micro_batches: int) -> Iterator[PipelineEvaluator]:
-        """An evaluator of each pipeline."""
-        base, graph = self.evaluator.setup.base, self.evaluator.setup.graph
-        places = cut_points_of(self.strategy, self.model, graph)
-        whole = self.strategy.stages == 1
-        free = self.strategy.split_points is None and not whole
-        segments = self._segments(places, micro_batches) if free else []
-        ranks, link = self.strategy.pp or 1, P2PCost(self.evaluator.setup.cluster, base.mesh)
-        for form in pipeline_configs(self.strategy, micro_batches, len(places.names)):
-            order = orders(form.schedule, ranks, micro_batches, form.stages_per_rank)
-            count = ranks * form.stages_per_rank
-            flights = [in_flight(order[stage % ranks], stage) for stage in range(count)]
+        """An evaluator for each pipeline that the strategy leaves open."""
+        strategy, setup = self.strategy, self.evaluator.setup
+        graph = setup.graph
+        points = cut_points_of(strategy, self.model, graph)
+        balanced = strategy.split_points is None and strategy.stages > 1
+        segments = self._segments(points, micro_batches) if balanced else []
+        ranks = strategy.pp or 1
+        p2p = P2PCost(setup.cluster, setup.base.mesh)
+        for config in pipeline_configs(strategy, micro_batches, len(points.names)):
+            order = orders(config.schedule, ranks, micro_batches, config.stages_per_rank)
+            stages = range(ranks * config.stages_per_rank)
+            flights = [in_flight(order[stage % ranks], stage) for stage in stages]
             cuts: Cuts | None = ()
-            if self.strategy.split_points is not None:
-                cuts = named_cuts(self.strategy, places)
-            elif not whole:
-                cuts = partition_stages(segments, ranks, flights, link.seconds, self.cap)
-                cuts = cuts or partition_stages(segments, ranks, flights, link.seconds)
-            pipeline = _pipeline(self.strategy, form, graph, places, cuts or ())
-            yield PipelineEvaluator(self.evaluator.setup, pipeline)
+            if strategy.split_points is not None:
+                cuts = named_cuts(strategy, points)
+            elif balanced:
+                cuts = partition_stages(segments, ranks, flights, p2p.seconds, self.cap)
+                cuts = cuts or partition_stages(segments, ranks, flights, p2p.seconds)
+            pipeline = Pipeline(
+                ranks=ranks,
+                schedule=config.schedule,
+                micro_batches=micro_batches,
+                stages_per_rank=config.stages_per_rank,
+                uses=points.stages(cuts or ()),
+                rows=rows_of(graph) * micro_batches,
+            )
+            yield PipelineEvaluator(setup, pipeline)
 
-    def _segments(self, places: CutPoints, micro_batches: int) -> list[Segment]:
-        """What there is to balance: the model with every place a stage of its own."""
-        base = self.evaluator.setup.base
-        _, whole, lowered = at_cut_points(self.evaluator, self.strategy, places, micro_batches)
-        cluster, operators = self.evaluator.setup.cluster, self.evaluator.setup.operators
-        taken = seconds_of(lowered, places, cluster, operators, DATA_AXIS)
-        divided = base.dp_size if self.strategy.zero not in (0, 1, 2) else 1
-        copies = (2.0 + base.optimizer_state_ratio) / divided
-        return segments_of(whole, places, taken, copies)
+    def _segments(self, points: CutPoints, micro_batches: int) -> list[Segment]:
+        """The model cut at every point, with the cost of each segment."""
+        setup = self.evaluator.setup
+        _, graph, lowered = cut_everywhere(self.evaluator, self.strategy, points, micro_batches)
+        seconds = seconds_of(lowered, points, setup.cluster, setup.operators, DATA_AXIS)
+        shards = setup.base.dp_size if self.strategy.zero not in (0, 1, 2) else 1
+        copies = (2.0 + setup.base.optimizer_state_ratio) / shards
+        return segments_of(graph, points, seconds, copies)
 
 
-def at_cut_points(
-    evaluator: Evaluator, strategy: Strategy, places: CutPoints, micro_batches: int
+def cut_everywhere(
+    evaluator: Evaluator, strategy: Strategy, points: CutPoints, micro_batches: int
 ) -> tuple[Plan, TrainingGraph, TrainingGraph]:
-    """The plan with every place a stage of its own; a micro-batch of it, captured and lowered."""
+    """The plan with every segment as a stage, and one micro-batch of it, captured and lowered."""
     setup = evaluator.setup
-    zero = first_config(strategy, tuple(block for block, _ in setup.base.zero_stages), 0)
-    each = Pipeline(len(places.names), "gpipe", micro_batches, 1, places.uses)
-    plan = replace(setup.draft(zero), pipeline=each)
-    whole = place_plan_stages(setup.graph, plan, 0, setup.op_strategies, micro_batches)
+    blocks = tuple(block for block, _ in setup.base.zero_stages)
+    config = default_config(strategy, blocks, 0)
+    pipeline = Pipeline(len(points.names), "gpipe", micro_batches, 1, points.uses)
+    plan = replace(setup.draft(config), pipeline=pipeline)
+    graph = place_plan_stages(setup.graph, plan, 0, setup.op_strategies, micro_batches)
     passes = build_stage_pipeline(plan, 0, setup.comm_backend)
-    return plan, whole, run_passes(whole, (p for p in passes if not isinstance(p, ONCE_A_STEP)))
+    own = (each for each in passes if not isinstance(each, DATA_PARALLEL_PASSES))
+    return plan, graph, run_passes(graph, own)
 
 
 def unmeasured_pipeline(
     evaluator: Evaluator, strategy: Strategy, model: str, micro_batches: int
 ) -> PipelineEvaluator:
-    """The pipeline of a strategy that leaves nothing open but its cuts.
+    """The pipeline of a strategy that leaves nothing open but its cut points.
 
     Args:
-        evaluator: of the model as it is, with modelled figures: cuts are balanced by these.
-        strategy: what is fixed.
-        model: its name.
-        micro_batches: number of micro-batches of a rank.
+        evaluator: evaluator of the uncut model with modelled times, which balance the stages.
+        strategy: choices that the user fixed.
+        model: class name of the model.
+        micro_batches: number of micro-batches.
     """
-    cutter = _Cutter(evaluator, strategy, model, None)
-    return next(cutter.candidates(micro_batches))
+    return next(_PipelineBuilder(evaluator, strategy, model, None).candidates(micro_batches))
 
 
 def fastest_pipeline(
@@ -229,14 +238,14 @@ def fastest_pipeline(
     cap: int | None,
     incumbent_s: float = math.inf,
 ) -> Plan:
-    """The fastest plan that fits, of all numbers of micro-batches, schedules and balanced cuts.
+    """The fastest plan that fits, over micro-batches, schedules and balanced cut points.
 
     Args:
-        evaluators: of the model as it is, for each number of micro-batches.
-        strategy: what is fixed.
-        model: its name.
-        cap: bytes for each rank; None for any number.
-        incumbent_s: seconds of a step; what could not be faster is not looked at further.
+        evaluators: evaluators of the uncut model by number of micro-batches.
+        strategy: choices that the user fixed.
+        model: class name of the model.
+        cap: memory cap per rank in bytes, None for no limit.
+        incumbent_s: best step time found so far, in seconds.
 
     Raises:
         StrategyError: the model cannot be cut as the strategy says.
@@ -245,16 +254,17 @@ def fastest_pipeline(
     tried: list[tuple[PipelineEvaluator, Candidate]] = []
     refusals: list[StrategyError] = []
     blocks = tuple(block for block, _ in next(iter(evaluators.values())).setup.base.zero_stages)
-    first = first_config(strategy, blocks, 0)
+    config = default_config(strategy, blocks, 0)
 
-    def merit(item: tuple[PipelineEvaluator, Candidate]) -> tuple[bool, float]:
+    def rank_of(item: tuple[PipelineEvaluator, Candidate]) -> tuple[bool, float]:
         cost = item[1].prediction
         return cap is not None and cost.needed_bytes > cap, cost.step_s
 
     for micro_batches, evaluator in evaluators.items():
+        builder = _PipelineBuilder(evaluator, strategy, model, cap)
         try:
-            for candidate in _Cutter(evaluator, strategy, model, cap).candidates(micro_batches):
-                tried.append((candidate, candidate.evaluate(first)))
+            for pipeline in builder.candidates(micro_batches):
+                tried.append((pipeline, pipeline.evaluate(config)))
                 if not evaluator.setup.deadline():
                     break
         except StrategyError as refusal:
@@ -262,25 +272,23 @@ def fastest_pipeline(
     if not tried:
         raise refusals[0]
 
-    tried.sort(key=merit)
+    tried.sort(key=rank_of)
     finalists = tried[:FINALISTS]
     if cap is not None:
         smallest = min(tried, key=lambda item: item[1].prediction.needed_bytes)
         finalists += [smallest] if smallest not in finalists else []
-    best = choose_among(
-        (evaluator for evaluator, _ in finalists), strategy, blocks, cap, incumbent_s
-    )
+    best = search_evaluators((each for each, _ in finalists), strategy, blocks, cap, incumbent_s)
     return replace(best, runners_up=_runners_up(best, [e.plan for _, e in tried], cap))
 
 
 def step_s(plan: Plan) -> float:
-    """What the step of a plan that was predicted takes."""
+    """Predicted step time of a plan in seconds."""
     assert plan.prediction is not None
     return plan.prediction.step_s
 
 
 def _runners_up(best: Plan, others: list[Plan], cap: int | None) -> tuple[RunnerUp, ...]:
-    """Those of the best pipeline, and the other pipelines."""
+    """Runners-up of the best pipeline, and the other pipelines."""
     found = {other.name: other for other in best.runners_up}
     for plan in others:
         if plan.pipeline != best.pipeline and plan.prediction and best.prediction:

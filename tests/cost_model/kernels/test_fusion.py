@@ -32,7 +32,7 @@ class Model(nn.Module):
 def graph() -> TrainingGraph:
     with torch.device("meta"):
         model, x = Model(), torch.zeros(ROWS, WIDTH)
-    return capture_of_rank(model, (x,), 0, 1, "global", None, None)
+    return capture_of_rank(model, (x,), 0, 1)
 
 
 def named(found: TrainingGraph, name: str) -> torch.fx.Node:

@@ -13,8 +13,9 @@ from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import RATES, ScaledBandwidth, sweep_bandwidth
 from autopar.planner.evaluate.candidate import Candidate
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.search.config_search import first_config
-from autopar.planner.search.fixed_mesh import evaluator_of, measured
+from autopar.planner.search.build_evaluator import build_evaluator
+from autopar.planner.search.default_configs import default_config
+from autopar.planner.search.measure_problem import measure_problem
 from autopar.planner.search.pipeline_search import unmeasured_pipeline
 from autopar.report.plan import Plan
 from tests.planner.blocks import GPTBlock, Stack
@@ -39,12 +40,13 @@ def evaluator(strategy: Strategy) -> tuple[Evaluator, Candidate]:
     problem = problem_of(model, strategy, world_size=8, cluster=H100)
     problem = replace(problem, comm_backend="nccl", device=torch.device("meta"))
     parts = strategy.micro_batches or 1
-    graph = capture_of_rank(model, (inputs,), 0, problem.dp_size, "global", None, None, parts)
-    spmd = evaluator_of(problem, graph, measured(problem, {parts: graph}))
+    graph = capture_of_rank(model, (inputs,), 0, problem.dp_size, micro_batches=parts)
+    machine = measure_problem(problem, {parts: graph}, live=False)
+    spmd = build_evaluator(problem, graph, machine)
     found: Evaluator = spmd
     if strategy.pipelined:
         found = unmeasured_pipeline(spmd, strategy, problem.model, parts)
-    return found, found.evaluate(first_config(strategy, problem.blocks, 3))
+    return found, found.evaluate(default_config(strategy, problem.blocks, 3))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.capture.offline import Known, capture_of_rank
+from autopar.capture.offline import CaptureCache, capture_of_rank
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import BatchError
 from autopar.ir.graph import TrainingGraph
 from autopar.plan.strategy import Strategy
+from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.estimate_captures import MeshEstimator
-from autopar.planner.search.fixed_mesh import PlanningProblem
 from autopar.planner.search.layer_extrapolation import kinds_of, with_num_layers
 from autopar.planner.search.mesh_estimate import MeshEstimate
 from examples.plan_llama import Llama, Size
@@ -34,10 +34,8 @@ def inputs(rows: int = ROWS) -> tuple[torch.Tensor, ...]:
     return (torch.zeros(rows, 512, dtype=torch.long, device="meta"),) * 2
 
 
-def captured(slices: int, known: Known, rows: int = ROWS) -> TrainingGraph:
-    return capture_of_rank(
-        llama(), inputs(rows), 0, slices, "global", None, None, known=known, in_time=slices > 1
-    )
+def captured(slices: int, cache: CaptureCache, rows: int = ROWS) -> TrainingGraph:
+    return capture_of_rank(llama(), inputs(rows), 0, slices, cache=cache, in_time=slices > 1)
 
 
 def asked(strategy: Strategy) -> PlanningProblem:

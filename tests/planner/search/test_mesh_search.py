@@ -1,7 +1,7 @@
 """Which meshes are looked at, and which is chosen, from answers that a person can check."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -9,9 +9,10 @@ import pytest
 from autopar.errors import BatchError, CaptureError, OutOfMemoryError
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
-from autopar.planner.search.fixed_mesh import PlanningProblem
+from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
-from autopar.planner.search.mesh_search import EstimateMesh, fastest_mesh, meshes
+from autopar.planner.search.mesh_search import EstimateMesh, PlanMesh, fastest_mesh
+from autopar.planner.search.mesh_space import meshes
 from autopar.report.plan import Plan
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of
@@ -26,22 +27,20 @@ def mesh(strategy: Strategy) -> Mesh:
 
 
 def test_every_mesh_the_fewest_parts_first() -> None:
-    found = [mesh(own)[:2] for own in meshes(AUTO, 4, near=4, blocks=3)]
+    found = [mesh(own)[:2] for own in meshes(AUTO, 4, ranks_per_node=4, blocks=3)]
     assert found == [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2)]
-    far = [mesh(own)[:2] for own in meshes(AUTO, 16, near=2, blocks=2)]
+    far = [mesh(own)[:2] for own in meshes(AUTO, 16, ranks_per_node=2, blocks=2)]
     assert far == [(1, 1), (1, 2), (2, 1), (2, 2)]
-    fixed = [mesh(own)[:2] for own in meshes(replace(AUTO, tp=2), 8, near=8, blocks=8)]
+    fixed = [mesh(own)[:2] for own in meshes(replace(AUTO, tp=2), 8, ranks_per_node=8, blocks=8)]
     assert fixed == [(1, 2), (2, 2), (4, 2)]
     assert list(meshes(Strategy(), 4, 4, 3)) == [Strategy()]
 
 
 def test_shards_over_the_neighbours_that_are_left_of_a_node() -> None:
     strategy = Strategy(search=("tp", "dp_shard"))
-    found = [
-        (own.model_parallel_size, own.dp_shard) for own in meshes(strategy, 16, near=4, blocks=2)
-    ]
+    found = [(own.model_parallel_size, own.dp_shard) for own in meshes(strategy, 16, 4, blocks=2)]
     assert found == [(1, None), (1, 4), (2, None), (2, 2), (4, None)]
-    alone = [own.dp_shard for own in meshes(strategy, 4, near=4, blocks=2)]
+    alone = [own.dp_shard for own in meshes(strategy, 4, 4, blocks=2)]
     assert alone == [None] * 3  # one node
     assert not any(own.dp_shard for own in meshes(replace(strategy, zero=0), 16, 4, 2))
 
@@ -67,8 +66,8 @@ def predicted(step_s: float, exposed_s: float, recompute: str = "none") -> Plan:
 Answers = Mapping[Mesh, Plan | Exception]
 
 
-def looking(answers: Answers, seen: list[Mesh]) -> Callable[[PlanningProblem], Plan]:
-    def look(own: PlanningProblem) -> Plan:
+def looking(answers: Answers, seen: list[Mesh]) -> PlanMesh:
+    def look(own: PlanningProblem, context: SearchContext) -> Plan:
         assert not own.strategy.search
         seen.append(mesh(own.strategy))
         answer = answers[seen[-1]]
@@ -101,16 +100,16 @@ def test_the_fastest_is_chosen_and_the_others_are_kept() -> None:
         (2, 1, 8): predicted(1.3, 0.3),
     }
     expected = {(2, 1, 4): 1.1, (1, 2, 1): 1.2, (2, 1, 8): 1.3, (2, 1, 2): 1.4, (2, 2, 2): 2.3}
-    beats: list[float] = []
+    incumbents_s: list[float] = []
     look = looking(answers, seen := [])
 
-    def noting(own: PlanningProblem) -> Plan:
-        beats.append(own.incumbent_s)
-        return look(own)
+    def noting(own: PlanningProblem, context: SearchContext) -> Plan:
+        incumbents_s.append(context.incumbent_s)
+        return look(own, context)
 
-    plan = fastest_mesh(problem(), noting, expecting(expected), near=4)
+    plan = fastest_mesh(problem(), noting, expecting(expected), 4)
     assert seen == list(answers)
-    assert beats == [math.inf, 2.0, 1.2, 1.2]
+    assert incumbents_s == [math.inf, 2.0, 1.2, 1.2]
     assert plan.name == "(2, 1, 4)"
     assert [other.name for other in plan.runners_up] == ["(2, 1, 8)", "(1, 1, None)"]
     assert plan.runners_up[0].why == "100.00 ms slower: +100.00 ms to wait for messages"
@@ -127,29 +126,31 @@ def test_the_best_of_every_mesh_comes_first_where_several_are_tried() -> None:
         (2, 1, 8): predicted(1.5, 0.2),
     }
     expected = {(2, 1, 4): 1.1, (2, 1, 8): 1.3, (1, 2, 1): 1.4}
-    trying = replace(problem(), autotune_candidates=[])
-    plan = fastest_mesh(trying, looking(answers, seen := []), expecting(expected), near=4)
+    context = SearchContext(on_candidate=lambda plan: None)
+    plan = fastest_mesh(problem(), looking(answers, seen := []), expecting(expected), 4, context)
     assert seen == [(1, 1, None), (2, 1, 4), (1, 2, None), (2, 1, 8)]
     assert plan.name == "(2, 1, 8)"
 
 
 def test_what_cannot_be_faster_is_not_looked_at() -> None:
     """An outline promises half of 10 s at best."""
-    plan = fastest_mesh(problem(), looking({(1, 1, None): predicted(2.0, 0.5)}, []), FAR, near=4)
+    plan = fastest_mesh(
+        problem(), looking({(1, 1, None): predicted(2.0, 0.5)}, []), FAR, ranks_per_node=4
+    )
     assert plan.notes[-1].endswith("certainly 5000")
 
 
 def test_what_computes_all_the_time_cannot_be_beaten() -> None:
     answers: Answers = {(1, 1, None): predicted(2.0, 0.01)}
-    plan = fastest_mesh(problem(), looking(answers, []), near=4, outline=FAR)
+    plan = fastest_mesh(problem(), looking(answers, []), FAR, 4)
     assert "not looked at: tp=2, pp=2, tp=4, pp=2 x tp=2; 0% of the step" in plan.notes[-1]
-    assert plan == fastest_mesh(problem(), looking(answers, []), near=4, outline=FAR)
+    assert plan == fastest_mesh(problem(), looking(answers, []), FAR, 4)
 
 
 def test_time_runs_out() -> None:
     answers: Answers = {(1, 1, None): predicted(2.0, 0.5)}
     expected = expecting({(2, 1, 4): 1.1})
-    plan = fastest_mesh(problem(), looking(answers, []), expected, 4, go_on=lambda: False)
+    plan = fastest_mesh(problem(), looking(answers, []), expected, 4, SearchContext(lambda: False))
     assert "expected to take 1100 ms or more, and certainly 550" in plan.notes[-1]
 
 
@@ -161,7 +162,9 @@ def test_micro_batches_while_memory_presses() -> None:
         (1, 1, 4): predicted(1.5, 0.01),
     }
     expected = expecting({(1, 1, 2): 1.0, (1, 1, 4): 1.1})
-    plan = fastest_mesh(problem(memory=10**9), looking(answers, seen := []), expected, near=4)
+    plan = fastest_mesh(
+        problem(memory=10**9), looking(answers, seen := []), expected, ranks_per_node=4
+    )
     assert seen == list(answers)
     assert plan.name == "(1, 1, 4)"
 
@@ -171,9 +174,9 @@ def test_states_that_exceed_the_cap_are_not_looked_at() -> None:
     given = problem(replace(AUTO, zero=0), memory=120_000)
     answers: Answers = {(1, 4, None): predicted(2.0, 0.0)}
     expected = expecting({(1, 4, 1): 1.0})
-    assert fastest_mesh(given, looking(answers, []), expected, near=4).name == "(1, 4, None)"
+    assert fastest_mesh(given, looking(answers, []), expected, 4).name == "(1, 4, None)"
     with pytest.raises(OutOfMemoryError, match="tp=4: parameters, gradients and states alone"):
-        fastest_mesh(replace(given, memory=50_000), looking({}, []), expected, near=4)
+        fastest_mesh(replace(given, memory=50_000), looking({}, []), expected, 4)
 
 
 def test_what_cannot_be_captured_at_all_is_said() -> None:

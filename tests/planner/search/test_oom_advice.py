@@ -10,7 +10,7 @@ from autopar.cli import main
 from autopar.errors import BatchError, Change, OutOfMemoryError
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
-from autopar.planner.search.fixed_mesh import PlanningProblem
+from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.oom_advice import plan_or_advise
 from autopar.report.plan import Plan
 from tests.harness.models import MODELS

@@ -1,0 +1,92 @@
+"""`Driver`: captures, measures and plans one call of a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from autopar.plan.strategy import Strategy
+from autopar.planner.deadline import Deadline
+from autopar.planner.machine import Machine
+from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
+from autopar.planner.search.fixed_mesh import plan_fixed_mesh
+from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress, fastest_mesh
+from autopar.report.plan import Plan
+
+MESH_SHARE = 0.2
+"""Fraction of the time limit for improving on the first plan of one of several meshes."""
+
+T = TypeVar("T")
+
+
+class Driver(ABC):
+    """Captures, measures and plans one call of a model.
+
+    Graphs and machines are cached by strategy and world size: planning again under another memory
+    cap repeats neither.
+
+    Attributes:
+        deadline: end of the search.
+        share: fraction of the time limit for improving on one mesh.
+        on_candidate: called with every candidate plan, if anybody observes the search.
+        progress: called before every mesh that is planned.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        deadline: Deadline,
+        on_candidate: Callable[[Plan], None] | None = None,
+        progress: ReportProgress = lambda progress: None,
+    ) -> None:
+        self.deadline, self.share = deadline, MESH_SHARE if strategy.search else 1.0
+        self.on_candidate, self.progress = on_candidate, progress
+        self._prepared: dict[tuple[str, int], tuple[Graphs, Machine | None]] = {}
+
+    @abstractmethod
+    def capture(self, problem: PlanningProblem) -> Graphs:
+        """Captures a micro-batch for every number of micro-batches that may be chosen."""
+
+    @abstractmethod
+    def measure(self, problem: PlanningProblem, graphs: Graphs) -> Machine | None:
+        """Measures the machine on these graphs; None if the plan does not depend on it."""
+
+    def plan(self, problem: PlanningProblem) -> Plan:
+        """The fastest plan over all meshes that the strategy leaves open.
+
+        Raises:
+            OutOfMemoryError: nothing fits.
+        """
+        context = SearchContext(lambda: self.decide(self.deadline), on_candidate=self.on_candidate)
+        if not problem.strategy.search:
+            return self.plan_mesh(problem, context)
+        problem, estimate = self.estimator(problem)
+        assert problem.cluster is not None
+        return fastest_mesh(
+            problem,
+            self.plan_mesh,
+            lambda candidate: self.decide(lambda: estimate(candidate)),
+            problem.cluster.ranks_per_node,
+            context,
+            self.progress,
+        )
+
+    def plan_mesh(self, problem: PlanningProblem, context: SearchContext) -> Plan:
+        """The fastest plan on a fixed mesh."""
+        key = str(problem.strategy), problem.world_size
+        if key not in self._prepared:
+            graphs = self.capture(problem)
+            self._prepared[key] = graphs, self.measure(problem, graphs)
+        prepared = self._prepared[key]
+        context = replace(context, deadline=self.deadline.part(self.share))
+        return self.decide(lambda: plan_fixed_mesh(problem, *prepared, context))
+
+    @abstractmethod
+    def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
+        """The problem with its cluster, and a function that estimates its meshes."""
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        """The result of a choice that all ranks must share."""
+        return choose()

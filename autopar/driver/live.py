@@ -1,0 +1,180 @@
+"""`LivePlanner`: plans the calls of a module on the ranks that train it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from autopar.autotune.autotune import benchmark_and_pick, num_plans_to_benchmark, plans_to_benchmark
+from autopar.capture.model_info import total_bytes
+from autopar.common.notices import warn_once
+from autopar.cost_model.measurement.measure import measure
+from autopar.driver.driver import Driver
+from autopar.errors import CaptureError, FallbackWarning, LossyWarning
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.plan.partition import NodeStrategies, Partition
+from autopar.planner.deadline import Deadline
+from autopar.planner.machine import Machine, ranks_of
+from autopar.planner.placement.unmeasured import repartition
+from autopar.planner.problem import Graphs, PlanningProblem
+from autopar.planner.search.estimate_captures import MeshEstimator
+from autopar.planner.search.measure_problem import measure_problem, provisional_strategies
+from autopar.planner.search.mesh_search import EstimateMesh
+from autopar.planner.search.oom_advice import plan_or_advise
+from autopar.planner.search.pipeline_search import capture_micro_batches
+from autopar.profiler.profiler import Profiler
+from autopar.report.plan import Plan
+from autopar.report.table import compressed
+from autopar.runtime.agreement.captured_graph import agree_on_graph
+from autopar.runtime.agreement.consensus import (
+    assert_same_across_ranks,
+    broadcast_from_rank0,
+    run_on_all_ranks,
+)
+from autopar.runtime.fallback import describe_fallback_differences, wrap_with_ddp_or_fsdp
+from autopar.runtime.module import CaptureFunction, DistributedModule
+from autopar.runtime.process_groups import make_mesh
+
+COLLECTIVES_BUDGET_S = 15.0
+"""Time to measure the collectives of every mesh, where the mesh is searched."""
+
+T = TypeVar("T")
+
+
+class LiveDriver(Driver):
+    """Captures and measures on all ranks at once; rank 0 decides.
+
+    Args:
+        problem: the planning problem.
+        captured: captures the call, given model parallel ranks, stages and micro-batches.
+        deadline: end of the search.
+        on_candidate: called with every candidate plan, if anybody observes the search.
+        recorder: profiler that records what was planned for, None for none.
+    """
+
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        captured: CaptureFunction,
+        deadline: Deadline,
+        on_candidate: Callable[[Plan], None] | None,
+        recorder: Profiler | None,
+    ) -> None:
+        super().__init__(problem.strategy, deadline, on_candidate)
+        self.captured, self.recorder = captured, recorder
+
+    def capture(self, problem: PlanningProblem) -> Graphs:
+        strategy = problem.strategy
+        ranks = strategy.model_parallel_size, strategy.pp_size
+        graphs = run_on_all_ranks(
+            lambda: capture_micro_batches(strategy, lambda n: self.captured(*ranks, n).graph)
+        )
+        agree_on_graph(next(iter(graphs.values())), even=False)
+        if self.recorder is not None:
+            self.recorder.planned.append((problem, graphs))
+        return graphs
+
+    def measure(self, problem: PlanningProblem, graphs: Graphs) -> Machine | None:
+        strategies = broadcast_from_rank0(lambda: provisional_strategies(problem, graphs))
+        return run_on_all_ranks(lambda: measure_problem(problem, graphs, strategies, live=True))
+
+    def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
+        cluster = problem.cluster or measure(budget_s=COLLECTIVES_BUDGET_S)
+        problem, sharing = replace(problem, cluster=cluster), 1
+        if problem.device.type == "cpu":
+            sharing = run_on_all_ranks(lambda: ranks_of(live=True).sharing)
+
+        def capture_slice(slices: int, _: object) -> TrainingGraph:
+            return self.captured(problem.world_size, 1, slices).graph
+
+        return problem, MeshEstimator(problem, capture_slice, sharing=sharing)
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        return broadcast_from_rank0(choose)
+
+
+@dataclass(frozen=True)
+class LivePlanner:
+    """Plans, fallbacks and strategies for a DistributedModule; all ranks call it at once.
+
+    Attributes:
+        problem: the planning problem.
+        plan: plan to follow, None to search for one.
+        fallback: whether torch's data parallelism may replace a plan.
+        time_limit_s: limit of the search in seconds, None for none.
+        trials: number of plans to benchmark, None for the default.
+        recorder: profiler of the module, None for none.
+    """
+
+    problem: PlanningProblem
+    plan: Plan | None
+    fallback: bool
+    time_limit_s: float | None
+    trials: int | None
+    recorder: Profiler | None
+
+    def make_plan(self, module: DistributedModule, captured: CaptureFunction, call: Any) -> Plan:
+        """Captures, measures, plans and benchmarks a call, unless the plan is fixed.
+
+        Args:
+            module: module without a plan.
+            captured: captures the call.
+            call: arguments and keyword arguments of the call.
+        """
+        if self.plan is not None:
+            return self.agreed(self.plan)
+        problem, candidates = self.problem, list[Plan]()
+        count = num_plans_to_benchmark(self.trials, problem)
+        observe = candidates.append if count > 1 else None
+        driver = LiveDriver(problem, captured, Deadline(self.time_limit_s), observe, self.recorder)
+        best = plan_or_advise(problem, driver.plan, recapture=False)
+        plans = plans_to_benchmark(problem.device, best, candidates, count)
+        return self.agreed(benchmark_and_pick(module, plans, call, problem.optimizer))
+
+    def agreed(self, plan: Plan) -> Plan:
+        """The plan, after checking that all ranks have it; warns where it compresses.
+
+        Raises:
+            DisagreementError: ranks have different plans.
+        """
+        assert_same_across_ranks({"plan": plan.digest()}, "Give every rank the same plan.")
+        for line in compressed(plan):
+            warn_once(LossyWarning, f"under autopar's plan {line}")
+        if self.recorder is not None:
+            self.recorder.plan = plan
+        return plan
+
+    def make_fallback(self, model: nn.Module, reason: CaptureError) -> nn.Module:
+        """The model under torch's DDP, or fully_shard where whole states exceed the cap.
+
+        Raises:
+            CaptureError: fallbacks are not allowed.
+        """
+        if not self.fallback:
+            raise reason
+        problem, ranks = self.problem, self.problem.world_size
+        if ranks == 1:
+            told = f"autopar runs the model as it is, in plain PyTorch: {reason}"
+            warn_once(FallbackWarning, told)
+            return model
+        needed = total_bytes(problem.parameters.values()) * (2 + problem.state_ratio)
+        shard = bool(problem.strategy.zero)
+        if problem.strategy.zero is None:
+            shard = problem.memory is not None and needed > problem.memory
+        name = "fully_shard" if shard else "DistributedDataParallel"
+        divides = problem.strategy.model_parallel_size * problem.strategy.pp_size > 1
+        undivided = " and does not divide the model" if divides else ""
+        told = f"autopar trains with torch's {name} instead{undivided}: {reason}"
+        warn_once(FallbackWarning, f"{told}\n{describe_fallback_differences(model)}")
+        mesh = make_mesh(problem.device, ((DATA_AXIS, ranks),))
+        assert mesh is not None
+        return wrap_with_ddp_or_fsdp(model, mesh, shard=shard)
+
+    @staticmethod
+    def make_strategies(graph: TrainingGraph, partition: Partition) -> NodeStrategies:
+        """Strategies for a call that the plan was not made for."""
+        return broadcast_from_rank0(lambda: repartition(graph, partition))

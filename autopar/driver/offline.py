@@ -1,0 +1,107 @@
+"""`OfflineDriver`: plans for ranks that need not be running."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.batch_shards import last_part
+from autopar.capture.offline import CaptureCache, capture_of_rank
+from autopar.driver.driver import Driver
+from autopar.ir.graph import TrainingGraph
+from autopar.planner.deadline import Deadline
+from autopar.planner.machine import Machine
+from autopar.planner.problem import Graphs, PlanningProblem
+from autopar.planner.search.estimate_captures import MeshEstimator
+from autopar.planner.search.measure_problem import measure_problem
+from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress
+from autopar.planner.search.oom_advice import on_more_ranks, plan_or_advise
+from autopar.planner.search.pipeline_search import capture_micro_batches
+from autopar.report.plan import Plan
+
+
+class OfflineDriver(Driver):
+    """Captures, measures and plans in one process, for ranks that need not be running.
+
+    Args:
+        problem: the planning problem.
+        model: the model, possibly on the meta device.
+        example_inputs: arguments of a typical call.
+        autocast: dtype of autocast, None for none.
+        loss_fn: loss function applied inside the graph, None for none.
+        deadline: end of the search.
+        progress: called before every mesh that is planned.
+    """
+
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        model: nn.Module,
+        example_inputs: Any,
+        autocast: torch.dtype | None,
+        loss_fn: Callable[..., Any] | None,
+        deadline: Deadline,
+        progress: ReportProgress,
+    ) -> None:
+        super().__init__(problem.strategy, deadline, progress=progress)
+        self.model = model
+        self._capture_rank = functools.partial(
+            capture_of_rank,
+            model,
+            example_inputs,
+            0,
+            batch=problem.batch,
+            autocast=autocast,
+            loss_fn=loss_fn,
+            local=problem.strategy.batch_semantics == "local",
+        )
+        self._cache: CaptureCache = {}
+        self._capture = functools.cache(self._capture_micro_batch)
+
+    def capture(self, problem: PlanningProblem) -> Graphs:
+        capture = functools.partial(self._capture, problem.dp_size)
+        return capture_micro_batches(problem.strategy, capture)
+
+    def measure(self, problem: PlanningProblem, graphs: Graphs) -> Machine | None:
+        return measure_problem(problem, graphs, live=False)
+
+    def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
+        return problem, MeshEstimator(problem, self._capture_slice, self.model)
+
+    def _capture_micro_batch(self, ranks: int, micro_batches: int) -> TrainingGraph:
+        return self._capture_rank(ranks, micro_batches=micro_batches, cache=self._cache)
+
+    def _capture_slice(self, slices: int, cache: CaptureCache) -> TrainingGraph:
+        return self._capture_rank(slices, cache=cache, in_time=slices > 1)
+
+
+def plan_offline(
+    problem: PlanningProblem,
+    model: nn.Module,
+    example_inputs: Any,
+    autocast: torch.dtype | None,
+    loss_fn: Callable[..., Any] | None,
+    time_limit_s: float | None,
+    progress: ReportProgress,
+) -> Plan:
+    """The fastest plan of a problem, or an error that says what would help.
+
+    Raises:
+        OutOfMemoryError: nothing fits.
+    """
+    deadline = Deadline(time_limit_s)
+
+    def driver_for(inputs: Any) -> OfflineDriver:
+        return OfflineDriver(problem, model, inputs, autocast, loss_fn, deadline, progress)
+
+    driver = driver_for(example_inputs)
+
+    def replan(factor: int, parts: int) -> Plan:
+        other = driver if parts == 1 else driver_for(last_part(example_inputs, parts))
+        return other.plan(on_more_ranks(problem, factor))
+
+    return plan_or_advise(problem, driver.plan, replan)

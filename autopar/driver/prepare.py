@@ -1,0 +1,66 @@
+"""Checks and preparation of a model on all ranks, before its calls are planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from autopar.capture.model_info import describe_buffers, describe_parameters, device_of
+from autopar.ir.graph import ParameterInfo
+from autopar.passes.registration import DISABLE, pass_settings
+from autopar.plan.spec import fingerprint
+from autopar.planner.problem import PlanningProblem
+from autopar.runtime.agreement.captured_graph import versions
+from autopar.runtime.agreement.consensus import assert_same_across_ranks
+from autopar.runtime.attributes import check_not_compiled
+from autopar.runtime.parameters.distribute import check_plain, make_contiguous, materialize
+
+
+def take_over(model: nn.Module) -> Mapping[str, ParameterInfo]:
+    """Materializes a model on its device and describes its parameters.
+
+    Raises:
+        DisagreementError: ranks have different models, passes, or versions of torch or autopar.
+        ModelError: the model is compiled or sharded already.
+    """
+    check_not_compiled(model)
+    check_plain(model)
+    materialize(model, device_of(model))
+    make_contiguous(model)
+    parameters = describe_parameters(model)
+    described = fingerprint(parameters.values()), describe_buffers(model)
+    assert_same_across_ranks(versions(), "Install the same versions on every rank.")
+    assert_same_across_ranks({"model": described}, "Build the same model on every rank.")
+    assert_same_across_ranks(
+        {"set of passes": pass_settings()},
+        f"Set {DISABLE} and register passes alike on every rank.",
+    )
+    return parameters
+
+
+def check_call_agrees(problem: PlanningProblem, arguments: Mapping[str, Any]) -> None:
+    """Checks that all ranks called `compile` alike.
+
+    Args:
+        problem: the planning problem of this rank.
+        arguments: arguments of `compile` by name.
+
+    Raises:
+        DisagreementError: they did not.
+    """
+    optional = ("example_inputs", "loss_fn", "cluster", "plan")
+    settings = {
+        "batch mode": problem.batch,  # first, as the strategy depends on it
+        "strategy": problem.strategy,
+        "precision": problem.precision,
+        "backend": arguments["backend"],
+        "memory cap": problem.memory,
+        "verification": arguments["verify"],
+        "optimizer": problem.base().optimizer,
+        f"idea of what is given ({', '.join(optional)})": [
+            arguments[name] is not None for name in optional
+        ],
+    }
+    assert_same_across_ranks(settings, "Call autopar.compile alike on every rank.")

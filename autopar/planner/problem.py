@@ -1,0 +1,145 @@
+"""`PlanningProblem`, the input of the planner, and `SearchContext`, the limits of a search."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.kernels.fusion import EAGER
+from autopar.cost_model.measurement.optimizer_step import Optimizer
+from autopar.cost_model.memory.allocator import context_bytes
+from autopar.cost_model.memory.optimizer_memory import optimizer_state_ratio
+from autopar.errors import StrategyError
+from autopar.ir.graph import ParameterInfo, TrainingGraph
+from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.plan.spec import fingerprint
+from autopar.plan.strategy import Strategy
+from autopar.report.plan import Plan
+
+Graphs = Mapping[int, TrainingGraph]
+"""The captured graph of one micro-batch, by the number of micro-batches."""
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """Everything a plan depends on except the graphs and the machine.
+
+    Attributes:
+        model: class name of the model.
+        parameters: parameters by name.
+        world_size: number of ranks.
+        strategy: choices that the user fixed.
+        memory: cap per rank in bytes, None for the device's capacity.
+        batch: "global" or "local".
+        precision: name of the autocast dtype, or None.
+        optimizer: optimizer class or factory.
+        cluster: cluster to plan for, None for the running one.
+        device: device of the operators.
+        comm_backend: backend of the collectives, such as "nccl".
+        backend: torch.compile backend of the programs.
+    """
+
+    model: str
+    parameters: Mapping[str, ParameterInfo]
+    world_size: int
+    strategy: Strategy
+    memory: int | None
+    batch: str
+    precision: str | None
+    optimizer: Optimizer
+    cluster: Cluster | None
+    device: torch.device
+    comm_backend: str
+    backend: str = EAGER
+
+    def __post_init__(self) -> None:
+        self.strategy.mesh(self.world_size)
+        zero = self.strategy.zero
+        unknown = sorted(set(zero) - set(self.blocks)) if isinstance(zero, Mapping) else []
+        if unknown:
+            raise StrategyError(
+                f"zero names blocks that {self.model} does not have: {unknown}. It has "
+                f"{list(self.blocks)}, where '' is all outside of blocks."
+            )
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the blocks that have parameters, "" first."""
+        return ("", *dict.fromkeys(p.block for p in self.parameters.values() if p.block))
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the largest number of parameter bytes."""
+        sizes = Counter[torch.dtype]()
+        for parameter in self.parameters.values():
+            sizes[parameter.dtype] += parameter.bytes
+        return sizes.most_common(1)[0][0] if sizes else torch.float32
+
+    @cached_property
+    def state_ratio(self) -> float:
+        """Bytes of optimizer state per byte of parameter."""
+        return optimizer_state_ratio(self.optimizer, self.dtype)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data parallel ranks."""
+        return self.base().dp_size
+
+    @property
+    def shard_ranks(self) -> int:
+        """Number of data parallel ranks that ZeRO shards over."""
+        return self.strategy.dp_shard or self.dp_size
+
+    @property
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """Axis names and sizes: the data axis, then the axes of the model."""
+        return self.strategy.mesh(self.world_size)
+
+    def base(self) -> Plan:
+        """The plan before anything is chosen."""
+        ranks = dict(self.mesh)[DATA_AXIS]
+        return Plan(
+            name="",
+            model=self.model,
+            fingerprint=fingerprint(self.parameters.values()),
+            world_size=self.world_size,
+            mesh=self.mesh,
+            zero_stages=tuple((block, 0) for block in self.blocks),
+            batch=self.batch,
+            activation_bytes=self.strategy.activation_bytes,
+            batch_semantics=self.strategy.batch_semantics,
+            precision=self.precision,
+            optimizer=getattr(self.optimizer, "__name__", type(self.optimizer).__name__),
+            optimizer_state_ratio=self.state_ratio,
+            memory_cap=self.memory,
+            hybrid=1 < (self.strategy.dp_shard or 1) < ranks,
+            parameter_bytes=tuple((p.name, p.bytes) for p in self.parameters.values()),
+            placements=tuple((name, "R") for name in self.parameters),
+        )
+
+    def cap_on(self, cluster: Cluster | None) -> int | None:
+        """Memory cap per rank in bytes: the user's, or the capacity of the cluster's device."""
+        if self.memory is not None or cluster is None or cluster.device_memory_bytes is None:
+            return self.memory
+        return cluster.device_memory_bytes - context_bytes(cluster.device)
+
+
+@dataclass(frozen=True)
+class SearchContext:
+    """Limits and observer of a search.
+
+    Attributes:
+        deadline: returns whether time is left to improve on a plan that fits.
+        incumbent_s: best step time found so far on other meshes, in seconds.
+        on_candidate: called with every candidate plan; None if nobody observes the search.
+    """
+
+    deadline: Callable[[], bool] = lambda: True
+    incumbent_s: float = math.inf
+    on_candidate: Callable[[Plan], None] | None = None

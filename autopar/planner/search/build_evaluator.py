@@ -1,0 +1,115 @@
+"""`build_evaluator`: partitions a captured graph along the axes of the model, ready for pricing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autopar.cost_model.memory.liveness import Overhead
+from autopar.ir.graph import TrainingGraph
+from autopar.passes.tensor_parallel.partition_axes import partition_in_order
+from autopar.plan.partition import NodeStrategies, Partition, by_node_name
+from autopar.planner.evaluate.evaluator import SpmdEvaluator
+from autopar.planner.evaluate.hierarchical import levels_of
+from autopar.planner.evaluate.setup import EvaluationSetup
+from autopar.planner.machine import Machine
+from autopar.planner.placement.solve import partition
+from autopar.planner.placement.unmeasured import partition_by_bytes
+from autopar.planner.problem import PlanningProblem, SearchContext
+from autopar.report.plan import Plan
+
+
+def build_evaluator(
+    problem: PlanningProblem,
+    graph: TrainingGraph,
+    machine: Machine | None,
+    context: SearchContext | None = None,
+    *,
+    memory: int | None = None,
+    op_strategies: Sequence[NodeStrategies] | None = None,
+) -> SpmdEvaluator:
+    """Builds the evaluator of a captured graph.
+
+    Args:
+        problem: the planning problem.
+        graph: captured graph of one micro-batch.
+        machine: measured machine; None gives an evaluator that makes plans but no predictions.
+        context: limits and observer of the search.
+        memory: bytes per rank that the partition may hold over a step, None for no limit.
+        op_strategies: strategies along each axis of the model, None to solve for them.
+    """
+    context, axes = context or SearchContext(), problem.strategy.axes
+    base = problem.base()
+    base = replace(
+        base,
+        levels=levels_of(base, problem.strategy, machine, problem.comm_backend),
+        changed=tuple(name for name in problem.parameters if name not in graph.parameters),
+    )
+    known = dict(zip(axes, op_strategies, strict=True)) if op_strategies is not None else None
+
+    def strategies_along(axis: str, graph: TrainingGraph) -> NodeStrategies:
+        return known[axis] if known else solve_axis(problem, axis, graph, machine, memory)
+
+    whole = replace(graph, axes=dict(problem.mesh))
+    solved = list(partition_in_order(axes, whole, dict.fromkeys(axes, 0), strategies_along))
+    partitions = (Partition.of(axis, axes[axis], before, found) for axis, before, found in solved)
+    unused = [axis for axis, _, found in solved if not found]
+    base = replace(
+        base, partitions=tuple(partitions), notes=(*base.notes, *_notes(problem, base, unused))
+    )
+    batches = problem.dp_size if problem.batch == "global" else 1
+    setup = EvaluationSetup(
+        graph=graph,
+        parameters=problem.parameters,
+        base=base,
+        op_strategies=tuple(found for _, _, found in solved),
+        cluster=machine.cluster if machine else None,  # type: ignore[arg-type]
+        operators=machine.operators if machine else None,  # type: ignore[arg-type]
+        update=machine.update if machine else None,  # type: ignore[arg-type]
+        overhead=replace(machine.overhead if machine else Overhead(), batches=batches),
+        comm_backend=problem.comm_backend,
+        deadline=context.deadline,
+        note=context.on_candidate or (lambda plan: None),
+    )
+    return SpmdEvaluator(setup)
+
+
+def _notes(problem: PlanningProblem, base: Plan, unused: Sequence[str]) -> Iterator[str]:
+    """Notes on requests that the plan cannot follow."""
+    if problem.strategy.hierarchical and not base.levels:
+        yield "nothing goes by level: ranks of the data are not several on each of several nodes"
+    if base.changed and problem.strategy.zero != 0:
+        more = f" and {len(base.changed) - 1} more" if len(base.changed) > 1 else ""
+        yield f"{base.changed[0]}{more} stay whole on every rank: forward changes them"
+    for axis in unused:
+        yield f"nothing is worth dividing over {axis}: each rank of it does the same"
+
+
+def solve_axis(
+    problem: PlanningProblem,
+    axis: str,
+    graph: TrainingGraph,
+    machine: Machine | None,
+    memory: int | None = None,
+) -> NodeStrategies:
+    """Strategies of least cost along one axis; of fewest bytes where no machine was measured."""
+    mesh, pins = dict(problem.mesh), problem.strategy.pins(axis, graph.parameters)
+    if machine is None:
+        return partition_by_bytes(graph, mesh[axis], pins)
+    unsharded = problem.parameters
+    sharded = any(p.shape != unsharded[name].shape for name, p in graph.parameters.items())
+    shards = problem.shard_ranks if problem.strategy.zero != 0 else 1
+    solution = partition(
+        graph,
+        mesh[axis],
+        machine,
+        mesh=mesh,
+        axis=axis,
+        pins=pins,
+        memory=memory,
+        copies=(2.0 + problem.state_ratio) / shards,
+        wrapped=sharded or shards > 1,
+        as_placed=problem.strategy.keep_sharded,
+        sequence=problem.strategy.sequence_parallel,
+    )
+    return by_node_name(solution.op_strategies)

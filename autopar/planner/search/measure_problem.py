@@ -1,0 +1,119 @@
+"""`measure_problem`: times the operators that plans of a problem run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from autopar.ir.graph import TrainingGraph
+from autopar.passes.tensor_parallel.partition_axes import partition_in_order
+from autopar.plan.partition import NodeStrategies
+from autopar.planner.evaluate.evaluator import SpmdEvaluator
+from autopar.planner.machine import Machine, absent, measure_machine, time_shards
+from autopar.planner.placement.costs import shards_of
+from autopar.planner.placement.strategies import strategy_choices
+from autopar.planner.problem import Graphs, PlanningProblem
+from autopar.planner.search.build_evaluator import build_evaluator
+from autopar.planner.search.default_configs import (
+    compression_of,
+    default_config,
+    fixed_config,
+)
+
+ProvisionalStrategies = Mapping[int, tuple[NodeStrategies, ...]]
+"""Strategies along each axis of the model, by the number of micro-batches of the graph."""
+
+
+def needs_machine(problem: PlanningProblem, *, live: bool) -> bool:
+    """Whether the plan depends on measurements.
+
+    Fully fixed strategies need none, unless a cap is to be checked, levels are to be chosen, or the
+    measured cluster of an offline plan allows a prediction.
+    """
+    if not live and problem.cluster is not None and problem.cluster.curves:
+        return True
+    fixed = fixed_config(problem.strategy, problem.blocks) is not None
+    by_level = problem.strategy.hierarchical is True and not problem.base().hybrid
+    return not fixed or problem.memory is not None or by_level
+
+
+def provisional_strategies(problem: PlanningProblem, graphs: Graphs) -> ProvisionalStrategies:
+    """Strategies of each graph before anything is measured; live ranks take those of rank 0.
+
+    The solver may find different optima on loaded cores, and ranks would time different programs.
+    """
+    if not needs_machine(problem, live=True) or not problem.strategy.axes:
+        return {}
+    return {
+        count: build_evaluator(problem, graph, None).setup.op_strategies
+        for count, graph in graphs.items()
+    }
+
+
+def measure_problem(
+    problem: PlanningProblem,
+    graphs: Graphs,
+    strategies: ProvisionalStrategies | None = None,
+    *,
+    live: bool,
+) -> Machine | None:
+    """The machine with operators timed at the shapes of these graphs; None if nothing needs it.
+
+    All live ranks call this at once.
+
+    Args:
+        problem: the planning problem.
+        graphs: captured graphs, the same on every rank.
+        strategies: result of `provisional_strategies` on rank 0, if several ranks measure.
+        live: whether the ranks of the plan are running.
+    """
+    if not needs_machine(problem, live=live):
+        return None
+    if not live and absent(problem.device, problem.cluster):
+        return _measure(problem, (), live=live)
+    zero_stages = (0, 3) if problem.dp_size > 1 else (0,)
+    configs = [default_config(problem.strategy, problem.blocks, stage) for stage in zero_stages]
+    if problem.strategy.compress is None:
+        methods = [(compression_of(method),) for method in problem.strategy.lossy]
+        configs += [replace(config, compress=method) for config in configs for method in methods]
+    lowered, nodes, strategies = [], dict[str, fx.Node](), strategies or {}
+    for count, graph in graphs.items():
+        evaluator = build_evaluator(problem, graph, None, op_strategies=strategies.get(count))
+        lowered += [evaluator.lowered(config) for config in dict.fromkeys(configs)]
+        setup = evaluator.setup
+        for axes in range(len(setup.op_strategies)):  # the solver prices unpartitioned ones too
+            partial = replace(setup, op_strategies=setup.op_strategies[:axes])
+            lowered.append(SpmdEvaluator(partial).lowered(configs[0]))
+        if problem.strategy.axes:
+            nodes |= _sharded_operators(problem, graph, setup.op_strategies)
+    machine = _measure(problem, lowered, live=live)
+    if problem.strategy.axes and machine.operators.present:
+        machine = time_shards(machine, nodes, live=live)
+    return machine
+
+
+def _measure(problem: PlanningProblem, lowered: Sequence[TrainingGraph], *, live: bool) -> Machine:
+    return measure_machine(
+        lowered,
+        problem.device,
+        problem.cluster,
+        problem.optimizer,
+        live=live,
+        backend=problem.backend,
+        dtype=problem.dtype,
+    )
+
+
+def _sharded_operators(
+    problem: PlanningProblem, graph: TrainingGraph, op_strategies: Sequence[NodeStrategies]
+) -> Mapping[str, fx.Node]:
+    """The operators worth timing on shards along each axis, by signature."""
+    axes = problem.strategy.axes
+    solved = dict(zip(axes, op_strategies, strict=True))
+    graph, first = replace(graph, axes=dict(problem.mesh)), dict.fromkeys(axes, 0)
+    nodes: dict[str, fx.Node] = {}
+    for axis, before, _ in partition_in_order(axes, graph, first, lambda axis, _: solved[axis]):
+        nodes |= shards_of(strategy_choices(before, axes[axis]).op_strategies, axes[axis])
+    return nodes
