@@ -1,7 +1,7 @@
-"""`Bench`: what timing collectives on a live process group needs.
+"""`Bench`: times collectives on a live process group.
 
-The collectives are the functional ones that a compiled step issues, timed with the allocation of
-their result, as there.
+The collectives are the functional ones of a compiled step, and include the allocation of their
+results, as in a step.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ T = TypeVar("T")
 
 
 class Bench:
-    """A process group and its parts, inside a `with`.
+    """A process group and its subgroups, as a context manager.
 
-    A collective that fails inside (a rank has died, or has not come within the group's timeout)
-    leaves as a CommunicationError that says what was being done.
+    A collective that fails inside (a rank died, or exceeded the group's timeout) raises a
+    CommunicationError that names the current activity.
 
     Attributes:
         group: all ranks that take part.
-        rank: of this process among them.
-        world_size: their number.
+        rank: rank of this process in the group.
+        world_size: number of ranks.
         backend: "gloo", "nccl", ...
-        device: where the tensors are.
-        doing: what goes on now, for errors.
+        device: device of the tensors.
+        doing: current activity, for errors.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -48,7 +48,7 @@ class Bench:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.doing = "agreeing on what to measure"
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
-        self._parts: dict[tuple[int, ...], dist.ProcessGroup | None] = {
+        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup | None] = {
             tuple(range(self.world_size)): group
         }
 
@@ -61,9 +61,9 @@ class Bench:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for part in self._parts.values():
-            if part is not None and part is not self.group:
-                dist.destroy_process_group(part)
+        for subgroup in self._subgroups.values():
+            if subgroup is not None and subgroup is not self.group:
+                dist.destroy_process_group(subgroup)
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             raise CommunicationError(
                 f"rank {self.rank}: a collective failed while {self.doing}: another rank died, "
@@ -72,7 +72,7 @@ class Bench:
             ) from error
 
     def agree(self, decide: Callable[[], T]) -> T:
-        """What `decide` says on rank 0, on every rank; its error, likewise."""
+        """The result of `decide` on rank 0, on every rank; its error, likewise."""
         box: list[Any] = [None]
         if self.rank == 0:
             try:
@@ -99,21 +99,21 @@ class Bench:
         repeats: int = 1,
         dtype: torch.dtype = torch.float32,
     ) -> float | None:
-        """Seconds of one collective among `groups` at once, from a common start; every rank calls.
+        """Seconds of one collective over `groups` at once, from a common start; all ranks call it.
 
         Args:
             collective: one of COLLECTIVES.
-            groups: ranks of each group that takes part.
-            nbytes: about the message size; see `message_bytes`.
-            repeats: how often in a row.
-            dtype: of what is sent.
+            groups: ranks of each group.
+            nbytes: approximate message size in bytes; see `message_bytes`.
+            repeats: number of runs in a row.
+            dtype: dtype of the message.
 
         Returns:
-            The mean over the repeats, None on a rank that is in no group.
+            The mean over the repeats; None on a rank outside of all groups.
         """
         self.doing = f"timing {collective} of {nbytes} bytes over {len(groups[0])} ranks"
-        part = self.part(groups)
-        run = self._runner(collective, part, nbytes, dtype) if part is not None else None
+        subgroup = self.subgroup(groups)
+        run = self._runner(collective, subgroup, nbytes, dtype) if subgroup is not None else None
         self.line_up()
         if run is None:
             return None
@@ -123,36 +123,36 @@ class Bench:
         self.finish()
         return (time.perf_counter() - start) / repeats
 
-    def part(self, groups: Groups) -> dist.ProcessGroup | None:
-        """The one of these groups that this rank is in; every rank calls it, the first makes them.
+    def subgroup(self, groups: Groups) -> dist.ProcessGroup | None:
+        """The one of `groups` with this rank; all ranks call it, and the first call creates them.
 
-        The parts of a group that is not the whole world are made by their ranks alone; torch
-        requires then that these have made equally many groups before.
+        If the bench's group is not the whole world, only its ranks create subgroups. torch then
+        requires that all of these have created equally many before.
         """
         for ranks in groups:
-            if ranks not in self._parts:
-                self._parts[ranks] = self._make(ranks)
-        return next((self._parts[ranks] for ranks in groups if self.rank in ranks), None)
+            if ranks not in self._subgroups:
+                self._subgroups[ranks] = self._new_group(ranks)
+        return next((self._subgroups[ranks] for ranks in groups if self.rank in ranks), None)
 
-    def _make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        names = dist.get_process_group_ranks(self.group)
-        alone = self.world_size < dist.get_world_size()
-        if alone and self.rank not in ranks:
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        global_ranks = dist.get_process_group_ranks(self.group)
+        local = self.world_size < dist.get_world_size()
+        if local and self.rank not in ranks:
             return None
-        made = dist.new_group(
-            [names[rank] for rank in ranks],
+        group = dist.new_group(
+            [global_ranks[rank] for rank in ranks],
             timeout=group_timeout(self.group),
-            use_local_synchronization=alone,
+            use_local_synchronization=local,
         )
-        return made if isinstance(made, dist.ProcessGroup) else None
+        return group if isinstance(group, dist.ProcessGroup) else None
 
     def _runner(
         self, collective: str, group: dist.ProcessGroup, nbytes: int, dtype: torch.dtype
     ) -> Callable[[int], None]:
-        """Runs the collective once, as the so-manieth in a row.
+        """Runs the collective once; its argument is the number of the run.
 
-        Of broadcasts and messages the next is sent by another rank, which must have received the
-        one before: so their times are those until arrival, not until the sender is free.
+        Each broadcast or send has another sender, which must have received the one before. Times
+        therefore end with the arrival, not when the sender is free.
         """
         ranks, rank, name = group.size(), group.rank(), group.group_name
         if collective == "send":
@@ -169,8 +169,8 @@ class Bench:
             message = self._zeros_of(message_bytes(ranks, nbytes), dtype)
             broadcast = torch.ops._c10d_functional.broadcast_
             return lambda turn: _wait(broadcast(message, turn % ranks, name))
-        exchanged = collective == "all_to_all" and self.backend == "gloo"
-        count = gloo_chunks(nbytes, ranks) if exchanged else 1
+        chunked = collective == "all_to_all" and self.backend == "gloo"
+        count = gloo_chunks(nbytes, ranks) if chunked else 1
         issue = self.issuer(collective, group, nbytes // count, dtype)
 
         def run(turn: int) -> None:
@@ -186,7 +186,7 @@ class Bench:
         nbytes: int,
         dtype: torch.dtype = torch.float32,
     ) -> Callable[[], torch.Tensor]:
-        """A function that issues the collective once and returns what to wait for."""
+        """A function that issues the collective once and returns the tensor to wait for."""
         ranks, name = group.size(), group.group_name
         whole = self._zeros_of(message_bytes(ranks, nbytes), dtype)
         chunk = whole[: whole.numel() // ranks]
@@ -206,19 +206,19 @@ class Bench:
         return self._zeros[dtype][:numel]
 
     def line_up(self) -> None:
-        """Wait for all ranks."""
+        """Waits for all ranks."""
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         self.finish()
 
     def finish(self) -> None:
-        """Wait for the device."""
+        """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def message_bytes(ranks: int, nbytes: int) -> int:
-    """The message size that is sent for about `nbytes`: as many whole items for each rank."""
-    item = 8  # bytes of the largest dtype that is sent
+    """Message size of about `nbytes` bytes: the same number of whole items for each rank."""
+    item = 8  # bytes of the largest dtype
     return math.ceil(nbytes / (item * ranks)) * item * ranks
 
 
@@ -227,7 +227,7 @@ def _wait(pending: torch.Tensor) -> None:
 
 
 def _backend(group: dist.ProcessGroup) -> str:
-    """The backend that serves the device in use: of a mixed group, NCCL if there is a GPU."""
+    """The backend of the device in use; of a mixed group NCCL, if there is a GPU."""
     name = str(dist.get_backend(group))
     if name in ("gloo", "nccl", "mpi", "ucc", "xccl"):
         return name

@@ -1,8 +1,7 @@
-"""Measured clusters kept on disk, by the machines they were measured on, and whether they hold.
+"""Measured clusters on disk, by the machines they were measured on, and a check of their validity.
 
-A kept cluster is checked when it is read: a few all-reduces are timed, and it no longer holds if
-one of them takes `FACTOR` times longer or shorter than its error bar allows, twice in a row. So a
-network that has changed is noticed and the noise of a busy machine, as a rule, forgiven.
+A cached cluster is checked when it is read: a few all-reduces are timed. It is invalid if one of
+them takes `FACTOR` times longer or shorter than its error bar allows, twice in a row.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from autopar.cost_model.measurement.bench import Bench
 from autopar.cost_model.measurement.sampling import Layouts
 
 FACTOR = 2.0
-"""How far beyond its error bar a time may be."""
+"""Factor by which a time may exceed its error bar."""
 
 _TRIALS = 3
-_LONGEST_S = 0.02  # of what the check times
+_LONGEST_S = 0.02  # longest time that the check repeats
 
 
 @dataclass(frozen=True)
@@ -40,23 +39,23 @@ class CachedCluster:
 
     Attributes:
         cluster: the cluster.
-        budget_s: seconds that measuring it was allowed.
+        budget_s: budget of its measurement, in seconds.
     """
 
     cluster: Cluster
     budget_s: float
 
     def serves(self, keys: Iterable[CurveKey], budget_s: float) -> bool:
-        """Whether it has these curves, measured as thoroughly as with that budget."""
+        """Whether it has these curves, measured with at least that budget."""
         return self.budget_s >= budget_s and all(key in self.cluster.curves for key in keys)
 
 
 @dataclass(frozen=True)
 class ClusterCache:
-    """Where the cluster of some machines is kept.
+    """The cache entry of some machines.
 
     Attributes:
-        facts: what a measurement on them depends on.
+        facts: conditions of a measurement on them.
     """
 
     facts: Mapping[str, Any]
@@ -67,32 +66,29 @@ class ClusterCache:
         return cache_directory() / "clusters" / f"{digest(self.facts)}.json"
 
     def read(self) -> CachedCluster | None:
-        """The cluster that is kept here; None if there is none that can be read."""
+        """The cached cluster; None if there is no readable one."""
 
         def parse(data: Any) -> CachedCluster | None:
-            of_ours = data["schema"] == SCHEMA_VERSION and digest(data["facts"]) == digest(
-                self.facts
-            )
-            if not of_ours:
+            if data["schema"] != SCHEMA_VERSION or digest(data["facts"]) != digest(self.facts):
                 return None
             budget_s = check_numbers({"budget_s": data["budget_s"]})["budget_s"]
             return CachedCluster(Cluster.from_dict(data["cluster"]), budget_s)
 
         return read_cached(self.path, parse)
 
-    def write(self, kept: CachedCluster) -> None:
-        """Keep a cluster in place of what was here; if that fails it is a warning."""
-        data = {"schema": SCHEMA_VERSION, "facts": dict(self.facts), "budget_s": kept.budget_s}
-        write_json(self.path, {**data, "cluster": kept.cluster.to_dict()})
+    def write(self, cached: CachedCluster) -> None:
+        """Replaces the cached cluster; warns if that fails."""
+        data = {"schema": SCHEMA_VERSION, "facts": dict(self.facts), "budget_s": cached.budget_s}
+        write_json(self.path, {**data, "cluster": cached.cluster.to_dict()})
 
 
 def deviation(bench: Bench, cluster: Cluster, layouts: Layouts) -> str | None:
-    """What a measured cluster no longer says truly, or None; every rank calls it.
+    """The first outdated time of a measured cluster, in words, or None; every rank calls it.
 
     Args:
         bench: the process group.
-        cluster: that was kept.
-        layouts: the groups of its curves, as `sample` takes them.
+        cluster: the cached cluster.
+        layouts: groups of its curves, as for `sample`.
     """
     for key, nbytes in _points(cluster, layouts):
         for _ in range(2):
@@ -105,7 +101,7 @@ def deviation(bench: Bench, cluster: Cluster, layouts: Layouts) -> str | None:
 
 
 def _points(cluster: Cluster, layouts: Layouts) -> list[tuple[CurveKey, int]]:
-    """The smallest, a middling and the largest quick size of the widest group's first curve."""
+    """The smallest, the middle and the largest quick size of the widest group's first curve."""
     key = max(layouts, key=lambda key: (key.shape.ranks, key.collective == "all_reduce"))
     curve = cluster.curves[key].curve
     quick = [n for n in curve.bytes if curve(n) <= _LONGEST_S] or [curve.bytes[0]]
@@ -115,21 +111,21 @@ def _points(cluster: Cluster, layouts: Layouts) -> list[tuple[CurveKey, int]]:
 def _compare(
     bench: Bench, cluster: Cluster, layouts: Layouts, key: CurveKey, nbytes: int
 ) -> str | None:
-    """How far a time is from what is kept, in words, if it is too far."""
+    """The deviation of a time from its cached value, in words, if it is too large."""
     groups, dtype = layouts[key][0], getattr(torch, key.dtype)
-    kept = cluster.seconds(key.collective, nbytes, key.shape, key.dtype)
-    repeats = max(1, min(10, int(_LONGEST_S / kept.seconds / 2)))
+    expected = cluster.seconds(key.collective, nbytes, key.shape, key.dtype)
+    repeats = max(1, min(10, int(_LONGEST_S / expected.seconds / 2)))
     bench.time(key.collective, groups, nbytes, 1, dtype)
     trials = [bench.time(key.collective, groups, nbytes, repeats, dtype) for _ in range(_TRIALS)]
 
     def judge() -> str | None:
         now = statistics.median(t for t in trials if t is not None)
-        allowed = FACTOR * (1 + kept.error)
-        if 1 / allowed < now / kept.seconds < allowed:
+        allowed = FACTOR * (1 + expected.error)
+        if 1 / allowed < now / expected.seconds < allowed:
             return None
         return (
             f"{key.collective} of {nbytes} bytes over {key.shape} takes {now * 1e3:.3g} ms, "
-            f"not {kept.seconds * 1e3:.3g} ms"
+            f"not {expected.seconds * 1e3:.3g} ms"
         )
 
     return bench.agree(judge)

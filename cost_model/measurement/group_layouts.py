@@ -1,4 +1,4 @@
-"""Which ranks make up the groups of each shape: the axes that meshes over the ranks have."""
+"""Ranks of the groups of each shape, along the axes of meshes over the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from autopar.cost_model.group_shape import GroupShape
 
 Groups = tuple[tuple[int, ...], ...]
-"""Groups of ranks that run at once. No rank is in two of them."""
+"""Disjoint groups of ranks that run at once."""
 
 
 @dataclass(frozen=True, order=True)
@@ -18,7 +18,7 @@ class Axis:
 
     Attributes:
         ranks: its size.
-        stride: how many ranks apart neighbours are: 1 where the axis is the innermost.
+        stride: distance of neighbours in ranks: 1 for the innermost axis.
     """
 
     ranks: int
@@ -31,21 +31,21 @@ class Axis:
         return GroupShape.of_axis(mesh, "axis", ranks_per_node)
 
     def groups(self, world_size: int) -> Groups:
-        """The groups along it, which fill the world."""
+        """The groups along it, which contain all ranks."""
         length = self.ranks * self.stride
         starts = [rank for rank in range(world_size) if rank % length < self.stride]
         return tuple(tuple(range(start, start + length, self.stride)) for start in starts)
 
 
 def axes_of(mesh: Mapping[str, int]) -> list[Axis]:
-    """The axes of a mesh, outermost first, but for those of size 1."""
+    """The axes of a mesh, outermost first, without those of size 1."""
     sizes = list(mesh.values())
     axes = [Axis(size, math.prod(sizes[at + 1 :])) for at, size in enumerate(sizes)]
     return [axis for axis in axes if axis.ranks > 1]
 
 
 def levels_of(axes: Iterable[Axis], ranks_per_node: int) -> list[Axis]:
-    """The two levels of each axis that has several ranks on each of several nodes."""
+    """The levels of each axis with several ranks on each of several nodes."""
     found = []
     for axis in axes:
         near, rest = divmod(ranks_per_node, axis.stride)
@@ -56,7 +56,7 @@ def levels_of(axes: Iterable[Axis], ranks_per_node: int) -> list[Axis]:
 
 
 def every_axis(world_size: int) -> list[Axis]:
-    """The axes of all meshes over so many ranks: of each size that divides them, each stride."""
+    """The axes of all meshes over `world_size` ranks: every size and stride that divide it."""
     return [
         Axis(ranks, stride)
         for ranks in _divisors(world_size)[1:]
@@ -67,37 +67,36 @@ def every_axis(world_size: int) -> list[Axis]:
 def layouts(
     axes: Iterable[Axis], world_size: int, ranks_per_node: int, *, alone: bool = False
 ) -> dict[GroupShape, tuple[Groups, ...]]:
-    """For each shape that groups along these axes have, the ways to lay them over the ranks.
+    """The layouts over the ranks of each shape that groups along these axes have.
 
-    Where the fabric is uniform, all ways of one shape do equally well.
+    On a uniform fabric all layouts of one shape take equally long.
 
     Args:
-        axes: of meshes over the ranks.
+        axes: axes of meshes over the ranks.
         world_size: number of ranks.
-        ranks_per_node: ranks on each node; consecutive ranks share one.
-        alone: also one group of each kind by itself, and pairs, for point to point messages.
+        ranks_per_node: consecutive ranks on each node.
+        alone: whether to add one group of each shape by itself, and pairs for sends.
     """
     found: dict[GroupShape, list[Groups]] = {}
     for axis in axes:
         shape = axis.shape(world_size, ranks_per_node)
         found.setdefault(shape, []).append(axis.groups(world_size))
     if alone:
-        for shape, ways in list(found.items()):
-            first = [groups[:1] for groups in ways]
+        for shape, several in list(found.items()):
+            first = [groups[:1] for groups in several]
             found.setdefault(replace(shape, groups=1), []).extend(first)
         for shape, pair in _pairs(world_size, ranks_per_node).items():
             found.setdefault(shape, [(pair,)])
-    return {shape: tuple(dict.fromkeys(ways)) for shape, ways in sorted(found.items())}
+    return {shape: tuple(dict.fromkeys(several)) for shape, several in sorted(found.items())}
 
 
 def block_of(hosts: Sequence[str]) -> int:
-    """The largest number of consecutive ranks, dividing all, of which every run has one host.
+    """The largest divisor of the world size for which every run of ranks has one host.
 
-    That is the number of ranks per node where nodes are filled in order, and true of every run of
-    so many ranks where they are not.
+    This is the number of ranks per node, if nodes are filled in order.
 
     Args:
-        hosts: the host name of each rank.
+        hosts: host name of each rank.
     """
     world = len(hosts)
     return next(
@@ -112,7 +111,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _pairs(world_size: int, ranks_per_node: int) -> dict[GroupShape, tuple[int, int]]:
-    """A pair on one node and a pair on two, where there are such."""
+    """A pair on one node and a pair on two nodes, as far as they exist."""
     pairs = {}
     if ranks_per_node > 1:
         pairs[GroupShape(2, 2)] = (0, 1)

@@ -1,4 +1,4 @@
-"""`measure_slowdown`: compute alone, messages alone, and both at once, on the live ranks."""
+"""`measure_slowdown`: slowdown of compute and messages by each other, on the live ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from autopar.cost_model.measurement.bench import Bench
 
 _SIZES = (64 * 2**10, 2**20, 8 * 2**20)
 _TRIALS = 3
-_TRIAL_S = 0.03  # of communication that is kept under way
-_LONGEST_S = 0.2  # of one collective: larger sizes are left out
-_SIDE = 160  # of the matrices that are multiplied meanwhile
-_STREAMED = 1 << 18  # elements that are read, and written to fresh memory, meanwhile
+_TRIAL_S = 0.03  # seconds of communication in a trial
+_LONGEST_S = 0.2  # slowest collective: larger sizes are left out
+_SIDE = 160  # rows and columns of the multiplied matrices
+_STREAMED = 1 << 18  # elements read, and written to fresh memory
 _CALLS = 20
-_MESSAGES, _MESSAGE = 24, 64 * 2**10  # how many are timed, and their bytes
-_BUSY_S, _PAUSE_S = 0.01, 0.002  # of compute around a message, before it is sent
+_MESSAGES, _MESSAGE = 24, 64 * 2**10  # number of timed messages, and their bytes
+_BUSY_S, _PAUSE_S = 0.01, 0.002  # seconds of compute with a message, and before it
 
 
 def measure_slowdown(bench: Bench, provenance: str) -> Slowdown:
-    """Runs compute alone, all-reduces alone and both at once, at several sizes.
+    """The slowdown, from compute alone, all-reduces alone and both at once, at several sizes.
 
-    All ranks of the bench call it. The compute multiplies matrices and streams through memory in
-    about equal parts, on the calling thread, as operators do.
+    All ranks of the bench call it. The compute consists of matrix products and memory streams in
+    about equal parts, on the calling thread.
     """
     rows: list[tuple[int, float, float]] = []
     for size in _SIZES:
@@ -38,7 +38,7 @@ def measure_slowdown(bench: Bench, provenance: str) -> Slowdown:
         rows.append((size, *row))
     issue_s, wait_s = _means(bench.gather(_call_costs(bench)))
     sizes, compute, communication = zip(*rows, strict=True)
-    return Slowdown(sizes, compute, communication, issue_s, wait_s, provenance, _lateness(bench))
+    return Slowdown(sizes, compute, communication, issue_s, wait_s, provenance, _late_s(bench))
 
 
 def _factors(bench: Bench, nbytes: int) -> tuple[float, float] | None:
@@ -99,7 +99,7 @@ def _chunk() -> Callable[[], None]:
 
 
 def _call_costs(bench: Bench) -> tuple[float, float]:
-    """Seconds of the thread that issues a collective, and that waits for one which has ended."""
+    """Thread seconds of issuing a collective, and of waiting for one that has ended."""
     issue = bench.issuer("all_to_all", bench.group, 1024)
     issued, waited = [], []
     for _ in range(_CALLS):
@@ -107,15 +107,15 @@ def _call_costs(bench: Bench) -> tuple[float, float]:
         start = time.perf_counter()
         pending = issue()
         issued.append(time.perf_counter() - start)
-        bench.line_up()  # by then the first has ended, too
+        bench.line_up()  # by then the collective has ended, too
         start = time.perf_counter()
         torch.ops._c10d_functional.wait_tensor(pending)
         waited.append(time.perf_counter() - start)
-    return statistics.mean(issued), statistics.mean(waited)  # they add up in a step
+    return statistics.mean(issued), statistics.mean(waited)  # means, because they add up in a step
 
 
-def _lateness(bench: Bench) -> float:
-    """Seconds by which a message comes later if all compute but the rank that waits for it."""
+def _late_s(bench: Bench) -> float:
+    """Extra seconds of a message while all ranks compute except its receiver."""
     if bench.world_size == 1:
         return 0.0
     message, chunk, times = torch.zeros(_MESSAGE // 4), _chunk(), []
@@ -132,7 +132,7 @@ def _lateness(bench: Bench) -> float:
             dist.recv(message, group=bench.group, group_src=0)
             times.append(time.perf_counter())
         elif bench.rank == 0:
-            time.sleep(_PAUSE_S)  # until the other waits
+            time.sleep(_PAUSE_S)  # until the receiver waits
             times.append(time.perf_counter())
             pending = dist.isend(message, group=bench.group, group_dst=1)
             compute()
@@ -146,7 +146,7 @@ def _lateness(bench: Bench) -> float:
 
 
 def _clocks(bench: Bench, message: torch.Tensor) -> tuple[float, float]:
-    """By how much the clock of rank 1 is ahead of that of rank 0; seconds of a message alone."""
+    """Lead of rank 1's clock over rank 0's, and time of a message alone, in seconds."""
     stamp, found = torch.zeros(1, dtype=torch.float64), []
     for _ in range(_MESSAGES):
         bench.line_up()

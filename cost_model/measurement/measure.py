@@ -1,7 +1,7 @@
-"""`measure`: time the collectives of the live process group and keep the result on disk.
+"""`measure`: times the collectives of the live process group and caches the result.
 
-Rank 0 decides everything (whether a kept measurement serves, what to time next, when to stop) and
-tells the others, so the ranks never part ways.
+Rank 0 takes all decisions (whether a cached measurement serves, what to time next, when to stop)
+and broadcasts them, so the ranks never diverge.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured; the same on every rank. The attributes are `measure`'s arguments."""
+    """Arguments of `measure`, the same on every rank."""
 
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -58,20 +58,20 @@ class Request:
     fresh: bool
 
     def check(self, world_size: int) -> None:
-        """Raise unless this can be measured among `world_size` ranks."""
+        """Raises unless this can be measured among `world_size` ranks."""
         ranks = [size for _, size in self.mesh or ()]
         if self.mesh is not None and torch.Size(ranks).numel() != world_size:
             raise ClusterError(f"mesh={dict(self.mesh)} is not of {world_size} ranks")
 
     def layouts(self, world_size: int, ranks_per_node: int) -> Layouts:
-        """The groups of each curve to measure. Messages go between pairs."""
+        """The groups of each curve to measure. Sends have two ranks."""
         every = self.mesh is None
         axes = every_axis(world_size) if self.mesh is None else axes_of(dict(self.mesh))
         axes = [*axes, *levels_of(axes, ranks_per_node)]
         shapes = layouts(axes, world_size, ranks_per_node, alone=every)
         return {
-            CurveKey(collective, shape, self.dtype): ways
-            for shape, ways in shapes.items()
+            CurveKey(collective, shape, self.dtype): groups
+            for shape, groups in shapes.items()
             for collective in self.collectives
             if shape.ranks == 2 or (collective != "send" and world_size % shape.ranks == 0)
         }
@@ -89,31 +89,30 @@ def measure(
     fresh: bool = False,
     progress: ReportProgress | None = None,
 ) -> Cluster:
-    """The cluster that this process group runs on. Every rank of the group calls it.
+    """The cluster of this process group. Every rank of the group calls it.
 
-    Each collective is timed over groups of every shape (see `layout`) and each size, in trials
-    that take turns over the whole time (see `sampling`), of which the medians are kept. The result
-    stays on disk, is checked when it is read (see `kept`), and is replaced, with a warning, if it
+    Each collective is timed over groups of every shape (see `group_layouts`) at each size, in
+    trials that alternate over the whole time (see `sampling`). Their medians are cached. A cached
+    measurement is checked when it is read (see `cluster_cache`), and replaced with a warning if it
     no longer holds.
 
     Args:
-        group: the process group, the default one if None. Without any, the answer is a cluster of
-            one rank.
-        collectives: which to time.
+        group: the process group; None for the default one. Without any, the cluster has one rank.
+        collectives: collectives to time.
         sizes: message sizes in bytes.
-        mesh: size of each axis, outermost first: times only the groups along these axes, those of
-            one axis at once, and of an axis over several nodes those inside and across nodes.
-            None: the axes of every mesh, and their groups alone as well.
-        dtype: of what is sent, such as "float32".
-        budget_s: about how many seconds to spend. Slow sizes are left out rather than overspend.
-        cache: whether to read and write the kept measurement.
-        fresh: whether to measure even if a kept one would serve.
-        tell: is told of the progress, 0 to 1, on rank 0.
+        mesh: size of each axis, outermost first: times the groups along these axes at once, and
+            those inside and across nodes of an axis over several nodes. None: the axes of every
+            mesh, and their groups alone as well.
+        dtype: dtype of the messages, such as "float32".
+        budget_s: approximate seconds to spend. Slow sizes are left out rather than overspend.
+        cache: whether to read and write the cache.
+        fresh: whether to measure even if a cached measurement would serve.
+        progress: is called with the finished share, 0 to 1, on rank 0.
 
     Raises:
-        ClusterError: the arguments make no sense.
-        DisagreementError: they differ between ranks.
-        CommunicationError: another rank died, or did not come within the group's timeout.
+        ClusterError: an argument is invalid.
+        DisagreementError: the arguments differ between ranks.
+        CommunicationError: another rank died, or exceeded the group's timeout.
     """
     _check(group, collectives, sizes, mesh, dtype, budget_s, cache, fresh, progress)
     request = Request(
@@ -136,7 +135,7 @@ def measure(
         return Cluster.default(dist.get_world_size(group))
     with Bench(group) as bench:
         _agree(bench, request)
-        return _kept_or_new(bench, request, progress or (lambda done: None))
+        return _cached_or_new(bench, request, progress or (lambda done: None))
 
 
 def _check(
@@ -150,7 +149,7 @@ def _check(
     fresh: Any,
     tell: Any,
 ) -> None:
-    """Raises ClusterError for the first argument of `measure` that makes no sense."""
+    """Raises ClusterError for the first invalid argument of `measure`."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise argument_error(
             "group", group, "give a process group of torch.distributed", ClusterError
@@ -180,7 +179,7 @@ def _check_list(name: str, given: Any) -> None:
 
 
 def _agree(bench: Bench, request: Request) -> None:
-    """Raise on every rank alike if their requests differ or make no sense."""
+    """Raises on every rank if the requests differ or are invalid."""
     for rank, other in enumerate(requests := bench.gather(request)):
         for field in fields(Request):
             mine, theirs = getattr(requests[0], field.name), getattr(other, field.name)
@@ -191,22 +190,22 @@ def _agree(bench: Bench, request: Request) -> None:
     request.check(bench.world_size)
 
 
-def _kept_or_new(bench: Bench, request: Request, tell: ReportProgress) -> Cluster:
+def _cached_or_new(bench: Bench, request: Request, progress: ReportProgress) -> Cluster:
     hosts = bench.gather((Host.here().facts(), device_name(bench.device)))
-    key = {"hosts": hosts, "backend": bench.backend, "dtype": request.dtype, "pieces": MAX_CHUNKS}
-    shelf = ClusterCache(key)
+    facts = {"hosts": hosts, "backend": bench.backend, "dtype": request.dtype, "pieces": MAX_CHUNKS}
+    cache = ClusterCache(facts)
     ranks_per_node = block_of([str(host["name"]) for host, _ in hosts])
     wanted = request.layouts(bench.world_size, ranks_per_node)
-    kept = bench.agree(lambda: shelf.read() if request.cache and not request.fresh else None)
-    if kept is not None and kept.serves(wanted, request.budget_s):
-        wrong = deviation(bench, kept.cluster, wanted)
+    cached = bench.agree(lambda: cache.read() if request.cache and not request.fresh else None)
+    if cached is not None and cached.serves(wanted, request.budget_s):
+        wrong = deviation(bench, cached.cluster, wanted)
         if wrong is None:
-            return kept.cluster
+            return cached.cluster
         if bench.rank == 0:
             warn_once(MeasurementWarning, f"the kept measurement is out of date: {wrong}")
-    cluster = _measure(bench, request, wanted, hosts[0], ranks_per_node, tell)
+    cluster = _measure(bench, request, wanted, hosts[0], ranks_per_node, progress)
     if bench.rank == 0 and request.cache:
-        shelf.write(CachedCluster(cluster, request.budget_s))
+        cache.write(CachedCluster(cluster, request.budget_s))
     return cluster
 
 
@@ -257,14 +256,14 @@ def _versions(backend: str) -> dict[str, str]:
 
 
 def _device_memory(device: torch.device, host: dict[str, Any], sharing: int) -> int | None:
-    """Bytes that one rank may fill: the GPU's, or its part of the host's."""
+    """Bytes that one rank may fill: those of the GPU, or its share of the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host["memory_bytes"] // sharing or None
 
 
 def _alone() -> Cluster:
-    """The cluster of one process: nothing to send."""
+    """The cluster of one process."""
     host = Host.here()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")

@@ -1,4 +1,4 @@
-"""What a step costs beside its graph: the optimizer's step, and autograd around each parameter."""
+"""`UpdateCost`: time of the optimizer's step, and of autograd around each parameter."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from autopar.cost_model.memory.optimizer_memory import make_optimizer
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 SIZES = (16, 1 << 14, 1 << 18, 1 << 21)
-"""Elements of the parameters that are stepped: beyond 2**18 each temporary is fresh memory."""
+"""Elements of the stepped parameters: beyond 2**18 each temporary is fresh memory."""
 
 COUNT, ROUNDS = 8, 5
-BETWEEN = 1 << 24  # elements written between two steps: what a step finds is no longer in caches
-TOTAL = 1 << 22  # elements of all parameters of one size, at most
-DTENSOR_S = 3.5e-4  # measured once for AdamW on CPU, torch 2.13: 52 parameters took 18 ms longer
+BETWEEN = 1 << 24  # elements written between two steps, to clear the caches
+TOTAL = 1 << 22  # most elements of all parameters of one size
+DTENSOR_S = 3.5e-4  # AdamW on CPU, torch 2.13: 52 parameters took 18 ms longer
 
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """Seconds of one step of an optimizer, and of what autograd does with gradients.
+    """Time of an optimizer's step, and of autograd's work on gradients.
 
     Attributes:
-        curve: the optimizer's seconds for one parameter of so many bytes.
-        per_gradient: seconds to take in one gradient and let go of it, however small.
-        per_dtensor: seconds more for each parameter that is a DTensor, to unwrap it, to wrap its
-            gradient and to step it.
-        provenance: where these come from.
+        curve: seconds of the optimizer for one parameter, by its bytes.
+        per_gradient: seconds to accumulate and free one gradient of any size.
+        per_dtensor: extra seconds for each DTensor parameter: to unwrap it, to wrap its gradient
+            and to step it.
+        provenance: origin of the figures.
     """
 
     curve: Curve
@@ -48,10 +48,10 @@ class UpdateCost:
 
     @classmethod
     def modelled(cls, line: Roofline, state_ratio: float = 2.0) -> UpdateCost:
-        """In one kernel: it reads parameter, gradient and states, and writes all but the gradient.
+        """One kernel that reads parameter, gradient and states, and writes all but the gradient.
 
         Args:
-            line: of the device.
+            line: roofline of the device.
             state_ratio: bytes of states for each byte of a parameter, 2 for AdamW.
         """
         sizes, moved = tuple(4 * numel for numel in SIZES), 3.0 + 2.0 * state_ratio
@@ -67,12 +67,12 @@ class UpdateCost:
 def measure_update(
     optimizer: Optimizer, device: torch.device, mesh: DeviceMesh | None
 ) -> UpdateCost:
-    """Times steps over parameters of several sizes, and of distributed ones.
+    """Times steps over parameters of several sizes, and over DTensors.
 
     Args:
         optimizer: class or factory.
-        device: where the parameters are.
-        mesh: of the ranks that are running, all of which call this; None if there is one.
+        device: device of the parameters.
+        mesh: mesh of the running ranks, all of which call this; None for a single one.
     """
     samples: dict[int, list[float]] = {}
     for numel in SIZES:
@@ -109,20 +109,20 @@ def _steps(optimizer: Optimizer, values: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _gradients(values: Sequence[torch.Tensor]) -> float:
-    """Median seconds to bring gradients from inside of an autograd function to parameters."""
+    """Median seconds for gradients to get from an autograd function to parameters."""
     parameters = [torch.nn.Parameter(value) for value in values]
     taken = []
     for _ in range(ROUNDS + 1):
         begin = time.perf_counter()
-        _Around.apply(*parameters).backward()
+        _ParameterFunction.apply(*parameters).backward()
         for parameter in parameters:
             parameter.grad = None
         taken.append(time.perf_counter() - begin)
     return statistics.median(taken[1:])
 
 
-class _Around(torch.autograd.Function):
-    """Unwraps parameters and gives each a gradient, as a compiled step does."""
+class _ParameterFunction(torch.autograd.Function):
+    """Unwraps parameters and returns a gradient for each, as a compiled step does."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:

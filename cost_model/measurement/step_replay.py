@@ -1,14 +1,13 @@
 """`replay_step`: runs a lowered step on all ranks with stand-ins for collectives, and times it.
 
-An operator that is run by itself looks up to three times faster than in a step, and one that is
-run among others on a host that ranks share may take any time. So the whole generated program of a
-rank runs, on random values, with a clock between its operators: what the cache holds, which memory
-is fresh, what the other ranks compute meanwhile and what Python does in between are as in a step.
-A collective does what it does on the calling thread (allocates, copies), and sends one number: so
-issuing it costs what it will, and a wait lasts as long as the ranks are out of step.
+An operator that runs by itself appears up to three times faster than in a step. The whole generated
+program of a rank therefore runs on random values, with a clock between its operators. Caches, fresh
+memory, the other ranks and Python's overhead are then as in a step. A collective does its work on
+the calling thread (allocates, copies) and sends one number: issuing it costs as much as in a step,
+and its wait lasts as long as the ranks are out of step.
 
-The seconds of an operator are a mean over ranks, rounds and all nodes alike, scaled so that they
-add up to a middling round: means add up where medians do not.
+The seconds of an operator are a mean over ranks, rounds and equal nodes, scaled to add up to the
+median round. Means add up, medians do not.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from autopar.ir.roles import Parameter
 
 c10d = torch.ops._c10d_functional
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
-_MEMORY_SHARE = 0.6  # of what is free, that the tensors of all ranks here may take
+_MEMORY_SHARE = 0.6  # largest share of free memory for the tensors of all ranks here
 
 
 @dataclass(frozen=True)
 class ReplayGroup:
-    """Those who rehearse together.
+    """The ranks that replay together.
 
     Attributes:
         line_up: waits for all of them.
-        gather: the value of each, on each.
-        sharing: how many share this machine, be they on other nodes of an emulated cluster.
-        group: the name of their process group; None if nothing can be sent.
+        gather: returns the value of each, on each.
+        sharing: number of ranks on this machine, all nodes of an emulated cluster included.
+        group: name of their process group; None if nothing can be sent.
     """
 
     line_up: Callable[[], None]
@@ -81,85 +80,83 @@ def replay_step(
     """Seconds of each operator of lowered graphs on a CPU, by `time_key`; every rank calls it.
 
     Args:
-        graphs: of this rank; they take turns.
-        ranks: those who do the same now.
-        budget_s: seconds to spend, but three rounds of each graph at least.
+        graphs: graphs of this rank; they take turns.
+        ranks: the ranks that call this at once.
+        budget_s: seconds to spend, three rounds of each graph at least.
 
     Returns:
-        The same on every rank. Nothing if a graph cannot be run, or needs too much memory.
+        The same on every rank. Empty if a graph cannot be run, or needs too much memory.
     """
-    stages = _prepared(graphs, ranks)
-    if not stages:
+    programs = _prepared(graphs, ranks)
+    if not programs:
         return {}
-    first = max(ranks.gather(sum(sum(stage.run(ranks)) for stage in stages)))
+    first = max(ranks.gather(sum(sum(program.run(ranks)) for program in programs)))
     rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(budget_s / first)))
-    runs = [[stage.run(ranks) for stage in stages] for _ in range(rounds)]
-    found: dict[str, list[float]] = {}
-    for index, stage in enumerate(stages):
-        mine = [run[index] for run in runs]
-        scale, tables = _scaled(stage.keys, mine, ranks)
+    runs = [[program.run(ranks) for program in programs] for _ in range(rounds)]
+    times: dict[str, list[float]] = {}
+    for index, program in enumerate(programs):
+        scale, tables = _scaled(program.keys, [run[index] for run in runs], ranks)
         for table in tables:
-            for key, times in table.items():
-                found.setdefault(key, []).extend(scale * time for time in times)
-    for stage in stages:
-        stage.release()
-    return {key: statistics.mean(times) for key, times in found.items()}
+            for key, seconds in table.items():
+                times.setdefault(key, []).extend(scale * s for s in seconds)
+    for program in programs:
+        program.release()
+    return {key: statistics.mean(seconds) for key, seconds in times.items()}
 
 
 def _scaled(
     keys: Sequence[str | None], runs: Sequence[Sequence[float]], ranks: ReplayGroup
 ) -> tuple[float, list[dict[str, list[float]]]]:
-    """What to multiply means by, and the mean seconds of each node of every rank, by key."""
+    """The factor for means, and the mean seconds of each node on every rank, by key."""
     means = [statistics.mean(column) for column in zip(*runs, strict=True)]
     table: dict[str, list[float]] = {}
-    for name, mean in zip(keys, means, strict=True):
-        if name is not None:
-            table.setdefault(name, []).append(mean)
-    totals = [_total(keys, run) for run in runs]
-    everyone = ranks.gather((totals, table))
-    rounds = [sum(row) for row in zip(*[totals for totals, _ in everyone], strict=True)]
+    for key, mean in zip(keys, means, strict=True):
+        if key is not None:
+            table.setdefault(key, []).append(mean)
+    totals = [
+        sum(seconds for key, seconds in zip(keys, run, strict=True) if key is not None)
+        for run in runs
+    ]
+    by_rank = ranks.gather((totals, table))
+    rounds = [sum(row) for row in zip(*[totals for totals, _ in by_rank], strict=True)]
     scale = statistics.median(rounds) / statistics.mean(rounds)
-    return scale, [table for _, table in everyone]
+    return scale, [table for _, table in by_rank]
 
 
-def _total(keys: Sequence[str | None], run: Sequence[float]) -> float:
-    return sum(taken for name, taken in zip(keys, run, strict=True) if name is not None)
-
-
-def _prepared(graphs: Sequence[TrainingGraph], ranks: ReplayGroup) -> list[Stage]:
-    """The graphs ready to run, having run once; none if that fails on any rank."""
+def _prepared(graphs: Sequence[TrainingGraph], ranks: ReplayGroup) -> list[TimedProgram]:
+    """The programs of graphs, after one run; none if that fails on any rank."""
     need = max((simulate_memory(graph).peak for graph in graphs), default=0)
     free = free_memory_bytes()
-    stages: list[Stage] = []
+    programs: list[TimedProgram] = []
     if all(ranks.gather(not free or need * ranks.sharing < _MEMORY_SHARE * free)):
         try:
-            stages = [Stage(graph) for graph in graphs]
-            for stage in stages:
-                stage.run(SINGLE_RANK)
-        except Exception:  # whatever an operator dislikes about random values: it is timed alone
-            stages = []
-    return stages if all(ranks.gather(bool(stages))) else []
+            programs = [TimedProgram(graph) for graph in graphs]
+            for program in programs:
+                program.run(SINGLE_RANK)
+        except Exception:  # some operator rejects random values: operators are then timed alone
+            programs = []
+    return programs if all(ranks.gather(bool(programs))) else []
 
 
-class Stage:
-    """One lowered graph as a program with a clock in it.
+class TimedProgram:
+    """A lowered graph as a program with a clock in it.
 
     Attributes:
-        keys: what each interval between two ticks of the clock belongs to; None if to nothing.
+        keys: `time_key` of each interval between two ticks; None for intervals that do not count.
     """
 
     def __init__(self, graph: TrainingGraph) -> None:
         self.keys: list[str | None] = []
         self._ticks: list[float] = []
         self._group: str | None = None
-        self._sent: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor] = {}
         with torch.random.fork_rng([]):
             self._arguments = arguments_of(graph)
         module = fx.GraphModule(dict(graph.constants), graph.copy().graph)
         calls = [node for node in module.graph.nodes if node.op == "call_function"]
         known = [(node, time_key(node), issuer(node) if is_wait(node) else None) for node in calls]
-        for node, key, source in known:  # nodes that have been replaced can no longer be asked
-            self._watch(module.graph, node, key, source)
+        for node, key, source in known:  # keys must be read before any target is replaced
+            self._instrument(module.graph, node, key, source)
         module.graph.set_codegen(BoxedCodeGen())
         module.recompile()
         self._program = module.forward
@@ -175,14 +172,14 @@ class Stage:
         return [after - before for before, after in pairwise(self._ticks)]
 
     def release(self) -> None:
-        """Lets go of its tensors, which it and its program, holding each other, would keep."""
+        """Frees the tensors, which a reference cycle would keep."""
         self._arguments.clear()
 
     def _tick(self) -> None:
         self._ticks.append(time.perf_counter())
 
-    def _watch(self, graph: fx.Graph, node: fx.Node, key: str, source: fx.Node | None) -> None:
-        """Puts a tick behind a node, and a stand-in in the place of a collective."""
+    def _instrument(self, graph: fx.Graph, node: fx.Node, key: str, source: fx.Node | None) -> None:
+        """Inserts a tick after a node, and replaces a collective or wait by its stand-in."""
         self.keys.append(key)
         sends = collective_of(node) is not None
         if sends:
@@ -199,68 +196,68 @@ class Stage:
                 graph.call_function(self._tick)
 
     def _sender(self, name: str, stand_in: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for a collective: its work on tensors, and a number that is sent."""
+        """Stands for a collective: sends one number and does its work on tensors."""
 
         def send(*arguments: Any) -> Any:
             if self._group is not None:
-                self._sent[name] = c10d.all_reduce_(torch.zeros(1), "sum", self._group)
+                self._pending[name] = c10d.all_reduce_(torch.zeros(1), "sum", self._group)
             return stand_in(*arguments)
 
         return send
 
     def _waiter(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What stands for a wait: until the number has come."""
+        """Stands for a wait: until the number has arrived."""
 
-        def wait(pending: torch.Tensor) -> torch.Tensor:
-            sent = self._sent.pop(name, None)
-            if sent is not None:
-                c10d.wait_tensor(sent)
-            return pending
+        def wait(value: torch.Tensor) -> torch.Tensor:
+            pending = self._pending.pop(name, None)
+            if pending is not None:
+                c10d.wait_tensor(pending)
+            return value
 
         return wait
 
 
 def _stand_in(node: fx.Node) -> Callable[..., Any]:
-    """What issuing a collective does to tensors on the calling thread."""
+    """The work of issuing a collective on the calling thread."""
     name = node.target.name().partition("::")[2].partition(".")[0]  # type: ignore[union-attr]
     many = isinstance(node.meta["val"], (list, tuple))
     like = [(t.shape, t.dtype, t.device) for t in tensors(node)]
 
-    def given_back(given: Any, *options: Any) -> Any:
-        return given
+    def in_place(value: Any, *options: Any) -> Any:
+        return value
 
-    def copied(given: Any, *options: Any) -> Any:
-        return [t.clone() for t in given] if many else given.clone()
+    def copied(value: Any, *options: Any) -> Any:
+        return [t.clone() for t in value] if many else value.clone()
 
     def fresh(*options: Any) -> Any:
-        made = [torch.empty(shape, dtype=d, device=place) for shape, d, place in like]
-        return made if many else made[0]
+        values = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in like]
+        return values if many else values[0]
 
     if name.endswith("_"):
-        return given_back
+        return in_place
     return copied if name.startswith("all_reduce") else fresh
 
 
 def _arrive(received: Any) -> None:
-    """Writes what was received, as another thread does in a step."""
+    """Writes a received message, as another thread does in a step."""
     for tensor in received if isinstance(received, (list, tuple)) else [received]:
         tensor.fill_(0.01)
 
 
 def arguments_of(graph: TrainingGraph) -> list[torch.Tensor]:
-    """Random values for the inputs of a graph; integers stay inside of the tables they index."""
+    """Random values for the inputs of a graph; integers are valid indices."""
     values = []
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         value = random_like(node.meta["val"], 0, _bound(node))
         if isinstance(role, Parameter) and value.dtype.is_floating_point:
-            value = (value - 0.5) * 0.1  # as a model starts: no overflow, no denormal numbers
+            value = (value - 0.5) * 0.1  # no overflow, no denormal numbers
         values.append(value)
     return values
 
 
 def _bound(placeholder: fx.Node) -> int:
-    """What the integers of an input must stay below, by the tables that they reach."""
-    found: list[int] = []
+    """Exclusive upper bound of an input's integers, from the tables that they index."""
+    bounds: list[int] = []
     seen, queue = {placeholder}, [placeholder]
     while queue:
         for user in queue.pop().users:
@@ -269,7 +266,7 @@ def _bound(placeholder: fx.Node) -> int:
             seen.add(user)
             bound = index_bound(user)
             if bound > 1:
-                found.append(bound)
+                bounds.append(bound)
             elif not any(t.dtype.is_floating_point for t in tensors(user)):
                 queue.append(user)
-    return min(found, default=1)
+    return min(bounds, default=1)

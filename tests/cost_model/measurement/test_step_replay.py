@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from autopar.cost_model.kernels.signature import time_key
-from autopar.cost_model.measurement.step_replay import ReplayGroup, Stage, arguments_of, replay_step
+from autopar.cost_model.measurement.step_replay import (
+    ReplayGroup,
+    TimedProgram,
+    arguments_of,
+    replay_step,
+)
 from autopar.ir.roles import Gradient, Input, Output, Parameter, Tangent
 from tests.cost_model.sketch import Sketch, aten, c10d
 from tests.harness.worlds import run
@@ -47,7 +52,7 @@ def test_times_add_up_to_the_mean_rank_of_a_middling_round():
         return [value, ([2 * t for t in mine], slow)]
 
     found = replay_step([graph], ReplayGroup(lambda: None, gather), budget_s=0.01)
-    total = sum(found[key] for key in Stage(graph).keys if key is not None)
+    total = sum(found[key] for key in TimedProgram(graph).keys if key is not None)
     assert total == pytest.approx(1.5 * statistics.median(totals))
 
 
