@@ -26,14 +26,14 @@ from autopar.report.plan import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    cut = given.index("--") if "--" in given else len(given)
+    """Runs a command and returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
     try:
-        options = parser().parse_args(given[:cut])
-    except SystemExit as stop:  # argparse has said why
+        options = parser().parse_args(words[:end])
+    except SystemExit as stop:  # argparse has printed the error
         return int(stop.code or 0)
-    options.rest = given[cut + 1 :]
+    options.rest = words[end + 1 :]
     try:
         return int(options.command(options) or 0)
     except OutOfMemoryError as error:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are safe to print, whatever they quote."""
+    """A parser with errors that are safe to print."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -63,14 +63,14 @@ def parser() -> argparse.ArgumentParser:
     scale.add_to(commands)
     show.add_to(commands)
 
-    diff = commands.add_parser("diff", help="what differs between two plans")
-    diff.add_argument("first")
-    diff.add_argument("second")
+    diff = commands.add_parser("diff", help="differences between two plans")
+    diff.add_argument("first", help="JSON file of a plan")
+    diff.add_argument("second", help="JSON file of a plan")
     diff.set_defaults(command=run_diff)
 
     run = commands.add_parser(
         "run",
-        help="launch a script on several processes of this machine",
+        help="launch a script on processes of this machine",
         usage="autopar run SCRIPT [--nproc N] [-- ARGUMENTS OF THE SCRIPT]",
     )
     add_script(run)
@@ -85,14 +85,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    """`autopar diff`: exit status 1 if the plans differ, as diff has it."""
+    """`autopar diff`: exit status 1 if the plans differ, as of diff."""
     text = Plan.load(options.first).diff(Plan.load(options.second))
     print(text or "the plans are the same")
     return 1 if text else 0
 
 
 def run_script(options: argparse.Namespace) -> int:
-    """`autopar run`: torchrun on this machine, with cores shared out."""
+    """`autopar run`: torchrun on this machine, cores divided among the ranks."""
     return launch(options.script, options.nproc, options.rest)
 
 

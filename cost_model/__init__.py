@@ -1,13 +1,12 @@
-"""What a plan costs: measured clusters and operators, and the simulated step.
+"""Costs of a plan: times of collectives and operators, memory, and the simulated step.
 
-| module | |
+| folder | |
 |---|---|
-| `measure` | times of collectives on the live process group, as a `Cluster` |
-| `cluster`, `curves`, `collectives` | the times of collectives, kept, interpolated, defined |
-| `operators` | times of operators on this device, or of a roofline |
-| `memory`, `aliases` | peak tensor bytes of a lowered graph, by liveness of storages |
-| `simulate` | step time, exposed communication, memory and timeline of a lowered graph |
-| `optimizer` | bytes of state that an optimizer keeps |
+| `cluster`, `curves`, `algorithms`, `nccl`, `topology` | times of collectives |
+| `kernels` | times of operators by model, memory traffic and aliasing |
+| `measurement` | times of collectives, operators and optimizers on this machine |
+| `memory` | peak memory of a lowered graph and of the optimizer |
+| `simulator` | step time, exposed communication and timeline of a graph or pipeline |
 
-Every time is a `cost.Cost`, which says whether it was measured, imported or modelled.
+Every time is a `cost.Cost` with its origin: measured, imported or modelled.
 """

@@ -1,7 +1,7 @@
-"""The collectives: what a message size means for each, and how a ring would run it.
+"""Collectives: the definition of their message sizes, and their cost on a ring.
 
-Sizes follow nccl-tests: `nbytes` is the size of the whole, unsharded tensor that one rank ends or
-starts with.
+Sizes follow nccl-tests: `nbytes` is the size of the whole, unsharded tensor that one rank starts or
+ends with.
 
 | collective | nbytes |
 |---|---|
@@ -48,7 +48,7 @@ _OPERATORS = {
 
 
 def collective_of(node: fx.Node) -> str | None:
-    """Which collective a node issues, or None."""
+    """The collective that a node issues, or None."""
     target: Any = node.target
     if getattr(target, "namespace", None) != "_c10d_functional":
         return None
@@ -61,7 +61,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def issuer(wait: fx.Node) -> fx.Node | None:
-    """The collective that a wait waits for, found through views and elements of tuples."""
+    """The collective of a wait, found through views and elements of tuples."""
     source = wait.args[0]
     while isinstance(source, fx.Node) and collective_of(source) is None:
         source = source.args[0] if source.args else None
@@ -75,10 +75,10 @@ class Transfer:
     Attributes:
         collective: one of COLLECTIVES.
         axis: the mesh axis whose ranks take part.
-        nbytes: the message size, in bytes, as the table above means it.
+        nbytes: message size in bytes, as in the table above.
         shape: the groups along that axis.
-        dtype: of what is sent, such as "float32".
-        pieces: of how many messages it is one that are under way together (see `exchange`).
+        dtype: dtype of the message, such as "float32".
+        pieces: number of concurrent messages of which this is one (see `gloo_chunks`).
     """
 
     collective: str
@@ -90,10 +90,10 @@ class Transfer:
 
     @classmethod
     def of(cls, node: fx.Node, axes: Mapping[str, int], ranks_per_node: int) -> Transfer:
-        """The transfer that `node`, a collective, issues.
+        """The transfer of a collective.
 
         Args:
-            node: of a lowered graph.
+            node: node of a lowered graph.
             axes: size of each mesh axis, outermost first.
             ranks_per_node: ranks on each node of the cluster.
         """
@@ -106,29 +106,29 @@ class Transfer:
         whole = tensors(node) if collective == "all_gather" else _input_tensors(node)
         nbytes = sum(map(tensor_bytes, whole))
         if collective == "all_to_all" and 0 in node.args[1]:  # type: ignore[operator]
-            nbytes = nbytes * axes[axis] // (axes[axis] - 1)  # a rank's own part stays where it is
+            nbytes = nbytes * axes[axis] // (axes[axis] - 1)  # a rank's own part is not sent
         shape = GroupShape.of_axis(axes, axis, ranks_per_node)
         dtype = str(whole[0].dtype).removeprefix("torch.") if whole else "float32"
         return cls(collective, axis, nbytes, shape, dtype, node.meta.get("pieces", 1))
 
 
 def _group(node: fx.Node) -> Any:
-    """The group that a collective names: its last positional argument, or by keyword."""
+    """The group of a collective: its last positional argument, or a keyword."""
     return node.kwargs.get("group_name", node.args[-1])
 
 
 def _input_tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    given = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-    return tuple(t for n in given if isinstance(n, fx.Node) for t in tensors(n))
+    inputs = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    return tuple(t for n in inputs if isinstance(n, fx.Node) for t in tensors(n))
 
 
 @dataclass(frozen=True)
 class Link:
-    """A uniform fabric: what a modelled collective runs over.
+    """Round figures of a uniform fabric.
 
     Attributes:
-        launch_s: seconds before the first message leaves.
-        step_s: seconds of latency a message.
+        launch_s: seconds before the first message.
+        step_s: latency of a message, in seconds.
         bytes_per_s: bytes per second that a rank sends while it receives as many.
     """
 
@@ -143,11 +143,10 @@ class Link:
 
 
 def ring(collective: str, ranks: int, backend: str) -> tuple[int, float]:
-    """Messages in sequence, and bytes that a rank sends, as a multiple of the message size.
+    """Consecutive messages, and bytes that a rank sends as a multiple of the message size.
 
-    Thakur, Rabenseifner & Gropp 2005 for rings. Gloo departs from them (read in its source, and
-    counted on the wire): reduce-scatter is an all-reduce of which a chunk is kept, broadcast a
-    binomial tree of whole messages.
+    Source: Thakur, Rabenseifner & Gropp 2005. Gloo differs, by its source and counted on the wire:
+    its reduce-scatter is an all-reduce, its broadcast a binomial tree of whole messages.
     """
     check_collective(collective)
     n = ranks
@@ -164,6 +163,6 @@ def ring(collective: str, ranks: int, backend: str) -> tuple[int, float]:
 
 
 def check_collective(collective: str) -> None:
-    """Raise unless `collective` is one of COLLECTIVES."""
+    """Raises unless `collective` is one of COLLECTIVES."""
     if collective not in COLLECTIVES:
         raise ClusterError(f"{collective!r} is no collective: use one of {', '.join(COLLECTIVES)}")

@@ -1,4 +1,4 @@
-"""`Cost`: a time that says where it comes from, and the error for when there is none to give."""
+"""`Cost`: a time with its origin, and the error for unknown times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KINDS = ("measured", "imported", "modelled")
 
 
 class ClusterError(PlanError):
-    """A measurement, a cluster file or a question to one that cannot be answered honestly."""
+    """A measurement or cluster file is invalid, or a time is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class Cost:
     """A time in seconds and its origin.
 
     Attributes:
-        seconds: the time, in seconds.
+        seconds: time in seconds.
         provenance: "measured WHEN on WHAT", "imported from SOURCE" or "modelled by FORMULA".
-        error: relative half-width of the error bar: 0.1 means that seconds may be 10 % off.
+        error: relative half-width of the error bar: 0.1 for 10 %.
     """
 
     seconds: float
@@ -37,7 +37,7 @@ class Cost:
 
 
 def check_provenance(text: str) -> None:
-    """Raise unless a provenance starts with one of KINDS."""
+    """Raises unless a provenance starts with one of KINDS."""
     if not isinstance(text, str) or not text.startswith(KINDS):
         raise ClusterError(f"provenance {text!r} starts with none of {KINDS}")
 

@@ -1,4 +1,4 @@
-"""The cache on disk: small JSON files, written whole or not at all, and ignored where damaged."""
+"""The cache on disk: small JSON files, written atomically and ignored if damaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from autopar.common.notices import warn_once
 from autopar.errors import MeasurementWarning
 
-Kept = TypeVar("Kept")
+T = TypeVar("T")
 
 _DAMAGED = (
     OSError,
@@ -34,20 +34,20 @@ def cache_directory() -> Path:
 
 
 def digest(facts: Mapping[str, Any]) -> str:
-    """A short name for a set of facts: equal facts, equal name."""
+    """A short hash of a set of facts."""
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def read_cached(path: Path, parse: Callable[[Any], Kept]) -> Kept | None:
-    """The content of `path` as `parse` makes it, or None if there is no such file.
+def read_cached(path: Path, parse: Callable[[Any], T]) -> T | None:
+    """The parsed content of a file, or None if there is no such file.
 
-    A damaged file counts as absent, and a warning says so, once a process.
+    A damaged file counts as absent, with a warning once a process.
 
     Args:
-        path: of a JSON file.
-        parse: raises an ordinary error, such as KeyError or ValueError, if the content is of
-            another shape.
+        path: path of a JSON file.
+        parse: parser of the content; raises an ordinary error, such as KeyError or ValueError, if
+            that is malformed.
     """
     try:
         return parse(json.loads(path.read_text()))
@@ -64,10 +64,10 @@ def read_cached(path: Path, parse: Callable[[Any], Kept]) -> Kept | None:
 
 
 def check_numbers(data: Any) -> dict[str, Any]:
-    """A table of numbers by name as it is: all finite and none negative.
+    """The table, if it has finite, non-negative numbers by name.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it has something else.
     """
     if not isinstance(data, dict):
         raise ValueError(f"a table is expected, not {str(data)[:40]!r}")
@@ -80,10 +80,7 @@ def check_numbers(data: Any) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write `data` to `path` so that a reader sees the old file or the new one, never a part.
-
-    A cache that cannot be written costs time, not correctness: it warns.
-    """
+    """Writes `data` to `path` atomically; warns if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")

@@ -1,4 +1,4 @@
-"""`GroupShape`: what the time of a collective depends on beside its bytes."""
+"""`GroupShape`: the ranks, nodes and number of groups of a collective."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autopar.ir.mesh_levels import mesh_of
 
 @dataclass(frozen=True, order=True)
 class GroupShape:
-    """A group of ranks, how it lies on the nodes, and how many like it run at once.
+    """A group of ranks, its distribution over nodes, and the number of such groups at once.
 
     Attributes:
         ranks: ranks in the group.
-        ranks_per_node: how many of them are on each of its nodes.
-        groups: groups of this shape that run at once, in the whole cluster. They share the NICs
-            and the cores of the nodes.
+        ranks_per_node: ranks of the group on each of its nodes.
+        groups: groups of this shape that run at once in the whole cluster. They share the NICs and
+            cores of the nodes.
     """
 
     ranks: int
@@ -34,7 +34,7 @@ class GroupShape:
 
     @property
     def nodes(self) -> int:
-        """Nodes that the group lies on."""
+        """Nodes of the group."""
         return self.ranks // self.ranks_per_node
 
     @classmethod
@@ -42,11 +42,11 @@ class GroupShape:
         """The groups along one axis of a mesh, all of which run at once.
 
         Args:
-            mesh: size of each axis, outermost first, ranks being in row-major order, and of each
-                level of an axis.
+            mesh: size of each axis or level of an axis, outermost first; ranks are in row-major
+                order.
             axis: an axis or a level.
-            ranks_per_node: ranks on each node of the cluster. Where a group has unequal parts on
-                its nodes, their greatest common divisor counts.
+            ranks_per_node: ranks on each node of the cluster. If a group has unequal parts on its
+                nodes, their greatest common divisor counts.
         """
         mesh = mesh_of(axis, mesh)
         names, sizes = list(mesh), list(mesh.values())

@@ -1,4 +1,4 @@
-"""The machine that this process runs on: what measurements on it depend on."""
+"""`Host`: facts of this machine that measurements depend on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Host:
         name: host name.
         cpu: model name of the processor.
         cores: cores that this process may use.
-        threads: threads that torch uses for one operator.
-        memory_bytes: memory of the machine.
+        threads: threads of one torch operator.
+        memory_bytes: memory of the machine in bytes.
         torch: version of torch.
     """
 
@@ -62,7 +62,7 @@ def _cpu_model() -> str:
 
 @lru_cache
 def boot_id() -> str:
-    """What tells this machine, as long as it runs, from all others; alike in its namespaces."""
+    """Unique id of this machine until it reboots; the same in all its namespaces."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -80,7 +80,7 @@ def _memory_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Memory of this machine that is free now, 0 if unknown."""
+    """Free memory of this machine in bytes; 0 if unknown."""
     return _pages("SC_AVPHYS_PAGES")
 
 
@@ -92,7 +92,7 @@ def _pages(name: str) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """What a device is called: the processor's or the GPU's model name."""
+    """Model name of the processor or GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return _cpu_model()

@@ -1,1 +1,1 @@
-"""The commands of `autopar` that need more than a few lines: each module adds one to the parser."""
+"""Subcommands of `autopar`: each module adds one to the parser."""

@@ -1,4 +1,4 @@
-"""`autopar import-nccl-tests`: a cluster from what nccl-tests printed."""
+"""`autopar import-nccl-tests`: a cluster from outputs of nccl-tests."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ def add_to(commands: Any) -> None:
         "import-nccl-tests",
         help="make a cluster from outputs of nccl-tests",
         description="Reads text (with any launcher's prefixes), JSON of -J, or CSV: one file for "
-        "each run of one test program, of groups of one size. What the files do not say must be "
-        "given; times are taken, bandwidths only checked.",
+        "each run of one test program, of groups of one size. Times are imported, bandwidths only "
+        "checked. Options give the facts that the files lack.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE")
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the cluster as JSON")
-    parser.add_argument("--name", help="of the cluster")
-    parser.add_argument("--device", help="name of the GPUs, where the files do not state it")
-    parser.add_argument("--ranks", type=ranks, help="where the files do not list them")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="JSON file to write")
+    parser.add_argument("--name", help="name of the cluster")
+    parser.add_argument("--device", help="name of the GPUs, if the files lack it")
+    parser.add_argument("--ranks", type=ranks, help="number of ranks, if the files lack it")
     parser.add_argument(
-        "--ranks-per-node", type=ranks, help="where the files do not list the hosts"
+        "--ranks-per-node", type=ranks, help="ranks of a node, if the files list no hosts"
     )
-    parser.add_argument("--collective", help="where the files do not name it, such as all_reduce")
-    parser.add_argument("--least-bytes", type=size, help="leave smaller sizes out, such as 8M")
+    parser.add_argument("--collective", help="such as all_reduce, if the files lack it")
+    parser.add_argument("--least-bytes", type=size, help="smallest size to import, such as 8M")
     parser.add_argument(
         "--uniform",
         action="store_true",
-        help="groups of one shape do equally well wherever they lie (behind switches): allow times "
-        "of other shapes to be derived",
+        help="groups of one shape take equally long wherever they are (behind switches): allow "
+        "times of other shapes to be derived",
     )
     parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Imports, writes and shows."""
+    """`autopar import-nccl-tests`."""
     cluster = import_nccl_tests(
         options.files,
         name=options.name,
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def table(cluster: Cluster) -> Table:
-    """The curves of a cluster, one in a row."""
+    """The curves of a cluster, one in each row."""
     drawn = Table(title=cluster.name, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("collective", "groups"):
         drawn.add_column(heading, no_wrap=True)

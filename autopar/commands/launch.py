@@ -1,4 +1,4 @@
-"""Scripts launched on several processes of this machine, through torchrun."""
+"""Launches scripts on processes of this machine, through torchrun."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autopar.commands.option_types import processes
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
-    """The arguments that name what `launch` launches."""
-    parser.add_argument("script")
+    """Adds the arguments of `launch`."""
+    parser.add_argument("script", help="Python file")
     parser.add_argument(
         "--nproc", type=processes, default=os.cpu_count() or 1, help="number of processes"
     )
@@ -22,13 +22,13 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 def launch(
     script: str, nproc: int, rest: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> int:
-    """Runs a script as `nproc` ranks that share out the cores; returns the exit status.
+    """Runs a script as `nproc` ranks that divide the cores; returns the exit status.
 
     Args:
-        script: its path, or "-m" to run the module that `rest` begins with.
+        script: path of the script, or "-m" to run the module at the start of `rest`.
         nproc: number of ranks.
-        rest: the script's arguments.
-        environment: variables for it.
+        rest: arguments of the script.
+        environment: extra environment variables.
     """
     threads = max(1, (os.cpu_count() or 1) // nproc)
     variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **(environment or {})}

@@ -1,4 +1,4 @@
-"""`autopar measure`: times the collectives of this machine, or of the ranks torchrun started."""
+"""`autopar measure`: times collectives of this machine, or of torchrun's ranks."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from autopar.errors import StrategyError
 from autopar.runtime.process_groups import ensure_process_group, rank
 
 TIMEOUT_S = 120.0
-"""How long a rank waits for the others."""
+"""Seconds that a rank waits for the others."""
 
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
     parser = commands.add_parser(
         "measure",
-        help="time the collectives of the ranks, and keep them for later plans",
-        description="Under torchrun: of the ranks that it started, on whichever nodes. Otherwise: "
-        "of --nproc processes of this machine.",
+        help="time collectives, and cache the times for later plans",
+        description="Under torchrun, times the collectives of its ranks on all nodes. Otherwise "
+        "launches --nproc processes of this machine.",
     )
     parser.add_argument("--nproc", type=processes, help="processes to launch on this machine")
     parser.add_argument("--output", metavar="FILE", help="also write the cluster as JSON")
-    parser.add_argument("--budget", type=budget_s, default=40.0, help="seconds to spend, about")
+    parser.add_argument(
+        "--budget", type=budget_s, default=40.0, help="approximate seconds to spend"
+    )
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--sizes", type=sizes_of, default=SIZES, help="such as 64KiB,1MiB,16MiB")
     parser.add_argument(
         "--mesh", type=mesh_of, help="only groups along the axes of this mesh, such as dp=2,tp=4"
     )
+    parser.add_argument("--no-cache", action="store_true", help="neither read nor write the cache")
     parser.add_argument(
-        "--no-cache", action="store_true", help="neither read nor write the kept measurement"
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="measure again even if the kept one still holds"
+        "--force", action="store_true", help="measure even if the cached times still hold"
     )
     parser.set_defaults(command=run)
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
-    """The bytes of each size in a text such as "64KiB,1MiB"."""
+    """The sizes in a text such as "64KiB,1MiB", in bytes."""
     return tuple(size(part) for part in text.split(","))
 
 
@@ -86,18 +86,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    """This command again, as so many ranks of this machine."""
+    """Runs this command as ranks of this machine."""
     nproc = (os.cpu_count() or 1) if options.nproc is None else options.nproc
     if nproc == 1:
         _measure(options)
         return 0
-    again = ["--budget", str(options.budget), "--dtype", options.dtype]
-    again += ["--sizes", ",".join(map(str, options.sizes))]
-    again += ["--output", options.output] if options.output else []
+    words = ["--budget", str(options.budget), "--dtype", options.dtype]
+    words += ["--sizes", ",".join(map(str, options.sizes))]
+    words += ["--output", options.output] if options.output else []
     mesh = ",".join(f"{name}={size}" for name, size in (options.mesh or {}).items())
-    again += ["--mesh", mesh] if mesh else []
-    again += ["--no-cache"] * options.no_cache + ["--force"] * options.force
-    return launch("-m", nproc, ["autopar", "measure", *again])
+    words += ["--mesh", mesh] if mesh else []
+    words += ["--no-cache"] * options.no_cache + ["--force"] * options.force
+    return launch("-m", nproc, ["autopar", "measure", *words])
 
 
 def _measure(options: argparse.Namespace) -> None:
@@ -121,7 +121,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _progress(console: PlainConsole) -> Iterator[ReportProgress | None]:
-    """A bar on rank 0; nothing on the others."""
+    """A progress bar on rank 0; None on other ranks."""
     if rank() != 0:
         yield None
         return
@@ -132,13 +132,13 @@ def _progress(console: PlainConsole) -> Iterator[ReportProgress | None]:
 
 
 def table(cluster: Cluster) -> Table:
-    """Each curve in a row: milliseconds by size, GB/s at its largest size, its error bar."""
+    """Each curve in a row: milliseconds by size, GB/s at the largest size, error bar."""
     title = f"{cluster.name}, {cluster.provenance}"
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.padding = (0, 1, 0, 0)
     drawn.caption = "groups: nodes x ranks on each, at once; times in ms"
     if not cluster.curves:
-        drawn.caption = "one process: nothing to send"
+        drawn.caption = "one process: no collectives"
     shown = _spread_out({n for entry in cluster.curves.values() for n in entry.curve.bytes})
     drawn.add_column("collective", no_wrap=True)
     for heading in ("group", "at once", *map(in_units, shown), "GB/s", "±"):

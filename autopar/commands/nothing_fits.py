@@ -1,4 +1,4 @@
-"""What the command line says where no plan fits: what is missing, of what, and what would help."""
+"""Tables for an out-of-memory error: memory by category, and changes that make a plan fit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from autopar.formatting import human_bytes
 
 
 def tables(error: OutOfMemoryError) -> Iterator[Table]:
-    """What the smallest plan needs, by category, and the changes with which one fits."""
+    """Memory of the smallest plan by category, and the changes with which a plan fits."""
     total = sum(error.memory.values())
-    needs = Table(title="What the smallest plan holds at its peak", title_justify="left")
+    needs = Table(title="Peak memory of the smallest plan", title_justify="left")
     needs.add_column("")
     needs.add_column("bytes", justify="right")
     for name, size in sorted(error.memory.items(), key=lambda part: -part[1]):
         if size:
             needs.add_row(name, f"{human_bytes(size)} ({size / total:.0%})")
-    needs.add_row("more than there is", f"{human_bytes(error.shortfall)} ({error.shortfall})")
+    needs.add_row("missing", f"{human_bytes(error.shortfall)} ({error.shortfall})")
     yield needs
-    helps = Table(title="What would help, each planned again", title_justify="left")
+    helps = Table(title="Changes that would help, each planned again", title_justify="left")
     helps.add_column("change")
     helps.add_column("give")
     for name in ("a step takes", "a rank needs"):

@@ -1,4 +1,4 @@
-"""Types of command line options: each reads a text, or says what to give instead."""
+"""Types of command line options: each parses a text or names valid values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_STEPS = 2**20
 
 
 def size(text: str) -> int:
-    """Bytes, such as "64MiB", "64MB", "64M" (64 MiB) or "4096"."""
+    """A size in bytes, such as "64MiB", "64MB", "64M" (64 MiB) or "4096"."""
     return _read(lambda: nbytes("", text, bare=True), text, "a size such as 64MiB")
 
 
@@ -25,12 +25,12 @@ def ranks(text: str) -> int:
 
 
 def rank(text: str) -> int:
-    """The number of one rank, from 0."""
+    """A rank, from 0."""
     return _whole(text, 0, MAX_RANKS)
 
 
 def processes(text: str) -> int:
-    """A number of processes of one machine."""
+    """A number of processes."""
     return _whole(text, 1, MOST_PROCESSES)
 
 
@@ -40,12 +40,12 @@ def steps(text: str) -> int:
 
 
 def budget_s(text: str) -> float:
-    """Seconds to spend, more than zero."""
+    """A positive number of seconds."""
     return _read(lambda: seconds("", float(text)), text, "a positive number of seconds")
 
 
 def limit_s(text: str) -> float:
-    """Seconds of a limit; zero is the shortest."""
+    """A number of seconds from 0."""
     return _read(lambda: seconds("", float(text), zero=True), text, "a number of seconds from 0")
 
 
@@ -57,5 +57,5 @@ def _whole(text: str, least: int, most: int) -> int:
 def _read(read: Callable[[], T], text: str, what: str) -> T:
     try:
         return read()
-    except ValueError:  # which errors of arguments are, too
+    except ValueError:  # argument errors are ValueErrors, too
         raise argparse.ArgumentTypeError(f"{short_repr(text)} is not {what}") from None

@@ -1,4 +1,4 @@
-"""`PlainConsole`: rich's console, for text that holds names from models and files."""
+"""`PlainConsole`: rich's console for untrusted text, such as names from models and files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autopar.formatting import printable
 
 
 class PlainConsole(Console):
-    """A console that escapes control characters in what it is given; its own styles remain.
+    """A console that escapes control characters in text.
 
-    Names may look like rich's markup, so that is text unless `markup` says otherwise.
+    Rich's markup is plain text unless `markup` is set, because names may contain brackets.
     """
 
     def __init__(self, *, markup: bool = False, **options: Any) -> None:
@@ -23,6 +23,6 @@ class PlainConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """The segments of a renderable, their text printable."""
+        """The segments of a renderable, with printable text."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)

@@ -1,4 +1,4 @@
-"""`autopar plan`: a plan for ranks that need not be there."""
+"""`autopar plan`: a plan, without any of its ranks."""
 
 from __future__ import annotations
 
@@ -19,37 +19,45 @@ from autopar.plan.strategy import MESH, Strategy
 from autopar.report.explain import with_reasons
 
 FIXED = ("tp", "cp", "ep", "pp", "micro_batches", "schedule", "compress")
-"""Options that are fields of a strategy by the same name."""
+"""Options that are fields of a strategy with the same name."""
 
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
     parser = commands.add_parser(
         "plan",
-        help="plan for ranks that need not be there",
+        help="make a plan, without any of its ranks",
         usage="autopar plan SCRIPT (--world-size N | --cluster NAME --nodes N) [OPTIONS] "
         "[-- ARGUMENTS OF THE SCRIPT]",
     )
     add = parser.add_argument
     add("script", help="Python file with make() -> (model, example inputs)")
-    add("--world-size", type=ranks, help="ranks; by default those of the cluster")
-    add("--nodes", type=ranks, help="nodes of a cluster that ships")
+    add("--world-size", type=ranks, help="number of ranks; by default those of the cluster")
+    add("--nodes", type=ranks, help="number of nodes of a shipped cluster")
     add_strategy(parser, "fastest")
-    add("--lossy", action="store_true", help="by bf16 or int8 where that is faster")
-    add("--memory", help="cap per rank, such as 24GiB")
+    add(
+        "--lossy",
+        action="store_true",
+        help="allow lossy compression to bf16 or int8 where that is faster",
+    )
+    add("--memory", help="memory cap of a rank, such as 24GiB")
     add(
         "--time-limit",
         type=limit_s,
         default=60.0,
         metavar="SECONDS",
-        help="after which no further mesh is looked at",
+        help="seconds after which no further mesh is tried",
     )
-    add("--cluster", help="JSON file of a cluster, or one that ships")
-    add("--precision", help="of the forward, under autocast: bf16 or fp16")
-    add("--backend", default="eager", help="what compiles the graphs; inductor is priced fused")
-    add("--explain", action="store_true", help="say why this plan")
-    add("--out", help="write the plan as JSON")
-    add("--html", help="write the report")
+    add("--cluster", help="JSON file or name of a cluster")
+    add("--precision", help="autocast dtype of the forward: bf16 or fp16")
+    add(
+        "--backend",
+        default="eager",
+        help="compiler of the graphs; under inductor, fused operators are priced",
+    )
+    add("--explain", action="store_true", help="print the reasons for this plan")
+    add("--out", help="JSON file to write the plan to")
+    add("--html", help="HTML file to write the report to")
     parser.set_defaults(command=run)
 
 
@@ -61,21 +69,31 @@ def add_strategy(parser: argparse.ArgumentParser, default: str) -> None:
         default=default,
         help="fastest, auto (no pipelines), ddp, zero1, zero2, zero3",
     )
-    add("--tp", type=ranks, help="ranks over which the model itself is partitioned")
-    add("--cp", type=ranks, help="ranks over which only activations are")
-    add("--ep", type=ranks, help="ranks over which it is, inside of tp")
-    add("--pp", type=ranks, help="ranks over which the forward is cut into stages")
-    add("--micro-batches", type=ranks, help="parts of a rank's rows, one after another")
-    add("--schedule", choices=SCHEDULES, help="the order in which they pass")
+    add("--tp", type=ranks, help="tensor-parallel ranks")
+    add("--cp", type=ranks, help="context-parallel ranks: only activations are sharded")
+    add("--ep", type=ranks, help="expert-parallel ranks, inside of tp")
+    add("--pp", type=ranks, help="pipeline-parallel ranks")
+    add("--micro-batches", type=ranks, help="micro-batches of a rank's batch")
+    add("--schedule", choices=SCHEDULES, help="pipeline schedule")
     add(
         "--search",
         metavar="AXES",
-        help="of these the planner says how many ranks: pp,tp,cp,ep,dp_shard",
+        help="axes whose size the planner searches: pp,tp,cp,ep,dp_shard",
     )
-    add("--zero", metavar="BLOCK=STAGE", action="append", help="of a block; others are searched")
-    add("--pin", metavar="PARAMETER=S(DIM)|R", action="append", help="where it lies along tp or ep")
-    add("--split-points", metavar="NAMES", help="what each stage but the first begins with: a,b,c")
-    add("--compress", help="gradients by this method, such as int8; lossy")
+    add(
+        "--zero",
+        metavar="BLOCK=STAGE",
+        action="append",
+        help="ZeRO stage of a block; others are searched",
+    )
+    add(
+        "--pin",
+        metavar="PARAMETER=S(DIM)|R",
+        action="append",
+        help="placement of a parameter along tp or ep",
+    )
+    add("--split-points", metavar="NAMES", help="first module of each stage but the first: a,b,c")
+    add("--compress", help="lossy compression of gradients, such as int8")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -107,14 +125,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def strategy_of(options: argparse.Namespace) -> Strategy:
-    """What the options fix."""
+    """The strategy that the options describe."""
     found = Strategy.of(options.strategy)
     given: dict[str, Any] = {name: getattr(options, name) for name in FIXED}
     given = {name: value for name, value in given.items() if value is not None}
     if options.search is not None:
         given["search"] = tuple(options.search.split(",")) if options.search else ()
     elif any(axis in given for axis in ("pp", *MESH)):
-        given["search"] = ()  # the mesh is what was given
+        given["search"] = ()  # the options fix the mesh
     if options.zero:
         given["zero"] = {block: int(stage) for block, stage in _pairs("--zero", options.zero)}
     if options.pin:
@@ -136,7 +154,7 @@ def _pairs(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def cluster_of(name: str | None, nodes: int | None) -> Cluster | None:
-    """The cluster that was asked for: a file, or one that ships, of so many nodes."""
+    """The cluster of a name or file; with `nodes`, a shipped one of that many nodes."""
     if nodes is None:
         return Cluster.load(name) if name else None
     if name is None:

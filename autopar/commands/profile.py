@@ -1,4 +1,4 @@
-"""`autopar profile`: steps of a script recorded, beside what the cost model predicts of them."""
+"""`autopar profile`: recorded steps of a script, beside the cost model's prediction."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
     parser = commands.add_parser(
         "profile",
-        help="launch a script, record some of its steps and say what holds them up",
+        help="launch a script, record some of its steps and find the bottlenecks",
         usage="autopar profile SCRIPT [--nproc N] [--steps N] [--trace FILE] "
         "[--refit FILE] [-- ARGUMENTS OF THE SCRIPT]",
-        description="Records the operators of every rank, predicts the same step from what is "
-        "measured of this machine, compares, and plans again with what the steps showed. "
-        "Operators compiled by a backend are not seen; "
-        "on a GPU the clock tells when they were launched.",
+        description="Records the operators of every rank, predicts the same step from measurements "
+        "of this machine, compares both, and plans again with the recorded times. Operators "
+        "compiled by a backend are not recorded. On a GPU, times are launch times.",
     )
     add_script(parser)
-    parser.add_argument("--steps", type=steps, default=5, help="how many to record")
-    parser.add_argument("--trace", metavar="FILE", help="both timelines, for ui.perfetto.dev")
+    parser.add_argument("--steps", type=steps, default=5, help="number of steps to record")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="file for both timelines, for ui.perfetto.dev"
+    )
     parser.add_argument(
         "--refit",
         metavar="FILE",
-        help="keep what the steps showed: the cluster there, the operators' times in the cache",
+        help="write the cluster to FILE and the operators' times to the cache, as recorded",
     )
     parser.set_defaults(command=run)
 
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def trace(profiles: list[Profile]) -> dict[str, Any]:
-    """The measured timeline of every rank, with the predicted one above them."""
+    """The predicted timeline above the measured timeline of every rank."""
     sides = {"predicted": profiles[0].predicted}
     sides |= {f"measured, rank {p.rank}": p.measured for p in profiles}
     memory = {"predicted": profiles[0].predicted.memory}
@@ -80,7 +81,7 @@ def trace(profiles: list[Profile]) -> dict[str, Any]:
 
 
 def show(profiles: list[Profile], console: Console) -> None:
-    """Prints the comparison, on the slowest rank, and what holds the step up."""
+    """Prints the comparison on the slowest rank, and the bottlenecks."""
     slowest = max(profiles, key=lambda profile: profile.measured.step_s)
     measured, predicted = slowest.measured, slowest.predicted
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(slowest.kinds.items()))
@@ -104,7 +105,7 @@ def show(profiles: list[Profile], console: Console) -> None:
 
 
 def again(found: Again, measured_s: float) -> Iterator[str]:
-    """What the steps showed of the machine, and whether another plan would now win."""
+    """Sentences on the recorded speed of the machine, and on the plan that would now be chosen."""
     factors = {"operators": found.operators, **found.collectives}
     shown = ", ".join(f"{name} {factor:.2f}" for name, factor in factors.items())
     yield (

@@ -1,4 +1,4 @@
-"""How far a search is: a bar on a terminal, lines elsewhere."""
+"""Progress of a search: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from autopar.commands.plain_console import PlainConsole
 from autopar.planner.search.mesh_search import ReportProgress, SearchProgress
 
 AFTER_S = 2.0
-"""Seconds before there is a bar."""
+"""Seconds before the bar appears."""
 
 EVERY_S = 10.0
-"""Seconds between lines where there is no terminal."""
+"""Seconds between lines without a terminal."""
 
 
 @contextmanager
 def progress_bar(
     console: Console | None = None, after_s: float = AFTER_S, every_s: float = EVERY_S
 ) -> Iterator[ReportProgress]:
-    """What to tell of each mesh; it is shown in place, or as a line now and then.
+    """A callback for each mesh; it updates the bar, or prints a line from time to time.
 
     Args:
-        console: where to; stderr by default.
-        after_s: seconds before it shows on a terminal.
-        every_s: seconds between lines elsewhere.
+        console: console of the output; stderr by default.
+        after_s: seconds before the bar appears.
+        every_s: seconds between lines.
     """
     console = console or PlainConsole(stderr=True)
     if not console.is_terminal:
@@ -38,8 +38,8 @@ def progress_bar(
     bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
     task, begin = bar.add_task("planning", total=None), time.monotonic()
 
-    def show(looked: SearchProgress) -> None:
-        bar.update(task, total=looked.total, completed=looked.done, description=str(looked))
+    def show(search: SearchProgress) -> None:
+        bar.update(task, total=search.total, completed=search.done, description=str(search))
         if time.monotonic() - begin >= after_s:
             bar.start()
 
@@ -50,15 +50,15 @@ def progress_bar(
 
 
 def _lines(console: Console, every_s: float) -> ReportProgress:
-    """Writes a line for what is looked at when the last one was some seconds ago."""
+    """Prints a line for the current mesh, `every_s` seconds after the last one."""
     begin = time.monotonic()
     last_s = 0.0
 
-    def tell(looked: SearchProgress) -> None:
+    def report(search: SearchProgress) -> None:
         nonlocal last_s
         now_s = time.monotonic() - begin
         if now_s - last_s >= every_s:
             last_s = now_s
-            console.print(f"{now_s:.0f} s: {looked} ({looked.done + 1} of {looked.total})")
+            console.print(f"{now_s:.0f} s: {search} ({search.done + 1} of {search.total})")
 
-    return tell
+    return report

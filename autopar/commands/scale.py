@@ -1,4 +1,4 @@
-"""`autopar scale`: what more machines bring, strategy by strategy, before any of them is rented."""
+"""`autopar scale`: predicted throughput by number of GPUs, for each strategy."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _FIELDS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "m": "micro_batches"}
 
 @dataclass(frozen=True)
 class Cell:
-    """A strategy on so many GPUs.
+    """A strategy on a number of GPUs.
 
     Attributes:
-        gpus: how many.
-        rate: tokens a second of all of them, rows where there are no tokens; 0 if it does not run.
-        used: model FLOPs utilisation, 0 if not known.
-        why: why it does not run.
+        gpus: number of GPUs.
+        rate: tokens per second of all GPUs, or rows without tokens; 0 if it does not run.
+        used: model FLOPs utilisation; 0 if unknown.
+        why: reason why it does not run.
     """
 
     gpus: int
@@ -47,21 +47,25 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
     parser = commands.add_parser(
         "scale",
-        help="throughput and efficiency by number of GPUs, strategy by strategy",
+        help="throughput and efficiency by number of GPUs, for each strategy",
         usage="autopar scale SCRIPT --cluster NAME --gpus 8,64,512 [OPTIONS] [-- ARGUMENTS]",
     )
     parser.add_argument("script", help="Python file with make() -> (model, example inputs)")
-    parser.add_argument("--cluster", required=True, help="one that ships, of a uniform fabric")
     parser.add_argument(
-        "--gpus", type=numbers, required=True, help="numbers of them, such as 8,64,512"
+        "--cluster", required=True, help="name of a shipped cluster with a uniform fabric"
+    )
+    parser.add_argument(
+        "--gpus", type=numbers, required=True, help="numbers of GPUs, such as 8,64,512"
     )
     parser.add_argument(
         "--strategies",
         default=",".join(DEFAULT),
         help="such as ddp,zero3,tp8+zero1,pp4+tp8+m16+zero1,fastest: ZeRO, axes, micro-batches",
     )
-    parser.add_argument("--backend", default="inductor", help="as of autopar plan")
-    parser.add_argument("--time-limit", type=limit_s, default=60.0, help="as of it, for each cell")
+    parser.add_argument("--backend", default="inductor", help="as for autopar plan")
+    parser.add_argument(
+        "--time-limit", type=limit_s, default=60.0, help="as for autopar plan, for each cell"
+    )
     parser.set_defaults(command=run)
 
 
@@ -95,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
 def cells(
     strategy: Strategy, sizes: Sequence[int], planned: Callable[[Strategy, int], Plan]
 ) -> Iterator[Cell]:
-    """A strategy on each number of GPUs; what cannot be is said, not raised."""
+    """A strategy on each number of GPUs; errors become the cell's reason."""
     for gpus in sizes:
         try:
             plan = planned(strategy, gpus)
@@ -113,7 +117,7 @@ def cells(
 
 
 def table(title: str, sizes: Sequence[int], rows: dict[str, list[Cell]]) -> Table:
-    """Throughput, its part of what as many GPUs would do at the fewest's pace, and utilisation."""
+    """Throughput, efficiency relative to the fewest GPUs, and utilisation."""
     grid = Table(title=title, title_justify="left")
     grid.add_column("strategy")
     for gpus in sizes:
@@ -145,7 +149,7 @@ def _text(cell: Cell, first: Cell | None) -> str:
 
 
 def strategy_of(text: str) -> Strategy:
-    """The strategy behind names of ZeRO stages, axes and numbers, joined by +.
+    """The strategy of a text such as "pp4+tp8+m16+zero1".
 
     Raises:
         StrategyError: a part is none of these.
@@ -173,7 +177,7 @@ def strategy_of(text: str) -> Strategy:
 
 
 def cluster_for(name: str, gpus: int) -> Cluster:
-    """A shipped cluster of as many nodes as so many GPUs fill."""
+    """A shipped cluster with a number of GPUs."""
     near = Cluster.named(name).ranks_per_node
     if gpus > near and gpus % near:
         raise StrategyError(f"--gpus {gpus}: a node of {name} has {near}, so give a multiple")

@@ -1,4 +1,4 @@
-"""Python files that say what to plan: each has `make()`."""
+"""Python files with `make()`, which returns the model to plan and its inputs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from autopar.errors import StrategyError
 
 
 def load(script: str, arguments: Sequence[str] = ()) -> tuple[Any, Any]:
-    """The model and example inputs that a script's make() returns.
+    """The model and example inputs of a script's make().
 
     Args:
         script: path of the file.
-        arguments: what it finds in sys.argv behind its own name.
+        arguments: the script's arguments, in sys.argv.
     """
-    kept, sys.argv = sys.argv, [script, *arguments]
+    saved, sys.argv = sys.argv, [script, *arguments]
     try:
         return _made(script)
     finally:
-        sys.argv = kept
+        sys.argv = saved
 
 
 def _made(script: str) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""`autopar show`: a plan, the program that it means for one rank, or where everything lies."""
+"""`autopar show`: a plan, the program of one rank, or the placements of tensors."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
     parser = commands.add_parser("show", help="print a plan")
     parser.add_argument("plan", help="JSON file of a plan")
-    parser.add_argument("--explain", action="store_true", help="why this plan")
-    parser.add_argument("--timeline", metavar="FILE", help="write the predicted step as a trace")
+    parser.add_argument("--explain", action="store_true", help="print the reasons for this plan")
     parser.add_argument(
-        "--graph", metavar="SCRIPT", help="the program of one rank, for make() there"
+        "--timeline", metavar="FILE", help="write the predicted step as a Chrome trace"
+    )
+    parser.add_argument(
+        "--graph", metavar="SCRIPT", help="print the program of one rank, for the script's make()"
     )
     parser.add_argument("--rank", type=rank, default=0)
     parser.add_argument(
@@ -47,13 +49,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--placements",
         metavar="SCRIPT",
-        help="where parameters and activations of make() there lie along each axis that the model "
-        "is partitioned over, block by block, and every conversion",
+        help="print placements of parameters and activations along each model-parallel axis, block "
+        "by block, and every redistribution, for the script's make()",
     )
     parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
-        help="whose times to show with --placements; by default they are modelled",
+        help="cluster of the times of --placements; by default they are modelled",
     )
     parser.set_defaults(command=run)
 
@@ -84,13 +86,13 @@ def run(options: argparse.Namespace) -> None:
 def placements(
     model: nn.Module, example_inputs: Any, plan: Plan, cluster: Cluster | None
 ) -> Iterator[Table | str]:
-    """Where everything lies along each axis that a plan partitions the model over, in turn.
+    """Placements of all tensors along each model-parallel axis of a plan.
 
     Args:
-        model: the one that was planned.
+        model: the planned model.
         example_inputs: arguments of a call.
-        plan: how it is partitioned.
-        cluster: whose times are shown; None for one of which nothing was measured.
+        plan: the plan.
+        cluster: cluster of the times; None for modelled figures.
 
     Raises:
         PlanError: the plan is for another model.

@@ -1,13 +1,12 @@
-"""Times of groups that were not measured, from those that were, where the fabric is uniform.
+"""Times of groups that were not measured, from measured groups on a uniform fabric.
 
-A collective over the wanted groups is taken to last as long as over the measured ones when the
-busiest link carries as many bytes: the bus-bandwidth curve is used again. What does not depend on
-bytes, the latency, grows with the steps of the ring or tree: by the difference that NCCL's own
-model sees between the two, where that is known, otherwise in proportion. On a mesh of NVLinks,
-whose subsets differ, this would be off by half.
+A collective takes as long over the wanted groups as over the measured ones if the busiest link
+carries as many bytes: the bus-bandwidth curve is reused. The latency grows with the steps of the
+ring or tree: by the difference in NCCL's own model, if that is known, otherwise in proportion. On a
+mesh of NVLinks, whose subsets differ, the error would be a half.
 
-Ranks that share cores slow each other down: time grows as max(1, busy ranks / cores). How many
-cores that is in effect is learnt from groups measured alone and side by side.
+Ranks that share cores slow each other down: time grows as max(1, busy ranks / cores). The effective
+number of cores comes from groups measured alone and side by side.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.nccl.constants import LATEST, constants_of
 
 Prior = Callable[[CurveKey, float], float | None]
-"""Seconds that a model gives groups and bytes; None where it has no answer."""
+"""Modelled seconds of groups and bytes; None without a model."""
 
 _ONE_PAIR = {"all_to_all": 1.5, "all_gather": 1.25}
-"""How many times longer gloo takes between two ranks than its bytes do: on their one connection the
-permission to send queues behind the data of the other direction. Measured with torch 2.13 on links
-of 100 Mbit/s: 1.40 to 1.49 and 1.19 to 1.23 for 2 to 4 MB, 1.0 among three and four ranks."""
+"""Slowdown of gloo between two ranks beyond their bytes: on their one connection, the permission to
+send queues behind the data of the other direction. Measured with torch 2.13 on links of
+100 Mbit/s: 1.40 to 1.49 and 1.19 to 1.23 for 2 to 4 MB, 1.0 among three and four ranks."""
 
 PER_DOUBLING = 0.08
-"""Error bar for each doubling of ranks, nodes or groups, beside that of the curve used."""
+"""Relative error for each doubling of ranks, nodes or groups, added to the curve's."""
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """What groups have in common.
+    """Properties that all groups of a cluster share.
 
     Attributes:
         backend: "gloo", "nccl", ...
         ranks_per_node: ranks on a full node.
         nics: NICs of a node.
-        trees: whether all-reduces between nodes are done by trees at large sizes (NVLS trees).
-        cores: ranks of a node that may be busy before they slow each other down.
+        trees: whether large all-reduces between nodes use trees (NVLS trees).
+        cores: ranks of a node that can be busy without slowing each other down.
     """
 
     backend: str
@@ -56,10 +55,10 @@ class Fabric:
     cores: float = math.inf
 
     def link_bytes(self, collective: str, shape: GroupShape) -> float:
-        """Bytes through the busiest link for each byte of the message, in units of that link.
+        """Bytes through the busiest link for each byte of the message.
 
-        On one node that is a rank's own link. Between nodes it is a node's NICs together: a group
-        that does not reach all of them, or shares them, has the more to send through its part.
+        On one node that is a rank's link. Between nodes it is all NICs of a node together: a group
+        that reaches or has only a part of them sends the more through that part.
         """
         n, nodes = shape.ranks, shape.nodes
         share = ring(collective, n, self.backend)[1]
@@ -68,31 +67,31 @@ class Fabric:
         elif nodes > 1 and collective == "all_reduce" and self.trees:
             share = 2 * (nodes - 1) / nodes
         if self.backend == "gloo":
-            share = _turns(0, n) if collective == "broadcast" else share
+            share = _broadcast_messages(0, n) if collective == "broadcast" else share
             share *= _ONE_PAIR.get(collective, 1.0) if n == 2 else 1.0
         return share if nodes == 1 else share / self._nics_reached(shape)
 
     def _nics_reached(self, shape: GroupShape) -> float:
-        """The part of a node's NICs that a group has to itself."""
-        own = shape.ranks_per_node
-        reached = math.ceil(own * self.nics / self.ranks_per_node) / self.nics
-        return min(1.0, reached, own / max(own, self.active(shape)))
+        """Share of a node's NICs that a group has to itself."""
+        ranks = shape.ranks_per_node
+        reached = math.ceil(ranks * self.nics / self.ranks_per_node) / self.nics
+        return min(1.0, reached, ranks / max(ranks, self.active(shape)))
 
     def active(self, shape: GroupShape) -> int:
-        """Ranks of a node that are busy while all groups of a shape run, if they fill nodes."""
-        room = max(self.ranks_per_node, shape.ranks_per_node)
-        return min(room, shape.ranks_per_node * shape.groups)
+        """Busy ranks of a node while all groups of a shape run."""
+        most = max(self.ranks_per_node, shape.ranks_per_node)
+        return min(most, shape.ranks_per_node * shape.groups)
 
     def oversubscription(self, shape: GroupShape) -> float:
-        """How many times longer what the cores do takes because ranks share them."""
+        """Slowdown of the cores' work because ranks share them."""
         return max(1.0, self.active(shape) / self.cores)
 
     def steps(self, collective: str, shape: GroupShape) -> float:
-        """Messages one after the other, those of a ring."""
+        """Consecutive messages of a ring."""
         return ring(collective, shape.ranks, self.backend)[0]
 
     def floor_s(self, collective: str, shape: GroupShape) -> float:
-        """Seconds that NCCL's own constants give an empty message, launch left out."""
+        """Seconds of an empty message by NCCL's constants, without the launch."""
         if self.backend != "nccl":
             return 0.0
         constants = constants_of(LATEST)
@@ -108,16 +107,16 @@ class Fabric:
         return best * 1e-6
 
 
-def _turns(rank: int, ranks: int) -> int:
-    """How long gloo's broadcast takes below a rank, in messages: a binomial tree of whole ones.
+def _broadcast_messages(rank: int, ranks: int) -> int:
+    """Time of gloo's broadcast below a rank, in messages: a binomial tree of whole messages.
 
-    A rank sends to all its children at once, so that all have the message when the last has.
+    A rank sends to all its children at once, so all receive the message when the last one does.
     Measured on links of 100 Mbit/s: 1.03, 2.06 and 2.9 to 3.0 messages among 2, 3 and 4 ranks.
     """
     reach = (rank & -rank) or ranks
     children = [rank + 2**j for j in range(ranks.bit_length()) if 2**j < reach]
     children = [child for child in children if child < ranks]
-    return len(children) + max((_turns(child, ranks) for child in children), default=0)
+    return len(children) + max((_broadcast_messages(child, ranks) for child in children), default=0)
 
 
 def derive(
@@ -127,10 +126,10 @@ def derive(
     fabric: Fabric,
     prior: Prior | None = None,
 ) -> Cost | None:
-    """The time of a group that was not measured; None if there is nothing to derive it from.
+    """The time of a group that was not measured; None without a measured group like it.
 
-    Groups on one node are derived from groups on one node, others from others: what lies between
-    is another fabric.
+    Groups on one node are derived from groups on one node, and others from others, because the
+    fabrics differ.
     """
     alike = {
         key: entry
@@ -148,7 +147,7 @@ def derive(
 
 
 def _distance(key: CurveKey, wanted: CurveKey) -> tuple[float, int, bool]:
-    """Doublings between two shapes; of equals the larger is nearer, then the same dtype."""
+    """Doublings between two shapes, then preferring larger groups, then the same dtype."""
     pairs = (
         (key.shape.nodes, wanted.shape.nodes),
         (key.shape.ranks_per_node, wanted.shape.ranks_per_node),
@@ -166,7 +165,7 @@ def _scaled(
     fabric: Fabric,
     prior: Prior | None = None,
 ) -> float:
-    """The base's time at equal bytes on the busiest link, its latency that of the wanted steps."""
+    """The base's time at equal bytes on the busiest link, with the latency of the wanted steps."""
     share = fabric.link_bytes(wanted.collective, wanted.shape)
     equal = nbytes * share / fabric.link_bytes(base.collective, base.shape)
     whole = curve(equal)
@@ -178,27 +177,26 @@ def _scaled(
     latency = min(whole, max(floor, _piece_at(curve, equal)))
     steps = fabric.steps(wanted.collective, wanted.shape)
     growth = steps / fabric.steps(base.collective, base.shape)
-    crowded = fabric.oversubscription(wanted.shape) / fabric.oversubscription(base.shape)
+    slowdown = fabric.oversubscription(wanted.shape) / fabric.oversubscription(base.shape)
     if fabric.backend == "nccl":
         longer = fabric.floor_s(wanted.collective, wanted.shape)
         longer -= fabric.floor_s(base.collective, base.shape)
         return whole + max(longer, -floor / 2) + (latency - floor) * (growth - 1)
     if wanted.shape.nodes == 1:
-        return (whole + latency * (growth - 1)) * crowded
-    return whole + latency * (growth * crowded - 1)  # cores have no part in what the NICs carry
+        return (whole + latency * (growth - 1)) * slowdown
+    return whole + latency * (growth * slowdown - 1)  # NICs, not cores, carry the bytes
 
 
 def _piece_at(curve: Curve, nbytes: float) -> float:
-    """The latency of the affine piece that is nearest the curve at a size."""
+    """The latency of the affine piece nearest to the curve at a size."""
     time = curve(nbytes)
     return min(curve.pieces, key=lambda piece: abs(piece(nbytes) - time)).latency_s
 
 
 def effective_cores(curves: Mapping[CurveKey, Measured], ranks_per_node: int) -> float:
-    """How many ranks of a node do not slow each other down, by groups alone and side by side.
+    """Ranks of a node that can be busy at once, from groups measured alone and side by side.
 
-    The median over all collectives and sizes of how much longer the crowded ones take; infinite if
-    they do not, or if there are no such pairs.
+    The median over all collectives and sizes; infinite without a slowdown or without such pairs.
     """
     found = [
         cores

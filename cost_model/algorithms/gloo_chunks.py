@@ -1,9 +1,9 @@
-"""In how many pieces gloo exchanges a message: as lowered, and so as measured and priced.
+"""Number of chunks of an all-to-all on gloo, as lowered, measured and priced.
 
-Gloo writes one large buffer to the end before it reads from the same rank, so that two ranks that
-send each other 8 MiB take turns (torch 2.13, medians of 5, ms):
+Gloo writes a whole buffer before it reads from the same rank, so two ranks that exchange 8 MiB take
+turns (torch 2.13, medians of 5, ms):
 
-| 8 MiB to each other rank, in pieces | 1 | 2 | 4 | 8 | 16 |
+| 8 MiB to each other rank, in chunks | 1 | 2 | 4 | 8 | 16 |
 |---|---|---|---|---|---|
 | 2 nodes, 1 Gbit/s (the link takes 70) | 140 | 105 | 89 | 83 | 75 |
 | 4 nodes, 1 Gbit/s | 317 | 270 | 248 | 273 | 268 |
@@ -11,26 +11,25 @@ send each other 8 MiB take turns (torch 2.13, medians of 5, ms):
 | 2 ranks, loopback | 12.6 | 8.8 | 8.5 | 6.7 | 13.6 |
 | 4 ranks, loopback | 57 | 40 | 37 | 43 | 48 |
 
-At 2 MiB four pieces are best or close to it everywhere, at 512 KiB two; more cost what their calls
-do.
+At 2 MiB four chunks are best or close to it everywhere, at 512 KiB two. More cost additional calls.
 """
 
 from __future__ import annotations
 
 CHUNK_BYTES = 256 * 2**10
-"""Of a message to one other rank: smaller pieces cost more than they save."""
+"""Least bytes of a chunk to one other rank: smaller chunks cost more than they save."""
 
 MAX_CHUNKS = 4
 
 
 def gloo_chunks(nbytes: int, ranks: int) -> int:
-    """In how many pieces an all-to-all goes.
+    """The number of chunks of an all-to-all.
 
     Args:
-        nbytes: size of its message, as `collectives` means it.
-        ranks: that take part.
+        nbytes: message size, as `collectives` defines it.
+        ranks: number of ranks.
 
-    >>> [pieces_of(size, ranks=2) for size in (2**18, 2**20, 2**21, 2**24)]
+    >>> [gloo_chunks(size, ranks=2) for size in (2**18, 2**20, 2**21, 2**24)]
     [1, 2, 4, 4]
     """
     return max(1, min(MAX_CHUNKS, nbytes // ranks // CHUNK_BYTES))

@@ -1,8 +1,8 @@
 """Bytes that leave a node while its ranks communicate.
 
-`ring` says what a rank sends; most of it may go to a neighbour on its own node. What a node's link
-carries, and what its interface counts, is less. Gloo's messages over TCP weigh more than what they
-bring: two constants, as counted, make small messages right.
+`ring` gives the bytes that a rank sends, of which most may go to a neighbour on its own node.
+Gloo's messages over TCP have more bytes than their payload; two constants, counted on interfaces,
+correct that.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.ir.graph import TrainingGraph
 
 MESSAGE_BYTES = 430
-"""What interfaces count for a message of gloo beside its payload: headers, acknowledgements, and
-notices that sender and receiver are ready. Counted at 2 and 4 nodes, 1 KiB to 4 MiB."""
+"""Bytes of a gloo message beside its payload: headers, acknowledgements, and notices that sender
+and receiver are ready. Counted at 2 and 4 nodes, 1 KiB to 4 MiB."""
 
 HEADERS = 1.002
 """Bytes on the wire per byte of a large message, in frames of 64 KiB."""
 
-_SEGMENTS = 2  # in which gloo's rings pass on each rank's chunk
+_SEGMENTS = 2  # messages of gloo's rings for each rank's chunk
 
 
 def sent_bytes(graph: TrainingGraph, backend: str) -> dict[str, int]:
@@ -30,30 +30,30 @@ def sent_bytes(graph: TrainingGraph, backend: str) -> dict[str, int]:
 
     Args:
         graph: a lowered graph.
-        backend: of torch.distributed.
+        backend: backend of torch.distributed.
     """
-    found: Counter[str] = Counter()
-    for sent in _transfers(graph, 1):
-        share = ring(sent.collective, sent.shape.ranks, backend)[1]
-        found[sent.axis] += round(share * sent.nbytes)
-    return dict(found)
+    by_axis: Counter[str] = Counter()
+    for transfer in _transfers(graph, 1):
+        share = ring(transfer.collective, transfer.shape.ranks, backend)[1]
+        by_axis[transfer.axis] += round(share * transfer.nbytes)
+    return dict(by_axis)
 
 
 def node_bytes(graph: TrainingGraph, backend: str, ranks_per_node: int) -> int:
-    """Bytes that leave the node that sends most in one run of a lowered graph by all its ranks.
+    """Bytes that leave the busiest node in one run of a lowered graph by all ranks.
 
     Args:
         graph: a lowered graph.
-        backend: of torch.distributed.
+        backend: backend of torch.distributed.
         ranks_per_node: ranks of the world on each node.
     """
     total = 0.0
-    for sent in _transfers(graph, ranks_per_node):
-        args = (sent.collective, sent.shape, backend, ranks_per_node)
-        payload = leaving(*args) * sent.nbytes
-        total += (
-            HEADERS * payload + MESSAGE_BYTES * messages(*args) if backend == "gloo" else payload
-        )
+    for transfer in _transfers(graph, ranks_per_node):
+        args = (transfer.collective, transfer.shape, backend, ranks_per_node)
+        payload = leaving(*args) * transfer.nbytes
+        if backend == "gloo":
+            payload = HEADERS * payload + MESSAGE_BYTES * messages(*args)
+        total += payload
     return round(total)
 
 
@@ -66,21 +66,20 @@ def _transfers(graph: TrainingGraph, ranks_per_node: int) -> Iterator[Transfer]:
 def leaving(collective: str, shape: GroupShape, backend: str, ranks_per_node: int) -> float:
     """Bytes that leave a node for a collective, as a multiple of its message size.
 
-    Rings run in the order of ranks, so one of their links leaves each node, however many ranks
-    are on it. An all-to-all sends each part straight to its rank. Groups that run at once add up.
+    Rings follow the order of ranks, so one of their links leaves each node. An all-to-all sends
+    each part directly to its rank. Groups that run at once add up.
 
     Args:
-        collective: one of COLLECTIVES; its message size is meant as there.
+        collective: one of COLLECTIVES, which define the message size.
         shape: the groups that run at once, each over neighbouring nodes.
-        backend: of torch.distributed.
+        backend: backend of torch.distributed.
         ranks_per_node: ranks of the world on each node.
 
     Returns:
-        The multiple for the node that sends most: of a broadcast that of the root; 0.0 where a
-        group lies on one node.
+        The multiple for the busiest node, for a broadcast the root's; 0.0 for groups on one node.
 
     Raises:
-        ClusterError: there is no such collective, or the groups are no part of such nodes.
+        ClusterError: the collective is unknown, or the groups do not fill such nodes.
     """
     check_collective(collective)
     if ranks_per_node % shape.ranks_per_node:
@@ -88,25 +87,25 @@ def leaving(collective: str, shape: GroupShape, backend: str, ranks_per_node: in
     if shape.nodes == 1:
         return 0.0
     groups = ranks_per_node // shape.ranks_per_node
-    return groups * _of_one(collective, shape, backend)
+    return groups * _leaving_one_group(collective, shape, backend)
 
 
 def messages(collective: str, shape: GroupShape, backend: str, ranks_per_node: int) -> int:
-    """Messages that leave a node for a collective; the arguments are those of `leaving`."""
+    """Messages that leave a node for a collective; the arguments are as for `leaving`."""
     if shape.nodes == 1:
         return 0
-    groups, own = ranks_per_node // shape.ranks_per_node, shape.ranks_per_node
+    groups, near = ranks_per_node // shape.ranks_per_node, shape.ranks_per_node
     if collective == "all_to_all":
-        return groups * own * (shape.ranks - own)
+        return groups * near * (shape.ranks - near)
     if collective in ("broadcast", "send"):
         return round(leaving(collective, shape, backend, ranks_per_node))
     return groups * _SEGMENTS * ring(collective, shape.ranks, backend)[0]
 
 
-def _of_one(collective: str, shape: GroupShape, backend: str) -> float:
-    own, others = shape.ranks_per_node, shape.ranks - shape.ranks_per_node
+def _leaving_one_group(collective: str, shape: GroupShape, backend: str) -> float:
+    near, others = shape.ranks_per_node, shape.ranks - shape.ranks_per_node
     if collective == "all_to_all":
-        return own * others / shape.ranks
+        return near * others / shape.ranks
     if collective == "broadcast" and backend == "gloo":
         return float(_tree_links(shape))
     return ring(collective, shape.ranks, backend)[1]

@@ -1,4 +1,4 @@
-"""The document of a cluster: what its JSON file must hold, and the parts of a cluster in it."""
+"""Schema of a cluster's JSON file, and the cluster's fields from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Provenance = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(KINDS)})")]
 
 
 class CurveRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One curve, as `measured.row_of` writes it."""
+    """One curve, as `curve_row` writes it."""
 
     collective: str
     ranks: Ranks
@@ -37,7 +37,7 @@ class CurveRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> CurveKey:
-        """What the curve was measured for."""
+        """Key of the curve."""
         shape = GroupShape(self.ranks, self.ranks_per_node, self.groups)
         return CurveKey(self.collective, shape, self.dtype)
 
@@ -104,11 +104,11 @@ def cluster_fields(data: Any, source: str) -> dict[str, Any]:
         ClusterError: a field is missing, unknown, of another type or out of range.
     """
     document = read(data, ClusterDocument, source, ClusterError, AGAIN, _check)
-    made = {name: getattr(document, name) for name in ClusterDocument.__struct_fields__}
-    made["curves"] = {row.key: row.entry for row in document.curves}
+    values = {name: getattr(document, name) for name in ClusterDocument.__struct_fields__}
+    values["curves"] = {row.key: row.entry for row in document.curves}
     if document.topology is not None:
-        made["topology"] = nx.node_link_graph(data["topology"], edges="edges")
-    return made
+        values["topology"] = nx.node_link_graph(data["topology"], edges="edges")
+    return values
 
 
 def _check(document: ClusterDocument) -> None:

@@ -1,4 +1,4 @@
-"""A `Cluster` made of measurements that others took with nccl-tests."""
+"""A `Cluster` from outputs of nccl-tests."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def import_nccl_tests(
     least_bytes: int | None = None,
     uniform: bool = False,
 ) -> Cluster:
-    """The cluster that the outputs of nccl-tests tell of, one file for each run.
+    """The cluster of some outputs of nccl-tests, one file for each run.
 
     Args:
         paths: text with any launcher's prefixes, JSON of `-J`, or CSV.
-        name: of the cluster; by default of the first file.
-        device: name of the GPUs, where the files do not state it.
-        ranks: of files that do not list them.
-        ranks_per_node: of files that do not list the hosts.
-        collective: of files that do not name it.
-        least_bytes: sizes below are left out.
-        uniform: whether groups of other sizes may be derived from these (`Cluster.uniform`).
+        name: name of the cluster; by default the name of the first file.
+        device: name of the GPUs, if the files lack it.
+        ranks: number of ranks, if the files lack it.
+        ranks_per_node: ranks of a node, if the files list no hosts.
+        collective: name of the collective, if the files lack it.
+        least_bytes: smallest size to import, in bytes.
+        uniform: whether times of other groups may be derived (`Cluster.uniform`).
 
     Raises:
-        ClusterError: a file is truncated, foreign or contradicts itself; says which and where.
+        ClusterError: a file is truncated, foreign or contradicts itself; the message says where.
     """
     tables = [
         table
@@ -66,7 +66,7 @@ def cluster_of(
     device: str | None = None,
     uniform: bool = False,
 ) -> Cluster:
-    """A cluster as large as the largest table; the arguments are those of `import_nccl_tests`."""
+    """A cluster as large as the largest table; the arguments are as for `import_nccl_tests`."""
     curves: dict[CurveKey, Measured] = {}
     for table in tables:
         if table.collective not in COLLECTIVES:

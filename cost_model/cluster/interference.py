@@ -1,4 +1,4 @@
-"""`Slowdown`: how much compute and collectives slow each other down while both run."""
+"""`Slowdown`: slowdown of compute and collectives by each other."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from autopar.cost_model.cost import ClusterError, check_provenance
 
 @dataclass(frozen=True)
 class Slowdown:
-    """What running beside each other costs compute and collectives.
+    """Slowdown of concurrent compute and collectives.
 
     Attributes:
-        bytes: message sizes at which it was measured, ascending.
-        compute: at each, how many times longer compute takes while such collectives run; >= 1.
-        communication: how many times longer these take while there is compute; >= 1.
-        issue_s: seconds that issuing a collective keeps the computing thread.
-        wait_s: seconds that waiting for one that has ended keeps it.
-        provenance: where this comes from.
-        late_s: by how many seconds a message between two ranks comes later than when nobody
-            computes, however large: where ranks share cores, who waits for it has to get one.
+        bytes: measured message sizes, ascending.
+        compute: factor on the time of compute beside collectives of each size, at least 1.
+        communication: factor on the time of such collectives beside compute, at least 1.
+        issue_s: thread seconds of issuing a collective.
+        wait_s: thread seconds of waiting for a collective that has ended.
+        provenance: origin of the figures.
+        late_s: extra seconds of a message of any size between two ranks while others compute:
+            where ranks share cores, the receiver first has to get one.
     """
 
     bytes: tuple[Positive, ...]
@@ -48,7 +48,7 @@ class Slowdown:
 
     @classmethod
     def modelled(cls, compute: float, communication: float, why: str) -> Slowdown:
-        """The same factors at every size, and calls that take no time."""
+        """Equal factors at every size, and calls that take no time."""
         return cls((1,), (compute,), (communication,), 0.0, 0.0, f"modelled by {why}")
 
     def of_compute(self, nbytes: float) -> float:
@@ -68,7 +68,7 @@ SHARED_GPU = Slowdown.modelled(
 
 
 def _between(sizes: Sequence[int], factors: Sequence[float], nbytes: float) -> float:
-    """Linear in the logarithm of the size, constant outside of what was measured."""
+    """Linear in the logarithm of the size, constant outside of the measured sizes."""
     right = bisect_right(sizes, nbytes)
     if right == 0 or right == len(sizes):
         return factors[max(0, right - 1)]

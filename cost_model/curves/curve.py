@@ -1,10 +1,10 @@
-"""`Curve`: the time of one collective over message size, as measured.
+"""`Curve`: measured time of one collective over message size.
 
-Inside the measured range the logarithm of time is interpolated over the logarithm of size by a
-cubic that never overshoots (Fritsch & Butland 1984). Held-out sizes of 13 published nccl-tests
-tables come out within 3.3 % (median of the tables), 3.8 % with straight lines between the points.
-Outside the range the time follows the first or the last of up to three affine pieces fitted to the
-points, scaled to join the curve at its end.
+Inside the measured range, log time over log size is a monotone cubic (Fritsch & Butland 1984).
+Held-out sizes of 13 published nccl-tests tables come out within 3.3 % (median), 3.8 % with straight
+lines. Outside the range, the time follows the first or last of up to three affine pieces fitted to
+the points, scaled to join the curve at its end. SciPy's PchipInterpolator has other slopes at the
+ends of the range.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import numpy as np
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.piecewise import Piece, fit_pieces
 
-_UNKNOWN = 0.5  # per octave beyond a single point: the time may stand still or double
+_UNKNOWN = 0.5  # error per octave beyond a single point: the time may stay or double
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over bytes, never falling.
+    """Seconds over bytes, non-decreasing.
 
     Attributes:
         bytes: message sizes, ascending.
-        seconds: the time at each size, never falling.
-        spread: seconds between the quartiles of the measurements at each size; may be empty.
+        seconds: time at each size, non-decreasing.
+        spread: interquartile range of the measurements at each size in seconds; may be empty.
     """
 
     bytes: tuple[int, ...]
@@ -66,13 +66,13 @@ class Curve:
     def smooth(
         cls, sizes: Sequence[int], seconds: Sequence[float], spread: Sequence[float] = ()
     ) -> Curve:
-        """The curve through times that noise makes fall here and there.
+        """The non-decreasing curve nearest to noisy times.
 
-        It is the never falling one with the least sum of relative differences, which a single
-        outlier does not move. What it moves a point by is added to that point's spread.
+        It has the least sum of relative differences, so a single outlier does not move it. The
+        distance that a point moves is added to its spread.
         """
         _check(tuple(sizes), tuple(seconds), tuple(spread), rising=False)
-        level = [math.exp(y) for y in _rising([math.log(t) for t in seconds])]
+        level = [math.exp(y) for y in _isotonic([math.log(t) for t in seconds])]
         moved = [2 * abs(new - old) for new, old in zip(level, seconds, strict=True)]
         widths = spread or [0.0] * len(moved)
         kept = [width + more for width, more in zip(widths, moved, strict=True)]
@@ -95,9 +95,8 @@ class Curve:
     def error(self, nbytes: float) -> float:
         """Relative half-width of the error bar at `nbytes`.
 
-        Half the spread of the sizes beside it, and what the curve would have missed them by, had
-        they been left out: half of that midway between two sizes, that much again for every step
-        of sizes beyond the range.
+        Half the spread of the adjacent sizes, plus their leave-one-out error: half of it midway
+        between two sizes, and the whole again for every step of sizes beyond the range.
         """
         if not nbytes >= 0:
             raise ClusterError(f"a message cannot have {nbytes} bytes")
@@ -124,7 +123,7 @@ class Curve:
 
     @cached_property
     def _missed(self) -> tuple[float, ...]:
-        """How far off each point is, relatively, on the curve through the others."""
+        """Relative distance of each point from the curve through the others."""
         if len(self.bytes) == 1:
             return (0.0,)
         count = len(self.bytes)
@@ -137,7 +136,7 @@ class Curve:
         return tuple(missed)
 
     def _join(self, piece: Piece, end: int, nbytes: float) -> float:
-        """`piece` at `nbytes`, scaled to meet the measured point at this end of the range."""
+        """`piece` at `nbytes`, scaled to join the measured point at this end of the range."""
         return self.seconds[end] * piece(nbytes) / piece(self.bytes[end])
 
     @cached_property
@@ -147,12 +146,12 @@ class Curve:
 
     @cached_property
     def _cubics(self) -> list[tuple[float, tuple[float, float, float, float]]]:
-        """Between each two sizes: where the cubic starts, and its coefficients, highest first."""
+        """Start of the cubic between each two sizes, and its coefficients, highest first."""
         xs, ys = [math.log(b) for b in self.bytes], [math.log(s) for s in self.seconds]
-        tilts = _tilts(xs, ys)
+        slopes = _slopes(xs, ys)
         found = []
-        for i, (width, slope) in enumerate(_steps(xs, ys)):
-            a, b = tilts[i], tilts[i + 1]
+        for i, (width, slope) in enumerate(_secants(xs, ys)):
+            a, b = slopes[i], slopes[i + 1]
             cubic = (a + b - 2 * slope) / width**2, (3 * slope - 2 * a - b) / width, a, ys[i]
             found.append((xs[i], cubic))
         return found
@@ -166,29 +165,29 @@ class Curve:
         }
 
 
-def _steps(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-    """Width and slope between each two points."""
+def _secants(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
+    """Width and slope between adjacent points."""
     return [
         (b - a, (d - c) / (b - a))
         for (a, b), (c, d) in zip(pairwise(xs), pairwise(ys), strict=True)
     ]
 
 
-def _tilts(xs: Sequence[float], ys: Sequence[float]) -> list[float]:
-    """The slope at each point: of the slopes beside it, the harmonic mean weighted by widths."""
-    steps = _steps(xs, ys)
-    tilts = [steps[0][1]]
-    for (h0, d0), (h1, d1) in pairwise(steps):
+def _slopes(xs: Sequence[float], ys: Sequence[float]) -> list[float]:
+    """Slope at each point: the weighted harmonic mean of its secants; at the ends, the secant."""
+    secants = _secants(xs, ys)
+    slopes = [secants[0][1]]
+    for (h0, d0), (h1, d1) in pairwise(secants):
         w0, w1 = 2 * h1 + h0, h1 + 2 * h0
-        tilts.append((w0 + w1) / (w0 / d0 + w1 / d1) if d0 > 0 and d1 > 0 else 0.0)
-    tilts.append(steps[-1][1])
-    return tilts
+        slopes.append((w0 + w1) / (w0 / d0 + w1 / d1) if d0 > 0 and d1 > 0 else 0.0)
+    slopes.append(secants[-1][1])
+    return slopes
 
 
-def _rising(values: Sequence[float]) -> list[float]:
-    """The never falling sequence nearest to `values` in absolute differences.
+def _isotonic(values: Sequence[float]) -> list[float]:
+    """The non-decreasing sequence nearest to `values` in absolute differences.
 
-    Pool adjacent violators: neighbours that fall are replaced by their common median.
+    Pool adjacent violators: decreasing neighbours are replaced by their common median.
     """
     pools: list[list[float]] = []
     for value in values:
@@ -211,7 +210,7 @@ def _check(
     *,
     rising: bool = True,
 ) -> None:
-    """Raise where the table is not one of ascending sizes and positive, never falling times."""
+    """Raises unless sizes ascend and times are positive and non-decreasing."""
     if not sizes:
         raise ClusterError("a curve needs at least one point")
     if len(seconds) != len(sizes) or len(spread) not in (0, len(sizes)):

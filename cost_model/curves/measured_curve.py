@@ -1,4 +1,4 @@
-"""`Measured`: a curve with its origin, and `CurveKey`: what it is the curve of."""
+"""`Measured`: a curve with its origin; `CurveKey`: its collective, groups and dtype."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autopar.cost_model.group_shape import GroupShape
 
 @dataclass(frozen=True, order=True)
 class CurveKey:
-    """What a curve was measured for.
+    """Key of a curve.
 
     Attributes:
         collective: one of `collectives.COLLECTIVES`.
         shape: the groups that ran it.
-        dtype: of the tensors, such as "float32".
+        dtype: dtype of the tensors, such as "float32".
     """
 
     collective: str
@@ -34,12 +34,12 @@ class CurveKey:
 
 @dataclass(frozen=True)
 class Measured:
-    """A curve and where it comes from.
+    """A curve with its origin.
 
     Attributes:
         curve: seconds over bytes.
         provenance: "measured WHEN on WHAT", "imported from SOURCE" or "modelled by FORMULA".
-        version: of the backend, such as "gloo, torch 2.13.0" or "nccl 2.18.1".
+        version: version of the backend, such as "gloo, torch 2.13.0" or "nccl 2.18.1".
     """
 
     curve: Curve
@@ -50,7 +50,7 @@ class Measured:
         check_provenance(self.provenance)
 
     def cost(self, nbytes: float) -> Cost:
-        """The time of a message; beyond the sizes measured, it is modelled."""
+        """The time of a message; modelled beyond the measured sizes."""
         origin = self.provenance
         if not self.curve.bytes[0] <= nbytes <= self.curve.bytes[-1]:
             span = f"{self.curve.bytes[0]} to {self.curve.bytes[-1]} bytes"

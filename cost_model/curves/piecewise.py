@@ -1,4 +1,4 @@
-"""Affine pieces: what a curve follows outside the sizes that were measured."""
+"""Affine pieces, which a curve follows outside of the measured sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_MOST = 64  # points that are fitted: the work grows with their square
+_MOST = 64  # most points of a fit: its cost grows with their square
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Piece:
 
 
 def fit_pieces(sizes: Sequence[int], seconds: Sequence[float], most: int = 3) -> tuple[Piece, ...]:
-    """Cut the points into at most `most` runs, one affine piece each, by least relative error.
+    """Splits the points into up to `most` runs, each with the affine piece of least relative error.
 
-    The cuts are found by dynamic programming; how many, by the Bayesian information criterion.
-    Three suffice for NCCL, whose protocols LL, LL128 and Simple are one line each.
+    Dynamic programming finds the splits, the Bayesian information criterion their number. Three
+    suffice for NCCL, whose protocols LL, LL128 and Simple are one line each.
     """
     if len(sizes) > _MOST:
         kept = [i * (len(sizes) - 1) // (_MOST - 1) for i in range(_MOST)]
@@ -63,15 +63,15 @@ def _runs(
 
 
 class _Sums:
-    """What fitting a + b x to t by least relative error needs: find a u + b v = 1 for u = 1/t,
-    v = x/t, neither a nor b negative."""
+    """Sums for a fit of a + b x to t by least relative error: a u + b v = 1 for u = 1/t, v = x/t,
+    with a and b not negative."""
 
     def __init__(self) -> None:
         self.count = 0
         self.u = self.v = self.uu = self.uv = self.vv = 0.0
 
     def add(self, u: float, v: float) -> None:
-        """One more point."""
+        """Adds a point."""
         self.count += 1
         self.u += u
         self.v += v

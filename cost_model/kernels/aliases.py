@@ -1,4 +1,4 @@
-"""Which nodes of a graph share memory: views, in-place operators, and what waits for them."""
+"""Nodes of a graph that share memory: views, in-place operators and waits."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Storage:
 
     Attributes:
         maker: the node that allocates it.
-        nbytes: its size in bytes.
-        device: the type of its device.
+        nbytes: size in bytes.
+        device: type of its device.
     """
 
     creator: fx.Node
@@ -47,9 +47,9 @@ class Storage:
 
 
 def find_storages(graph: fx.Graph) -> tuple[list[Storage], dict[fx.Node, tuple[int, ...]]]:
-    """All memory that a graph allocates or is given, and the storages behind each node's value.
+    """All storages of a graph, inputs included, and the storages of each node's value.
 
-    A node that yields several tensors has one storage for each, in order; None yields none.
+    A node with several tensors has one storage for each, in order; None has none.
     """
     storages: list[Storage] = []
     behind: dict[fx.Node, tuple[int, ...]] = {}
@@ -64,41 +64,41 @@ def find_storages(graph: fx.Graph) -> tuple[list[Storage], dict[fx.Node, tuple[i
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node certainly computes nothing: a view, or an element of a tuple."""
+    """Whether a node computes nothing: a view, a wait, or an element of a tuple."""
     if node.target is operator.getitem or is_wait(node):
         return True
     return _rule(node.target) == "view"
 
 
 def _shared(node: fx.Node, behind: Mapping[fx.Node, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The storages of other nodes that this one's value lies in, None if it has its own."""
+    """The storages of other nodes that hold this one's value; None if it has its own."""
     if node.op != "call_function":
         return () if node.op == "output" else None
     if node.target is operator.getitem:
         source, index = node.args
-        held = behind[source] if isinstance(source, fx.Node) else ()
-        return held[_place(source, index) : _place(source, index) + len(_vals(node))]
+        storages = behind[source] if isinstance(source, fx.Node) else ()
+        first = _tensor_index(source, index)
+        return storages[first : first + len(_vals(node))]
     rule = _rule(node.target)
-    if is_wait(node) or rule == "view" or (rule == "perhaps" and _is_kept(node)):
+    if is_wait(node) or rule == "view" or (rule == "perhaps" and _returns_input(node)):
         base = node.args[0]
-        held = behind[base] if isinstance(base, fx.Node) else ()
-        many = len(_vals(node))
-        return held * many if len(held) == 1 else held
+        storages = behind[base] if isinstance(base, fx.Node) else ()
+        return storages * len(_vals(node)) if len(storages) == 1 else storages
     if isinstance(rule, tuple):
         return tuple(s for name in rule for s in _behind_argument(node, name, behind))
     return None
 
 
-def _place(source: Any, index: Any) -> int:
-    """Which of the tensors in a tuple the `index`-th element is: None and numbers do not count."""
+def _tensor_index(source: Any, index: Any) -> int:
+    """Position of a tuple's `index`-th element among its tensors."""
     return sum(isinstance(v, torch.Tensor) for v in source.meta["val"][:index])
 
 
 def _behind_argument(
-    node: fx.Node, place: int | str, behind: Mapping[fx.Node, tuple[int, ...]]
+    node: fx.Node, argument: int | str, behind: Mapping[fx.Node, tuple[int, ...]]
 ) -> Iterator[int]:
-    """The storages behind the argument in this position or of this name."""
-    value = node.kwargs.get(place) if isinstance(place, str) else node.args[place]
+    """The storages of the argument at this position or of this name."""
+    value = node.kwargs.get(argument) if isinstance(argument, str) else node.args[argument]
     for item in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(item, fx.Node):
             yield from behind[item]
@@ -106,11 +106,11 @@ def _behind_argument(
 
 @cache
 def _rule(target: Any) -> str | tuple[int | str, ...]:
-    """How an operator's results relate to its arguments.
+    """The relation of an operator's results to its arguments.
 
     Returns:
-        "fresh", "view" (of the first argument), "perhaps" (the same, or a copy), or the arguments,
-        by position or name, that are written to and returned.
+        "fresh", "view" (of the first argument), "perhaps" (a view or a copy), or the positions or
+        names of the arguments that are written to and returned.
     """
     if not isinstance(target, OpOverload):
         return "fresh"
@@ -131,8 +131,8 @@ def _rule(target: Any) -> str | tuple[int | str, ...]:
     )
 
 
-def _is_kept(node: fx.Node) -> bool:
-    """Whether reshape, contiguous or to give back the memory that they were given."""
+def _returns_input(node: fx.Node) -> bool:
+    """Whether reshape, contiguous or to return the memory of their argument."""
     base, result = _vals(node.args[0]), _vals(node)
     if not (len(base) == len(result) == 1):
         return False
@@ -151,7 +151,7 @@ def _is_kept(node: fx.Node) -> bool:
 
 
 def _vals(node: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of a node as `find_storages` counts them."""
+    """The tensors of a node's value."""
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
     many = val if isinstance(val, (list, tuple)) else (val,)
     return tuple(v for v in many if isinstance(v, torch.Tensor))

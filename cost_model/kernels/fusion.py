@@ -1,13 +1,12 @@
-"""What a compiler that fuses leaves of the memory traffic of a graph's small operators.
+"""Memory traffic of small operators under a compiler that fuses them.
 
-A compiler such as inductor writes one kernel for operators that work element by element, or row by
-row, and stand next to each other. What is made and read inside of a kernel never reaches memory;
-what enters is read once, what others need is written once. So a kernel's time is that of the bytes
-that cross its border. Two operators of which one reads the other are one kernel where no path
+A compiler such as inductor writes one kernel for adjacent pointwise and row-wise operators.
+Intermediate values never reach memory: a kernel reads each input once and writes each needed result
+once. Its time is that of these bytes. A reader and its producer are in one kernel if no path
 between them leads through an operator that is not fused.
 
-TorchScript's compiler ("ts") fuses what works element by element alone; normalisations and
-softmaxes are kernels of their own, as where libraries such as apex bring them.
+TorchScript's compiler ("ts") fuses only pointwise operators. Normalisations and softmaxes are
+kernels of their own, as with libraries such as apex.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 
 from autopar.cost_model.collectives import collective_of, is_wait
@@ -38,7 +38,7 @@ _ELEMENTWISE = frozenset(
         "expand",
     }
 )
-"""Operators that work element by element, beside those that torch tags as pointwise."""
+"""Pointwise operators without torch's tag."""
 
 _BY_ROWS = frozenset(
     {
@@ -55,19 +55,19 @@ _BY_ROWS = frozenset(
         "var_mean",
     }
 )
-"""Operators that work row by row."""
+"""Row-wise operators."""
 
 EAGER = "eager"
-"""The backend under which no operator is fused with another."""
+"""The backend without fusion."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What an operator inside of a kernel costs.
+    """Memory traffic of a fused operator.
 
     Attributes:
-        nbytes: that cross the border of the kernel because of it.
-        first: whether the kernel starts with it.
+        nbytes: bytes that the kernel reads or writes because of it.
+        first: whether it is the kernel's first operator.
     """
 
     nbytes: int
@@ -75,7 +75,7 @@ class Traffic:
 
 
 def is_fused(node: fx.Node, backend: str) -> bool:
-    """Whether a backend of torch.compile makes an operator part of a kernel with its neighbours."""
+    """Whether a backend of torch.compile fuses an operator with its neighbours."""
     if node.op != "call_function" or is_view(node) or collective_of(node) is not None:
         return False
     packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
@@ -85,27 +85,27 @@ def is_fused(node: fx.Node, backend: str) -> bool:
 
 
 def traffic(graph: TrainingGraph, backend: str) -> Mapping[fx.Node, Traffic]:
-    """The traffic of each operator that a backend fuses."""
+    """The traffic of each fused operator."""
     source = _sources(graph)
     kernel = _kernels(graph, source, backend)
-    found: dict[fx.Node, Traffic] = {}
-    begun: set[int] = set()
+    result: dict[fx.Node, Traffic] = {}
+    started: set[int] = set()
     read: set[tuple[int, fx.Node]] = set()
     needed = _needed_outside(graph, source, kernel)
     for node, number in kernel.items():
         nbytes = _written(node) if node in needed else 0
-        for given in node.all_input_nodes:
-            maker = source[given]
+        for value in node.all_input_nodes:
+            maker = source[value]
             if kernel.get(maker) != number and (number, maker) not in read:
                 read.add((number, maker))
-                nbytes += min(_written(given), _written(maker))
-        found[node] = Traffic(nbytes, number not in begun)
-        begun.add(number)
-    return found
+                nbytes += min(_written(value), _written(maker))
+        result[node] = Traffic(nbytes, number not in started)
+        started.add(number)
+    return result
 
 
 def _sources(graph: TrainingGraph) -> dict[fx.Node, fx.Node]:
-    """Of each node the one that made its value: views and waits have made nothing."""
+    """The node that computed each node's value: views compute nothing."""
     source: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         base = node.args[0] if node.op == "call_function" and node.args else None
@@ -117,59 +117,55 @@ def _sources(graph: TrainingGraph) -> dict[fx.Node, fx.Node]:
 def _kernels(
     graph: TrainingGraph, source: Mapping[fx.Node, fx.Node], backend: str
 ) -> dict[fx.Node, int]:
-    """The kernel of each operator that is fused.
+    """The kernel of each fused operator.
 
-    The level of an operator is the longest way to it, counted in operators that are not fused. Of
-    one level, neighbours can be one kernel: no way between them leaves it and returns.
+    The level of an operator is the longest path to it, counted in operators that are not fused.
+    Neighbours of one level can share a kernel, because no path between them leaves it and returns.
     """
     level: dict[fx.Node, int] = {}
-    above: dict[fx.Node, fx.Node] = {}
-
-    def root(node: fx.Node) -> fx.Node:
-        while above[node] is not node:
-            above[node] = node = above[above[node]]
-        return node
+    fusible: dict[fx.Node, None] = {}
+    merged = UnionFind()
 
     for node in graph.calls():
         makers = list(_makers(node, source, level))
         fused = is_fused(node, backend)
         level[node] = max(
-            (level[m] + (not (fused and m in above and _beside(m, node))) for m in makers),
+            (level[m] + (not (fused and m in fusible and _same_phase(m, node))) for m in makers),
             default=0,
         )
         if fused:
-            above[node] = node
+            fusible[node] = None
             for maker in makers:
-                if maker in above and level[maker] == level[node] and _beside(maker, node):
-                    above[root(node)] = root(maker)
+                if maker in fusible and level[maker] == level[node] and _same_phase(maker, node):
+                    merged.union(maker, node)
     numbers: dict[fx.Node, int] = {}
-    return {node: numbers.setdefault(root(node), len(numbers)) for node in above}
+    return {node: numbers.setdefault(merged[node], len(numbers)) for node in fusible}
 
 
 def _makers(
     node: fx.Node, source: Mapping[fx.Node, fx.Node], known: Mapping[fx.Node, int]
 ) -> Iterator[fx.Node]:
     """The operators whose values a node reads."""
-    for given in node.all_input_nodes:
-        if source[given] in known:
-            yield source[given]
+    for value in node.all_input_nodes:
+        if source[value] in known:
+            yield source[value]
 
 
-def _beside(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two operators run in the same half of the step."""
+def _same_phase(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two operators both run in the forward, or both in the backward."""
     return bool(one.meta.get("phase") == other.meta.get("phase"))
 
 
 def _needed_outside(
     graph: TrainingGraph, source: Mapping[fx.Node, fx.Node], kernel: Mapping[fx.Node, int]
 ) -> set[fx.Node]:
-    """Operators whose value others than their kernel read."""
+    """Operators whose value is read outside of their kernel."""
     needed: set[fx.Node] = set()
     for node in graph.graph.nodes:
         if node.op != "output" and source[node] is not node:
             continue
-        for given in node.all_input_nodes:
-            maker = source[given]
+        for value in node.all_input_nodes:
+            maker = source[value]
             if kernel.get(maker) != kernel.get(node) or node.op == "output":
                 needed.add(maker)
     return needed

@@ -1,12 +1,11 @@
-"""What part of a GPU's peak a matrix product of a shape reaches: tiles come in whole waves.
+"""Share of a GPU's peak that a matrix product reaches: tiles come in whole waves.
 
-A product is cut into tiles of its result, one for each multiprocessor at a time. The last wave of
-tiles is as long as the others however few there are in it, and a tile at the edge as long as one
-inside (NVIDIA, Matrix Multiplication Background User's Guide). Before a tile computes, its first
-operands must come, and behind it its result goes to memory: the shorter the inner dim, the more of
-a tile's time are these ends. Inside of full waves, between the ends, a kernel reaches a fixed part
-of the peak: what is left of the best products anybody has measured on a device, when waves and ends
-of these very shapes are taken off (`FULL_WAVES`).
+A product is cut into tiles of its result, one for each multiprocessor at a time. A partial last
+wave takes as long as a full one, and a tile at the edge as long as one inside (NVIDIA, Matrix
+Multiplication Background User's Guide). A tile loads its first operands before it computes, and
+stores its result afterwards; the shorter the inner dim, the larger the share of these ends. Between
+the ends, in full waves, a kernel reaches a fixed share of the peak (`FULL_WAVES`). That share comes
+from the best measured products of a device, corrected for waves and ends.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ TILES = ((256, 128), (128, 256), (128, 128))
 """Rows and columns of the tiles that reach the peak."""
 
 HALVED = ((128, 64), (64, 128), (64, 64))
-"""Smaller ones, that read each operand so often that they do not."""
+"""Smaller tiles, which are limited by reads of operands."""
 
 SMALL = 0.7
-"""What part a tile of these reaches: 64 rows by 64 columns compute 32 times for each byte from the
-second level of cache, which gives a multiprocessor of an A100 47 bytes a clock (its white paper),
-so 1516 of the 2048 operations that it can do."""
+"""Share of the peak for these. A tile of 64 x 64 does 32 operations for each byte from the L2
+cache, which gives a multiprocessor of an A100 47 bytes a clock (its white paper): 1516 of 2048
+operations."""
 
 SPLITS = (1, 2, 4, 8)
-"""Into how many parts the contracted dim may be cut, to make more tiles."""
+"""Numbers of parts of the contracted dim, to make more tiles."""
 
 LEAST_SPLIT = 1024
-"""Contracted elements that each part then still has."""
+"""Least contracted elements of a part."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class GemmWaves:
-    """A GPU as matrix products see it.
+    """Figures of a GPU for matrix products.
 
     Attributes:
-        processors: its multiprocessors.
-        full: the part of the peak that is reached inside of full waves, between the ends of tiles.
-        ends: how many elements of the inner dim these take as long as.
-        attention: the part of it that flash attention reaches, forward and backward together.
-        source: where these come from.
+        processors: number of multiprocessors.
+        full: share of the peak in full waves, between the ends of tiles.
+        ends: time of the ends of a tile, in elements of the inner dim.
+        attention: share of the peak that flash attention reaches, forward and backward together.
+        source: origin of the figures.
     """
 
     processors: int
@@ -65,22 +64,19 @@ class GemmWaves:
     source: str
 
     def share(self, shape: Shape) -> float:
-        """The part of the peak that a product reaches, with the best tile and split."""
+        """Share of the peak that a product reaches, with the best tile and split."""
         tiles = [(tile, 1.0) for tile in TILES] + [(tile, SMALL) for tile in HALVED]
         splits = [s for s in SPLITS if s == 1 or shape.inner >= s * LEAST_SPLIT]
         between = shape.inner / (shape.inner + self.ends)
-        return (
-            self.full
-            * between
-            * max(
-                self._filled(shape, rows, columns, split) * speed
-                for (rows, columns), speed in tiles
-                for split in splits
-            )
+        best = max(
+            self._filled(shape, rows, columns, split) * speed
+            for (rows, columns), speed in tiles
+            for split in splits
         )
+        return self.full * between * best
 
     def _filled(self, shape: Shape, rows: int, columns: int, split: int) -> float:
-        """The part of all waves' tiles that is needed."""
+        """Share of all waves' tiles that is needed."""
         tiles = math.ceil(shape.rows / rows) * math.ceil(shape.columns / columns)
         waves = math.ceil(shape.batch * split * tiles / self.processors)
         needed = shape.batch * shape.rows * shape.columns * split
@@ -105,18 +101,18 @@ FULL_WAVES = {
 
 
 def gemm_waves_of(device: str) -> GemmWaves | None:
-    """How products run on a GPU by its name; None if it is not known."""
+    """The figures of a GPU by its name; None if unknown."""
     return next((waves for name, waves in FULL_WAVES.items() if name in device), None)
 
 
 def is_causal(node: fx.Node) -> bool:
-    """Whether a node is attention of which kernels skip the half that is masked."""
+    """Whether a node is causal attention, of which kernels skip the masked half."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     if "is_causal" not in names:
         return False
-    place = names.index("is_causal")
-    return bool(node.args[place] if place < len(node.args) else node.kwargs.get("is_causal"))
+    position = names.index("is_causal")
+    return bool(node.args[position] if position < len(node.args) else node.kwargs.get("is_causal"))
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -125,10 +121,10 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def product_of(node: fx.Node) -> Shape | None:
-    """The matrix product that a node is; None if it is none."""
+    """The shape of a matrix product; None for other nodes."""
     packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     operands = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}.get(packet)
     if operands is None:
         return None
-    left, right = (tensors(node.args[place])[0].shape for place in operands)  # type: ignore[arg-type]
+    left, right = (tensors(node.args[index])[0].shape for index in operands)  # type: ignore[arg-type]
     return Shape(math.prod(left[:-2]), left[-2], left[-1], right[-1])

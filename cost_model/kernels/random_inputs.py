@@ -1,9 +1,9 @@
-"""Random inputs for an operator that is run by itself, and whether it may be run on them.
+"""Random inputs of an operator that runs by itself, and whether it may run on them.
 
 Floats, complex numbers and booleans may have any value. Integers may be indices, lengths or the
-opaque bytes of a workspace, and a kernel that trusts wrong ones reads memory that is not its own:
-torch's LSTM on a CPU ends the process so. So an operator is given integers only if any values do,
-or if a rule here says below what they stay. All others are modelled and never run.
+opaque bytes of a workspace, and a kernel that trusts wrong ones reads foreign memory: torch's LSTM
+on a CPU then ends the process. An operator gets integers only if any values do, or if a rule here
+bounds them. All others are modelled and never run.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ Bound = Callable[[fx.Node], int]
 
 
 def integer_ranges(node: fx.Node) -> tuple[tuple[int, int], ...]:
-    """Ranges to try in turn for the integers of an operator; none if it must not be run."""
+    """Ranges to try for the integers of an operator; none if it must not run."""
     if _packet(node.target) in _BOUNDS:
         return ((0, index_bound(node)),)
-    given = [t for source in node.all_input_nodes for t in tensors(source)]
-    return ((0, 1), (1, 2)) if takes_any(node.target, given) else ()
+    inputs = [t for source in node.all_input_nodes for t in tensors(source)]
+    return ((0, 1), (1, 2)) if takes_any(node.target, inputs) else ()
 
 
-def takes_any(target: Any, given: Iterable[torch.Tensor]) -> bool:
-    """Whether an operator may be given tensors of these dtypes with any values.
+def takes_any(target: Any, inputs: Iterable[torch.Tensor]) -> bool:
+    """Whether an operator accepts tensors of these dtypes with any values.
 
-    Integers are plain numbers to a pointwise operator, and to one that has no other tensor and
-    knows the shape of its result beforehand.
+    Integers are plain numbers to a pointwise operator, and to one without other tensors whose
+    result has a known shape.
     """
-    given = list(given)
-    if not any(_is_integral(tensor) for tensor in given):
+    inputs = list(inputs)
+    if not any(_is_integral(tensor) for tensor in inputs):
         return True
     if not isinstance(target, OpOverload):
         return False
-    alone = len(given) == 1 and not any(tag in target.tags for tag in _BY_VALUE)
+    alone = len(inputs) == 1 and not any(tag in target.tags for tag in _BY_VALUE)
     return alone or torch.Tag.pointwise in target.tags or _packet(target) in _MOVES
 
 
 def index_bound(node: fx.Node) -> int:
-    """A number that the integers given to an operator stay below; 1 where no rule says it."""
+    """Exclusive upper bound of an operator's integers; 1 without a rule."""
     rule = _BOUNDS.get(_packet(node.target))
     return 1 if rule is None else rule(node)
 
 
 def random_like(val: Any, low: int, high: int) -> Any:
-    """Random tensors of the same kind: floats in 0..1, integers from low to below high."""
+    """Random tensors like `val`: floats in [0, 1), integers in [low, high)."""
     if isinstance(val, (list, tuple)):
         return type(val)(random_like(v, low, high) for v in val)
     if not isinstance(val, torch.Tensor):
@@ -87,7 +87,7 @@ def _size(argument: int, dim: int) -> Bound:
     return bound
 
 
-def _size_of_given_dim(node: fx.Node) -> int:
+def _size_of_named_dim(node: fx.Node) -> int:
     """The size of the dim that the second argument names."""
     shape = _shape(node, 0)
     return shape[node.args[1]] if shape else 1  # type: ignore[index]
@@ -103,7 +103,7 @@ def _number(argument: int) -> Bound:
 
 
 def _plane(dims: int) -> Bound:
-    """The number of places in the last dims of the second argument, which was pooled."""
+    """The number of elements in the last dims of the second argument, which was pooled."""
 
     def bound(node: fx.Node) -> int:
         return torch.Size(_shape(node, 1)[-dims:]).numel()
@@ -112,7 +112,7 @@ def _plane(dims: int) -> Bound:
 
 
 def _smallest_indexed(node: fx.Node) -> int:
-    """The smallest of the dims that are indexed, dim by dim, by a list of tensors."""
+    """The smallest size of the dims that a list of tensors indexes."""
     indices: Any = node.args[1]
     sizes = zip(_shape(node, 0), indices, strict=False)
     return min((size for size, index in sizes if index is not None), default=1)
@@ -124,8 +124,8 @@ def _seed(node: fx.Node) -> int:
 
 
 def _shape(node: fx.Node, argument: int) -> tuple[int, ...]:
-    given: Any = node.args[argument]
-    return tuple(tensors(given)[0].shape)
+    value: Any = node.args[argument]
+    return tuple(tensors(value)[0].shape)
 
 
 _BOUNDS: Mapping[Any, Bound] = {
@@ -149,7 +149,7 @@ _BOUNDS: Mapping[Any, Bound] = {
             aten.index_copy,
             aten.index_fill,
         ),
-        _size_of_given_dim,
+        _size_of_named_dim,
     ),
     **dict.fromkeys(
         (aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._unsafe_index_put),
@@ -170,11 +170,11 @@ _BOUNDS: Mapping[Any, Bound] = {
         _seed,
     ),
 }
-"""What the integers of an operator stay below: all that it is given are indices, or seeds."""
+"""Exclusive upper bounds of operators whose integers are all indices, or seeds."""
 
 _MOVES = frozenset(
     {aten.cat, aten.stack, aten.copy, aten.copy_, aten.slice_scatter, aten.select_scatter}
 )
-"""Operators that copy integers without looking at them."""
+"""Operators that copy integers without using their values."""
 
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

@@ -13,30 +13,30 @@ from autopar.cost_model.topology.devices import find_device
 _CPU_THREAD = (4e10, 4e10, 8e9)  # round figures of one AVX2 core
 
 STREAMED = 0.9
-"""Of a data sheet's memory bandwidth, what large operators reach on a GPU: copies through torch
-moved 4.3 of 4.8 TB/s on an H200 (8.6 GB, twice, October and November 2026)."""
+"""Share of a data sheet's memory bandwidth that large operators reach on a GPU: copies through
+torch moved 4.3 of 4.8 TB/s on an H200 (8.6 GB, twice, October and November 2026)."""
 
 LAUNCH_S = {"cpu": 5e-6, "cuda": 3e-6}
-"""Of an operator that does nothing. On a GPU kernels are queued: what is left between two of them
-is that the first drains and the second fills the processors."""
+"""Seconds of an empty operator. On a GPU kernels are queued, so only the time between two kernels
+remains: the first drains and the second fills the processors."""
 
-_TOLD = 2.0  # an operator tells a rate if it takes so many times longer than its launch
+_LEAST_LAUNCHES = 2.0  # least time of an operator that tells a rate, in launch times
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Work per second by the size of the work: larger operators do better.
+    """Work per second by the size of the work: larger operators are faster.
 
     Attributes:
         sizes: floating-point operations, or bytes, ascending.
-        rates: of them per second, at each size.
+        rates: work per second at each size.
     """
 
     sizes: tuple[float, ...]
     rates: tuple[float, ...]
 
     def seconds(self, size: float) -> float:
-        """Time for so much work: rates are log-log interpolated, constant outside."""
+        """Seconds of work of a size: rates are log-log interpolated, constant outside."""
         if size <= 0:
             return 0.0
         right = bisect_right(self.sizes, size)
@@ -48,13 +48,13 @@ class Rates:
         return size / rate
 
     @classmethod
-    def of(cls, done: Iterable[tuple[float, float]]) -> Rates | None:
-        """The rates reached by operators of so much work and seconds, None if there are none.
+    def of(cls, operators: Iterable[tuple[float, float]]) -> Rates | None:
+        """The rates of operators from their (work, seconds); None without any.
 
-        Operators whose sizes are within a factor of two count together.
+        Operators with sizes within a factor of two are merged.
         """
         totals: dict[int, tuple[float, float]] = {}
-        for size, seconds in done:
+        for size, seconds in operators:
             bin_ = round(math.log2(size))
             before = totals.get(bin_, (0.0, 0.0))
             totals[bin_] = (before[0] + size, before[1] + seconds)
@@ -71,12 +71,13 @@ class Roofline:
     Williams, Waterman & Patterson 2009, with rates that depend on the size of the operator.
 
     Attributes:
-        launch_s: seconds that any operator takes.
+        launch_s: seconds of an empty operator.
         products: floating-point operations per second, in floats of 4 bytes and more.
-        half: how many times faster these are in floats of 2 bytes.
+        half: speedup of floats of 2 bytes.
         streams: bytes per second read and written.
-        source: where these figures come from.
-        waves: how much of that a matrix product reaches by its shape; None where sizes tell.
+        source: origin of the figures.
+        waves: share of `products` that a matrix product reaches by its shape; None where `products`
+            depends on the size.
     """
 
     launch_s: float
@@ -89,7 +90,7 @@ class Roofline:
     def seconds(
         self, flops: float, nbytes: float, item_bytes: int = 4, shape: Shape | None = None
     ) -> float:
-        """The time of an operator of so many operations and bytes; a matrix product's shape."""
+        """Seconds of an operator; `shape` is that of a matrix product."""
         faster = self.half if item_bytes <= 2 else 1.0
         if self.waves is not None:
             faster *= self.waves.share(shape) if shape is not None else self.waves.full
@@ -99,7 +100,7 @@ class Roofline:
 
     @classmethod
     def default(cls, device: str, threads: int) -> Roofline:
-        """The figures of a device by its name ("cpu" or a GPU's), none of them measured here."""
+        """Published figures of a device by its name, "cpu" or a GPU's."""
         if device.startswith("cpu"):
             full, half, bandwidth = (threads * figure for figure in _CPU_THREAD)
             products, streams = Rates((1.0,), (full,)), Rates((1.0,), (bandwidth,))
@@ -116,13 +117,13 @@ class Roofline:
         return cls(LAUNCH_S["cuda"], products, half / full, streams, source, waves)
 
     def fitted(self, timed: Sequence[tuple[float, float, float]], launch_s: float) -> Roofline:
-        """These figures replaced by what operators reached, wherever some were large enough.
+        """The roofline with rates of timed operators, where some were large enough.
 
         Args:
-            timed: floating-point operations, bytes and seconds of each.
-            launch_s: the time of an operator that does nothing.
+            timed: floating-point operations, bytes and seconds of each operator.
+            launch_s: seconds of an empty operator.
         """
-        large = [(f, b, s - launch_s) for f, b, s in timed if s > _TOLD * launch_s]
+        large = [(f, b, s - launch_s) for f, b, s in timed if s > _LEAST_LAUNCHES * launch_s]
         return replace(
             self,
             launch_s=launch_s,

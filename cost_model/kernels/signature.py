@@ -1,9 +1,9 @@
-"""`signature`: what the time of an operator depends on, as a text that can be a key on disk.
+"""`signature`: the conditions of an operator's time, as text for keys on disk.
 
-`aten.mm.default(f32 cpu [4, 8]/(8, 1), f32 cpu [8, 2]/(2, 1))`: the operator, dtypes, devices,
-shapes and strides of its tensors, and its other arguments. The text of each tensor is kept in its
-node's `meta["cost_type"]` together with the fake tensor it was made from, so that a pass that
-replaces the one cannot leave a wrong other behind.
+`aten.mm.default(f32 cpu [4, 8]/(8, 1), f32 cpu [8, 2]/(2, 1))` has the operator, the dtypes,
+devices, shapes and strides of its tensors, and its other arguments. The text of each tensor is
+cached in its node's `meta["cost_type"]` together with its fake tensor, so that it expires when a
+pass replaces that.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def signature(node: fx.Node) -> str:
 
 
 def time_key(node: fx.Node) -> str:
-    """What the time of a node is kept under: its signature, or what kind of view it is.
+    """The key of a node's time: its signature, or its kind of view.
 
-    A wait is kept under what it waits for.
+    A wait has the key of its collective.
     """
     if is_wait(node) and (source := issuer(node)) is not None:
         return f"{WAIT} {signature(source)}"
@@ -45,12 +45,12 @@ def kind_of(key: str) -> str:
 
 
 def moved_bytes(node: fx.Node) -> int:
-    """Bytes that an operator reads and writes: all its tensors, once each."""
+    """Bytes that an operator reads and writes: each of its tensors once."""
     return sum(tensor_bytes(t) for n in (*node.all_input_nodes, node) for t in tensors(n))
 
 
 def describe_argument(value: Any) -> str:
-    """An argument as signatures have it: types in the place of tensors."""
+    """The text of an argument in signatures, with types for tensors."""
     return _argument(dict(value) if isinstance(value, Mapping) else value)
 
 
@@ -65,11 +65,11 @@ def _argument(value: Any) -> str:
 
 
 def type_text(node: fx.Node) -> str:
-    """What a node yields: dtypes, devices, shapes and strides of its tensors, as a text."""
+    """Dtypes, devices, shapes and strides of a node's tensors, as text."""
     val = node.meta.get("val")
-    kept = node.meta.get("cost_type")
-    if kept is not None and kept[0] is val:
-        return str(kept[1])
+    cached = node.meta.get("cost_type")
+    if cached is not None and cached[0] is val:
+        return str(cached[1])
     text = _describe(val)
     node.meta["cost_type"] = (val, text)
     return text

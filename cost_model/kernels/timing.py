@@ -1,4 +1,4 @@
-"""`Stopwatch`: times operators on the real device, called as the compiled step calls them."""
+"""`Stopwatch`: times operators on the device, called as in a compiled step."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ aten = torch.ops.aten
 _LEAST_RUNS, _MOST_RUNS = 3, 30
 _DISPATCHES = 1000
 _CACHE_BYTES = 32 * 2**20
-_MEMORY_SHARE = 0.25  # of what is free, that the tensors of one operator may take
+_MEMORY_SHARE = 0.25  # largest share of free memory for the tensors of one operator
 
 
 _CPU_ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: (0, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 5),
 }
-"""Where its queries stand, and how many products over queries, keys and width it does; torch's
-counter knows those of GPUs alone."""
+"""Position of the queries, and number of products over queries, keys and width. torch's counter
+covers attention on GPUs only."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Trial:
     """An operator under test.
 
     Attributes:
-        call: runs it once.
+        call: runs the operator once.
         runs: seconds of each run so far.
     """
 
@@ -56,13 +56,12 @@ class Trial:
 class Stopwatch:
     """Times operators.
 
-    On a CPU they take turns, because that is how they meet in a step: an operator that is run
-    again and again finds its data in the cache and its memory mapped, and looks up to three times
-    faster than it will be. In turns, the sum over a GPT's step came out within 5 % of the step.
+    On a CPU they alternate, as in a step: an operator that is run repeatedly finds its data in the
+    cache and its memory mapped, and appears up to three times faster.
 
     Attributes:
-        budget_s: seconds to spend on the runs of an operator, but at least three runs.
-        clock: seconds now; of this thread's own time, where others share the cores.
+        budget_s: seconds for the runs of an operator, three runs at least.
+        clock: current time in seconds; thread time, where others share the cores.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class Stopwatch:
     def times(self, nodes: Mapping[str, fx.Node]) -> dict[str, float]:
         """Median seconds of each operator on random tensors like its own, by the same keys.
 
-        Allocation of the result and the dispatch from Python are part of it. An operator that
-        cannot be run is left out. The caller's random generators are left as they were.
+        Allocation of the result and dispatch from Python are included. Operators that cannot be
+        run are left out. The caller's random generators do not change.
         """
         found: dict[str, float] = {}
         cuda = any(_on_gpu(node) for node in nodes.values())
@@ -86,7 +85,7 @@ class Stopwatch:
         return found
 
     def _batch(self, nodes: Mapping[str, fx.Node]) -> dict[str, float]:
-        """Time a few operators whose tensors fit into memory together."""
+        """Times a few operators whose tensors fit into memory together."""
         found: dict[str, float] = {}
         trials: dict[str, Trial] = {}
         for key, node in nodes.items():
@@ -96,7 +95,7 @@ class Stopwatch:
             elif call is not None:
                 trials[key] = Trial(call)
         while waiting := [t for t in trials.values() if t.wants_more(self.budget_s)]:
-            self._ballast.fill_(1)  # few operators would not fill the cache themselves
+            self._ballast.fill_(1)  # evicts the cache
             for trial in waiting:
                 start = self.clock()
                 trial.call()
@@ -104,7 +103,7 @@ class Stopwatch:
         return found | {key: statistics.median(trial.runs) for key, trial in trials.items()}
 
     def _queued(self, call: Callable[[], object]) -> float:
-        """On a GPU runs are queued, as in a step: a kernel hides the launch of the next."""
+        """Seconds of a run on a GPU, in a queue: a kernel hides the launch of the next."""
 
         def several(count: int) -> float:
             torch.cuda.synchronize()
@@ -135,8 +134,8 @@ def flops_of(node: fx.Node) -> float:
     """Floating-point operations of a matrix product, convolution or attention, 0 of others."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet in _CPU_ATTENTION:
-        place, products = _CPU_ATTENTION[packet]
-        q, k = (node.args[place + i].meta["val"] for i in (0, 1))  # type: ignore[union-attr]
+        first, products = _CPU_ATTENTION[packet]
+        q, k = (node.args[first + i].meta["val"] for i in (0, 1))  # type: ignore[union-attr]
         return 2.0 * products * q.numel() * k.shape[-2]
     formula = flop_registry.get(packet)
     if formula is None:
@@ -149,7 +148,7 @@ def flops_of(node: fx.Node) -> float:
 
 
 def _batches(nodes: Mapping[str, fx.Node]) -> Iterator[dict[str, fx.Node]]:
-    """Parts of `nodes` whose tensors fit into memory together; what never fits is left out."""
+    """Batches of operators whose tensors fit into memory together; too large ones are left out."""
     limit = _MEMORY_SHARE * (free_memory_bytes() or math.inf)
     batch: dict[str, fx.Node] = {}
     total = 0
@@ -171,19 +170,19 @@ def _on_gpu(node: fx.Node) -> bool:
 
 
 def runnable(node: fx.Node) -> Callable[[], object] | None:
-    """The operator with its tensors filled in, run once to warm up; None if it cannot be run."""
+    """The operator on random tensors, after one run to warm up; None if it cannot be run."""
     for low, high in integer_ranges(node):
         try:
             call = _bind(node, low, high)
             call()
             return call
-        except Exception:  # whatever an operator dislikes, it is modelled instead
+        except Exception:  # operators that fail are modelled instead
             continue
     return None
 
 
 def _bind(node: fx.Node, low: int, high: int) -> Callable[[], object]:
-    """The operator with its tensors filled in: floats in 0..1, integers from low to below high."""
+    """The operator on random tensors: floats in [0, 1), integers in [low, high)."""
     made: dict[fx.Node, Any] = {}
 
     def real(source: fx.Node) -> Any:

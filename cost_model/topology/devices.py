@@ -1,4 +1,4 @@
-"""`Device`: what one accelerator can do at most, and the figures of those that ship."""
+"""`Device`: peak rates of an accelerator, and published figures of known ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Device:
     """Published or measured figures of a device.
 
     Attributes:
-        name: as torch.cuda.get_device_name has it, or a part of that.
-        memory_bytes: its memory.
+        name: name as of torch.cuda.get_device_name, or a part of it.
+        memory_bytes: size of its memory in bytes.
         memory_bytes_per_s: peak bandwidth of its memory.
-        flops_per_s: peak of dense matrix products by dtype ("float32", "bfloat16", ...); "tfloat32"
-            is that of float32 where torch may round to TF32.
-        source: where these come from, starting with measured, imported or modelled.
+        flops_per_s: peak of dense matrix products by dtype ("float32", "bfloat16", ...);
+            "tfloat32" is for float32 where torch may round to TF32.
+        source: origin of the figures, starting with measured, imported or modelled.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Device:
 
 
 def find_device(name: str) -> Device | None:
-    """The published figures of a device by its full name, None if they are not known here.
+    """The published figures of a device; None if unknown.
 
     Args:
-        name: such as "NVIDIA A100-SXM4-80GB" or "NVIDIA H100 80GB HBM3".
+        name: full name, such as "NVIDIA A100-SXM4-80GB" or "NVIDIA H100 80GB HBM3".
     """
     plain = _plain(name)
     return next((device for device in DEVICES if _plain(device.name) in plain), None)
@@ -58,7 +58,7 @@ def _plain(name: str) -> str:
 def _device(
     name: str, gigabytes: int, gigabytes_per_s: float, source: str, **teraflops: float
 ) -> Device:
-    """Gigabytes are taken as 1e9 bytes: there is more, but not all of it is free."""
+    """A device of 1e9 bytes for each gigabyte: it has more, but not all of it is free."""
     peaks = {dtype: value * 1e12 for dtype, value in teraflops.items()}
     return Device(name, gigabytes * 10**9, gigabytes_per_s * 1e9, peaks, f"imported from {source}")
 

@@ -1,4 +1,4 @@
-"""The topology of a measured cluster of CPUs, from the messages of its pairs."""
+"""The topology of a measured cluster of CPUs, from sends between pairs of ranks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.topology.topology import Wire, build, hosted
 
 _NEAR_HOPS = 2  # a rank, its host, another rank
-_FAR_HOPS = 4  # beside these: host, NIC, fabric, NIC, host
+_FAR_HOPS = 4  # additional: host, NIC, fabric, NIC, host
 
 
 def topology_from_pairs(
     curves: Mapping[CurveKey, Measured], nodes: int, ranks_per_node: int
 ) -> nx.Graph | None:
-    """Ranks meet in their host, and hosts, with one NIC each, in a fabric.
+    """A graph of ranks at their hosts, and hosts with one NIC each at a fabric.
 
-    Rates and latencies are those that a pair alone on a node, and one alone on two, was measured to
-    have. What GPUs are wired with cannot be told from that, so this is for ranks on CPUs.
+    Rates and latencies are those of a pair on one node, and of a pair on two. Links of GPUs cannot
+    be derived from these, so this is for ranks on CPUs.
 
     Args:
-        curves: of a measured cluster; those of "send" count.
-        nodes: its nodes.
-        ranks_per_node: ranks on each.
+        curves: curves of a measured cluster, of which "send" is used.
+        nodes: number of nodes.
+        ranks_per_node: ranks on each node.
 
     Returns:
-        The graph, None if a pair that it needs was not measured.
+        The graph; None if a pair was not measured.
     """
     messages = {key.shape: entry for key, entry in curves.items() if key.collective == "send"}
     near, far = messages.get(GroupShape(2, 2)), messages.get(GroupShape(2, 1))

@@ -29,7 +29,7 @@ def test_ranks_of_this_machine_are_launched_and_measured(tmp_path: Path) -> None
 
 def test_one_process_has_nothing_to_send(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["measure", "--nproc", "1", *QUICK]) == 0
-    assert "nothing to send" in capsys.readouterr().out
+    assert "no collectives" in capsys.readouterr().out
 
 
 def test_contradictions_are_refused(

@@ -128,5 +128,5 @@ def test_the_command_line_says_what_helps(
     assert main(["plan", str(script), *more, "--memory", memory]) == 2
     text = capsys.readouterr().err
     print(text)
-    for what in ("nothing fits under", "What the smallest plan holds", "more memory", *helps):
+    for what in ("nothing fits under", "Peak memory of the smallest plan", "more memory", *helps):
         assert what in text
