@@ -1,7 +1,7 @@
-"""Measurements made with nccl-tests: checked tables, and a `Cluster` made of them.
+"""Checked tables of nccl-tests.
 
-Times are the truth. The bandwidths beside them serve one purpose: busbw x time / size is a known
-function of the number of ranks, and so tells whether that number is what the file says.
+Times are imported. Bandwidths only serve a check: busbw x time / size is a known function of the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from autopar.cost_model.nccl.parsers import PROGRAMS, RawRow, RawRun, parse
 _NAMES = {"alltoall": "all_to_all", "sendrecv": "send"}
 _DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 _BYTES = re.compile(r"\d+")
-_STEADY = 1.5  # times out of place and in place differ by less than this factor
-_FEW = 0.1  # share of sizes that may be unsteady
+_STEADY = 1.5  # most ratio of times out of place and in place
+_MOST_UNSTEADY = 0.1  # share of sizes
 _MOST_RANKS = 1 << 20
 
 
@@ -33,18 +33,18 @@ class NcclTestsTable:
     """One run of one test program.
 
     Attributes:
-        collective: as in `collectives.COLLECTIVES`, or a program of nccl-tests that is not there.
-        ranks: that took part, checked against the ratio of busbw to time.
-        ranks_per_node: of them, on each node.
-        dtype: of the tensors, such as "float32".
+        collective: one of `collectives.COLLECTIVES`, or another program of nccl-tests.
+        ranks: number of ranks, checked against the ratio of busbw to time.
+        ranks_per_node: ranks on each node.
+        dtype: dtype of the tensors, such as "float32".
         bytes: message sizes, ascending.
         seconds: median time out of place of each size.
-        in_place_s: median time in place of each size, or of out of place where there is none.
-        least_bytes: sizes below are unusable, says the file.
-        device: name of the GPUs; empty if not stated.
-        version: of the library.
-        source: where the figures come from.
-        hardware: what the file says of the machines; empty if nothing.
+        in_place_s: median time in place of each size; out of place where the file has none.
+        least_bytes: smallest usable size, by the file.
+        device: name of the GPUs; empty if unknown.
+        version: version of the library.
+        source: origin of the figures.
+        hardware: the file's description of the machines; may be empty.
     """
 
     collective: str
@@ -62,7 +62,7 @@ class NcclTestsTable:
 
     @property
     def usable(self) -> tuple[int, ...]:
-        """Indices of the sizes that the file does not declare unusable."""
+        """Indices of usable sizes."""
         return tuple(i for i, size in enumerate(self.bytes) if size >= self.least_bytes)
 
     @property
@@ -72,12 +72,13 @@ class NcclTestsTable:
         return tuple(i for i, (fast, slow) in pairs.items() if slow >= _STEADY * fast)
 
     def curve(self) -> Curve:
-        """The curve of the usable sizes, its spread the difference of the two timings.
+        """The curve of the usable sizes, with the difference of the two timings as spread.
 
-        A few sizes that are not steady are left out. Many are an error: such a table says little.
+        Raises:
+            ClusterError: too many sizes are unsteady. A few are left out.
         """
         usable, unsteady = self.usable, set(self.unsteady)
-        if len(unsteady) > max(1, _FEW * len(usable)):
+        if len(unsteady) > max(1, _MOST_UNSTEADY * len(usable)):
             worst = min(unsteady)
             raise ClusterError(
                 f"{self.source}: the times do not repeat at {len(unsteady)} of {len(usable)} "
@@ -85,16 +86,16 @@ class NcclTestsTable:
                 f"{self.in_place_s[worst]:g} s in place. Measure again with more iterations, or "
                 f"leave the small sizes out (least_bytes)"
             )
-        kept = [i for i in usable if i not in unsteady]
+        steady = [i for i in usable if i not in unsteady]
         return Curve.smooth(
-            [self.bytes[i] for i in kept],
-            [self.seconds[i] for i in kept],
-            [abs(self.seconds[i] - self.in_place_s[i]) for i in kept],
+            [self.bytes[i] for i in steady],
+            [self.seconds[i] for i in steady],
+            [abs(self.seconds[i] - self.in_place_s[i]) for i in steady],
         )
 
     @property
     def key(self) -> CurveKey:
-        """What the curve is the curve of, as part of a cluster."""
+        """Key of the curve in a cluster."""
         return CurveKey(self.collective, GroupShape(self.ranks, self.ranks_per_node), self.dtype)
 
     def measured(self) -> Measured:
@@ -113,27 +114,27 @@ def read_tables(
     ranks_per_node: int | None = None,
     least_bytes: int | None = None,
 ) -> list[NcclTestsTable]:
-    """The tables in a file that nccl-tests wrote.
+    """The tables of a file that nccl-tests wrote.
 
-    What the file does not say must be given: nothing is guessed from the figures.
+    Facts that the file lacks are arguments; none are guessed.
 
     Args:
         path: text with any launcher's prefixes, JSON of `-J`, or CSV.
-        collective: of a file that does not name it.
-        ranks: of a file that does not list them.
-        ranks_per_node: of a file that does not list the hosts.
-        least_bytes: sizes below are unusable.
+        collective: name of the collective, if the file lacks it.
+        ranks: number of ranks, if the file lacks it.
+        ranks_per_node: ranks of a node, if the file lists no hosts.
+        least_bytes: smallest usable size.
 
     Raises:
-        ClusterError: the file is truncated, foreign or contradicts itself; says where.
+        ClusterError: the file is truncated, foreign or contradicts itself; the message says where.
     """
     path = Path(path)
     try:
         runs = parse(path.read_text())
         if not runs:
             raise ClusterError("no table of nccl-tests: no line of '# size count type ... time'")
-        given = _Given(collective or _named(path.stem), ranks, ranks_per_node, least_bytes)
-        return [_table(run, given, path) for run in runs]
+        facts = _Facts(collective or _named(path.stem), ranks, ranks_per_node, least_bytes)
+        return [_table(run, facts, path) for run in runs]
     except UnicodeDecodeError as error:
         raise ClusterError(f"{path}: not text: {error}") from error
     except ClusterError as error:
@@ -141,8 +142,8 @@ def read_tables(
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What the caller knows of a file."""
+class _Facts:
+    """Facts from the caller, which a file may lack."""
 
     collective: str | None
     ranks: int | None
@@ -151,13 +152,13 @@ class _Given:
 
 
 def _named(stem: str) -> str | None:
-    """The collective in the name of a file, such as a100_1x8_allreduce."""
+    """The collective in a file name, such as a100_1x8_allreduce."""
     plain = stem.lower().replace("_", "").replace("-", "")
     hits = [name for name in PROGRAMS if name.replace("_", "") in plain]
     return max(hits, key=len) if hits else None
 
 
-def _table(run: RawRun, given: _Given, path: Path) -> NcclTestsTable:
+def _table(run: RawRun, facts: _Facts, path: Path) -> NcclTestsTable:
     if not run.rows:
         raise ClusterError("the table has no rows")
     if not run.ended:
@@ -165,7 +166,7 @@ def _table(run: RawRun, given: _Given, path: Path) -> NcclTestsTable:
             f"line {run.rows[-1].line}: nothing follows this row, not the average bus bandwidth "
             f"that ends a table: was it cut short?"
         )
-    collective = run.collective or given.collective
+    collective = run.collective or facts.collective
     if collective is None:
         raise ClusterError("the file does not say which collective: give it (collective)")
     collective = _NAMES.get(collective, collective)
@@ -173,18 +174,18 @@ def _table(run: RawRun, given: _Given, path: Path) -> NcclTestsTable:
     if len(dtypes) > 1:
         raise ClusterError(f"several types in one table: {', '.join(sorted(dtypes))}")
     samples = _samples(run.rows)
-    ranks = _ranks(collective, given.ranks or run.ranks or len(run.hosts) or None, run.rows)
+    ranks = _ranks(collective, facts.ranks or run.ranks or len(run.hosts) or None, run.rows)
     sizes = tuple(sorted(samples))
     dtype = dtypes.pop()
     return NcclTestsTable(
         collective=collective,
         ranks=ranks,
-        ranks_per_node=_ranks_per_node(run, given, ranks),
+        ranks_per_node=_ranks_per_node(run, facts, ranks),
         dtype=_DTYPES.get(dtype, dtype),
         bytes=sizes,
         seconds=tuple(median(t for t, _ in samples[size]) for size in sizes),
         in_place_s=tuple(median(t for _, t in samples[size]) for size in sizes),
-        least_bytes=run.least_bytes if given.least_bytes is None else given.least_bytes,
+        least_bytes=run.least_bytes if facts.least_bytes is None else facts.least_bytes,
         device=run.device,
         version=run.version or "nccl, version not stated",
         source=run.source or path.name,
@@ -193,7 +194,7 @@ def _table(run: RawRun, given: _Given, path: Path) -> NcclTestsTable:
 
 
 def _samples(rows: Sequence[RawRow]) -> Mapping[int, list[tuple[float, float]]]:
-    """Seconds out of place and in place, by size. Rows of 0 bytes send nothing and are skipped."""
+    """Seconds out of place and in place, by size, without rows of 0 bytes."""
     samples: dict[int, list[tuple[float, float]]] = {}
     for row in rows:
         if not _BYTES.fullmatch(row.size):
@@ -223,9 +224,9 @@ def _decimal(row: RawRow, text: str, what: str) -> Decimal:
         raise ClusterError(f"line {row.line}: the {what} is {text!r}, no number") from None
 
 
-def _ranks_per_node(run: RawRun, given: _Given, ranks: int) -> int:
+def _ranks_per_node(run: RawRun, facts: _Facts, ranks: int) -> int:
     nodes = len(set(run.hosts)) or run.nodes
-    each = given.ranks_per_node or (ranks // nodes if nodes and ranks % nodes == 0 else None)
+    each = facts.ranks_per_node or (ranks // nodes if nodes and ranks % nodes == 0 else None)
     if each is None:
         raise ClusterError("the file does not list the hosts: give ranks_per_node")
     each = min(each, ranks)
@@ -235,7 +236,7 @@ def _ranks_per_node(run: RawRun, given: _Given, ranks: int) -> int:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """busbw / algbw of nccl-tests: bytes over the busiest link, in units of the message."""
+    """busbw / algbw of nccl-tests: bytes over the busiest link for each byte of the message."""
     if collective == "all_reduce":
         return 2 * (ranks - 1) / ranks
     if collective in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
@@ -244,7 +245,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def _ranks(collective: str, stated: int | None, rows: Sequence[RawRow]) -> int:
-    """The number of ranks, found in or checked against the bandwidths printed."""
+    """The number of ranks, derived from or checked against the printed bandwidths."""
     low, high, line = 0.0, math.inf, 0
     for row in rows:
         bounds = _factor_bounds(row)
@@ -271,7 +272,7 @@ def _ranks(collective: str, stated: int | None, rows: Sequence[RawRow]) -> int:
 
 
 def _fitting(collective: str, low: float, high: float) -> range:
-    """The numbers of ranks whose factor lies between `low` and `high`: it grows with ranks."""
+    """The numbers of ranks with a bus factor between `low` and `high`."""
     double = 2 if collective == "all_reduce" else 1
     if low >= double:
         return range(0)
@@ -281,7 +282,7 @@ def _fitting(collective: str, low: float, high: float) -> range:
 
 
 def _factor_bounds(row: RawRow) -> tuple[float, float] | None:
-    """Between what busbw x time / size lies, for figures rounded as printed."""
+    """Bounds of busbw x time / size, for figures rounded as printed."""
     try:
         speed, time = Decimal(row.busbw), Decimal(row.time)
     except InvalidOperation:

@@ -1,9 +1,8 @@
-"""What nccl-tests writes, read as it stands: text of any launcher, `-J` JSON, and CSV tables.
+"""Parsers of nccl-tests' outputs: text of any launcher, JSON of `-J`, and CSV.
 
-Text and JSON are those of NVIDIA/nccl-tests (src/util.cu, src/common.cu) from 2019 on and of
-ROCm/rccl-tests, which has more columns. The CSV is a table copied out of such a text, with its
-origin in `# key: value` lines above the columns size_bytes, count, dtype, oop_time_us,
-oop_algbw, oop_busbw, ip_time_us, ip_algbw, ip_busbw.
+Text and JSON: NVIDIA/nccl-tests (src/util.cu, src/common.cu) from 2019 on, and ROCm/rccl-tests,
+which has more columns. CSV: a table copied from such a text, with `# key: value` lines above the
+columns size_bytes, count, dtype, oop_time_us, oop_algbw, oop_busbw, ip_time_us, ip_algbw, ip_busbw.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ _LEAST = re.compile(r"use >=\s*(\d+)\s*([KMG]?)B rows only")
 
 @dataclass(frozen=True)
 class RawRow:
-    """One size, in the words of the file.
+    """One size, as text of the file.
 
     Attributes:
-        line: number of the line, or of the result in a JSON file, from 1.
+        line: number of the line, or of the result in JSON, from 1.
         size: bytes.
         dtype: nccl-tests' name of the type.
         time: microseconds out of place.
         busbw: GB/s out of place; empty if not given.
         in_place: microseconds in place; empty if not given.
-        wrong: number of wrong elements; "N/A" or empty if nobody counted.
+        wrong: number of wrong elements; "N/A" or empty if not counted.
     """
 
     line: int
@@ -67,20 +66,20 @@ class RawRow:
 
 @dataclass
 class RawRun:
-    """One run of one test program, in the words of the file.
+    """One run of one test program, as text of the file.
 
     Attributes:
-        collective: what the file calls it; None if it does not say.
-        ranks: how many the file says there are; None if it does not.
-        hosts: the host of each rank, as far as listed.
-        nodes: how many the file says there are; None if it does not.
-        device: the name of the devices; empty if not listed.
-        version: of the library; empty if not stated.
-        source: where the figures come from, if the file says so.
-        hardware: on what they were measured, if the file says so in words.
-        least_bytes: sizes below are declared unusable by the file.
+        collective: name in the file; None if absent.
+        ranks: number of ranks; None if absent.
+        hosts: host of each rank, as far as listed.
+        nodes: number of nodes; None if absent.
+        device: name of the devices; empty if absent.
+        version: version of the library; empty if absent.
+        source: origin of the figures; empty if absent.
+        hardware: description of the machines; empty if absent.
+        least_bytes: smallest usable size.
         rows: the table.
-        ended: whether the file goes on after the last row as it should.
+        ended: whether the file continues after the last row as expected.
     """
 
     collective: str | None = None
@@ -97,7 +96,7 @@ class RawRun:
 
 
 def parse(text: str) -> list[RawRun]:
-    """The runs in the content of a file, whichever of the three forms it has."""
+    """The runs in a file of any of the three formats."""
     if text.lstrip().startswith("{"):
         return [_parse_json(text)]
     lines = [_PREFIX.sub("", line) for line in text.splitlines()]
@@ -127,7 +126,7 @@ def _parse_text(lines: Iterable[str]) -> Iterator[RawRun]:
 
 
 def _starts(line: str) -> bool:
-    """Whether a line belongs to the next run rather than to the one that has ended."""
+    """Whether a line belongs to the next run."""
     return bool(_RANK.search(line) or (_PROGRAM.search(line) and "concluded" not in line))
 
 
@@ -140,7 +139,7 @@ def _header(words: Sequence[str], number: int) -> list[str]:
 
 
 def _note(run: RawRun, line: str, words: Sequence[str], number: int) -> None:
-    """What a line that is no row tells about the run."""
+    """Reads facts about the run from a line that is no row."""
     if words[:1] == ["(B)"] and "(us)" not in words:
         raise ClusterError(f"line {number}: times are not in (us): {line.strip()!r}")
     if match := _PROGRAM.search(line):
@@ -149,7 +148,7 @@ def _note(run: RawRun, line: str, words: Sequence[str], number: int) -> None:
         run.hosts.append(match[1])
         run.device = match[2].strip()
     if match := _CODE.search(line):
-        run.version = f"nccl {_spell(int(match[1]))}"
+        run.version = f"nccl {_version(int(match[1]))}"
     if match := _SPELT.search(line):
         run.version = f"{match[1].lower()} {match[2]}"
     if run.rows and ("Avg bus bandwidth" in line or "Out of bounds values" in line):
@@ -185,14 +184,14 @@ def _row(columns: Sequence[str], words: list[str], number: int) -> RawRow:
 
 
 def _blank(short: int, words: Sequence[str]) -> tuple[str, ...]:
-    """Which columns a row leaves blank under their headings, as some programs do."""
+    """Columns that a row leaves blank, as some programs do."""
     if short == 1 and len(words) > 3:
         return ("redop",) if re.fullmatch(r"-?\d[\d.e+]*", words[3]) else ("root",)
     return ("redop", "root") if short == 2 else ()
 
 
-def _spell(code: int) -> str:
-    """NCCL_VERSION_CODE in words: 22809 is 2.28.9, 2708 is 2.7.8."""
+def _version(code: int) -> str:
+    """The version of an NCCL_VERSION_CODE: 22809 is 2.28.9, 2708 is 2.7.8."""
     if code >= 10000:
         return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
     return f"{code // 1000}.{code // 100 % 10}.{code % 100}"
@@ -211,14 +210,14 @@ def _parse_json(text: str) -> RawRun:
         collective=program[1] if program else None,
         hosts=[device.hostname for device in devices],
         device=devices[0].device_info if devices else "",
-        version=f"nccl {_spell(code)}" if isinstance(code, int) else "",
+        version=f"nccl {_version(code)}" if isinstance(code, int) else "",
         rows=[_json_row(row, number) for number, row in enumerate(output.results, 1)],
         ended=True,
     )
 
 
 class _Device(msgspec.Struct):
-    """A device that took part, as nccl-tests -J names it."""
+    """A device of a run."""
 
     hostname: str
     device_info: str
@@ -231,7 +230,7 @@ class _Config(msgspec.Struct):
 
 
 class _Output(msgspec.Struct):
-    """What nccl-tests -J writes, as far as it counts here."""
+    """The fields used of an output of nccl-tests -J."""
 
     args: list[str]
     results: list[dict[str, Any]]
