@@ -38,7 +38,8 @@ def test_options_are_a_strategy() -> None:
     pinned = asked("--tp", "2", "--pin", "*.up.weight=S(0)", "--pin", "head.weight=R")
     assert pinned.placements == {"*.up.weight": Shard(0), "head.weight": Replicate()}
     assert asked("--zero", "blocks.0=3", "--zero", "=1").zero == {"blocks.0": 3, "": 1}
-    assert asked("--pp", "3", "--split-points", "blocks.1,head").split_points == ("blocks.1", "head")
+    staged = asked("--pp", "3", "--split-points", "blocks.1,head")
+    assert staged.split_points == ("blocks.1", "head")
     for wrong in (("--zero", "blocks.0=4"), ("--zero", "3"), ("--pin", "head.weight=left")):
         with pytest.raises(StrategyError, match="give a name and a value"):
             asked(*wrong)
