@@ -10,10 +10,18 @@ import torch
 from torch import fx
 
 from autopar._torch import TorchDispatchMode, pytree
-from autopar.ir.placement import Varying
+from autopar.ir.placement import Placement, Varying
+
+_VARYING = Varying()
 
 
-def inline(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], *arguments: Any) -> Any:
+def inline(
+    graph: fx.Graph,
+    like: fx.Node,
+    function: Callable[..., Any],
+    *arguments: Any,
+    placement: Placement | None = _VARYING,
+) -> Any:
     """Writes what `function` does at the insertion point.
 
     Args:
@@ -21,6 +29,7 @@ def inline(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], *argume
         like: phase, block, source and stage of the new nodes are its.
         function: of tensors.
         arguments: nodes, lists of nodes, and other values.
+        placement: placement of the new nodes along the data axis; None if it is set later.
 
     Returns:
         What the function returns, with nodes in place of tensors.
@@ -28,7 +37,7 @@ def inline(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], *argume
     leaves, structure = pytree.tree_flatten(arguments)
     given = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     own = {node: node.meta["val"].detach() for node in given}  # two nodes may share a value
-    writer = _Writer(graph, like, own)
+    writer = _Writer(graph, like, own, placement)
     fakes = [own[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
     with given[0].meta["val"].fake_mode, writer:
         results = function(*pytree.tree_unflatten(fakes, structure))
@@ -38,11 +47,19 @@ def inline(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], *argume
 class _Writer(TorchDispatchMode):
     """Writes a node for every operator that runs."""
 
-    def __init__(self, graph: fx.Graph, like: fx.Node, given: Mapping[fx.Node, Any]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        like: fx.Node,
+        given: Mapping[fx.Node, Any],
+        placement: Placement | None,
+    ) -> None:
         super().__init__()
         self.graph = graph
         keys = ("phase", "block", "source", "seq_nr", "stage")
-        self.meta = {key: like.meta.get(key) for key in keys} | {"placement": Varying()}
+        self.meta = {key: like.meta.get(key) for key in keys}
+        if placement is not None:
+            self.meta["placement"] = placement
         self.nodes = {id(value): node for node, value in given.items()}
         self.alive: list[Any] = [*given.values()]  # so that no two tensors have one id
 

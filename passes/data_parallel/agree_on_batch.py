@@ -1,4 +1,4 @@
-"""Ranks that share a model find out whether they were given the same rows."""
+"""`AgreeOnBatch`: checksums that show whether ranks of one model were given the same rows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CHECKSUM_SIZE = 4
 
 @dataclass(frozen=True)
 class AgreeOnBatch(Pass):
-    """Adds up evidence of what each rank of a model was given.
+    """Sums checksums of the batch over the ranks that share a model.
 
-    Before: the graph of ranks that are to be given the same rows. After: it takes the axes'
-    `BatchChecksum` and returns the `ChecksumSum`, summed along one after the other by the first
-    collectives of the forward: all these ranks find the same. Tier: exact.
+    Before: the graph of ranks that must be given the same rows. After: it takes a `BatchChecksum`
+    and returns the `ChecksumSum` over the axes, computed by the first collectives of the forward.
+    Tier: exact.
 
     Attributes:
-        axes: the mesh axes that the model is partitioned along.
+        axes: names of the mesh axes that the model is partitioned along.
     """
 
     axes: tuple[str, ...]
@@ -39,17 +39,17 @@ class AgreeOnBatch(Pass):
 
 
 def sum_batch_checksums(graph: TrainingGraph, axes: Sequence[str], name: str) -> TrainingGraph:
-    """Writes sums of evidence over axes, one after the other, at the start of the forward.
+    """Writes sums of a checksum over axes, one after the other, at the start of the forward.
 
     Args:
-        graph: changed in place.
-        axes: of the mesh.
-        name: of the `BatchChecksum` and its `ChecksumSum`.
+        graph: graph to change in place.
+        axes: names of the mesh axes.
+        name: name of the `BatchChecksum` and its `ChecksumSum`.
     """
     fake = fake_like(graph, (CHECKSUM_SIZE,), torch.float64)
     graph, total = add_input(graph, BatchChecksum(name), f"evidence_{name}".rstrip("_"), fake)
     total.meta |= {"phase": "forward", "batch_dims": ((),), "placement": Partial()}
-    placement = Varying() if name else Replicate()  # the data axis is the one that is typed
+    placement = Varying() if name else Replicate()  # placements are along the data axis
     first = next(iter(graph.calls()), graph.output_node)
     like = first if first.op == "call_function" else total
     graph.graph.inserting_before(first)

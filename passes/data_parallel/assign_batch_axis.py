@@ -1,4 +1,4 @@
-"""Lays the batch axis on a mesh axis, each slice on a rank of its own."""
+"""`AssignBatchAxis`: the mesh axis of the batch, each slice on its own rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ class AssignBatchAxis(Pass):
     """Turns collectives over the batch axis into collectives over a mesh axis.
 
     Before: the graph of one slice of the batch. After: its collectives are over `axis`, and the
-    forward sums evidence of what the ranks were given, early enough to travel with a later sum.
-    Tier: exact.
+    forward sums checksums of the batches first, so that this sum can share a message. Tier: exact.
 
     Attributes:
-        axis: the mesh axis.
-        agree: whether ranks sum evidence of their batches.
+        axis: name of the mesh axis.
+        agree: whether ranks sum checksums of their batches.
     """
 
     axis: str
@@ -38,6 +37,6 @@ class AssignBatchAxis(Pass):
         graph = graph.copy()
         for start in starts(graph):
             if axis_of(start) == BATCH:
-                place = 2 if start.target in (start_reduce_scatter, start_all_gather) else 1
-                start.args = (*start.args[:place], self.axis, *start.args[place + 1 :])
+                index = 2 if start.target in (start_reduce_scatter, start_all_gather) else 1
+                start.args = (*start.args[:index], self.axis, *start.args[index + 1 :])
         return PassResult(sum_batch_checksums(graph, (self.axis,), "") if self.agree else graph)

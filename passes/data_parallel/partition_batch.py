@@ -1,11 +1,10 @@
-"""Partitions a graph of the whole batch: the program of one slice, exact by its placements."""
+"""`PartitionBatch`: the program of one slice of the batch, from the graph of the whole batch."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import getitem
 
 import torch
 from torch import fx
@@ -36,30 +35,31 @@ from autopar.passes.core.collective_ops import (
 )
 from autopar.passes.core.node_builder import call, fake_like, is_random
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.passes.data_parallel.propagate import BatchPlacements, batch_dims_after, propagate
+from autopar.passes.data_parallel.propagate import BatchPlacements, propagate
 from autopar.passes.data_parallel.redistribute import BatchRedistributor, moves
+from autopar.passes.data_parallel.strategy_choice import batch_dims_after
 from autopar.passes.rules.batch_loops import draws_random
 from autopar.passes.rules.local_args import local_shape
 from autopar.passes.rules.loops import Operator
-from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS
-from autopar.passes.tensor_parallel.partition_axis import Partitioner
+from autopar.passes.rules.lowerings.registry import lower
+from autopar.passes.tensor_parallel.partition_axis import Partitioner, is_returned_by
 
-WHOLE, PART, V = Replicate(), Partial(), Varying()
+WHOLE, PARTIAL, VARYING = Replicate(), Partial(), Varying()
 
 
 @dataclass(frozen=True)
 class PartitionBatch(Pass):
-    """Turns a graph captured at the whole batch into that of one slice.
+    """Turns a graph of the whole batch into the graph of one slice.
 
-    Before: the graph of the whole batch. After: inputs with rows, and all that is computed row by
-    row, are this slice's; what couples rows stands between collectives over the batch axis.
-    Gradients of parameters are Partial, returned values without rows are whole. Every node has
-    `meta["placement"]` and `meta["batch_dims"]`. Tier: exact, but for the numbers that are drawn.
+    Before: the graph of the whole batch. After: inputs with a batch dim, and values computed row by
+    row, are this slice's. Operators that couple rows have collectives over the batch axis around
+    them. Gradients of parameters are Partial, and outputs without a batch dim are whole. Every node
+    has `meta["placement"]` and `meta["batch_dims"]`. Tier: exact, except for random numbers.
 
     Attributes:
-        slices: of the batch, and which of them this is.
-        has_rows: for each flattened argument, whether its dim 0 runs over the rows.
-        kept: outputs that stay in the model, so that every rank needs all rows of them.
+        slices: the slices of the batch.
+        has_rows: for each flattened argument, whether its dim 0 is the batch dim.
+        whole_outputs: indices of outputs that the model keeps, so that each rank needs all rows.
     """
 
     slices: BatchSlices
@@ -73,276 +73,234 @@ class PartitionBatch(Pass):
 
 
 class _BatchPartitioner(Partitioner):
-    """One walk over the graph, which writes that of a slice."""
+    """Writes the graph of one slice in one walk over the graph of the whole batch."""
 
     def __init__(
-        self, graph: TrainingGraph, slices: BatchSlices, placements: BatchPlacements
+        self, source: TrainingGraph, slices: BatchSlices, placements: BatchPlacements
     ) -> None:
-        super().__init__(graph, BATCH, slices.axis_size, slices.index, placements.op_strategies)
+        super().__init__(source, BATCH, slices.axis_size, slices.index, placements.op_strategies)
         self.slices, self.placements = slices, placements
-        self.extra: dict[InputRole, fx.Node] = {}
+        self.slice_inputs: dict[InputRole, fx.Node] = {}
 
     # Inputs.
 
-    def input(self, node: fx.Node, role: object) -> None:
-        """A placeholder, at this slice's rows where it has rows."""
-        placement, copy = self.placements.inputs[node.name], self.copied(node)
+    def placeholder(self, node: fx.Node, role: InputRole) -> None:
+        """An input, with the rows of this slice if it has a batch dim."""
+        placement = self.placements.inputs[node.name]
+        copy = self.copy(node, placement)
         if isinstance(placement, Shard):
             whole = node.meta["val"]
             shape = local_shape(whole.shape, placement, self.ranks, self.rank)
             strides = dense_strides(shape, whole.stride())
             copy.meta["val"] = whole.new_empty_strided(shape, strides)
-        self.typed(copy, placement)
-        self.keep(node, placement, copy)
 
-    def constant(self, node: fx.Node) -> None:
-        """A tensor that the model made in its code: whole on every slice."""
-        copy = self.copied(node)
-        self.typed(copy, WHOLE)
-        self.keep(node, WHOLE, copy)
+    def batch_index(self) -> fx.Node:
+        """The placeholder of this slice's `BatchIndex`."""
+        shape = (self.slices.local_units,)
+        return self.slice_input(BatchIndex(), "batch_index", shape, torch.int64)
 
-    def index(self) -> fx.Node:
-        """The placeholder of this slice's place."""
-        return self.extra_input(
-            BatchIndex(), "batch_index", (self.slices.local_units,), torch.int64
-        )
+    def batch_fraction(self) -> fx.Node:
+        """The placeholder of this slice's `BatchFraction`."""
+        return self.slice_input(BatchFraction(), "row_weight", (), torch.float64)
 
-    def weight(self) -> fx.Node:
-        """The placeholder of this slice's share of the rows."""
-        return self.extra_input(BatchFraction(), "row_weight", (), torch.float64)
-
-    def extra_input(
+    def slice_input(
         self, role: InputRole, name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> fx.Node:
-        """A placeholder that only a slice has, written when it is first asked for."""
-        if role not in self.extra:
-            last = [n for n in self.new.nodes if n.op == "placeholder"][-1]
-            with self.new.inserting_after(last):
-                node = self.new.placeholder(name)
-            fake = fake_like(self.old, shape, dtype)
+        """An input that the whole graph lacks, written at its first use."""
+        if role not in self.slice_inputs:
+            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            with self.graph.inserting_after(last):
+                node = self.graph.placeholder(name)
+            fake = fake_like(self.source, shape, dtype)
             node.meta = {"val": fake, "phase": "forward", "block": "", "source": None}
-            node.meta |= {"placement": V, "batch_dims": ((),)}
-            self.extra[role] = node
-        return self.extra[role]
+            node.meta |= {"placement": VARYING, "batch_dims": ((),)}
+            self.slice_inputs[role] = node
+        return self.slice_inputs[role]
 
     def begin_backward(self) -> None:
-        """Gradients that enter by rows are those of a mean over all slices, as of ranks' losses."""
-        first = self.old.backward_start
-        for role, node in zip(self.old.inputs, self.old.placeholders, strict=True):
-            value = Value(node)
-            if isinstance(role, Tangent) and isinstance(self.made[value][1], Shard):
-                tangent, placement = self.made[value]
-                end = self.last
-                weighed = self.redistribution(first).share(tangent)
-                self.mark(end)
-                self.made[value] = (self.typed(weighed, placement), placement)
+        """Scales incoming gradients with a batch dim: those of a mean over all slices."""
+        first = self.source.backward_start
+        for role, node in zip(self.source.inputs, self.source.placeholders, strict=True):
+            tangent, placement = self.local[Value(node)]
+            if isinstance(role, Tangent) and isinstance(placement, Shard):
+                last = self.last
+                scaled = self.redistributor(first).share(tangent)
+                self.annotate_after(last)
+                self.annotate(scaled, placement)
+                self.local[Value(node)] = (scaled, placement)
 
     # Operators.
 
     def operator(self, node: fx.Node) -> None:
-        """One operator on what this slice holds; what all draw whole, the first slice draws."""
+        """An operator on this slice; random numbers without a batch dim come from slice 0."""
         super().operator(node)
         if is_name(node) or not is_random(node) or not draws_random(Operator.of(node)):
             return
         op_strategy = self.op_strategies.get(node.name)
         if op_strategy is None or not any(isinstance(p, Shard) for p in op_strategy.results):
-            self.agree(node)
+            self.broadcast_random(node)
 
-    def reduce(self, node: fx.Node) -> None:
-        """Gradients stay Partial: they are summed once a step, with those of other parameters."""
-
-    def agree(self, node: fx.Node) -> None:
-        """Gives every slice the random numbers of the first."""
-        for place, fake in enumerate(elements(node)):
+    def broadcast_random(self, node: fx.Node) -> None:
+        """Gives every slice the random numbers of slice 0."""
+        for index, fake in enumerate(elements(node)):
             if fake is None:
                 continue
-            value = Value(node, place)
-            drawn, _ = self.made[value]
-            if node in self.tuples:
-                drawn = call(self.new, node, operator.getitem, drawn, place)
-            end, write = self.last, self.redistribution(node)
-            (agreed,) = write.reduce([write.keep_first(drawn)])
-            self.mark(end)
-            self.made[value] = (agreed, WHOLE)
+            value = Value(node, index)
+            drawn, _ = self.local[value]
+            if node in self.local_tuples:
+                drawn = call(self.graph, node, getitem, drawn, index)
+            last, redistributor = self.last, self.redistributor(node)
+            (agreed,) = redistributor.reduce([redistributor.keep_first(drawn)])
+            self.annotate_after(last)
+            self.local[value] = (agreed, WHOLE)
 
-    def own(
-        self, node: fx.Node, whole: Operator, op_strategy: OpStrategy, shards: list[fx.Node]
+    def reduce_gradient(self, node: fx.Node) -> None:
+        """Gradients stay Partial: `SynchronizeGradients` reduces them once a step."""
+
+    def lower(
+        self, node: fx.Node, operator: Operator, op_strategy: OpStrategy, shards: list[fx.Node]
     ) -> None:
-        """A custom lowering."""
-        end = self.last
-        made = CUSTOM_LOWERINGS[op_strategy.lowering].emit(
-            self.new, node, whole, op_strategy, shards, self.ranks, self.rank, self.axis
-        )
-        self.mark(end, own=True)
-        for place, result in enumerate(made):
+        """The program of a custom lowering."""
+        last = self.last
+        results = lower(self.lowering_context(node, operator, op_strategy, shards))
+        self.annotate_after(last, varying=True)
+        for index, result in enumerate(results):
             if result is not None:
-                result = self.dtensor_like(result, elements(node)[place], node)
-                self.mark(end, own=True)
-                self.typed(result, op_strategy.results[place])
-                self.made[Value(node, place)] = (result, op_strategy.results[place])
-
-    def write(
-        self, node: fx.Node, target: Any, args: Any, kwargs: Any, placements: Sequence[Placement]
-    ) -> None:
-        """The operator that stands for a node."""
-        end = self.last
-        super().write(node, target, args, kwargs, placements)
-        (copy,) = self.since(end)
-        self.typed(copy, *placements)
-
-    def element(self, node: fx.Node) -> None:
-        """An element of a tuple, taken where it was taken."""
-        end = self.last
-        super().element(node)
-        for copy in self.since(end):
-            self.typed(copy, self.made[value_of(node)][1])
-
-    def viewable(self, local: Operator, node: fx.Node) -> Operator:
-        """A view of a shard, copied if its strides do not allow what those of the whole did."""
-        end = self.last
-        made = super().viewable(local, node)
-        for copy in self.since(end):
-            source = copy.all_input_nodes[0]
-            copy.meta |= {key: source.meta[key] for key in ("placement", "batch_dims")}
-        return made
+                placement = op_strategy.results[index]
+                result = self.with_strides_of(elements(node)[index], result, node)
+                self.annotate_after(last, varying=True)
+                self.annotate(result, placement)
+                self.local[Value(node, index)] = (result, placement)
 
     # Redistribution.
 
-    def redistribution(self, like: fx.Node) -> BatchRedistributor:
-        return BatchRedistributor(self.new, like, self.slices, self.index, self.weight)
+    def redistributor(self, like: fx.Node) -> BatchRedistributor:
+        """Writes redistributions with the phase, block, stage and source of a node."""
+        inputs = (self.batch_index, self.batch_fraction)
+        return BatchRedistributor(self.graph, like, self.slices, *inputs)
 
     def operand(self, value: Value, wanted: Placement, reader: fx.Node) -> fx.Node:
-        """A value as its reader wants it, redistributed where nobody wanted it so before."""
-        node, placement = self.made[value]
+        """A value in the placement that its reader wants, redistributed at most once.
+
+        Raises:
+            ValueError: the value cannot be redistributed so.
+        """
+        node, placement = self.local[value]
         path = moves(placement, wanted, self.slices)
         if path is None:
             raise ValueError(f"{reader} wants {value.node} as {wanted}, which is {placement}")
         for move in path:
-            key = (value, move[2])
-            if key not in self.converted:
-                end = self.last
-                made = self.redistribution(reader).write(move, node, tuple(value.tensor.shape))
-                if move[2] == wanted:
-                    self.mark(end)
-                    made = self.dtensor_like(made, value.tensor, reader)
-                self.mark(end)
-                self.converted[key] = self.typed(made, move[2])
-            node = self.converted[key]
+            key = (value, move.after)
+            if key not in self.redistributed:
+                last = self.last
+                moved = self.redistributor(reader).write(move, node, tuple(value.tensor.shape))
+                if move.after == wanted:
+                    self.annotate_after(last)
+                    moved = self.with_strides_of(value.tensor, moved, reader)
+                self.annotate_after(last)
+                self.annotate(moved, move.after)
+                self.redistributed[key] = moved
+            node = self.redistributed[key]
         return node
 
-    # What is returned.
+    # Outputs.
 
-    def returned(self, phase: str) -> dict[OutputRole, fx.Node | None]:
-        """What a phase returns: rows as they lie, gradients Partial, sums in one message."""
-        end, found = self.last, dict[OutputRole, fx.Node | None]()
+    def results(self, phase: str) -> dict[OutputRole, fx.Node | None]:
+        """The results of a phase; its sums travel in one message."""
+        last = self.last
         sums: dict[Value, fx.Node] = {}
-        wanted: dict[OutputRole, tuple[fx.Node, Placement]] = {}
-        for role, node in zip(self.old.outputs, self.old.results, strict=True):
-            late = isinstance(role, Gradient) or (
-                node is not None and node.meta.get("phase") == "backward"
-            )
-            if late != (phase == "backward"):
-                continue
-            found[role] = None
-            if node is None:
-                continue
-            value = value_of(node)
-            wanted[role] = (node, self.wanted(role))
-            is_sum = self.made[value][1] == PART and wanted[role][1] == WHOLE
-            if is_sum and (value, WHOLE) not in self.converted:
-                sums[value] = node
-        self.sum_together(sums)
-        for role, (node, placement) in wanted.items():
-            found[role] = self.operand(value_of(node), placement, node)
-        for node in self.since(end):
-            node.meta["phase"] = phase
-        return found
+        for role, node in zip(self.source.outputs, self.source.results, strict=True):
+            if node is not None and is_returned_by(phase, role, node):
+                value = value_of(node)
+                is_sum = self.local[value][1] == PARTIAL and self.result_placement(role) == WHOLE
+                if is_sum and (value, WHOLE) not in self.redistributed:
+                    sums[value] = node
+        if len(sums) > 1:
+            write = self.redistributor(next(iter(sums.values())))
+            totals = write.reduce([self.local[value][0] for value in sums])
+            self.annotate_after(last)
+            for value, total in zip(sums, totals, strict=True):
+                self.annotate(total, WHOLE)
+                self.redistributed[value, WHOLE] = total
+        for new in self.nodes_after(last):
+            new.meta["phase"] = phase
+        return super().results(phase)
 
-    def sum_together(self, sums: dict[Value, fx.Node]) -> None:
-        """Reduces several values in one message."""
-        if len(sums) < 2:
-            return
-        end, like = self.last, next(iter(sums.values()))
-        made = self.redistribution(like).reduce([self.made[value][0] for value in sums])
-        self.mark(end)
-        for value, node in zip(sums, made, strict=True):
-            self.converted[value, WHOLE] = self.typed(node, WHOLE)
-
-    def wanted(self, role: OutputRole) -> Placement:
-        """The placement in which a value is returned."""
+    def result_placement(self, role: OutputRole) -> Placement:
+        """The placement in which an output is returned."""
         match role:
             case Output(index):
                 return self.placements.outputs[index]
             case Gradient(Parameter()):
-                return PART
+                return PARTIAL
             case Gradient(Input() as of):
-                placement = self.placement_of(of)
-                return PART if placement == WHOLE and self.slices.over_time else placement
+                placement = self.input_placement(of)
+                return PARTIAL if placement == WHOLE and self.slices.over_time else placement
             case Update(Input() as of):
-                return self.placement_of(of)
+                return self.input_placement(of)
         return WHOLE
 
-    def placement_of(self, role: Input) -> Placement:
+    def input_placement(self, role: Input) -> Placement:
         """The placement of an argument of the call."""
-        node = self.old.placeholder(role)
+        node = self.source.placeholder(role)
         assert node is not None
         return self.placements.inputs[node.name]
 
-    # Types of what was written.
+    # Metadata of new nodes.
 
-    def typed(self, node: fx.Node, *placements: Placement) -> fx.Node:
-        """Notes on a node how its results lie, and which of their dims run over rows."""
+    def annotate(self, node: fx.Node, *placements: Placement) -> None:
+        """Records the placement and the batch dims of a new node."""
         first = placements[0] if placements else WHOLE
-        node.meta["placement"] = V if isinstance(first, Shard) else first
+        node.meta["placement"] = VARYING if isinstance(first, Shard) else first
         node.meta["batch_dims"] = tuple(
             (p.dim,) if isinstance(p, Shard) else () for p in placements
         )
-        return node
 
-    def mark(self, end: fx.Node, own: bool = False) -> None:
-        """Types what was written since a node: what is received is whole, the rest this slice's.
+    def annotate_after(self, last: fx.Node, varying: bool = False) -> None:
+        """Annotates the nodes after `last`: received values are whole, others follow operands.
 
-        With `own`, what is computed of whole values may depend on the slice, too.
+        Args:
+            last: node before the new ones.
+            varying: whether nodes with whole operands may differ between slices.
         """
-        for node in self.since(end):
+        for node in self.nodes_after(last):
             if "placement" in node.meta:
                 continue
+            node.meta["batch_dims"] = ((),) * len(elements(node))
             kinds = {n.meta["placement"] for n in node.all_input_nodes} - {WHOLE}
-            rows: tuple[tuple[int, ...], ...] = ((),) * len(elements(node))
+            is_received = node.target in STARTS or (not kinds and is_name(node))
             if node.target in (start_reduce_scatter, start_all_to_all):
-                node.meta |= {"placement": V, "batch_dims": rows}
-                continue
-            received = node.target in STARTS or (not kinds and is_name(node))
-            if received or not (kinds or own):
-                node.meta |= {"placement": WHOLE, "batch_dims": rows}
+                node.meta["placement"] = VARYING
+            elif is_received or not (kinds or varying):
+                node.meta["placement"] = WHOLE
             else:
-                rows = rows if is_name(node) else batch_dims_after(node)
-                node.meta |= {"placement": kinds.pop() if len(kinds) == 1 else V}
-                node.meta["batch_dims"] = rows
+                node.meta["placement"] = kinds.pop() if len(kinds) == 1 else VARYING
+                if not is_name(node):
+                    node.meta["batch_dims"] = batch_dims_after(node)
 
-    # The whole.
+    # The graph of the slice.
 
-    def finished(self) -> TrainingGraph:
-        """The graph of the slice."""
+    def result(self) -> TrainingGraph:
+        """The graph that was written, with its roles and notes."""
         return replace(
-            self.old,
-            graph=self.new,
-            inputs=(*self.old.inputs, *self.extra),
-            partitioned=(*self.old.partitioned, BATCH),
-            notes=(*self.old.notes, *self.notes()),
+            self.source,
+            graph=self.graph,
+            inputs=(*self.source.inputs, *self.slice_inputs),
+            partitioned=(*self.source.partitioned, BATCH),
+            notes=(*self.source.notes, *self.notes()),
         )
 
     def notes(self) -> Iterator[str]:
-        """A note for each operator that reads rows of other slices, and one for random numbers."""
-        nodes = {node.name: node for node in self.old.calls()}
-        seen: dict[str, int] = {}
+        """A note for each operator that reads other slices' rows, and one for random numbers."""
+        nodes = {node.name: node for node in self.source.calls()}
+        gathered: dict[str, int] = {}
         for name, nbytes in self.placements.gathered_bytes.items():
             node = nodes[name]
             if node.meta["phase"] == "forward":
-                where = f"{node.target} needs all rows of the batch ({source_line(node)})"
-                seen[where] = seen.get(where, 0) + nbytes
-        for where, nbytes in seen.items():
-            yield f"{where}: {nbytes} bytes are gathered, exact"
+                reader = f"{node.target} needs all rows of the batch ({source_line(node)})"
+                gathered[reader] = gathered.get(reader, 0) + nbytes
+        for reader, nbytes in gathered.items():
+            yield f"{reader}: {nbytes} bytes are gathered, exact"
         for name in sorted(self.placements.local_random)[:1]:
             line = source_line(nodes[name])
             yield NumericsNote(f"each rank draws random numbers for its own rows, first at {line}")

@@ -1,24 +1,24 @@
-"""Redistribution along the batch axis: how a tensor gets from one placement to another.
+"""Redistribution along the batch axis: moves of a tensor from one placement to another.
 
-| from | to | steps |
+| from | to | moves |
 |---|---|---|
 | R | S(d) | `select`: this slice's units, by `BatchIndex` |
 | S(d) | R | `gather`: all-gather; over micro-batches `spread`, `reduce` |
-| P | R | `reduce`: all-reduce, small ones in float64 |
-| P | S(d) | `scatter`: reduce-scatter, or `reduce`, `select` |
-| R | P | `share`: times this slice's share of the rows; integers are kept by the first slice |
+| P | R | `reduce`: all-reduce, small tensors in float64 |
+| P | S(d) | `scatter`: reduce-scatter; or `reduce`, `select` |
+| R | P | `share`: times this slice's `BatchFraction`; integers stay on slice 0 |
 | S(d) | P | `spread`: zeros around this slice's units |
-| S(d) | S(e) | `exchange`: all-to-all, or `gather`, `select` |
+| S(d) | S(e) | `exchange`: all-to-all; or `gather`, `select` |
 
-Nothing that is written depends on the slice but the shapes of uneven ones: where a slice stands
-comes in by `BatchIndex`, so ranks and micro-batches of equal shapes share one program.
+The operators depend on the slice only through the shapes of uneven slices. The position of a slice
+is the input `BatchIndex`, so ranks and micro-batches of equal shapes share one program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -33,49 +33,63 @@ from autopar.passes.rules.local_args import local_shape
 from autopar.passes.rules.redistribute import RedistributeStep
 
 Kind = Literal["select", "gather", "reduce", "scatter", "share", "spread", "exchange"]
-Move = tuple[Kind, Placement, Placement]
+
+
+class Move(NamedTuple):
+    """One step of a redistribution.
+
+    Attributes:
+        kind: the step.
+        before: placement before it.
+        after: placement after it.
+    """
+
+    kind: Kind
+    before: Placement
+    after: Placement
+
 
 WIDE_BYTES = 1 << 16
-"""Sums of up to so many bytes travel as float64, so that they share a message."""
+"""Largest float64 tensor, in bytes, that a sum is widened to, so that sums share a message."""
 
 BYTES_PER_SENT_BYTE = 10.0
-"""Bytes of memory traffic that sending one byte costs."""
+"""Cost of sending one byte, in bytes of memory traffic."""
 
 LATENCY = float(1 << 17)
-"""Bytes of memory traffic that one collective costs, however small."""
+"""Latency of one collective, in bytes of memory traffic."""
 
 MICRO_BATCH_FACTOR = 100.0
-"""Factor on collectives over micro-batches, most of which cannot be scheduled."""
+"""Factor on the cost of collectives over micro-batches, most of which no schedule allows."""
 
 
 def moves(before: Placement, after: Placement, slices: BatchSlices) -> list[Move] | None:
-    """The moves from one placement to another; none if they are equal, None if there is no way."""
-    whole, part = Replicate(), Partial()
+    """The moves from one placement to another; empty if they are equal, None if impossible."""
+    whole, partial = Replicate(), Partial()
     joint = slices.is_even and not slices.over_time
-    if before == after:
-        return []
     match before, after:
+        case _ if before == after:
+            return []
         case Replicate(), Shard():
-            return [("select", before, after)]
+            return [Move("select", before, after)]
         case Replicate(), Partial("sum"):
-            return [("share", before, after)]
+            return [Move("share", before, after)]
         case Shard(), Replicate() if slices.over_time:
-            return [("spread", before, part), ("reduce", part, after)]
+            return [Move("spread", before, partial), Move("reduce", partial, after)]
         case Shard(), Replicate():
-            return [("gather", before, after)]
+            return [Move("gather", before, after)]
         case Shard(), Partial("sum"):
-            return [("spread", before, after)]
+            return [Move("spread", before, after)]
         case Partial(), Replicate():
-            return [("reduce", before, after)]
+            return [Move("reduce", before, after)]
         case Partial("sum"), Shard() if joint:
-            return [("scatter", before, after)]
+            return [Move("scatter", before, after)]
         case Partial(), Shard():
-            return [("reduce", before, whole), ("select", whole, after)]
+            return [Move("reduce", before, whole), Move("select", whole, after)]
         case Shard(dim), Shard(other) if dim != other and joint:
-            return [("exchange", before, after)]
+            return [Move("exchange", before, after)]
         case Shard(), Shard():
             first = moves(before, whole, slices)
-            return None if first is None else [*first, ("select", whole, after)]
+            return None if first is None else [*first, Move("select", whole, after)]
         case _:
             return None
 
@@ -84,14 +98,10 @@ def move_cost(move: Move, tensor: torch.Tensor, slices: BatchSlices) -> float:
     """The cost of a move of a whole tensor, in bytes of memory traffic."""
     whole = float(tensor.numel() * tensor.element_size())
     part = whole / slices.count
-    sent = (
-        BYTES_PER_SENT_BYTE
-        * (slices.count - 1)
-        / slices.count
-        * (MICRO_BATCH_FACTOR if slices.over_time else 1.0)
-    )
-    start = LATENCY * (MICRO_BATCH_FACTOR if slices.over_time else 1.0)
-    match move[0]:
+    factor = MICRO_BATCH_FACTOR if slices.over_time else 1.0
+    sent = BYTES_PER_SENT_BYTE * (slices.count - 1) / slices.count * factor
+    start = LATENCY * factor
+    match move.kind:
         case "select":
             return 2 * part
         case "share" | "spread":
@@ -109,47 +119,44 @@ class BatchRedistributor:
     """Writes moves at a graph's insertion point.
 
     Attributes:
-        graph: of one slice.
+        graph: graph of one slice.
         like: node whose phase, block, stage and source new nodes take.
-        slices: of the batch.
-        index: gives the `BatchIndex` placeholder.
-        weight: gives the `RowWeight` placeholder.
+        slices: the slices of the batch.
+        batch_index: returns the `BatchIndex` placeholder.
+        batch_fraction: returns the `BatchFraction` placeholder.
     """
 
     graph: fx.Graph
     like: fx.Node
     slices: BatchSlices
-    index: Callable[[], fx.Node]
-    weight: Callable[[], fx.Node]
+    batch_index: Callable[[], fx.Node]
+    batch_fraction: Callable[[], fx.Node]
 
     def write(self, move: Move, value: fx.Node, whole: tuple[int, ...]) -> fx.Node:
-        """Writes one move of a value whose whole shape is given; returns the moved value."""
+        """Writes one move of a value of whole shape `whole`; returns the moved value."""
         match move:
             case "select", _, Shard() as after:
                 return self._select(value, after)
+            case "gather", Shard() as before, after if self.slices.is_even:
+                return self._emit(RedistributeStep("all_gather", before, after), value, whole)
             case "gather", Shard() as before, _:
-                gather = self._gather_even if self.slices.is_even else self._gather_uneven
-                return gather(value, before, whole)
+                return self._gather_uneven(value, before, whole)
             case "reduce", Partial() as before, _:
                 return self.reduce([value], before.op)[0]
             case "scatter", before, Shard() as after:
-                return self._emission().emit(
-                    RedistributeStep("reduce_scatter", before, after), value, whole
-                )
+                return self._emit(RedistributeStep("reduce_scatter", before, after), value, whole)
             case "exchange", before, after:
-                return self._emission().emit(
-                    RedistributeStep("all_to_all", before, after), value, whole
-                )
+                return self._emit(RedistributeStep("all_to_all", before, after), value, whole)
             case "share", _, _:
                 return self.share(value)
             case "spread", Shard() as before, _:
                 return self._spread(value, before, whole)
-        raise AssertionError(f"there is no move {move}")
+        raise AssertionError(f"{move} is no move")
 
     def reduce(self, values: Iterable[fx.Node], op: str = "sum") -> list[fx.Node]:
-        """Reduces values over all slices in one message for each dtype that travels."""
+        """Reduces values over all slices, in one message for each dtype sent."""
         if op == "min":
-            return [self._turned(made) for made in self.reduce(map(self._turned, values), "max")]
+            return [self._negated(made) for made in self.reduce(map(self._negated, values), "max")]
         values = list(values)
         sent = [self._widened(value, op) for value in values]
         found: dict[int, fx.Node] = {}
@@ -162,15 +169,15 @@ class BatchRedistributor:
         return [self._cast(found[i], _fake(value).dtype) for i, value in enumerate(values)]
 
     def share(self, value: fx.Node) -> fx.Node:
-        """A summand of a value that every slice holds whole."""
+        """This slice's summand of a value that every slice has whole."""
         dtype = _fake(value).dtype
         if dtype.is_floating_point or dtype.is_complex:
-            return self.op(aten.mul.Tensor, value, self._cast(self.weight(), dtype))
+            return self.op(aten.mul.Tensor, value, self._cast(self.batch_fraction(), dtype))
         return self.keep_first(value)
 
     def keep_first(self, value: fx.Node) -> fx.Node:
-        """The value on the first slice, zeros on all others."""
-        place = self.op(aten.select.int, self.index(), 0, 0)
+        """The value on slice 0, zeros on all others."""
+        place = self.op(aten.select.int, self.batch_index(), 0, 0)
         others = self.op(aten.ne.Scalar, place, 0)
         return self.op(aten.masked_fill.Scalar, value, others, 0)
 
@@ -178,7 +185,10 @@ class BatchRedistributor:
         """Writes an operator."""
         return call(self.graph, self.like, target, *args, **kwargs)
 
-    def _emission(self) -> RedistributeEmitter:
+    def _emit(self, step: RedistributeStep, value: fx.Node, whole: tuple[int, ...]) -> fx.Node:
+        return self._emitter().emit(step, value, whole)
+
+    def _emitter(self) -> RedistributeEmitter:
         return RedistributeEmitter(
             self.graph, self.like, self.slices.count, self.slices.index, BATCH
         )
@@ -186,7 +196,7 @@ class BatchRedistributor:
     def _select(self, value: fx.Node, shard: Shard) -> fx.Node:
         shape = tuple(_fake(value).shape)
         split, dim = self.slices.split_shape(shape, shard)
-        part = self.op(aten.index_select.default, self._view(value, split), dim, self.index())
+        part = self.op(aten.index_select.default, self._view(value, split), dim, self.batch_index())
         return self._view(part, self._local(shape, shard))
 
     def _spread(self, value: fx.Node, shard: Shard, whole: tuple[int, ...]) -> fx.Node:
@@ -194,16 +204,11 @@ class BatchRedistributor:
         local = [*split[:dim], self.slices.local_units, *split[dim + 1 :]]
         zeros = self.op(aten.new_zeros.default, value, split)
         part = self._view(value, local)
-        made = self.op(aten.index_copy.default, zeros, dim, self.index(), part)
+        made = self.op(aten.index_copy.default, zeros, dim, self.batch_index(), part)
         return self._view(made, list(whole))
 
-    def _gather_even(self, value: fx.Node, shard: Shard, whole: tuple[int, ...]) -> fx.Node:
-        return self._emission().emit(
-            RedistributeStep("all_gather", shard, Replicate()), value, whole
-        )
-
     def _gather_uneven(self, value: fx.Node, shard: Shard, whole: tuple[int, ...]) -> fx.Node:
-        """Slices travel at the rows of the largest; the rows that others lack are cut away."""
+        """Gathers slices padded to the rows of the largest, and drops the padding."""
         slices = self.slices
         sizes = even_rows(slices.rows, slices.count)
         most, full = sizes[0], slices.rows % slices.count
@@ -229,10 +234,10 @@ class BatchRedistributor:
         back = [*range(1, dim + 1), 0, *range(dim + 1, len(split))]
         return self._view(self.op(aten.permute.default, joined, back), list(whole))
 
-    def _turned(self, value: fx.Node) -> fx.Node:
-        """The value in the opposite order: what was least is greatest."""
-        is_truth = _fake(value).dtype == torch.bool
-        return self.op(aten.logical_not.default if is_truth else aten.neg.default, value)
+    def _negated(self, value: fx.Node) -> fx.Node:
+        """The value in reverse order, so that its minimum is the maximum."""
+        is_bool = _fake(value).dtype == torch.bool
+        return self.op(aten.logical_not.default if is_bool else aten.neg.default, value)
 
     def _widened(self, value: fx.Node, op: str) -> fx.Node:
         fake = _fake(value)
@@ -250,10 +255,10 @@ class BatchRedistributor:
         return local_shape(shape, shard, self.slices.axis_size, self.slices.index)
 
     def _contiguous(self, value: fx.Node) -> fx.Node:
-        return self._emission().contiguous(value)
+        return self._emitter().contiguous(value)
 
     def _view(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
-        return self._emission().view(value, shape)
+        return self._emitter().view(value, shape)
 
 
 def _fake(node: fx.Node) -> torch.Tensor:

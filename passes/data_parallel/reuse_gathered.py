@@ -1,6 +1,6 @@
-"""Parameters that are gathered once a step: by its first micro-batch, for those behind it too.
+"""Parameters that the first micro-batch of a step gathers for the later ones.
 
-Under ZeRO 1 and 2 parameters lie in shards between steps, and are whole within one.
+Under ZeRO stages 1 and 2 parameters are sharded between steps and whole within a step.
 """
 
 from __future__ import annotations
@@ -14,52 +14,54 @@ from autopar.ir.roles import UnshardedParam
 from autopar.passes.core.node_builder import add_input
 
 GATHER_ONCE_STAGES = (1, 2)
-"""ZeRO stages under which they are."""
+"""ZeRO stages that gather parameters once a step."""
 
 
-def once_gathered_params(graph: TrainingGraph, stages: Mapping[str, int]) -> dict[str, fx.Node]:
-    """The nodes that are such parameters, whole, by name.
+def once_gathered_params(
+    graph: TrainingGraph, zero_stages: Mapping[str, int]
+) -> dict[str, fx.Node]:
+    """The gathered value of each parameter that is gathered once a step, by name.
 
     Args:
-        graph: lowered, of one micro-batch.
-        stages: ZeRO stage of each block.
+        graph: lowered graph of one micro-batch.
+        zero_stages: ZeRO stage of each block.
     """
     return {
         name: node
         for node in graph.calls()
         if (name := node.meta.get("gathered")) and node.meta["phase"] == "forward"
-        if stages[graph.parameters[name].block] in GATHER_ONCE_STAGES
+        if zero_stages[graph.parameters[name].block] in GATHER_ONCE_STAGES
     }
 
 
-def export_gathered(graph: TrainingGraph, stages: Mapping[str, int]) -> TrainingGraph:
-    """The program of the first micro-batch: it also returns what the others need not gather."""
+def export_gathered(graph: TrainingGraph, zero_stages: Mapping[str, int]) -> TrainingGraph:
+    """The program of the first micro-batch, which also returns the gathered parameters."""
     graph = graph.copy()
-    found = once_gathered_params(graph, stages)
+    found = once_gathered_params(graph, zero_stages)
     return graph.with_results({UnshardedParam(name): node for name, node in found.items()})
 
 
-def import_gathered(graph: TrainingGraph, stages: Mapping[str, int]) -> TrainingGraph:
-    """The program of a later micro-batch: it is given what the first has gathered.
+def import_gathered(graph: TrainingGraph, zero_stages: Mapping[str, int]) -> TrainingGraph:
+    """The program of a later micro-batch, which takes the gathered parameters as inputs.
 
-    Values keep their names, so that all have the same backwards.
+    Values keep their names, so that all micro-batches share a backward.
     """
     graph = graph.copy()
-    for name, node in once_gathered_params(graph, stages).items():
-        graph, given = add_input(
+    for name, node in once_gathered_params(graph, zero_stages).items():
+        graph, unsharded = add_input(
             graph, UnshardedParam(name), f"{node.name}_given", node.meta["val"]
         )
-        given.meta = {**node.meta, "phase": "forward"}
-        node.replace_all_uses_with(given)
-        read = node.all_input_nodes
+        unsharded.meta = {**node.meta, "phase": "forward"}
+        node.replace_all_uses_with(unsharded)
+        sources = node.all_input_nodes
         graph.graph.erase_node(node)
-        given.name = node.name
-        _forget(graph.graph, read)
+        unsharded.name = node.name
+        _erase_unused(graph.graph, sources)
     return graph
 
 
-def _forget(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erases operators that nobody reads any more, and what only they read."""
+def _erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erases operators without users, and their operands if nothing else reads those."""
     todo = dict.fromkeys(nodes)
     while todo:
         node, _ = todo.popitem()

@@ -1,11 +1,10 @@
-"""ZeRO: where parameters live between steps, and when they are gathered."""
+"""`ShardParameters`: parameters sharded between steps and gathered before their use (ZeRO)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from autopar.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
@@ -20,16 +19,16 @@ from autopar.passes.core.pass_base import Pass, PassResult
 class ShardParameters(Pass):
     """Shards the parameters of each block over an axis by its ZeRO stage.
 
-    Before: parameters are whole. After: those of stages 1 to 3 are inputs sharded on dim 0
-    (stages 1 and 2: only those that are trained), gathered before their first use, and in stage
-    3 gathered again for the backward, so that nothing that is whole outlives its phase (except
-    what the forward uses last, which the backward needs first). Values
-    computed from such parameters alone are computed again in the backward. Tier: exact.
+    Before: parameters are whole. After: parameters of stages 1 to 3 are sharded on dim 0 (in stages
+    1 and 2 only trained ones) and gathered before their first use. In stage 3 they are gathered
+    again for the backward, and values computed from them alone are computed again, so that no whole
+    parameter outlives its phase. Parameters that the forward uses last stay gathered, since the
+    backward needs them first. Tier: exact.
 
     Attributes:
-        axis: the mesh axis to shard over.
-        rank: this rank's place on the axis.
-        stages: ZeRO stage of each block, "" being all outside of blocks.
+        axis: name of the mesh axis.
+        rank: this rank's coordinate on the axis.
+        stages: ZeRO stage of each block, "" for everything outside of blocks.
     """
 
     axis: str
@@ -47,20 +46,20 @@ class ShardParameters(Pass):
         roles = zip(graph.inputs, graph.placeholders, strict=True)
         nodes = {graph.parameters[r.name]: n for r, n in roles if isinstance(r, Parameter)}
         used = {info: nodes[info] for info in sharded if info in nodes}
-        whole = frozenset(nodes.values())
         for info, node in used.items():
             if stages[info.block] == 3:
-                recompute_derived(graph, node, whole)
-        kept = kept_over(nodes)
+                recompute_derived(graph, node, frozenset(nodes.values()))
+        stay_gathered = last_used(nodes)
         for info, node in used.items():
-            self.shard(graph, node, info, regather=stages[info.block] == 3 and info not in kept)
+            regather = stages[info.block] == 3 and info not in stay_gathered
+            self.shard(graph, node, info, regather=regather)
         layouts = {**graph.layouts, **{info.name: Shard(0) for info in sharded}}
         return PassResult(replace(graph, layouts=layouts))
 
     def shard(
         self, graph: TrainingGraph, node: fx.Node, info: ParameterInfo, *, regather: bool
     ) -> None:
-        """Turns one whole input into a sharded one with its gathers."""
+        """Turns a whole input into a sharded one with one gather, or one for each phase."""
         users = sorted(node.users)
         rows = chunk_rows(info.shape[0], graph.axes[self.axis])
         whole = node.meta["val"]
@@ -82,23 +81,23 @@ class ShardParameters(Pass):
                 user.replace_input_with(node, full)
 
 
-def kept_over(parameters: Mapping[ParameterInfo, fx.Node]) -> set[ParameterInfo]:
-    """Those parameters that the forward uses last: the backward needs them first.
+def last_used(parameters: Mapping[ParameterInfo, fx.Node]) -> set[ParameterInfo]:
+    """Parameters of one block that the forward last uses after those of all other blocks.
 
-    They are last used behind the last use of every other block's parameters (a head, a last
-    norm); gathering them again would free nothing in between.
+    These are the parameters of a head or a last norm: gathering them again would free nothing in
+    between.
     """
     last = {
-        info: max(early)
+        info: max(uses)
         for info, node in parameters.items()
-        if (early := [u for u in node.users if u.meta["phase"] == "forward" and u.op != "output"])
+        if (uses := [u for u in node.users if u.meta["phase"] == "forward" and u.op != "output"])
     }
     if not last:
         return set()
     block = max(last, key=lambda info: last[info]).block
     others = [node for info, node in last.items() if info.block != block]
-    own = {info: node for info, node in last.items() if info.block == block}
-    return {info for info, node in own.items() if all(other < node for other in others)}
+    in_block = {info: node for info, node in last.items() if info.block == block}
+    return {info for info, node in in_block.items() if all(other < node for other in others)}
 
 
 def is_sharded(info: ParameterInfo, stage: int) -> bool:
@@ -109,26 +108,32 @@ def is_sharded(info: ParameterInfo, stage: int) -> bool:
 def recompute_derived(
     graph: TrainingGraph, parameter: fx.Node, parameters: Collection[fx.Node]
 ) -> None:
-    """Clones what the backward needs and the forward computes from it and parameters alone."""
+    """Computes in the backward again the forward values that depend on parameters alone.
+
+    Args:
+        graph: graph to change in place.
+        parameter: parameter that the values depend on.
+        parameters: all parameters.
+    """
     derived = _derived_from(parameter, parameters)
     clones: dict[fx.Node, fx.Node] = {}
     readers = {user for node in derived for user in node.users}
-    late = (u for u in readers if u.meta["phase"] == "backward" and u.op != "output")
-    for user in sorted(late):  # in order, so that each clone stands before all who read it
+    backward = (u for u in readers if u.meta["phase"] == "backward" and u.op != "output")
+    for user in sorted(backward):  # in order, so that each clone precedes all its readers
         for node in filter(derived.__contains__, user.all_input_nodes):
             user.replace_input_with(node, _clone(graph.graph, node, user, derived, clones))
 
 
 def _derived_from(parameter: fx.Node, parameters: Collection[fx.Node]) -> set[fx.Node]:
-    """What the forward computes from a parameter, and others, alone."""
-    derived, left = set[fx.Node](), list(parameter.users)
-    while left:
-        node = left.pop()
-        ours = node.op == "call_function" and node.meta["phase"] == "forward"
+    """Forward values that depend on a parameter, and on parameters alone."""
+    derived, todo = set[fx.Node](), list(parameter.users)
+    while todo:
+        node = todo.pop()
+        is_forward = node.op == "call_function" and node.meta["phase"] == "forward"
         constant = all(n in derived or n in parameters for n in node.all_input_nodes)
-        if ours and constant and not is_random(node):
+        if is_forward and constant and not is_random(node):
             derived.add(node)
-            left.extend(node.users)
+            todo.extend(node.users)
     return derived
 
 
@@ -148,8 +153,3 @@ def _clone(
         clone.meta = {**node.meta, "phase": "backward"}
         clones[node] = clone
     return clones[node]
-
-
-def local_shape(info: ParameterInfo, ranks: int, rank: int) -> torch.Size:
-    """Shape of a rank's chunk of a parameter sharded on dim 0."""
-    return torch.Size((chunk_rows(info.shape[0], ranks)[rank], *info.shape[1:]))

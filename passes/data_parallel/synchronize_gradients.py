@@ -1,4 +1,4 @@
-"""Sums the gradients of parameters over the ranks, once."""
+"""`SynchronizeGradients`: gradients of parameters summed over the ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from autopar.passes.core.pass_base import Pass, PassResult
 class SynchronizeGradients(Pass):
     """Turns Partial gradients of parameters into gradients of the parameters' own layout.
 
-    Before: gradients of parameters are Partial over the axis. After: those of whole parameters
-    are all-reduced, those of sharded ones reduce-scattered, as soon as each is there; or, with
-    `hold`, they are returned as they are for the runtime to keep (`no_sync`). Where parameters are
-    sharded over neighbours only, each shard is then summed over its copies. Tier: exact.
+    Before: gradients of parameters are Partial over the axis. After: gradients of whole parameters
+    are all-reduced and gradients of sharded ones reduce-scattered, each once it is computed. Where
+    parameters are sharded inside a node only, shards are then all-reduced between nodes. Parameters
+    in `unreduced` keep Partial gradients, as under `no_sync`. Tier: exact.
 
     Attributes:
-        axis: the axis over which gradients are Partial.
-        rank: this rank's place on it.
-        hold: parameters whose local gradients are returned, not reduced.
-        held: parameters with local gradients of earlier calls, which are added before reducing.
-        shard_axis: the axis, or the level of it, that parameters are sharded over.
+        axis: axis over which gradients are Partial.
+        rank: this rank's coordinate on it.
+        unreduced: parameters whose gradients are returned unreduced.
+        accumulated: parameters with unreduced gradients of earlier calls, added before reducing.
+        shard_axis: axis, or level of it, that parameters are sharded over.
     """
 
     axis: str
@@ -47,61 +47,64 @@ class SynchronizeGradients(Pass):
         if not names and not self.accumulated:
             return PassResult(graph, "no parameter has a gradient")
         if self.unreduced:
-            graph = self.hold_gradients(graph)
+            graph = self.keep_unreduced(graph)
         for name in self.accumulated:
-            graph = self.add_held(graph, name)
+            graph = add_accumulated(graph, name)
         changed = {}
         for role, node in zip(graph.outputs, graph.results, strict=True):
             if _is_parameter(role) and node is not None:
                 changed[role] = self.reduce(graph, role.of.name, node)  # type: ignore[union-attr]
         return PassResult(graph.with_results(changed))
 
-    def hold_gradients(self, graph: TrainingGraph) -> TrainingGraph:
-        """Returns local gradients under the role `UnreducedGrad`."""
+    def keep_unreduced(self, graph: TrainingGraph) -> TrainingGraph:
+        """Returns the gradients of `unreduced` under the role `UnreducedGrad`."""
         roles = tuple(
             UnreducedGrad(r.of.name) if _is_parameter(r) and r.of.name in self.unreduced else r  # type: ignore[union-attr]
             for r in graph.outputs
         )
         return replace(graph, outputs=roles)
 
-    def add_held(self, graph: TrainingGraph, name: str) -> TrainingGraph:
-        """Adds what was held back in earlier calls to the gradient of `name`."""
-        info = graph.parameters[name]
-        fake = fake_like(graph, info.shape, info.dtype)
-        graph, held = add_input(graph, Accumulated(name), f"held_{len(graph.inputs)}", fake)
-        held.meta |= {"placement": Partial(), "phase": "backward"}
-        role = Gradient(Parameter(name))
-        gradient = graph.result(role)
-        if gradient is None:
-            return graph.with_results({role: held})
-        graph.graph.inserting_before(gradient.next)
-        total = call(graph.graph, gradient, aten.add.Tensor, held, gradient)
-        total.meta["placement"] = Partial()
-        return graph.with_results({role: total})
-
     def reduce(self, graph: TrainingGraph, name: str, node: fx.Node) -> fx.Node:
-        """Writes the reduction of one gradient right behind it."""
+        """Writes the reduction of a gradient right after it."""
         info = graph.parameters[name]
         first = graph.backward_start if node.op == "placeholder" else node.next
         graph.graph.inserting_before(first)
         like = node if node.op != "placeholder" else first
         layout = graph.layouts.get(name, Replicate())
 
-        def sent(start: object, tensor: fx.Node, placement: Placement, *options: object) -> fx.Node:
+        def reduced(
+            start: object, tensor: fx.Node, placement: Placement, *options: object
+        ) -> fx.Node:
             (result,) = collective(graph.graph, like, start, [tensor], *options)
             for item in (result.args[0].args[0], result.args[0], result):  # type: ignore[union-attr]
                 item.meta |= {"placement": placement, "phase": "backward", "gradient": name}  # type: ignore[union-attr]
             return result
 
         if not isinstance(layout, Shard):
-            return sent(start_all_reduce, node, layout, self.axis)
+            return reduced(start_all_reduce, node, layout, self.axis)
         axis = self.shard_axis or self.axis
-        place = coordinate_on(axis, self.rank, graph.axes)
-        rows = chunk_rows(info.shape[0], graph.axes[axis])[place]
+        coordinate = coordinate_on(axis, self.rank, graph.axes)
+        rows = chunk_rows(info.shape[0], graph.axes[axis])[coordinate]
         if axis == self.axis:
-            return sent(start_reduce_scatter, node, layout, [rows], axis)
-        part = sent(start_reduce_scatter, node, Partial(), [rows], axis)
-        return sent(start_all_reduce, part, layout, level(self.axis, INTER_NODE))
+            return reduced(start_reduce_scatter, node, layout, [rows], axis)
+        part = reduced(start_reduce_scatter, node, Partial(), [rows], axis)
+        return reduced(start_all_reduce, part, layout, level(self.axis, INTER_NODE))
+
+
+def add_accumulated(graph: TrainingGraph, name: str) -> TrainingGraph:
+    """Adds the unreduced gradients of earlier calls to the gradient of a parameter."""
+    info = graph.parameters[name]
+    fake = fake_like(graph, info.shape, info.dtype)
+    graph, earlier = add_input(graph, Accumulated(name), f"held_{len(graph.inputs)}", fake)
+    earlier.meta |= {"placement": Partial(), "phase": "backward"}
+    role = Gradient(Parameter(name))
+    gradient = graph.result(role)
+    if gradient is None:
+        return graph.with_results({role: earlier})
+    graph.graph.inserting_before(gradient.next)
+    total = call(graph.graph, gradient, aten.add.Tensor, earlier, gradient)
+    total.meta["placement"] = Partial()
+    return graph.with_results({role: total})
 
 
 def _is_parameter(role: object) -> bool:

@@ -1,7 +1,7 @@
-"""`batch_loops`: the loops of an operator that the batch axis may split.
+"""`batch_loops`: loops of an operator along the batch axis.
 
-They are the operator's loops, but for random numbers: each slice draws those of its own rows, where
-an axis of the model would have every rank draw all of them.
+They differ from its other loops in random numbers: each slice draws the numbers of its own rows,
+while every rank of a model axis draws all of them.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ LOGICAL: Mapping[OpOverload, Rule] = {
     aten.all.default: reduction("min"),
     aten.any.default: reduction("max"),
 }
-"""Reductions of truth values over all dims."""
+"""Reductions of booleans over all dims."""
 
 ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
-"""Operators that fail where a value is false: each slice checks its own part of a conjunction."""
+"""Assertions, of which each slice checks its own rows."""
 
 
 def is_cast(operator: Operator) -> bool:
-    """Whether an operator changes the precision of floating-point numbers: linear to rounding."""
+    """Whether an operator only casts floating-point numbers, which is linear up to rounding."""
     tensors = (*operator.operands, *operator.results)
     floats = all(tensor.is_floating_point() for tensor in tensors if tensor is not None)
     return operator.target is aten._to_copy.default and floats
 
 
 def batch_strategies(operator: Operator) -> Iterator[OpStrategy]:
-    """Strategies along the batch axis that take partial values, beside the linear ones."""
+    """Strategies along the batch axis, beside the linear ones, that take partial values."""
     if operator.target in ASSERTIONS:
         results: tuple[Placement, ...] = (Replicate(),) * len(operator.results)
         yield OpStrategy((Partial("min"),), results)

@@ -1,12 +1,10 @@
-"""Rules for collectives of other axes, which an earlier partition has written into a graph.
-
-They join or cut dim 0, and do the same to every element of the other dims.
+"""Rules for collectives along other axes, which an earlier partition wrote into the graph.
 
 | collective | loops |
 |---|---|
 | all_reduce | every dim |
-| all_gather | every dim but 0; the rows of a rank, of which the result has some from each rank |
-| reduce_scatter | the same, the other way round |
+| all_gather | every dim but 0; rows of one rank, interleaved in the result |
+| reduce_scatter | every dim but 0; rows of one rank, interleaved in the operand |
 | all_to_all | every dim but 0 |
 """
 
@@ -21,28 +19,28 @@ def all_reduce(operator: Operator) -> list[Loop]:
 
 
 def all_to_all(operator: Operator) -> list[Loop]:
-    """Every dim but the one that is exchanged."""
+    """Every dim but dim 0, which is exchanged."""
     return _dims(operator, 1)
 
 
 def all_gather(operator: Operator) -> list[Loop]:
-    """Rows of a rank lie in the result inside of its piece."""
-    given, made = operator.operands[0], operator.results[0]
-    pieces, rest = divmod(made.shape[0], given.shape[0])
-    rows = [Loop(given.shape[0], (DimAccess(0),), (DimAccess(0, pieces),), even_only=True)]
+    """Every dim but 0, and the rows of one rank."""
+    source, result = operator.operands[0], operator.results[0]
+    pieces, rest = divmod(result.shape[0], source.shape[0])
+    rows = [Loop(source.shape[0], (DimAccess(0),), (DimAccess(0, pieces),), even_only=True)]
     return _dims(operator, 1) + ([] if rest or len(operator.results) > 1 else rows)
 
 
 def reduce_scatter(operator: Operator) -> list[Loop]:
-    """Rows of a rank lie in the operand inside of its piece."""
-    given, made = operator.operands[0], operator.results[0]
-    pieces, rest = divmod(given.shape[0], made.shape[0])
-    rows = [Loop(made.shape[0], (DimAccess(0, pieces),), (DimAccess(0),), even_only=True)]
+    """Every dim but 0, and the rows of one rank."""
+    source, result = operator.operands[0], operator.results[0]
+    pieces, rest = divmod(source.shape[0], result.shape[0])
+    rows = [Loop(result.shape[0], (DimAccess(0, pieces),), (DimAccess(0),), even_only=True)]
     return _dims(operator, 1) + ([] if rest or len(operator.results) > 1 else rows)
 
 
 def _dims(operator: Operator, first: int) -> list[Loop]:
-    """The dims from `first` on, where all tensors of a message are of one size there."""
+    """The dims from `first` on in which all tensors of a message have the same size."""
     shapes = [tensor.shape for tensor in operator.operands]
     places = range(first, min(map(len, shapes)))
     return [

@@ -1,7 +1,7 @@
-"""Conversions as nodes of a graph: a collective over dim 0, and what moves a dim there and back.
+"""`RedistributeEmitter`: redistributions as nodes of a graph.
 
-Collectives gather and scatter uneven chunks of dim 0 as they are, so an uneven dim is moved there
-alone; for an all-to-all chunks are padded, and what arrives is cut.
+Collectives work on dim 0, so another dim is moved there and back. An uneven dim needs no padding in
+a gather or scatter; the chunks of an all-to-all are padded to equal size.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class RedistributeEmitter:
     """Writes nodes at a graph's insertion point, for one rank.
 
     Attributes:
-        graph: where to.
-        like: the node that they stand for: theirs is its phase, block and source.
-        ranks: of the axis.
-        rank: this rank's place on it.
-        axis: its name.
+        graph: graph of the rank.
+        like: node whose phase, block and source new nodes take.
+        ranks: size of the axis.
+        rank: this rank's coordinate on it.
+        axis: name of the axis.
     """
 
     def __init__(self, graph: fx.Graph, like: fx.Node, ranks: int, rank: int, axis: str) -> None:
@@ -44,12 +44,15 @@ class RedistributeEmitter:
         self.ranks, self.rank, self.axis = ranks, rank, axis
 
     def emit(self, step: RedistributeStep, value: fx.Node, whole: Sequence[int]) -> fx.Node:
-        """One step of a conversion of what this rank holds of a value.
+        """Writes one step of a redistribution.
 
         Args:
-            step: of it.
-            value: what this rank holds.
-            whole: the shape of what all ranks hold together.
+            step: the step.
+            value: this rank's local value.
+            whole: shape of the whole value.
+
+        Raises:
+            PassError: the step cannot be written.
         """
         match step:
             case RedistributeStep("all_gather", Shard() as before):
@@ -70,10 +73,10 @@ class RedistributeEmitter:
             case RedistributeStep("keep_first"):
                 return self.keep_first(value)
             case _:
-                raise PassError(f"there is no way to emit {step}")
+                raise PassError(f"{step} cannot be emitted: add a case to RedistributeEmitter.emit")
 
     def all_reduce(self, value: fx.Node, op: str) -> fx.Node:
-        """The reduction of what ranks hold."""
+        """The reduction of the ranks' values."""
         options = () if op == "sum" else (op,)
         (result,) = collective(
             self.graph, self.like, start_all_reduce, [value], self.axis, *options
@@ -81,7 +84,7 @@ class RedistributeEmitter:
         return result
 
     def all_gather(self, value: fx.Node, shard: Shard, whole: Sequence[int]) -> fx.Node:
-        """The whole of what is sharded."""
+        """The whole of a sharded value."""
         shape, size = _shape(value), whole[shard.dim]
         if shard == Shard(0) or size % self.ranks:
             front = self.contiguous(self.moved(value, shard.dim, 0))
@@ -91,7 +94,7 @@ class RedistributeEmitter:
         return self.from_front(every, shape, shard)
 
     def reduce_scatter(self, value: fx.Node, shard: Shard) -> fx.Node:
-        """This rank's shard of the sum of what ranks hold."""
+        """This rank's shard of the sum of the ranks' values."""
         whole = _shape(value)
         shape = self.local(whole, shard)
         if shard == Shard(0) or whole[shard.dim] % self.ranks:
@@ -101,13 +104,13 @@ class RedistributeEmitter:
         return self.view(self.start(start_reduce_scatter, chunks, [1]), shape)
 
     def all_to_all(self, value: fx.Node, before: Shard, after: Shard) -> fx.Node:
-        """This rank's shard of another dim, both of them even."""
+        """This rank's shard of another dim, where both dims are even."""
         shape = self.local(_shape(value), after)
         chunks = self.contiguous(self.to_front(value, after))
         return self.from_front(self.start(start_all_to_all, chunks), shape, before)
 
     def slice(self, value: fx.Node, shard: Shard) -> fx.Node:
-        """This rank's shard of what it has whole."""
+        """This rank's shard of a whole value."""
         whole = _shape(value)
         if shard.interleave == 1:
             begin, width = chunk_of(whole[shard.dim], self.ranks, self.rank)
@@ -117,19 +120,19 @@ class RedistributeEmitter:
         return self.view(self.contiguous(part), self.local(whole, shard))
 
     def keep_first(self, value: fx.Node) -> fx.Node:
-        """The value on the first rank, zeros on others: in as many operators, for other axes."""
+        """The value on rank 0, zeros on others; all ranks run the same operators."""
         device = tensors(value)[0].device
         others = self.op(aten.full.default, [], self.rank != 0, dtype=torch.bool, device=device)
         return self.op(aten.masked_fill.Scalar, value, others, 0)
 
-    # Pieces.
+    # Helpers.
 
     def local(self, whole: Sequence[int], shard: Shard) -> list[int]:
         """The shape of this rank's shard."""
         return local_shape(whole, shard, self.ranks, self.rank)
 
     def moved(self, value: fx.Node, source: int, target: int) -> fx.Node:
-        """A dim at another place."""
+        """The value with a dim moved to another position."""
         if source == target:
             return value
         order = list(range(len(_shape(value))))
@@ -137,26 +140,26 @@ class RedistributeEmitter:
         return self.op(aten.permute.default, value, order)
 
     def back(self, value: fx.Node, dim: int) -> fx.Node:
-        """The first dim of what is contiguous at its place, copied on all ranks or on none."""
+        """A contiguous value with dim 0 moved to `dim`, copied on all ranks or on none."""
         moved = self.moved(value, 0, dim)
         if math.prod(_shape(moved)[:dim]) == 1:
             return moved
         return self.copied(moved)
 
     def pad(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
-        """A tensor with zeros behind it, up to a shape."""
+        """The value padded with zeros at the end of each dim, up to a shape."""
         missing = [n - have for n, have in zip(shape, _shape(value), strict=True)]
         pads = [n for after in reversed(missing) for n in (0, after)]
         return self.op(aten.constant_pad_nd.default, self.contiguous(value), pads)
 
     def cut(self, value: fx.Node, sizes: Mapping[int, int]) -> fx.Node:
-        """The front of a tensor: so much of some dims, copied by all ranks alike."""
+        """The first elements of some dims, copied on all ranks."""
         for dim, size in sizes.items():
             value = self.op(aten.slice.Tensor, value, dim, 0, size)
         return self.copied(value)
 
     def to_front(self, value: fx.Node, shard: Shard) -> fx.Node:
-        """A whole dim [k n m] as its chunks [n, ..., k, m, ...]."""
+        """A dim of pieces, ranks and elements [k n m] as chunks [n, ..., k, m, ...] by rank."""
         shape, dim = _shape(value), shard.dim
         pieces = [shard.interleave, self.ranks, shape[dim] // (shard.interleave * self.ranks)]
         split = self.view(value, [*shape[:dim], *pieces, *shape[dim + 1 :]])
@@ -165,7 +168,7 @@ class RedistributeEmitter:
         return self.op(aten.permute.default, split, order)
 
     def from_front(self, value: fx.Node, shape: Sequence[int], shard: Shard) -> fx.Node:
-        """Chunks [n, ...] of a value whose shards have a shape, as the whole."""
+        """The whole value from chunks [n, ...] by rank, each a shard of `shape`."""
         dim, pieces = shard.dim, shard.interleave
         inner = [*shape[:dim], pieces, shape[dim] // pieces, *shape[dim + 1 :]]
         split = self.view(value, [self.ranks, *inner])
@@ -189,7 +192,7 @@ class RedistributeEmitter:
         return self.op(aten.clone.default, value, memory_format=torch.contiguous_format)
 
     def view(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
-        """A tensor in another shape, copied if its strides do not allow that."""
+        """The value in another shape, copied if its strides do not allow a view."""
         if list(shape) == _shape(value):
             return value
         if not can_view(tensors(value)[0], shape):
@@ -198,7 +201,7 @@ class RedistributeEmitter:
 
 
 def can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Whether a tensor's strides allow to look at it in another shape."""
+    """Whether the strides of a tensor allow a view of another shape."""
     try:
         tensor.view(list(shape))
     except (RuntimeError, ValueError):

@@ -1,4 +1,4 @@
-"""Parameters that stay whole because ranks do not divide what a view makes of one of their dims."""
+"""Notes on parameters that are replicated because ranks do not divide a factor of a dim."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autopar.passes.rules.registry import rule_of
 
 
 def indivisible_notes(graph: TrainingGraph, sharded: Collection[str], axis: str) -> tuple[str, ...]:
-    """A note for each number, of heads or the like, that ranks do not divide.
+    """A note for each number of heads or groups that ranks do not divide.
 
     Args:
-        graph: as captured, on whole tensors.
-        sharded: names of the placeholders that are not whole on every rank.
-        axis: the mesh axis.
+        graph: graph as captured, on whole tensors.
+        sharded: names of the placeholders that are not replicated.
+        axis: name of the mesh axis.
     """
     ranks = graph.axes[axis]
     whole = [
@@ -31,9 +31,9 @@ def indivisible_notes(graph: TrainingGraph, sharded: Collection[str], axis: str)
     for node in graph.calls():
         if node.meta["phase"] != "forward" or rule_of(node.target) is not view:
             continue
-        own = [p for p in whole if p.block == node.meta["block"] and len(p.shape) > 1]
-        for size, count in _undivided(node, ranks):
-            names = ", ".join(sorted({_pattern(p.name) for p in own if size in p.shape}))
+        in_block = [p for p in whole if p.block == node.meta["block"] and len(p.shape) > 1]
+        for size, count in _indivisible(node, ranks):
+            names = ", ".join(sorted({_pattern(p.name) for p in in_block if size in p.shape}))
             if names and (names, size, count) not in notes:
                 others = [str(n) for n in (count - count % ranks, count + -count % ranks) if n]
                 where = f" at {line}" if (line := source_line(node)) else ""
@@ -45,10 +45,10 @@ def indivisible_notes(graph: TrainingGraph, sharded: Collection[str], axis: str)
     return tuple(notes.values())
 
 
-def _undivided(node: fx.Node, ranks: int) -> Iterator[tuple[int, int]]:
-    """The dims that a view splits or merges, and the largest number in each, if ranks divide none.
+def _indivisible(node: fx.Node, ranks: int) -> Iterator[tuple[int, int]]:
+    """The dims that a view splits or merges, with the largest factor, if ranks divide no factor.
 
-    The last factor is what heads and groups are wide, inside of which nothing is shared out.
+    The last factor is the width of a head or group, which is not sharded.
     """
     (source,), (result,) = operands(node), elements(node)
     before, after = tuple(source.meta["val"].shape), tuple(result.shape)

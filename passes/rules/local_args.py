@@ -1,4 +1,4 @@
-"""What an operator is called with on one rank: shards for tensors, local sizes for sizes."""
+"""Arguments of an operator on one rank: shards for tensors, local sizes for sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES: Mapping[OpOverload, int] = {
     aten.ones.default: 0,
     aten.empty.memory_format: 0,
 }
-"""The place of the argument that holds the sizes of the first result."""
+"""Index of the argument with the sizes of the first result."""
 
 COUNTS: Mapping[OpOverload, tuple[tuple[int, int, int], ...]] = {
     aten.native_group_norm.default: ((3, 0, 0),),
@@ -44,14 +44,14 @@ COUNTS: Mapping[OpOverload, tuple[tuple[int, int, int], ...]] = {
     aten.convolution.default: ((8, 1, 0),),
     aten.convolution_backward.default: ((3, 0, 1), (9, 2, 0)),
 }
-"""Places of arguments that count rows, groups or channels; of which operand, along which dim."""
+"""Indices of arguments that count rows, groups or channels, with the operand and dim counted."""
 
 SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
-"""What drops dims of one element: of shards, also dims that only a shard has one element of."""
+"""Operators that drop dims of size 1; a shard may have size 1 where the whole has not."""
 
 
 def local_shape(shape: Sequence[int], placement: Placement, ranks: int, rank: int = 0) -> list[int]:
-    """The shape of what one rank holds; the first has the largest chunks."""
+    """The shape of a rank's shard; rank 0 has the largest."""
     local = list(shape)
     if isinstance(placement, Shard):
         local[placement.dim] = chunk_of(local[placement.dim], ranks, rank)[1]
@@ -59,7 +59,7 @@ def local_shape(shape: Sequence[int], placement: Placement, ranks: int, rank: in
 
 
 def with_operands(operator: Operator, shards: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of an operator with others in the place of its tensors."""
+    """The arguments of an operator with other values for its tensors."""
     given = iter(shards)
 
     def fill(leaf: Any) -> Any:
@@ -70,7 +70,7 @@ def with_operands(operator: Operator, shards: Sequence[Any]) -> tuple[list[Any],
 
 
 def local_bytes(tensor: torch.Tensor, placement: Placement, ranks: int) -> int:
-    """The bytes of what the first rank holds, which has the most."""
+    """The bytes of the shard of rank 0, which is the largest."""
     return math.prod(local_shape(tensor.shape, placement, ranks)) * tensor.element_size()
 
 
@@ -80,11 +80,11 @@ def local_arguments(
     """The operator on one rank's shards.
 
     Args:
-        operator: on whole tensors.
-        op_strategy: how it is split.
-        shards: this rank's part of each operand, in order; nodes or tensors.
-        ranks: of the axis.
-        rank: this one.
+        operator: the operator on whole tensors.
+        op_strategy: placements of its operands and results.
+        shards: this rank's shard of each operand, as nodes or tensors.
+        ranks: size of the axis.
+        rank: this rank's coordinate on it.
     """
     args, kwargs = with_operands(operator, shards)
     place = SIZES.get(operator.target)
@@ -104,7 +104,7 @@ def local_arguments(
 
 
 def _share(count: Any, ranks: int, rank: int) -> Any:
-    """One rank's share of a number of things, or of each of several; one thing all have."""
+    """One rank's share of a count, or of each of several counts; a count of 1 is shared by all."""
     if isinstance(count, (list, tuple)):
         return [_share(each, ranks, rank) for each in count]
     return chunk_of(count, ranks, rank)[1] if count and count > 1 else count

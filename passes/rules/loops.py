@@ -1,8 +1,8 @@
-"""`Loop`: what an operator iterates over, and what follows for where its tensors may lie.
+"""`Loop`: one iteration dimension of an operator, which implies a strategy.
 
-An operator is a nest of loops. To split one over the ranks of an axis shards every tensor that the
-loop runs over, leaves the others whole, and makes a result that the loop is reduced out of a
-partial sum. So a rule has to say only which loops there are; `loop_strategies` derives the rest.
+An operator is a nest of loops. Splitting a loop over the ranks of an axis shards every tensor that
+the loop runs over, replicates the others, and makes a result that the loop reduces a partial sum.
+A rule lists the loops of an operator; `loop_strategies` derives the strategies.
 
 For `mm` of [m, k] and [k, n]:
 
@@ -33,7 +33,7 @@ Reduced = Literal["sum", "max", "min"]
 
 @dataclass(frozen=True)
 class DimAccess:
-    """Where a loop runs in a tensor: over `dim`, inside each of `interleave` equal pieces of it."""
+    """A loop over `dim` of a tensor, inside each of `interleave` equal pieces of it."""
 
     dim: int
     interleave: int = 1
@@ -44,11 +44,11 @@ class Loop:
     """One loop of an operator.
 
     Attributes:
-        size: how often it runs.
-        operands: where it runs in each tensor among the arguments; None if it does not; "sum" if
-            the tensor is added to what the loop sums, so that ranks must hold parts of it.
-        results: where it runs in each result, or how it is reduced out of it; None if every rank
-            comes to the whole result.
+        size: number of iterations.
+        operands: access to each tensor among the arguments; None if there is none; "sum" for a
+            tensor that is added to the sum of the loop, of which ranks must hold partial sums.
+        results: access to each result, or the reduction over the loop; None if every rank computes
+            the whole result.
         free: whether its pieces may be interleaved: nothing depends on their order.
         own: the lowering that splits it (`own.OWN`), "" if the operator is run on shards.
         even: whether only chunks of equal size will do.
@@ -62,12 +62,12 @@ class Loop:
     even_only: bool = False
 
     def interleaved(self, pieces: int) -> Loop:
-        """The loop inside of each of `pieces` equal pieces of it."""
+        """The loop inside each of `pieces` equal pieces of it."""
 
-        def inside(at: Any) -> Any:
-            return (
-                replace(at, interleave=at.interleave * pieces) if isinstance(at, DimAccess) else at
-            )
+        def inside(access: Any) -> Any:
+            if not isinstance(access, DimAccess):
+                return access
+            return replace(access, interleave=access.interleave * pieces)
 
         return replace(
             self,
@@ -79,13 +79,13 @@ class Loop:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator and what it is applied to.
+    """An operator with its arguments.
 
     Attributes:
         target: the aten operator.
-        args: its positional arguments, tensors being fake or real ones.
-        kwargs: its keyword arguments.
-        results: its results, as fake or real tensors; None for one that is left out.
+        args: positional arguments, with fake or real tensors.
+        kwargs: keyword arguments.
+        results: fake or real results; None for a result that is left out.
     """
 
     target: Any
@@ -95,7 +95,7 @@ class Operator:
 
     @classmethod
     def of(cls, node: fx.Node) -> Operator:
-        """The operator of a node, on the fake tensors of its arguments."""
+        """The operator of a node on fake tensors."""
         args, kwargs = value((node.args, dict(node.kwargs)))
         return cls(node.target, tuple(args), dict(kwargs), elements(node))
 
@@ -106,7 +106,7 @@ class Operator:
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """An argument by its place or its name."""
+        """An argument by its index or its name."""
         if place < len(self.args):
             return self.args[place]
         return self.kwargs.get(name, default)
@@ -116,7 +116,7 @@ Rule = Callable[[Operator], list[Loop]]
 
 
 def replicated(operator: Operator) -> OpStrategy:
-    """Everything whole on every rank: right for every operator."""
+    """The strategy with every operand and result replicated, which any operator allows."""
     whole = Replicate()
     return OpStrategy((whole,) * len(operator.operands), (whole,) * len(operator.results))
 
@@ -124,19 +124,19 @@ def replicated(operator: Operator) -> OpStrategy:
 def loop_strategies(
     loops: list[Loop], ranks: int, interleaves: Sequence[int] = (1,)
 ) -> Iterator[OpStrategy]:
-    """The ways that splitting one loop over `ranks` allows.
+    """The strategies that split one loop over `ranks`.
 
     Args:
-        loops: of the operator.
-        ranks: of the axis.
-        interleaves: numbers of pieces to try for loops whose pieces may be interleaved.
+        loops: loops of the operator.
+        ranks: size of the axis.
+        interleaves: numbers of pieces to try for loops that may be interleaved.
     """
     for loop in loops:
         yield from map(split_loop, feasible_loops(loop, ranks, interleaves))
 
 
 def feasible_loops(loop: Loop, ranks: int, interleaves: Iterable[int]) -> Iterator[Loop]:
-    """A loop in each of these numbers of pieces that `ranks` divide, in one also unevenly."""
+    """The loop in each number of pieces that `ranks` divides; one piece may be uneven."""
     for pieces in interleaves if loop.interleavable else (1,):
         evenly = loop.size % (pieces * ranks) == 0
         if evenly or (not loop.even_only and can_cut(loop.size, ranks, pieces)):
@@ -144,9 +144,9 @@ def feasible_loops(loop: Loop, ranks: int, interleaves: Iterable[int]) -> Iterat
 
 
 def fills_dims(loop: Loop, operator: Operator) -> bool:
-    """Whether a loop is all that there is of each dim that it runs over.
+    """Whether a loop runs over the whole of each dim that it accesses.
 
-    If it is but a factor of a dim, uneven chunks of the dim are not those of the loop.
+    Uneven chunks of a dim are not chunks of a loop that is only a factor of the dim.
     """
     tensors = (*operator.operands, *operator.results)
     places = (*loop.operands, *loop.results)
@@ -158,12 +158,14 @@ def fills_dims(loop: Loop, operator: Operator) -> bool:
 
 
 def split_loop(loop: Loop) -> OpStrategy:
-    """Where the tensors lie if a loop is split over ranks."""
+    """The strategy that splits a loop over ranks."""
     operands, results = (tuple(map(_placement, at)) for at in (loop.operands, loop.results))
     return OpStrategy(operands, results, loop.lowering)
 
 
-def _placement(at: DimAccess | Reduced | None) -> Placement:
-    if at is None:
+def _placement(access: DimAccess | Reduced | None) -> Placement:
+    if access is None:
         return Replicate()
-    return Shard(at.dim, at.interleave) if isinstance(at, DimAccess) else Partial(at)
+    if isinstance(access, DimAccess):
+        return Shard(access.dim, access.interleave)
+    return Partial(access)

@@ -1,4 +1,4 @@
-"""Conversions: how a tensor gets from one placement to another, as steps that lowering emits.
+"""Redistributions: steps that bring a tensor from one placement to another.
 
 | from | to | steps |
 |---|---|---|
@@ -8,10 +8,10 @@
 | S(d) | S(e) | all-to-all |
 | S(d) | S(d, interleaved otherwise) | all-gather, slice |
 | R | S(d) | slice |
-| R | P | kept by rank 0, zeros elsewhere |
-| S(d) | P | all-gather, kept by rank 0 |
+| R | P | value on rank 0, zeros elsewhere |
+| S(d) | P | all-gather, value on rank 0 |
 
-Of a dim that the ranks do not divide all chunks travel at the size of the largest.
+Chunks of a dim that the ranks do not divide are sent at the size of the largest.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Kind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slic
 
 @dataclass(frozen=True)
 class RedistributeStep:
-    """One step of a conversion.
+    """One step of a redistribution.
 
     Attributes:
-        kind: a collective, or what a rank does alone.
-        before: how the tensor lies before it.
-        after: how it lies after it.
+        kind: a collective, or a local operation of each rank.
+        before: placement before the step.
+        after: placement after the step.
     """
 
     kind: Kind
@@ -42,22 +42,22 @@ class RedistributeStep:
 
     @property
     def collective(self) -> str | None:
-        """The collective that it is, None if ranks do it alone."""
+        """The collective of the step, None if it is local."""
         return None if self.kind in ("slice", "keep_first") else self.kind
 
     def message_bytes(self, shape: Sequence[int], item: int, ranks: int) -> int:
-        """The size of its message as `cost_model.collectives` means it.
+        """The message size in bytes, as `cost_model.collectives` defines it.
 
         Args:
-            shape: of the whole tensor.
+            shape: shape of the whole tensor.
             item: bytes of an element.
-            ranks: of the axis.
+            ranks: size of the axis.
         """
         whole = math.prod(self.padded(shape, ranks)) * item
         return whole // ranks if self.kind == "all_to_all" else whole
 
     def padded(self, shape: Sequence[int], ranks: int) -> list[int]:
-        """The shape of the whole if all chunks were as large as the largest."""
+        """The whole shape with every chunk padded to the largest."""
         made = list(shape)
         for shard in self.shards:
             made[shard.dim] += -made[shard.dim] % ranks
@@ -65,15 +65,15 @@ class RedistributeStep:
 
     @property
     def shards(self) -> list[Shard]:
-        """How the tensor is sharded before and after it."""
+        """The sharded placements before and after the step."""
         return [p for p in (self.before, self.after) if isinstance(p, Shard)]
 
     def copied_elements(self, shape: Sequence[int], ranks: int) -> int:
-        """The elements that are read and written beside its collective, which is over dim 0.
+        """The number of elements read and written beside its collective, which runs over dim 0.
 
         Args:
-            shape: of the whole tensor.
-            ranks: of the axis.
+            shape: shape of the whole tensor.
+            ranks: size of the axis.
         """
         whole = math.prod(self.padded(shape, ranks))
         part, padded = whole // ranks, whole > math.prod(shape)
@@ -93,12 +93,12 @@ class RedistributeStep:
 
 
 def _in_front(shape: Sequence[int], shard: Shard) -> bool:
-    """Whether the chunks of a dim lie one after the other in memory."""
+    """Whether the chunks of a dim are contiguous in memory, one after the other."""
     return math.prod(shape[: shard.dim]) == 1 and shard.interleave == 1
 
 
 def redistribute_steps(before: Placement, after: Placement) -> tuple[RedistributeStep, ...] | None:
-    """The steps from one placement to another, none if they are equal; None if there is no way."""
+    """The steps from one placement to another; empty if they are equal, None if impossible."""
     if before == after:
         return ()
     whole = Replicate()

@@ -1,4 +1,4 @@
-"""The table: which rule an operator has, and whether partial sums pass through it."""
+"""The registry of rules: the loops of each operator."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from autopar.passes.core.collective_ops import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from autopar.passes.rules import collectives as exchanges
+from autopar.passes.rules import collectives
 from autopar.passes.rules.loops import Loop, Operator, Rule, fills_dims
 from autopar.passes.rules.lowerings.mean_loss import BACKWARDS, LOSSES, loss, loss_backward
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, lowering_loops
-from autopar.passes.rules.operators import attention, indexing, views
-from autopar.passes.rules.operators import structured as special
+from autopar.passes.rules.operators import attention, indexing, structured, views
 from autopar.passes.rules.operators.generic import (
     along,
     contraction,
@@ -120,23 +119,23 @@ RULES: Mapping[OpOverload, Rule] = {
     aten.index_add.default: indexing.index_add,
     aten.index_select.default: indexing.index_select,
     # norms
-    aten.native_layer_norm.default: special.layer_norm,
-    aten.native_layer_norm_backward.default: special.layer_norm_backward,
-    aten._fused_rms_norm.default: special.layer_norm,
-    aten._fused_rms_norm_backward.default: special.rms_norm_backward,
-    aten.native_group_norm.default: special.group_norm,
-    aten.native_group_norm_backward.default: special.group_norm_backward,
-    aten._native_batch_norm_legit_functional.default: special.batch_norm,
-    aten._native_batch_norm_legit.no_stats: special.batch_norm,
-    aten._native_batch_norm_legit_no_training.default: special.batch_norm,
-    aten.native_batch_norm_backward.default: special.batch_norm_backward,
-    aten._weight_norm_interface.default: special.weight_norm,
-    aten._weight_norm_interface_backward.default: special.weight_norm,
+    aten.native_layer_norm.default: structured.layer_norm,
+    aten.native_layer_norm_backward.default: structured.layer_norm_backward,
+    aten._fused_rms_norm.default: structured.layer_norm,
+    aten._fused_rms_norm_backward.default: structured.rms_norm_backward,
+    aten.native_group_norm.default: structured.group_norm,
+    aten.native_group_norm_backward.default: structured.group_norm_backward,
+    aten._native_batch_norm_legit_functional.default: structured.batch_norm,
+    aten._native_batch_norm_legit.no_stats: structured.batch_norm,
+    aten._native_batch_norm_legit_no_training.default: structured.batch_norm,
+    aten.native_batch_norm_backward.default: structured.batch_norm_backward,
+    aten._weight_norm_interface.default: structured.weight_norm,
+    aten._weight_norm_interface_backward.default: structured.weight_norm,
     # loss
-    aten.nll_loss_forward.default: special.nll_loss,
-    aten.nll_loss_backward.default: special.nll_loss_backward,
-    aten.nll_loss2d_forward.default: special.nll_loss,
-    aten.nll_loss2d_backward.default: special.nll_loss_backward,
+    aten.nll_loss_forward.default: structured.nll_loss,
+    aten.nll_loss_backward.default: structured.nll_loss_backward,
+    aten.nll_loss2d_forward.default: structured.nll_loss,
+    aten.nll_loss2d_backward.default: structured.nll_loss_backward,
     **dict.fromkeys(LOSSES, loss),
     **dict.fromkeys(BACKWARDS, loss_backward),
     # embedding
@@ -152,20 +151,20 @@ RULES: Mapping[OpOverload, Rule] = {
     aten._scaled_dot_product_cudnn_attention.default: attention.heads,
     aten._scaled_dot_product_cudnn_attention_backward.default: attention.heads,
     # convolution
-    aten.convolution.default: special.convolution,
-    aten.convolution_backward.default: special.convolution_backward,
-    aten.max_pool2d_with_indices.default: special.pooling,
-    aten.avg_pool2d.default: special.pooling,
-    aten._adaptive_avg_pool2d.default: special.pooling,
-    aten.max_pool2d_with_indices_backward.default: special.pooling,
-    aten.avg_pool2d_backward.default: special.pooling,
-    aten._adaptive_avg_pool2d_backward.default: special.pooling,
-    aten.upsample_nearest2d.default: special.pooling,
-    aten.upsample_bilinear2d.default: special.pooling,
-    aten.upsample_bicubic2d.default: special.pooling,
-    aten.upsample_nearest2d_backward.default: special.pooling,
-    aten.upsample_bilinear2d_backward.default: special.pooling,
-    aten.upsample_bicubic2d_backward.default: special.pooling,
+    aten.convolution.default: structured.convolution,
+    aten.convolution_backward.default: structured.convolution_backward,
+    aten.max_pool2d_with_indices.default: structured.pooling,
+    aten.avg_pool2d.default: structured.pooling,
+    aten._adaptive_avg_pool2d.default: structured.pooling,
+    aten.max_pool2d_with_indices_backward.default: structured.pooling,
+    aten.avg_pool2d_backward.default: structured.pooling,
+    aten._adaptive_avg_pool2d_backward.default: structured.pooling,
+    aten.upsample_nearest2d.default: structured.pooling,
+    aten.upsample_bilinear2d.default: structured.pooling,
+    aten.upsample_bicubic2d.default: structured.pooling,
+    aten.upsample_nearest2d_backward.default: structured.pooling,
+    aten.upsample_bilinear2d_backward.default: structured.pooling,
+    aten.upsample_bicubic2d_backward.default: structured.pooling,
     # a shape and a number
     aten.full.default: created,
     aten.zeros.default: created,
@@ -179,7 +178,7 @@ RULES: Mapping[OpOverload, Rule] = {
 
 
 def rule_of(target: Any) -> Rule | None:
-    """The rule of an operator: its own, or that of pointwise operators; None if it has none."""
+    """The rule of an operator, pointwise by its tag if it has no own rule; None if unknown."""
     if (rule := RULES.get(target) or COLLECTIVE_RULES.get(target)) is not None:
         return rule
     tags = getattr(target, "tags", ())
@@ -189,12 +188,12 @@ def rule_of(target: Any) -> Rule | None:
 
 
 COLLECTIVE_RULES: Mapping[Any, Rule] = {
-    start_all_reduce: exchanges.all_reduce,
-    start_all_gather: exchanges.all_gather,
-    start_reduce_scatter: exchanges.reduce_scatter,
-    start_all_to_all: exchanges.all_to_all,
+    start_all_reduce: collectives.all_reduce,
+    start_all_gather: collectives.all_gather,
+    start_reduce_scatter: collectives.reduce_scatter,
+    start_all_to_all: collectives.all_to_all,
 }
-"""Rules of the collectives of other axes."""
+"""Rules of collectives along other axes."""
 
 POINTWISE = frozenset(
     {
@@ -220,10 +219,7 @@ POINTWISE = frozenset(
 
 
 def loops_of(operator: Operator) -> list[Loop]:
-    """The loops of an operator; those with a lowering of their own come last.
-
-    Of an operator that is not known they are found by running it.
-    """
+    """The loops of an operator, custom lowerings last; probing finds those of an unknown one."""
     if not is_supported(operator.target):
         return probe_loops(operator)
     rule = rule_of(operator.target)
@@ -233,9 +229,9 @@ def loops_of(operator: Operator) -> list[Loop]:
 
 
 def is_supported(target: Any) -> bool:
-    """Whether there is a rule for an operator, a lowering of its own, or nothing to split."""
+    """Whether an operator has a rule or a custom lowering, or takes no tensors."""
     if rule_of(target) is not None or any(
-        target in own.targets for own in CUSTOM_LOWERINGS.values()
+        target in lowering.targets for lowering in CUSTOM_LOWERINGS.values()
     ):
         return True
     schema = getattr(target, "_schema", None)

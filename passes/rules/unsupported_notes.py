@@ -1,4 +1,4 @@
-"""Operators that stay whole on every rank because nobody knows how to split them."""
+"""Notes on operators that are replicated because no rule splits them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from autopar.passes.rules.registry import is_supported, loops_of
 
 
 def unsupported_notes(graph: TrainingGraph, axis: str) -> tuple[str, ...]:
-    """A note for each operator without a rule in which probing found no loop either.
+    """A note for each operator without a rule in which probing finds no loop.
 
     Args:
-        graph: as captured, on whole tensors.
-        axis: the mesh axis, to name it.
+        graph: graph as captured, on whole tensors.
+        axis: name of the mesh axis.
     """
-    met: dict[str, fx.Node] = {}
+    first: dict[str, fx.Node] = {}
     count: Counter[str] = Counter()
     for node in graph.calls():
-        if _stays_whole(node):
+        if _is_replicated(node):
             name = str(node.target)
-            met.setdefault(name, node)
+            first.setdefault(name, node)
             count[name] += 1
     return tuple(
         f"{name} has no rule: whole on every rank of {axis} ({count[name]}x"
         + (f", first at {line})" if (line := source_line(node)) else ")")
-        for name, node in met.items()
+        for name, node in first.items()
     )
 
 
-def _stays_whole(node: fx.Node) -> bool:
+def _is_replicated(node: fx.Node) -> bool:
     if not hasattr(node.target, "_schema") or is_supported(node.target):
         return False
-    given = (n.meta["val"] for n in operands(node))
-    return not all(isinstance(v, torch.Tensor) for v in given) or not loops_of(Operator.of(node))
+    values = (n.meta["val"] for n in operands(node))
+    return not all(isinstance(v, torch.Tensor) for v in values) or not loops_of(Operator.of(node))

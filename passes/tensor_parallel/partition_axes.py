@@ -17,32 +17,32 @@ from autopar.plan.partition import NodeStrategies
 def partition_in_order(
     axes: Iterable[str],
     graph: TrainingGraph,
-    place: Mapping[str, int],
-    find: Callable[[str, TrainingGraph], NodeStrategies],
+    coordinate: Mapping[str, int],
+    find_strategies: Callable[[str, TrainingGraph], NodeStrategies],
 ) -> Iterator[tuple[str, TrainingGraph, NodeStrategies]]:
-    """Each axis, the graph of a rank before it is partitioned along it, and its ways.
+    """Yields each axis, the graph before it is partitioned along it, and the strategies found.
 
     Args:
-        axes: in the order of partitioning.
-        graph: as captured, with the sizes of the axes.
-        place: where the rank stands on each of them.
-        find: the ways of a graph along an axis.
+        axes: names of the axes, in order of partitioning.
+        graph: graph as captured, with the sizes of the axes.
+        coordinate: this rank's coordinate on each axis.
+        find_strategies: finds the strategies of a graph along an axis.
     """
-    done: PartitionAxis | None = None
+    last: PartitionAxis | None = None
     for axis in axes:
-        graph = done(graph).graph if done is not None else graph
-        op_strategies = find(axis, graph)
-        done = PartitionAxis(axis, place[axis], op_strategies)
+        graph = graph if last is None else last(graph).graph
+        op_strategies = find_strategies(axis, graph)
+        last = PartitionAxis(axis, coordinate[axis], op_strategies)
         yield axis, graph, op_strategies
 
 
 def complete_strategies(
     graph: TrainingGraph, op_strategies: NodeStrategies
 ) -> dict[fx.Node, OpStrategy]:
-    """The way of every operator and placeholder: those that are not named are whole."""
-    found, whole = dict(op_strategies), Replicate()
+    """The strategy of every operator and placeholder; those not named are replicated."""
+    named, whole = dict(op_strategies), Replicate()
     return {
-        node: found.get(node.name)
+        node: named.get(node.name)
         or OpStrategy((whole,) * len(operands(node)), (whole,) * len(elements(node)))
         for node in graph.graph.nodes
         if node.op != "output" and not is_name(node)

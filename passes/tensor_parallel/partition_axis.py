@@ -1,10 +1,9 @@
-"""Partitions a graph along a mesh axis: what every rank computes of it, and what moves between."""
+"""`PartitionAxis`: the program of one rank of a mesh axis, with the redistributions it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
 from operator import getitem
 from typing import Any
@@ -15,6 +14,7 @@ from torch import fx
 from autopar.cost_model.kernels.signature import describe_argument
 from autopar.ir.graph import (
     GraphProperty,
+    ParameterInfo,
     TrainingGraph,
     Value,
     dense_strides,
@@ -24,7 +24,7 @@ from autopar.ir.graph import (
 )
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Placement, Replicate
-from autopar.ir.roles import Gradient, OutputRole, Parameter
+from autopar.ir.roles import Gradient, InputRole, OutputRole, Parameter
 from autopar.passes.core.collective_ops import (
     is_name,
     start_all_reduce,
@@ -38,33 +38,34 @@ from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.passes.rules.emit_redistribute import RedistributeEmitter, can_view
 from autopar.passes.rules.indivisible_notes import indivisible_notes
 from autopar.passes.rules.local_args import local_arguments, local_shape
-from autopar.passes.rules.loops import Operator
-from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS
+from autopar.passes.rules.loops import Operator, replicated
+from autopar.passes.rules.lowerings.context import LoweringContext
+from autopar.passes.rules.lowerings.registry import lower
 from autopar.passes.rules.proof.infer_batch_dims import (
     double_operator,
     double_placement,
-    record_batch_dims,
+    infer_batch_dims,
 )
 from autopar.passes.rules.redistribute import RedistributeStep, redistribute_steps
 from autopar.passes.rules.unsupported_notes import unsupported_notes
 
 WHOLE = Replicate()
+VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 
 
 @dataclass(frozen=True)
 class PartitionAxis(Pass):
-    """Turns a graph on whole tensors into that of one rank of an axis.
+    """Turns a graph on whole tensors into the graph of one rank of an axis.
 
-    Before: a graph as captured, or as partitioned along another axis. After: parameters are this
-    rank's shards, and so are their gradients; every operator runs on what its way says this rank
-    holds; between them stand conversions, each value converted once to each placement, at its
-    first reader. Other inputs and outputs are whole on every rank. Tier: exact.
+    Before: a graph as captured, or partitioned along another axis. After: parameters and their
+    gradients are this rank's shards, and every operator runs on the shards of its strategy. Each
+    value is redistributed once to each placement, before its first reader. Other inputs and outputs
+    are replicated. Tier: exact.
 
     Attributes:
-        axis: the mesh axis.
-        rank: this rank's place on it.
-        op_strategies: strategies of operators and parameters, by node name; the others are
-            replicated.
+        axis: name of the mesh axis.
+        rank: this rank's coordinate on it.
+        op_strategies: strategies of operators and parameters by node name; others are replicated.
     """
 
     axis: str
@@ -83,332 +84,345 @@ class PartitionAxis(Pass):
 
 
 class Partitioner:
-    """One walk over a graph on whole tensors, which writes that of one rank of an axis.
+    """Writes the graph of one rank of an axis in one walk over a graph on whole tensors.
 
     Args:
-        graph: the graph.
+        source: graph on whole tensors.
         axis: name of the axis.
         ranks: size of the axis.
-        rank: place on the axis.
-        op_strategies: strategy of every operator and parameter that is not whole, by node name.
+        rank: this rank's coordinate on it.
+        op_strategies: strategies by node name; other nodes are replicated.
     """
 
     def __init__(
         self,
-        graph: TrainingGraph,
+        source: TrainingGraph,
         axis: str,
         ranks: int,
         rank: int,
         op_strategies: Mapping[str, OpStrategy],
     ) -> None:
-        self.old, self.new = graph, fx.Graph()
-        self.axis, self.rank, self.ranks, self.op_strategies = axis, rank, ranks, op_strategies
-        self.made: dict[Value, tuple[fx.Node, Placement]] = {}
-        self.converted: dict[tuple[Value, Placement], fx.Node] = {}
-        self.tuples: dict[fx.Node, fx.Node] = {}
-        self.values: dict[object, Any] = {}  # what operators yield: repeated blocks do the same
-        self.placed: dict[str, Placement] = {}
-        self.gradients: dict[fx.Node, list[str]] = {}
-        for role, node in zip(graph.outputs, graph.results, strict=True):
+        self.source, self.graph = source, fx.Graph()
+        self.axis, self.ranks, self.rank, self.op_strategies = axis, ranks, rank, op_strategies
+        self.local: dict[Value, tuple[fx.Node, Placement]] = {}
+        self.redistributed: dict[tuple[Value, Placement], fx.Node] = {}
+        self.local_tuples: dict[fx.Node, fx.Node] = {}
+        self.fake_results: dict[object, Any] = {}  # repeated blocks run equal operators
+        self.parameter_placements: dict[str, Placement] = {}
+        self.gradient_names: dict[fx.Node, list[str]] = {}
+        for role, node in zip(source.outputs, source.results, strict=True):
             if isinstance(role, Gradient) and isinstance(role.of, Parameter) and node is not None:
-                self.gradients.setdefault(node, []).append(role.of.name)
+                self.gradient_names.setdefault(node, []).append(role.of.name)
 
     def run(self) -> TrainingGraph:
         """The graph of this rank."""
-        with self.old.fake_mode:
+        with self.source.fake_mode:
             return self.walk()
 
     def walk(self) -> TrainingGraph:
-        """Writes what this rank runs for every node in turn."""
-        roles = dict(zip(self.old.placeholders, self.old.inputs, strict=True))
+        """Writes the operators of this rank for each node in turn."""
+        roles = dict(zip(self.source.placeholders, self.source.inputs, strict=True))
         results: dict[OutputRole, fx.Node | None] = {}
-        backward = self.old.backward_start
-        for node in self.old.graph.nodes:
+        backward = self.source.backward_start
+        for node in self.source.graph.nodes:
             if node is backward:
-                results |= self.returned("forward")
+                results |= self.results("forward")
                 self.begin_backward()
             if node.op == "placeholder":
-                self.input(node, roles[node])
+                self.placeholder(node, roles[node])
             elif node.op == "get_attr":
-                self.constant(node)
+                self.copy(node, WHOLE)
             elif node.op == "call_function":
                 self.operator(node)
-                self.reduce(node)
-        results |= self.returned("backward")
-        output = self.new.output([results[role] for role in self.old.outputs])
-        output.meta = dict(self.old.output_node.meta)
-        return self.finished()
+                self.reduce_gradient(node)
+        results |= self.results("backward")
+        output = self.graph.output([results[role] for role in self.source.outputs])
+        output.meta = dict(self.source.output_node.meta)
+        return self.result()
 
-    def finished(self) -> TrainingGraph:
+    def result(self) -> TrainingGraph:
         """The graph that was written, with its roles and notes."""
+        notes = unsupported_notes(self.source, self.axis)
+        if self.parameter_placements:
+            notes += indivisible_notes(self.source, self.op_strategies, self.axis)
         return replace(
-            self.old,
-            graph=self.new,
-            parameters={n: self.local(info) for n, info in self.old.parameters.items()},
-            partitioned=(*self.old.partitioned, self.axis),
-            notes=(
-                *self.old.notes,
-                *unsupported_notes(self.old, self.axis),
-                *(
-                    indivisible_notes(self.old, self.op_strategies, self.axis)
-                    if self.placed
-                    else ()
-                ),
-            ),
+            self.source,
+            graph=self.graph,
+            parameters={n: self.local_info(p) for n, p in self.source.parameters.items()},
+            partitioned=(*self.source.partitioned, self.axis),
+            notes=(*self.source.notes, *notes),
         )
 
-    def input(self, node: fx.Node, role: object) -> None:
-        """A placeholder: a parameter lies as its way says."""
+    def local_info(self, info: ParameterInfo) -> ParameterInfo:
+        """A parameter with the shape of this rank's shard."""
+        placement = self.parameter_placements.get(info.name, WHOLE)
+        return replace(info, shape=tuple(local_shape(info.shape, placement, self.ranks, self.rank)))
+
+    # Nodes.
+
+    def placeholder(self, node: fx.Node, role: InputRole) -> None:
+        """An input: this rank's shard of a parameter, any other input whole."""
         op_strategy = self.op_strategies.get(node.name)
         placement = op_strategy.results[0] if op_strategy else WHOLE
-        copy = self.copied(node)
+        copy = self.copy(node, placement)
         if placement != WHOLE:
-            whole = node.meta["val"]
-            shape = local_shape(whole.shape, placement, self.ranks, self.rank)
-            copy.meta["val"] = whole.new_empty(shape)
             assert isinstance(role, Parameter)
-            self.placed[role.name] = placement
-        self.keep(node, placement, copy)
-
-    def constant(self, node: fx.Node) -> None:
-        """A tensor that the model made in its code."""
-        self.keep(node, WHOLE, self.copied(node))
+            whole = node.meta["val"]
+            copy.meta["val"] = whole.new_empty(
+                local_shape(whole.shape, placement, self.ranks, self.rank)
+            )
+            self.parameter_placements[role.name] = placement
 
     def begin_backward(self) -> None:
-        """Called between the forward and the backward."""
+        """Hook between forward and backward."""
 
     def operator(self, node: fx.Node) -> None:
-        """One operator on what this rank holds."""
+        """An operator on this rank's shards."""
         if is_name(node):
-            return self.waited(node) if node.target is wait else self.element(node)
-        given = operands(node)
-        if not all(isinstance(n.meta["val"], torch.Tensor) for n in given):
-            return self.whole_tuples(node)
+            return self.wait(node) if node.target is wait else self.tuple_element(node)
+        sources = operands(node)
+        if not all(isinstance(n.meta["val"], torch.Tensor) for n in sources):
+            return self.replicate_tuples(node)
         operator = Operator.of(node)
-        op_strategy = self.op_strategies.get(node.name) or _whole(operator)
+        op_strategy = self.op_strategies.get(node.name) or replicated(operator)
         shards = [
             self.operand(value_of(n), wanted, node)
-            for n, wanted in zip(given, op_strategy.operands, strict=True)
+            for n, wanted in zip(sources, op_strategy.operands, strict=True)
         ]
         if op_strategy.lowering:
-            return self.own(node, operator, op_strategy, shards)
+            return self.lower(node, operator, op_strategy, shards)
         local = local_arguments(operator, op_strategy, shards, self.ranks, self.rank)
         if local.target in VIEWS:
-            local = self.viewable(local, node)
-        self.write(node, local.target, local.args, local.kwargs, op_strategy.results)
-        return None
+            local = self.make_viewable(local, node)
+        return self.write(node, local.target, local.args, local.kwargs, op_strategy.results)
 
-    def reduce(self, node: fx.Node) -> None:
-        """Brings a gradient to where its parameter lies as soon as it is there."""
-        for name in self.gradients.get(node, ()) if node.meta["phase"] == "backward" else ():
-            end = self.last
-            self.operand(value_of(node), self.placed.get(name, WHOLE), node)
-            for made in self.since(end):
-                if made.target in (start_all_reduce, start_reduce_scatter):
-                    made.meta["summed"] = name
+    def reduce_gradient(self, node: fx.Node) -> None:
+        """Redistributes a gradient to the placement of its parameter once it is computed."""
+        if node.meta["phase"] != "backward":
+            return
+        for name in self.gradient_names.get(node, ()):
+            last = self.last
+            self.operand(value_of(node), self.parameter_placements.get(name, WHOLE), node)
+            for new in self.nodes_after(last):
+                if new.target in (start_all_reduce, start_reduce_scatter):
+                    new.meta["summed"] = name
 
-    def own(
+    def lower(
         self, node: fx.Node, operator: Operator, op_strategy: OpStrategy, shards: list[fx.Node]
     ) -> None:
-        """What a lowering of its own writes for an operator."""
-        emit = partial(
-            CUSTOM_LOWERINGS[op_strategy.lowering].emit,
-            ranks=self.ranks,
-            rank=self.rank,
-            axis=self.axis,
-        )
-        end = self.last
-        made = emit(self.new, node, operator, op_strategy, shards)
+        """The program of a custom lowering."""
+        last = self.last
+        ctx = self.lowering_context(node, operator, op_strategy, shards)
+        results = lower(ctx)
         if "batch_dims" in node.meta:
             read = [n.meta["batch_dims"][0] for n in operands(node)]
-            twice = double_operator(operator, op_strategy, read, node.meta["batch_dims"])
-            record_batch_dims(self.since(end), shards, lambda g, x: emit(g, node, *twice, x))
-        self.inherit(end, node)
+            twice, strategy = double_operator(operator, op_strategy, read, node.meta["batch_dims"])
+            doubled = replace(ctx, operator=twice, op_strategy=strategy)
+            infer_batch_dims(
+                self.nodes_after(last),
+                shards,
+                lambda graph, x: lower(replace(doubled, graph=graph, shards=tuple(x))),
+            )
+        self.inherit_placement(last, node)
         items = {item.args[1]: item for item in node.users if item.target is getitem}
-        for index, result in enumerate(made):
+        for index, result in enumerate(results):
             if result is not None:
                 if index in items and "placement" in items[index].meta:
                     result.meta["placement"] = items[index].meta["placement"]
-                self.made[Value(node, index)] = (result, op_strategy.results[index])
+                self.local[Value(node, index)] = (result, op_strategy.results[index])
 
-    def inherit(self, end: fx.Node, source: fx.Node) -> None:
-        """Types what was written since a node: along the data axis it lies as its source does."""
-        if "placement" in source.meta:
-            for node in self.since(end):
-                node.meta.setdefault("placement", source.meta["placement"])
-
-    @property
-    def last(self) -> fx.Node:
-        """The node that was written last."""
-        return next(iter(reversed(self.new.nodes)))
-
-    def since(self, end: fx.Node) -> list[fx.Node]:
-        """The nodes that were written since."""
-        return list(takewhile(lambda node: node is not end, reversed(self.new.nodes)))[::-1]
+    def lowering_context(
+        self, node: fx.Node, operator: Operator, op_strategy: OpStrategy, shards: list[fx.Node]
+    ) -> LoweringContext:
+        """The context in which a custom lowering writes the operator of a node."""
+        rank = (self.ranks, self.rank, self.axis)
+        return LoweringContext(self.graph, node, operator, op_strategy, tuple(shards), *rank)
 
     def write(
         self, node: fx.Node, target: Any, args: Any, kwargs: Any, placements: Sequence[Placement]
     ) -> None:
-        """The operator that stands for a node, by the same name."""
-        copy = self.new.create_node("call_function", target, tuple(args), kwargs, node.name)
+        """The local operator of a node, by the same name."""
+        copy = self.graph.create_node("call_function", target, tuple(args), kwargs, node.name)
         key = (target, describe_argument(args), describe_argument(kwargs))
-        if key not in self.values:
-            self.values[key] = target(*fakes(args), **fakes(kwargs))
-        copy.meta = {**node.meta, "val": self.values[key]}
+        if key not in self.fake_results:
+            self.fake_results[key] = target(*fakes(args), **fakes(kwargs))
+        copy.meta = {**node.meta, "val": self.fake_results[key]}
         if isinstance(node.meta.get("val"), (tuple, list)):
-            self.tuples[node] = copy
-            for place, placement in enumerate(placements):
-                self.made[Value(node, place)] = (copy, placement)
-        else:
-            self.keep(node, placements[0], copy)
+            self.local_tuples[node] = copy
+        for index, placement in enumerate(placements):
+            self.local[Value(node, index)] = (copy, placement)
+        self.annotate(copy, *placements)
 
-    def element(self, node: fx.Node) -> None:
-        """An element of a tuple, taken where it was taken."""
+    def tuple_element(self, node: fx.Node) -> None:
+        """An element of a tuple, at the same position as in the source."""
         value = value_of(node)
-        source, placement = self.made[value]
-        if source is self.tuples.get(value.node):
-            copy = self.new.create_node(
+        source, placement = self.local[value]
+        if source is self.local_tuples.get(value.node):
+            copy = self.graph.create_node(
                 "call_function", getitem, (source, value.index), name=node.name
             )
             copy.meta = {**node.meta, "val": elements(source)[value.index]}
-            self.made[value] = (copy, placement)
+            self.local[value] = (copy, placement)
+            self.annotate(copy, placement)
 
-    def waited(self, node: fx.Node) -> None:
-        """The wait for a collective of another axis: its results lie as those that it started."""
+    def wait(self, node: fx.Node) -> None:
+        """The wait for a collective of another axis, whose results have its start's placements."""
         (start,) = node.all_input_nodes
-        copy = self.new.create_node("call_function", wait, (self.tuples[start],), name=node.name)
-        copy.meta = {**node.meta, "val": list(elements(self.tuples[start]))}
-        self.tuples[start] = copy
-        for place in range(len(elements(node))):
-            _, placement = self.made[Value(start, place)]
-            self.made[Value(start, place)] = (copy, placement)
+        pending = self.local_tuples[start]
+        copy = self.graph.create_node("call_function", wait, (pending,), name=node.name)
+        copy.meta = {**node.meta, "val": list(elements(pending))}
+        self.local_tuples[start] = copy
+        for index in range(len(elements(node))):
+            self.local[Value(start, index)] = (copy, self.local[Value(start, index)][1])
 
-    def whole_tuples(self, node: fx.Node) -> None:
-        """An operator that is given tuples, on whole values."""
+    def replicate_tuples(self, node: fx.Node) -> None:
+        """An operator on tuples, whose operands are whole."""
 
         def whole(operand: fx.Node) -> fx.Node:
             if isinstance(operand.meta["val"], torch.Tensor):
                 return self.operand(value_of(operand), WHOLE, node)
-            return self.tuples[operand]
+            return self.local_tuples[operand]
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), whole)
         self.write(node, node.target, args, kwargs, [WHOLE] * len(elements(node)))
 
-    def viewable(self, local: Operator, node: fx.Node) -> Operator:
-        """A view of a shard, copied if its strides do not allow what those of the whole did."""
+    def make_viewable(self, local: Operator, node: fx.Node) -> Operator:
+        """A view of a shard, copied first if the strides of the shard do not allow the view."""
         source, shape, *rest = local.args
         if can_view(tensors(source)[0], shape):
             return local
         contiguous = torch.contiguous_format
-        copy = call(self.new, node, aten.clone.default, source, memory_format=contiguous)
+        copy = call(self.graph, node, aten.clone.default, source, memory_format=contiguous)
         copy.meta |= {k: source.meta[k] for k in ("batch_dims", "placement") if k in source.meta}
         return replace(local, args=(copy, shape, *rest))
 
+    # Redistribution.
+
     def operand(self, value: Value, wanted: Placement, reader: fx.Node) -> fx.Node:
-        """A value as its reader wants it, converted where nobody wanted it so before."""
-        node, placement = self.made[value]
-        conversion = redistribute_steps(placement, wanted)
-        if conversion is None:
+        """A value in the placement that its reader wants, redistributed at most once.
+
+        Raises:
+            ValueError: the value cannot be redistributed so.
+        """
+        node, placement = self.local[value]
+        steps = redistribute_steps(placement, wanted)
+        if steps is None:
             raise ValueError(f"{reader} wants {value.node} as {wanted}, which is {placement}")
-        for step in conversion:
+        for step in steps:
             key = (value, step.after)
-            if key not in self.converted:
-                self.converted[key] = self.convert(step, node, value.tensor.shape, reader)
-            node = self.converted[key]
-        if conversion:
-            node = self.converted[value, wanted] = self.dtensor_like(node, value.tensor, reader)
+            if key not in self.redistributed:
+                self.redistributed[key] = self.redistribute(step, node, value.tensor.shape, reader)
+            node = self.redistributed[key]
+        if steps:
+            node = self.redistributed[value, wanted] = self.with_strides_of(
+                value.tensor, node, reader
+            )
         return node
 
-    def dtensor_like(self, node: fx.Node, whole: torch.Tensor, reader: fx.Node) -> fx.Node:
-        """What was redistributed, its dims in memory in the order of those of the whole.
+    def with_strides_of(self, whole: torch.Tensor, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """A redistributed value with its dims in memory in the order of the whole tensor.
 
         Some kernels read wrong numbers where operands differ in memory format.
         """
-        own = tensors(node)[0]
-        wanted = dense_strides(own.shape, whole.stride())
-        if same_layout(own, wanted):
+        local = tensors(node)[0]
+        wanted = dense_strides(local.shape, whole.stride())
+        if _has_strides(local, wanted):
             return node
-        order = sorted(range(own.dim()), key=lambda dim: (-wanted[dim], dim))
-        back = [order.index(dim) for dim in range(own.dim())]
-        made = call(self.new, reader, aten.permute.default, node, order)
-        made = call(self.new, reader, aten.clone.default, made, memory_format=_CONTIGUOUS)
-        made = call(self.new, reader, aten.permute.default, made, back)
+        order = sorted(range(local.dim()), key=lambda dim: (-wanted[dim], dim))
+        inverse = [order.index(dim) for dim in range(local.dim())]
+        contiguous = torch.contiguous_format
+        moved = call(self.graph, reader, aten.permute.default, node, order)
+        copy = call(self.graph, reader, aten.clone.default, moved, memory_format=contiguous)
+        result = call(self.graph, reader, aten.permute.default, copy, inverse)
         if "batch_dims" in node.meta:
             (rows,) = node.meta["batch_dims"]
-            moved = tuple(order.index(dim) for dim in rows)
-            for copy in (made.args[0], made.args[0].args[0]):  # type: ignore[union-attr]
-                copy.meta["batch_dims"] = (moved,)  # type: ignore[union-attr]
-            made.meta["batch_dims"] = (rows,)
+            moved_rows = tuple(order.index(dim) for dim in rows)
+            for new, dims in ((moved, moved_rows), (copy, moved_rows), (result, rows)):
+                new.meta["batch_dims"] = (dims,)
         if "placement" in node.meta:
-            for copy in (made.args[0], made.args[0].args[0], made):  # type: ignore[union-attr]
-                copy.meta["placement"] = node.meta["placement"]  # type: ignore[union-attr]
-        return made
+            for new in (moved, copy, result):
+                new.meta["placement"] = node.meta["placement"]
+        return result
 
-    def convert(
-        self, step: RedistributeStep, node: fx.Node, whole: Sequence[int], reader: fx.Node
+    def redistribute(
+        self, step: RedistributeStep, node: fx.Node, shape: Sequence[int], reader: fx.Node
     ) -> fx.Node:
-        """Writes one step of a conversion of a tensor of some shape for a reader."""
-        place = (self.ranks, self.rank, self.axis)
-        end = self.last
-        result = RedistributeEmitter(self.new, reader, *place).emit(step, node, whole)
-        self.inherit(end, node)
+        """Writes one step of the redistribution of a tensor of whole `shape` for a reader."""
+        rank = (self.ranks, self.rank, self.axis)
+        last = self.last
+        result = RedistributeEmitter(self.graph, reader, *rank).emit(step, node, shape)
+        self.inherit_placement(last, node)
         if "batch_dims" in reader.meta:
             (rows,) = node.meta["batch_dims"]
-            twice = replace(
-                step,
-                before=double_placement(step.before, rows),
-                after=double_placement(step.after, rows),
-            )
-            size = [n * 2 if d in rows else n for d, n in enumerate(whole)]
-            record_batch_dims(
-                self.since(end),
+            before, after = (double_placement(p, rows) for p in (step.before, step.after))
+            twice = replace(step, before=before, after=after)
+            doubled = [n * 2 if d in rows else n for d, n in enumerate(shape)]
+            infer_batch_dims(
+                self.nodes_after(last),
                 [node],
-                lambda g, x: RedistributeEmitter(g, reader, *place).emit(twice, x[0], size),
+                lambda graph, x: RedistributeEmitter(graph, reader, *rank).emit(
+                    twice, x[0], doubled
+                ),
             )
         return result
 
-    def returned(self, phase: str) -> dict[OutputRole, fx.Node | None]:
-        """What a phase returns: whole, but gradients as their parameters."""
-        end, found = self.last, dict[OutputRole, fx.Node | None]()
-        for role, node in zip(self.old.outputs, self.old.results, strict=True):
-            late = isinstance(role, Gradient) or (
-                node is not None and node.meta.get("phase") == "backward"
-            )
-            if late != (phase == "backward"):
-                continue
-            wanted: Placement = WHOLE
-            if isinstance(role, Gradient) and isinstance(role.of, Parameter):
-                wanted = self.placed.get(role.of.name, WHOLE)
-            found[role] = None if node is None else self.operand(value_of(node), wanted, node)
-        for node in self.since(end):
-            node.meta["phase"] = phase
+    # Outputs.
+
+    def results(self, phase: str) -> dict[OutputRole, fx.Node | None]:
+        """The results of a phase in the placements that they are returned in."""
+        last, found = self.last, dict[OutputRole, fx.Node | None]()
+        for role, node in zip(self.source.outputs, self.source.results, strict=True):
+            if is_returned_by(phase, role, node):
+                placement = self.result_placement(role)
+                found[role] = (
+                    None if node is None else self.operand(value_of(node), placement, node)
+                )
+        for new in self.nodes_after(last):
+            new.meta["phase"] = phase
         return found
 
-    def local(self, info: Any) -> Any:
-        """What is known of this rank's part of a parameter."""
-        placement = self.placed.get(info.name, WHOLE)
-        return replace(info, shape=tuple(local_shape(info.shape, placement, self.ranks, self.rank)))
+    def result_placement(self, role: OutputRole) -> Placement:
+        """The placement of an output: that of its parameter for a gradient, otherwise whole."""
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter):
+            return self.parameter_placements.get(role.of.name, WHOLE)
+        return WHOLE
 
-    def copied(self, node: fx.Node) -> fx.Node:
-        copy = self.new.node_copy(node)
+    # New nodes.
+
+    @property
+    def last(self) -> fx.Node:
+        """The node that was written last."""
+        return next(iter(reversed(self.graph.nodes)))
+
+    def nodes_after(self, last: fx.Node) -> list[fx.Node]:
+        """The nodes that were written after a node."""
+        return list(takewhile(lambda node: node is not last, reversed(self.graph.nodes)))[::-1]
+
+    def copy(self, node: fx.Node, placement: Placement) -> fx.Node:
+        """A copy of a node without operands."""
+        copy = self.graph.node_copy(node)
         copy.meta = dict(node.meta)
+        self.local[Value(node)] = (copy, placement)
+        self.annotate(copy, placement)
         return copy
 
-    def keep(self, node: fx.Node, placement: Placement, copy: fx.Node) -> None:
-        self.made[Value(node)] = (copy, placement)
+    def annotate(self, node: fx.Node, *placements: Placement) -> None:
+        """Hook that records the placements of a new node's results along the batch axis."""
+
+    def inherit_placement(self, last: fx.Node, source: fx.Node) -> None:
+        """Gives the nodes after `last` the placement of a node along the data axis."""
+        if "placement" in source.meta:
+            for node in self.nodes_after(last):
+                node.meta.setdefault("placement", source.meta["placement"])
 
 
-_CONTIGUOUS = torch.contiguous_format
+def is_returned_by(phase: str, role: OutputRole, node: fx.Node | None) -> bool:
+    """Whether an output is returned by a phase."""
+    late = isinstance(role, Gradient) or (node is not None and node.meta.get("phase") == "backward")
+    return late == (phase == "backward")
 
 
-def same_layout(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+def _has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     """Whether a tensor has these strides where they matter; those of expanded dims never do."""
     pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
     return tensor.numel() == 0 or all(n < 2 or not s or have == s for n, have, s in pairs)
-
-
-VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
-
-
-def _whole(operator: Operator) -> OpStrategy:
-    return OpStrategy((WHOLE,) * len(operator.operands), (WHOLE,) * len(operator.results))

@@ -1,4 +1,4 @@
-"""`LoweringContext`: where an own lowering writes, and what it is given there."""
+"""`LoweringContext`: an operator to lower, and the means to write its program for one rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from autopar.ir.graph import elements
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Placement, Shard, chunk_of
 from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_reduce
+from autopar.passes.core.inline import inline
 from autopar.passes.core.node_builder import call
 from autopar.passes.rules.local_args import with_operands
 from autopar.passes.rules.loops import Operator
@@ -23,17 +24,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LoweringContext:
-    """The place of an operator in one rank's graph.
+    """An operator in the graph of one rank.
 
     Attributes:
-        graph: written to at its insertion point.
-        like: the node that is lowered, for what new nodes take from it.
-        operator: the operator, on whole tensors.
-        op_strategy: how it is split.
-        shards: what this rank has of each operand.
-        ranks: of the axis.
-        rank: this one.
-        axis: its name.
+        graph: graph to write at its insertion point.
+        like: the lowered node, whose phase, block, source and stage new nodes take.
+        operator: the operator on whole tensors.
+        op_strategy: placements of its operands and results.
+        shards: this rank's shard of each operand.
+        ranks: size of the axis.
+        rank: this rank's coordinate on the axis.
+        axis: name of the axis.
     """
 
     graph: fx.Graph
@@ -47,43 +48,44 @@ class LoweringContext:
 
     @cached_property
     def arguments(self) -> Operator:
-        """The operator with this rank's nodes in the place of tensors, by place or name."""
+        """The operator with this rank's nodes for its tensors."""
         args, kwargs = with_operands(self.operator, self.shards)
         return Operator(self.operator.target, tuple(args), kwargs, self.operator.results)
 
     @property
     def shard(self) -> Shard:
-        """How the first tensor that is sharded lies."""
-        return next(
-            p
-            for p in (*self.op_strategy.operands, *self.op_strategy.results)
-            if isinstance(p, Shard)
-        )
+        """The placement of the first tensor that is sharded."""
+        placements = (*self.op_strategy.operands, *self.op_strategy.results)
+        return next(p for p in placements if isinstance(p, Shard))
 
     def op(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A new operator."""
+        """Writes one operator."""
         known = (*self.operator.operands, *self.operator.results)
         with next(t.fake_mode for t in known if t is not None):
             return call(self.graph, self.like, target, *args, **kwargs)
 
+    def trace(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Writes the operators that a function of tensors runs; returns nodes for its tensors."""
+        return inline(self.graph, self.like, function, *arguments, placement=None)
+
     def all_reduce(self, *nodes: fx.Node, op: str = "sum") -> list[fx.Node]:
-        """These nodes summed over the ranks (or their maximum), in one message."""
+        """Sums nodes over the ranks, or takes their maximum, in one message."""
         return collective(self.graph, self.like, start_all_reduce, nodes, self.axis, op)
 
     def gather_stacked(self, node: fx.Node) -> fx.Node:
-        """What every rank has of this node, in a new first dim."""
+        """Gathers the node of every rank along a new first dim."""
         row = self.op(aten.unsqueeze.default, node, 0)
-        (found,) = collective(
+        (gathered,) = collective(
             self.graph, self.like, start_all_gather, [row], [self.ranks], self.axis
         )
-        return found
+        return gathered
 
     def chunk(self, size: int) -> tuple[int, int]:
-        """Where this rank's chunk of a dim of `size` begins, and its size."""
+        """Offset and size of this rank's chunk of a dim of `size`."""
         return chunk_of(size, self.ranks, self.rank)
 
     def local_shard(self, node: fx.Node, placement: Placement) -> fx.Node:
-        """This rank's shard of what is whole; anything else as it is."""
+        """This rank's shard of a whole node; the node itself if it is not to be sharded."""
         if not isinstance(placement, Shard):
             return node
         dim, pieces = placement.dim, placement.interleave
@@ -94,16 +96,20 @@ class LoweringContext:
         return self.op(aten.cat.default, parts, dim) if pieces > 1 else parts[0]
 
     def upcast(self, node: fx.Node) -> fx.Node:
-        """In the precision that sums are computed in: at least float32."""
+        """The node in the precision of sums, at least float32."""
         dtype = value(node).dtype
         return self.cast(node, torch.float32 if dtype.itemsize < 4 else dtype)
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """In another dtype."""
-        return node if value(node).dtype == dtype else self.op(_TO, node, dtype=dtype)
+        """The node in another dtype."""
+        if value(node).dtype == dtype:
+            return node
+        return self.op(aten._to_copy.default, node, dtype=dtype)
 
-
-_TO = aten._to_copy.default
+    def as_results(self, *nodes: fx.Node | None) -> list[fx.Node | None]:
+        """The nodes in the dtypes of the operator's first results."""
+        pairs = zip(nodes, self.operator.results, strict=False)
+        return [None if node is None else self.cast(node, like.dtype) for node, like in pairs]
 
 
 def value(node: fx.Node) -> torch.Tensor:

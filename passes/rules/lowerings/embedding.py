@@ -16,23 +16,23 @@ from autopar.passes.rules.loops import DimAccess, Loop, Operator, Reduced
 from autopar.passes.rules.lowerings.context import LoweringContext, aten, value
 
 
-def places(site: LoweringContext, numbers: fx.Node, entries: int) -> tuple[fx.Node, fx.Node]:
+def places(ctx: LoweringContext, numbers: fx.Node, entries: int) -> tuple[fx.Node, fx.Node]:
     """Where some of `entries` lie in this rank's chunk, 0 if they do not; and whether they do."""
-    begin, width = site.chunk(entries)
-    place = site.op(aten.sub.Scalar, numbers, begin)
-    known = site.op(
+    begin, width = ctx.chunk(entries)
+    place = ctx.op(aten.sub.Scalar, numbers, begin)
+    known = ctx.op(
         aten.logical_and.default,
-        site.op(aten.ge.Scalar, place, 0),
-        site.op(aten.lt.Scalar, place, width),
+        ctx.op(aten.ge.Scalar, place, 0),
+        ctx.op(aten.lt.Scalar, place, width),
     )
-    return site.op(aten.where.ScalarOther, known, place, 0), known
+    return ctx.op(aten.where.ScalarOther, known, place, 0), known
 
 
-def zero_unless(site: LoweringContext, known: fx.Node, node: fx.Node, first: int = 0) -> fx.Node:
+def zero_unless(ctx: LoweringContext, known: fx.Node, node: fx.Node, first: int = 0) -> fx.Node:
     """Zeros where an entry is not known; its dims begin at dim `first` of the node."""
     shape = [1] * first + list(value(known).shape)
     shape += [1] * (value(node).dim() - len(shape))
-    return site.op(aten.where.ScalarOther, site.op(aten.view.default, known, shape), node, 0)
+    return ctx.op(aten.where.ScalarOther, ctx.op(aten.view.default, known, shape), node, 0)
 
 
 # -- embedding ---------------------------------------------------------------------------------
@@ -44,10 +44,10 @@ def _entries(operator: Operator) -> list[Loop]:
     return [Loop(operator.operands[0].shape[0], (DimAccess(0), None), (part,), interleavable=False)]
 
 
-def _embedding(site: LoweringContext) -> list[fx.Node]:
-    weight, numbers = site.shards
-    place, known = places(site, numbers, site.operator.operands[0].shape[0])
-    return [zero_unless(site, known, site.op(aten.embedding.default, weight, place))]
+def _embedding(ctx: LoweringContext) -> list[fx.Node]:
+    weight, numbers = ctx.shards
+    place, known = places(ctx, numbers, ctx.operator.operands[0].shape[0])
+    return [zero_unless(ctx, known, ctx.op(aten.embedding.default, weight, place))]
 
 
 def _entries_backward(operator: Operator) -> list[Loop]:
@@ -57,17 +57,17 @@ def _entries_backward(operator: Operator) -> list[Loop]:
     return [] if by_frequency else [loop]
 
 
-def _embedding_backward(site: LoweringContext) -> list[fx.Node]:
+def _embedding_backward(ctx: LoweringContext) -> list[fx.Node]:
     """What is not this rank's goes into one more entry, which is left out."""
-    gradient, numbers, entries, padding, by_frequency = site.arguments.args
-    _, width = site.chunk(entries)
-    place, known = places(site, numbers, entries)
+    gradient, numbers, entries, padding, by_frequency = ctx.arguments.args
+    _, width = ctx.chunk(entries)
+    place, known = places(ctx, numbers, entries)
     if padding >= 0:
-        real = site.op(aten.ne.Scalar, numbers, padding)
-        known = site.op(aten.logical_and.default, known, real)
-    place = site.op(aten.where.ScalarOther, known, place, width)
-    table = site.op(site.operator.target, gradient, place, width + 1, width, by_frequency)
-    return [site.op(aten.slice.Tensor, table, 0, 0, width)]
+        real = ctx.op(aten.ne.Scalar, numbers, padding)
+        known = ctx.op(aten.logical_and.default, known, real)
+    place = ctx.op(aten.where.ScalarOther, known, place, width)
+    table = ctx.op(ctx.operator.target, gradient, place, width + 1, width, by_frequency)
+    return [ctx.op(aten.slice.Tensor, table, 0, 0, width)]
 
 
 # -- indexing ----------------------------------------------------------------------------------
@@ -90,12 +90,12 @@ def _index_dim(operator: Operator) -> list[Loop]:
     ]
 
 
-def _index(site: LoweringContext) -> list[fx.Node]:
-    source, numbers = site.shards
-    dim = site.shard.dim
-    place, known = places(site, _positive(site, numbers, dim), _size(site, dim))
-    found = site.op(aten.index.Tensor, source, [None] * dim + [place])
-    return [zero_unless(site, known, found, dim)]
+def _index(ctx: LoweringContext) -> list[fx.Node]:
+    source, numbers = ctx.shards
+    dim = ctx.shard.dim
+    place, known = places(ctx, _positive(ctx, numbers, dim), _size(ctx, dim))
+    found = ctx.op(aten.index.Tensor, source, [None] * dim + [place])
+    return [zero_unless(ctx, known, found, dim)]
 
 
 def _index_put_dim(operator: Operator) -> list[Loop]:
@@ -115,23 +115,23 @@ def _index_put_dim(operator: Operator) -> list[Loop]:
     ]
 
 
-def _index_put(site: LoweringContext) -> list[fx.Node]:
-    target, numbers, values = site.shards
-    dim = site.shard.dim
-    place, known = places(site, _positive(site, numbers, dim), _size(site, dim))
-    values = zero_unless(site, known, values, dim)
-    return [site.op(aten.index_put.default, target, [None] * dim + [place], values, True)]
+def _index_put(ctx: LoweringContext) -> list[fx.Node]:
+    target, numbers, values = ctx.shards
+    dim = ctx.shard.dim
+    place, known = places(ctx, _positive(ctx, numbers, dim), _size(ctx, dim))
+    values = zero_unless(ctx, known, values, dim)
+    return [ctx.op(aten.index_put.default, target, [None] * dim + [place], values, True)]
 
 
-def _positive(site: LoweringContext, numbers: fx.Node, dim: int) -> fx.Node:
+def _positive(ctx: LoweringContext, numbers: fx.Node, dim: int) -> fx.Node:
     """Numbers from the front: negative ones count from the end."""
-    later = site.op(aten.add.Scalar, numbers, _size(site, dim))
-    return site.op(aten.where.self, site.op(aten.lt.Scalar, numbers, 0), later, numbers)
+    later = ctx.op(aten.add.Scalar, numbers, _size(ctx, dim))
+    return ctx.op(aten.where.self, ctx.op(aten.lt.Scalar, numbers, 0), later, numbers)
 
 
-def _size(site: LoweringContext, dim: int) -> int:
+def _size(ctx: LoweringContext, dim: int) -> int:
     """The entries that there are on all ranks together."""
-    return site.operator.operands[0].shape[dim]
+    return ctx.operator.operands[0].shape[dim]
 
 
 def _along_dim(operator: Operator) -> list[Loop]:
@@ -143,13 +143,13 @@ def _along_dim(operator: Operator) -> list[Loop]:
     return [Loop(source.shape[dim], (DimAccess(dim), None), ("sum",), interleavable=False)]
 
 
-def _gather(site: LoweringContext) -> list[fx.Node]:
-    source, numbers = site.shards
-    dim = site.shard.dim
-    place, known = places(site, numbers, _size(site, dim))
-    found = site.op(site.operator.target, source, dim, place)
-    first = dim if site.operator.target is aten.index_select.default else 0
-    return [zero_unless(site, known, found, first)]
+def _gather(ctx: LoweringContext) -> list[fx.Node]:
+    source, numbers = ctx.shards
+    dim = ctx.shard.dim
+    place, known = places(ctx, numbers, _size(ctx, dim))
+    found = ctx.op(ctx.operator.target, source, dim, place)
+    first = dim if ctx.operator.target is aten.index_select.default else 0
+    return [zero_unless(ctx, known, found, first)]
 
 
 def _scatter_dim(operator: Operator) -> list[Loop]:
@@ -160,14 +160,14 @@ def _scatter_dim(operator: Operator) -> list[Loop]:
     ]
 
 
-def _scatter_add(site: LoweringContext) -> list[fx.Node]:
-    target, numbers, summands = site.shards
-    dim = site.shard.dim
-    place, known = places(site, numbers, _size(site, dim))
+def _scatter_add(ctx: LoweringContext) -> list[fx.Node]:
+    target, numbers, summands = ctx.shards
+    dim = ctx.shard.dim
+    place, known = places(ctx, numbers, _size(ctx, dim))
     for each, size in enumerate(value(place).shape):
-        summands = site.op(aten.slice.Tensor, summands, each, 0, size)
-    summands = zero_unless(site, known, summands)
-    return [site.op(aten.scatter_add.default, target, dim, place, summands)]
+        summands = ctx.op(aten.slice.Tensor, summands, each, 0, size)
+    summands = zero_unless(ctx, known, summands)
+    return [ctx.op(aten.scatter_add.default, target, dim, place, summands)]
 
 
 LOWERINGS: dict[str, Any] = {

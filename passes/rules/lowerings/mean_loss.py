@@ -86,10 +86,10 @@ def _reduction(operator: Operator) -> Any:
     return operator.argument(_place(operator), "reduction", MEAN)
 
 
-def _summed(site: LoweringContext) -> tuple[list[Any], dict[str, Any]]:
+def _summed(ctx: LoweringContext) -> tuple[list[Any], dict[str, Any]]:
     """The arguments with a sum in the place of the mean."""
-    args, kwargs = list(site.arguments.args), dict(site.arguments.kwargs)
-    place = _place(site.operator)
+    args, kwargs = list(ctx.arguments.args), dict(ctx.arguments.kwargs)
+    place = _place(ctx.operator)
     if place < len(args):
         args[place] = SUM
     else:
@@ -97,16 +97,16 @@ def _summed(site: LoweringContext) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
-def _lower(site: LoweringContext) -> list[fx.Node]:
-    args, kwargs = _summed(site)
-    total = site.op(site.operator.target, *args, **kwargs)
-    return [site.op(aten.div.Scalar, total, site.operator.operands[0].numel())]
+def _lower(ctx: LoweringContext) -> list[fx.Node]:
+    args, kwargs = _summed(ctx)
+    total = ctx.op(ctx.operator.target, *args, **kwargs)
+    return [ctx.op(aten.div.Scalar, total, ctx.operator.operands[0].numel())]
 
 
-def _lower_backward(site: LoweringContext) -> list[fx.Node]:
-    args, kwargs = _summed(site)
-    args[0] = site.op(aten.div.Scalar, args[0], site.operator.operands[1].numel())
-    return [site.op(site.operator.target, *args, **kwargs)]
+def _lower_backward(ctx: LoweringContext) -> list[fx.Node]:
+    args, kwargs = _summed(ctx)
+    args[0] = ctx.op(aten.div.Scalar, args[0], ctx.operator.operands[1].numel())
+    return [ctx.op(ctx.operator.target, *args, **kwargs)]
 
 
 LOWERINGS: dict[str, Any] = {

@@ -31,24 +31,24 @@ def _classes(operator: Operator) -> list[Loop]:
     return [Loop(source.shape[1], (DimAccess(1), *rest), ("sum", None), interleavable=False)]
 
 
-def _nll_loss(site: LoweringContext) -> list[fx.Node]:
-    log, target, weights, reduction, ignored = site.arguments.args
-    place, known = places(site, target, site.operator.operands[0].shape[1])
-    column = site.op(aten.unsqueeze.default, place, 1)
-    found = site.op(aten.squeeze.dim, site.op(aten.gather.default, log, 1, column), 1)
-    counted = site.op(aten.ne.Scalar, target, ignored)
-    each = _weights(site, target, counted, weights, value(log).dtype)
-    loss = site.op(aten.neg.default, site.op(aten.mul.Tensor, found, each))
-    loss = zero_unless(site, site.op(aten.logical_and.default, known, counted), loss)
+def _nll_loss(ctx: LoweringContext) -> list[fx.Node]:
+    log, target, weights, reduction, ignored = ctx.arguments.args
+    place, known = places(ctx, target, ctx.operator.operands[0].shape[1])
+    column = ctx.op(aten.unsqueeze.default, place, 1)
+    found = ctx.op(aten.squeeze.dim, ctx.op(aten.gather.default, log, 1, column), 1)
+    counted = ctx.op(aten.ne.Scalar, target, ignored)
+    each = _weights(ctx, target, counted, weights, value(log).dtype)
+    loss = ctx.op(aten.neg.default, ctx.op(aten.mul.Tensor, found, each))
+    loss = zero_unless(ctx, ctx.op(aten.logical_and.default, known, counted), loss)
     if reduction == NONE:
-        return [loss, site.op(aten.new_zeros.default, log, [])]
-    total = site.op(aten.sum.default, each)
-    loss = site.op(aten.sum.default, loss)
-    return [site.op(aten.div.Tensor, loss, total) if reduction == MEAN else loss, total]
+        return [loss, ctx.op(aten.new_zeros.default, log, [])]
+    total = ctx.op(aten.sum.default, each)
+    loss = ctx.op(aten.sum.default, loss)
+    return [ctx.op(aten.div.Tensor, loss, total) if reduction == MEAN else loss, total]
 
 
 def _weights(
-    site: LoweringContext,
+    ctx: LoweringContext,
     target: fx.Node,
     counted: fx.Node,
     weights: fx.Node | None,
@@ -56,9 +56,9 @@ def _weights(
 ) -> fx.Node:
     """What each row counts: its class's weight or 1, nothing if it is ignored."""
     if weights is None:
-        return site.cast(counted, dtype)
-    number = site.op(aten.where.ScalarOther, counted, target, 0)
-    return zero_unless(site, counted, site.op(aten.index.Tensor, weights, [number]))
+        return ctx.cast(counted, dtype)
+    number = ctx.op(aten.where.ScalarOther, counted, target, 0)
+    return zero_unless(ctx, counted, ctx.op(aten.index.Tensor, weights, [number]))
 
 
 def _rows(operator: Operator) -> list[Loop]:
@@ -72,23 +72,23 @@ def _rows(operator: Operator) -> list[Loop]:
     ]
 
 
-def _nll_loss_rows(site: LoweringContext) -> list[fx.Node]:
+def _nll_loss_rows(ctx: LoweringContext) -> list[fx.Node]:
     """The sum over all rows, over their total weight: both in one message."""
-    log, target, weights, _, ignored = site.arguments.args
-    pair = site.op(site.operator.target, log, target, weights, SUM, ignored)
-    sums = [site.op(getitem, pair, 0), _total(site, pair)]
-    sums = site.all_reduce(*(site.cast(node, torch.float64) for node in sums))
-    loss, total = (site.cast(node, value(log).dtype) for node in sums)
-    return [site.op(aten.div.Tensor, loss, total), total]
+    log, target, weights, _, ignored = ctx.arguments.args
+    pair = ctx.op(ctx.operator.target, log, target, weights, SUM, ignored)
+    sums = [ctx.op(getitem, pair, 0), _total(ctx, pair)]
+    sums = ctx.all_reduce(*(ctx.cast(node, torch.float64) for node in sums))
+    loss, total = (ctx.cast(node, value(log).dtype) for node in sums)
+    return [ctx.op(aten.div.Tensor, loss, total), total]
 
 
-def _total(site: LoweringContext, pair: fx.Node) -> fx.Node:
+def _total(ctx: LoweringContext, pair: fx.Node) -> fx.Node:
     """The weight of a rank's rows: of the targets alone, so that no schedule waits for the loss."""
-    log, target, weights, _, ignored = site.arguments.args
+    log, target, weights, _, ignored = ctx.arguments.args
     if weights is not None:
-        return site.op(getitem, pair, 1)
-    counted = site.op(aten.ne.Scalar, target, ignored)
-    return site.op(aten.sum.default, counted, dtype=value(log).dtype)
+        return ctx.op(getitem, pair, 1)
+    counted = ctx.op(aten.ne.Scalar, target, ignored)
+    return ctx.op(aten.sum.default, counted, dtype=value(log).dtype)
 
 
 def _classes_backward(operator: Operator) -> list[Loop]:
@@ -102,19 +102,19 @@ def _classes_backward(operator: Operator) -> list[Loop]:
     ]
 
 
-def _nll_loss_backward(site: LoweringContext) -> list[fx.Node]:
-    gradient, log, target, weights, reduction, ignored, total = site.arguments.args
-    place, known = places(site, target, site.operator.operands[1].shape[1])
-    each = site.op(aten.neg.default, gradient)
+def _nll_loss_backward(ctx: LoweringContext) -> list[fx.Node]:
+    gradient, log, target, weights, reduction, ignored, total = ctx.arguments.args
+    place, known = places(ctx, target, ctx.operator.operands[1].shape[1])
+    each = ctx.op(aten.neg.default, gradient)
     if reduction == MEAN:
-        each = site.op(aten.div.Tensor, each, total)
-    counted = site.op(aten.ne.Scalar, target, ignored)
-    counts = _weights(site, target, counted, weights, value(log).dtype)
-    known = site.op(aten.logical_and.default, known, counted)
-    each = zero_unless(site, known, site.op(aten.mul.Tensor, each, counts))
-    zeros = site.op(aten.new_zeros.default, log, list(value(log).shape))
-    place, each = (site.op(aten.unsqueeze.default, n, 1) for n in (place, each))
-    return [site.op(aten.scatter.src, zeros, 1, place, each)]
+        each = ctx.op(aten.div.Tensor, each, total)
+    counted = ctx.op(aten.ne.Scalar, target, ignored)
+    counts = _weights(ctx, target, counted, weights, value(log).dtype)
+    known = ctx.op(aten.logical_and.default, known, counted)
+    each = zero_unless(ctx, known, ctx.op(aten.mul.Tensor, each, counts))
+    zeros = ctx.op(aten.new_zeros.default, log, list(value(log).shape))
+    place, each = (ctx.op(aten.unsqueeze.default, n, 1) for n in (place, each))
+    return [ctx.op(aten.scatter.src, zeros, 1, place, each)]
 
 
 LOWERINGS: dict[str, Any] = {

@@ -60,33 +60,33 @@ def _dims_drawn(operator: Operator) -> list[Loop]:
     ]
 
 
-def _like(site: LoweringContext) -> list[fx.Node]:
-    own, *args = site.arguments.args
-    shape = list(site.operator.results[0].shape)
-    whole = site.op(aten.new_empty.default, own, shape)
-    return _drawn(site, whole, *args)
+def _like(ctx: LoweringContext) -> list[fx.Node]:
+    own, *args = ctx.arguments.args
+    shape = list(ctx.operator.results[0].shape)
+    whole = ctx.op(aten.new_empty.default, own, shape)
+    return _drawn(ctx, whole, *args)
 
 
-def _made(site: LoweringContext) -> list[fx.Node]:
-    return _drawn(site, *site.arguments.args)
+def _made(ctx: LoweringContext) -> list[fx.Node]:
+    return _drawn(ctx, *ctx.arguments.args)
 
 
-def _drawn(site: LoweringContext, *args: Any) -> list[fx.Node]:
-    drawn = site.op(site.operator.target, *args, **site.arguments.kwargs)
-    return [site.local_shard(drawn, site.op_strategy.results[0])]
+def _drawn(ctx: LoweringContext, *args: Any) -> list[fx.Node]:
+    drawn = ctx.op(ctx.operator.target, *args, **ctx.arguments.kwargs)
+    return [ctx.local_shard(drawn, ctx.op_strategy.results[0])]
 
 
-def _dropout(site: LoweringContext) -> list[fx.Node]:
+def _dropout(ctx: LoweringContext) -> list[fx.Node]:
     """(input, p, train): the mask is drawn over ones."""
-    source, p, train = site.arguments.args
-    shape = list(site.operator.results[0].shape)
-    ones = site.op(aten.new_ones.default, source, shape)
-    pair = site.op(site.operator.target, ones, p, train)
+    source, p, train = ctx.arguments.args
+    shape = list(ctx.operator.results[0].shape)
+    ones = ctx.op(aten.new_ones.default, source, shape)
+    pair = ctx.op(ctx.operator.target, ones, p, train)
     scale, mask = (
-        site.local_shard(site.op(getitem, pair, place), placement)
-        for place, placement in enumerate(site.op_strategy.results)
+        ctx.local_shard(ctx.op(getitem, pair, place), placement)
+        for place, placement in enumerate(ctx.op_strategy.results)
     )
-    return [site.op(aten.mul.Tensor, source, scale), mask]
+    return [ctx.op(aten.mul.Tensor, source, scale), mask]
 
 
 LOWERINGS: dict[str, Any] = {

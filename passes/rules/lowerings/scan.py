@@ -27,16 +27,16 @@ def _scanned(operator: Operator) -> list[Loop]:
     ]
 
 
-def _cumsum(site: LoweringContext) -> list[fx.Node]:
+def _cumsum(ctx: LoweringContext) -> list[fx.Node]:
     """A rank's own sums, and the totals of the ranks before it."""
-    dim, dtype = site.shard.dim, site.operator.results[0].dtype
-    own = site.op(aten.cumsum.default, site.shards[0], dim, dtype=dtype)
+    dim, dtype = ctx.shard.dim, ctx.operator.results[0].dtype
+    own = ctx.op(aten.cumsum.default, ctx.shards[0], dim, dtype=dtype)
     width = value(own).shape[dim]
-    totals = site.gather_stacked(site.op(aten.slice.Tensor, own, dim, width - 1, width))
+    totals = ctx.gather_stacked(ctx.op(aten.slice.Tensor, own, dim, width - 1, width))
     later = [0, 0] * (value(totals).dim() - 1) + [1, -1]
-    before = site.op(aten.constant_pad_nd.default, totals, later)
-    sums = site.op(aten.cumsum.default, before, 0, dtype=dtype)
-    return [site.op(aten.add.Tensor, own, site.op(aten.select.int, sums, 0, site.rank))]
+    before = ctx.op(aten.constant_pad_nd.default, totals, later)
+    sums = ctx.op(aten.cumsum.default, before, 0, dtype=dtype)
+    return [ctx.op(aten.add.Tensor, own, ctx.op(aten.select.int, sums, 0, ctx.rank))]
 
 
 # -- extrema -----------------------------------------------------------------------------------
@@ -52,11 +52,11 @@ def _reduced(operator: Operator) -> list[Loop]:
     ]
 
 
-def _least(site: LoweringContext) -> list[fx.Node]:
-    args = site.arguments
-    own = site.op(args.target, *args.args, **args.kwargs)
-    (least,) = site.all_reduce(site.op(aten.neg.default, own), op="max")
-    return [site.op(aten.neg.default, least)]
+def _least(ctx: LoweringContext) -> list[fx.Node]:
+    args = ctx.arguments
+    own = ctx.op(args.target, *args.args, **args.kwargs)
+    (least,) = ctx.all_reduce(ctx.op(aten.neg.default, own), op="max")
+    return [ctx.op(aten.neg.default, least)]
 
 
 def _extremum(
@@ -64,23 +64,23 @@ def _extremum(
 ) -> Callable[[LoweringContext], list[fx.Node]]:
     """The extreme value over a dim, and the first place where it stands."""
 
-    def lower(site: LoweringContext) -> list[fx.Node]:
-        source, dim = site.shards[0], site.shard.dim
-        size = site.operator.operands[0].shape[dim]
-        begin, _ = site.chunk(size)
-        pair = site.op(takes_dim, source, dim, True)
-        own, place = (site.op(getitem, pair, i) for i in (0, 1))
-        high = own if largest else site.op(aten.neg.default, own)
-        (top,) = site.all_reduce(high, op="max")
-        place = site.op(aten.add.Scalar, place, begin)
-        beaten = site.op(aten.lt.Tensor, high, top)
-        place = site.op(aten.where.ScalarSelf, beaten, size, place)
-        (first,) = site.all_reduce(site.op(aten.neg.default, place), op="max")
-        best = top if largest else site.op(aten.neg.default, top)
-        found = [best, site.op(aten.neg.default, first)][-len(site.operator.results) :]
+    def lower(ctx: LoweringContext) -> list[fx.Node]:
+        source, dim = ctx.shards[0], ctx.shard.dim
+        size = ctx.operator.operands[0].shape[dim]
+        begin, _ = ctx.chunk(size)
+        pair = ctx.op(takes_dim, source, dim, True)
+        own, place = (ctx.op(getitem, pair, i) for i in (0, 1))
+        high = own if largest else ctx.op(aten.neg.default, own)
+        (top,) = ctx.all_reduce(high, op="max")
+        place = ctx.op(aten.add.Scalar, place, begin)
+        beaten = ctx.op(aten.lt.Tensor, high, top)
+        place = ctx.op(aten.where.ScalarSelf, beaten, size, place)
+        (first,) = ctx.all_reduce(ctx.op(aten.neg.default, place), op="max")
+        best = top if largest else ctx.op(aten.neg.default, top)
+        found = [best, ctx.op(aten.neg.default, first)][-len(ctx.operator.results) :]
         return [
-            site.op(aten.view.default, node, list(result.shape))
-            for node, result in zip(found, site.operator.results, strict=True)
+            ctx.op(aten.view.default, node, list(result.shape))
+            for node, result in zip(found, ctx.operator.results, strict=True)
         ]
 
     return lower

@@ -1,117 +1,115 @@
-"""Own lowerings of softmax and its kin, the dim that they run over being sharded.
+"""Custom lowerings of softmax, log-softmax and log-sum-exp along a sharded dim.
 
-Only statistics of rows are sent: the maximum, then the sum of the exponentials.
+Ranks exchange one maximum and one sum of exponentials for each row.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, Rule
 from autopar.passes.rules.lowerings.context import LoweringContext, aten
 
 
-def _own_dim(place: int) -> Rule:
-    """The dim that argument `place` names, in all operands and results."""
+def _dim_of(index: int) -> Rule:
+    """The dim that argument `index` names, in all operands and results."""
 
     def rule(operator: Operator) -> list[Loop]:
         first = operator.operands[0]
         if not first.dim():
             return []
-        dim = operator.args[place] % first.dim()
-        at = tuple(DimAccess(dim) for _ in operator.operands)
-        return [Loop(first.shape[dim], at, (DimAccess(dim),))]
+        dim = operator.args[index] % first.dim()
+        return [
+            Loop(first.shape[dim], (DimAccess(dim),) * len(operator.operands), (DimAccess(dim),))
+        ]
 
     return rule
 
 
-def _exponentials(site: LoweringContext, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """The maximum over the dim, x less it, and the exponentials of that."""
-    (top,) = site.all_reduce(site.op(aten.amax.default, x, [dim], True), op="max")
-    shifted = site.op(aten.sub.Tensor, x, top)
-    return top, shifted, site.op(aten.exp.default, shifted)
+def _exponentials(
+    ctx: LoweringContext, x: fx.Node, top: fx.Node, dims: list[int]
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """x less the maximum, the exponentials of that, and their sum over the whole dims."""
+
+    def shifted_exp(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shifted = x - top
+        powers = shifted.exp()
+        return shifted, powers, powers.sum(dims, True)
+
+    shifted, powers, partial = ctx.trace(shifted_exp, x, top)
+    (total,) = ctx.all_reduce(partial)
+    return shifted, powers, total
 
 
-def _sum(site: LoweringContext, x: fx.Node, dim: int) -> fx.Node:
-    (total,) = site.all_reduce(site.op(aten.sum.dim_IntList, x, [dim], True))
-    return total
+def _softmax(
+    result: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> Callable[[LoweringContext], list[fx.Node | None]]:
+    """A softmax whose result is a function of maximum, shifted input, exponentials and sum."""
+
+    def lower(ctx: LoweringContext) -> list[fx.Node | None]:
+        x, dims = ctx.upcast(ctx.shards[0]), [ctx.shard.dim]
+        (top,) = ctx.all_reduce(ctx.op(aten.amax.default, x, dims, True), op="max")
+        shifted, powers, total = _exponentials(ctx, x, top, dims)
+        return ctx.as_results(ctx.trace(result, top, shifted, powers, total))
+
+    return lower
 
 
-def _softmax(site: LoweringContext) -> list[fx.Node]:
-    x, dim = site.upcast(site.arguments.args[0]), site.shard.dim
-    _, _, powers = _exponentials(site, x, dim)
-    share = site.op(aten.div.Tensor, powers, _sum(site, powers, dim))
-    return [site.cast(share, site.operator.results[0].dtype)]
+def _softmax_backward(ctx: LoweringContext) -> list[fx.Node | None]:
+    gradient, result = map(ctx.upcast, ctx.shards)
+    product = ctx.op(aten.mul.Tensor, gradient, result)
+    (total,) = ctx.all_reduce(ctx.op(aten.sum.dim_IntList, product, [ctx.shard.dim], True))
+    return ctx.as_results(ctx.trace(lambda p, y, t: p - y * t, product, result, total))
 
 
-def _safe_softmax(site: LoweringContext) -> list[fx.Node]:
-    """A row of minus infinities yields zeros."""
-    x, dim = site.upcast(site.arguments.args[0]), site.shard.dim
-    top, _, powers = _exponentials(site, x, dim)
-    share = site.op(aten.div.Tensor, powers, _sum(site, powers, dim))
-    empty = site.op(aten.eq.Scalar, top, -math.inf)
-    share = site.op(aten.masked_fill.Scalar, share, empty, 0.0)
-    return [site.cast(share, site.operator.results[0].dtype)]
+def _log_softmax_backward(ctx: LoweringContext) -> list[fx.Node | None]:
+    gradient, log = map(ctx.upcast, ctx.shards)
+    (total,) = ctx.all_reduce(ctx.op(aten.sum.dim_IntList, gradient, [ctx.shard.dim], True))
+    return ctx.as_results(ctx.trace(lambda g, y, t: g - y.exp() * t, gradient, log, total))
 
 
-def _log_softmax(site: LoweringContext) -> list[fx.Node]:
-    x, dim = site.upcast(site.arguments.args[0]), site.shard.dim
-    _, shifted, powers = _exponentials(site, x, dim)
-    total = site.op(aten.log.default, _sum(site, powers, dim))
-    log = site.op(aten.sub.Tensor, shifted, total)
-    return [site.cast(log, site.operator.results[0].dtype)]
-
-
-def _softmax_backward(site: LoweringContext) -> list[fx.Node]:
-    gradient, share = map(site.upcast, site.shards)
-    product = site.op(aten.mul.Tensor, gradient, share)
-    total = _sum(site, product, site.shard.dim)
-    made = site.op(aten.sub.Tensor, product, site.op(aten.mul.Tensor, share, total))
-    return [site.cast(made, site.operator.results[0].dtype)]
-
-
-def _log_softmax_backward(site: LoweringContext) -> list[fx.Node]:
-    gradient, log = map(site.upcast, site.shards)
-    total = _sum(site, gradient, site.shard.dim)
-    taken = site.op(aten.mul.Tensor, site.op(aten.exp.default, log), total)
-    made = site.op(aten.sub.Tensor, gradient, taken)
-    return [site.cast(made, site.operator.results[0].dtype)]
-
-
-def _summed_dims(operator: Operator) -> list[Loop]:
-    """(source, dims, keepdim): each dim that is summed over; the result is whole."""
+def _reduced_dims(operator: Operator) -> list[Loop]:
+    """(source, dims, keepdim): each reduced dim; the result is whole."""
     source = operator.operands[0]
     dims = {dim % source.dim() for dim in operator.args[1]} if source.dim() else set()
     return [Loop(source.shape[dim], (DimAccess(dim),), (None,)) for dim in sorted(dims)]
 
 
-def _logsumexp(site: LoweringContext) -> list[fx.Node]:
-    x, dims = site.upcast(site.shards[0]), site.operator.args[1]
-    (top,) = site.all_reduce(site.op(aten.amax.default, x, dims, True), op="max")
-    top = site.op(aten.masked_fill.Scalar, top, site.op(aten.isinf.default, top), 0.0)
-    powers = site.op(aten.exp.default, site.op(aten.sub.Tensor, x, top))
-    (total,) = site.all_reduce(site.op(aten.sum.dim_IntList, powers, dims, True))
-    log = site.op(aten.add.Tensor, site.op(aten.log.default, total), top)
-    result = site.operator.results[0]
-    return [site.cast(site.op(aten.view.default, log, list(result.shape)), result.dtype)]
+def _logsumexp(ctx: LoweringContext) -> list[fx.Node | None]:
+    x, dims = ctx.upcast(ctx.shards[0]), ctx.operator.args[1]
+    (top,) = ctx.all_reduce(ctx.op(aten.amax.default, x, dims, True), op="max")
+    top = ctx.trace(lambda top: top.masked_fill(top.isinf(), 0.0), top)
+    _, _, total = _exponentials(ctx, x, top, dims)
+    shape = list(ctx.operator.results[0].shape)
+    return ctx.as_results(ctx.trace(lambda total, top: (total.log() + top).view(shape), total, top))
 
 
-LOWERINGS = {
-    "softmax": ((aten._softmax.default,), _own_dim(1), _softmax),
-    "safe_softmax": ((aten._safe_softmax.default,), _own_dim(1), _safe_softmax),
-    "log_softmax": ((aten._log_softmax.default,), _own_dim(1), _log_softmax),
-    "softmax_backward": (
-        (aten._softmax_backward_data.default,),
-        _own_dim(2),
-        _softmax_backward,
+LOWERINGS: dict[str, Any] = {
+    "softmax": (
+        (aten._softmax.default,),
+        _dim_of(1),
+        _softmax(lambda top, shifted, powers, total: powers / total),
     ),
+    "safe_softmax": (  # rows of minus infinity yield zeros
+        (aten._safe_softmax.default,),
+        _dim_of(1),
+        _softmax(lambda top, _, powers, total: (powers / total).masked_fill(top == -math.inf, 0.0)),
+    ),
+    "log_softmax": (
+        (aten._log_softmax.default,),
+        _dim_of(1),
+        _softmax(lambda top, shifted, powers, total: shifted - total.log()),
+    ),
+    "softmax_backward": ((aten._softmax_backward_data.default,), _dim_of(2), _softmax_backward),
     "log_softmax_backward": (
         (aten._log_softmax_backward_data.default,),
-        _own_dim(2),
+        _dim_of(2),
         _log_softmax_backward,
     ),
-    "logsumexp": ((aten.logsumexp.default,), _summed_dims, _logsumexp),
+    "logsumexp": ((aten.logsumexp.default,), _reduced_dims, _logsumexp),
 }
 """Targets, loops and lowering, by name."""

@@ -1,4 +1,4 @@
-"""Rules for scaled dot product attention, in all its kernels."""
+"""Rules for the kernels of scaled dot product attention."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from autopar.passes.rules.loops import DimAccess, Loop, Operator
 def heads(operator: Operator, draws: bool = False) -> list[Loop]:
     """softmax(q k) v over [batch, heads, sequence, width], forward or backward: batch and heads.
 
-    Whatever has the batch or the heads at its dim 0 or 1 is split, masks and statistics too. Where
-    heads of keys are shared by several of queries, these are split as the groups are.
+    The loops run over dims 0 and 1 of every tensor that has them, masks and statistics too. Query
+    heads that share a key head are split by these groups.
 
     Args:
         operator: the attention.
-        draws: whether shards may draw dropout of their own.
+        draws: whether shards may draw their own dropout.
     """
     if _keyword(operator, "dropout_p") and not draws:
         return []
@@ -41,7 +41,7 @@ def has_no_dropout(operator: Operator) -> bool:
 
 
 def _leading(tensor: Any, dim: int, sizes: set[int]) -> DimAccess | None:
-    """The dim, in what has batch and heads in front and runs over them."""
+    """The access to a leading dim of batch or heads; None if the tensor is broadcast along it."""
     fits = isinstance(tensor, torch.Tensor) and tensor.dim() > 2 and tensor.shape[dim] in sizes
     return DimAccess(dim) if fits and tensor.shape[dim] > 1 else None
 
@@ -49,7 +49,7 @@ def _leading(tensor: Any, dim: int, sizes: set[int]) -> DimAccess | None:
 def attention(operator: Operator) -> list[Loop]:
     """(q, k, v, dropout, causal; mask) for CPUs: batch, heads and, if not causal, queries.
 
-    Where queries are split keys and values are whole: context parallelism that gathers them.
+    Keys and values are whole along the loop of queries, which is context parallelism.
     """
     loops = heads(operator)
     if loops and not _keyword(operator, "is_causal"):
@@ -78,7 +78,7 @@ def _mask_place(mask: torch.Tensor, q: torch.Tensor, dim: int) -> DimAccess | No
 
 
 def _keyword(operator: Operator, name: str) -> Any:
-    """An argument by the name that the schema gives it."""
+    """An argument by its name in the schema."""
     for place, argument in enumerate(operator.target._schema.arguments):
         if argument.name == name:
             return operator.argument(place, name, argument.default_value)

@@ -1,8 +1,8 @@
-"""Rules for whole families of operators: pointwise, reductions, contractions."""
+"""Rules for families of operators: pointwise, reductions, contractions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from autopar.passes.rules.loops import DimAccess, Loop, Operator, Reduced, Rule
 
 
 def pointwise(operator: Operator) -> list[Loop]:
-    """Each dim of the result; operands are aligned at their last dims and broadcast."""
+    """Each dim of the result; operands are broadcast."""
     shape = operator.results[0].shape
 
     def place(tensor: torch.Tensor, dim: int) -> DimAccess | None:
@@ -28,10 +28,10 @@ def pointwise(operator: Operator) -> list[Loop]:
 
 
 def created(operator: Operator) -> list[Loop]:
-    """Each dim of a result that is made of a shape and one number.
+    """Each dim of a result that is created from a shape and a number.
 
-    An operand is not looked at: it may be split at the same dim, or at any while the result is
-    whole.
+    An operand gives only its dtype and device. It may be sharded like the result, or in any dim if
+    the result is whole.
     """
     shape = operator.results[0].shape
     like = operator.operands
@@ -49,11 +49,11 @@ def created(operator: Operator) -> list[Loop]:
 
 
 def along(place: int, default: int = 0) -> Rule:
-    """All dims but one, at the same place in operands and results.
+    """All dims but one, the same in operands and results.
 
     Args:
-        place: of the argument that names the dim which must stay whole.
-        default: that dim where the argument is left out.
+        place: index of the argument that names the whole dim.
+        default: the whole dim if the argument is left out.
     """
 
     def rule(operator: Operator) -> list[Loop]:
@@ -63,7 +63,7 @@ def along(place: int, default: int = 0) -> Rule:
 
 
 def same_dims(operator: Operator, dims: Sequence[int]) -> list[Loop]:
-    """Loops over dims that all operands and results have at the same place."""
+    """Loops over dims that all operands and results share."""
     first = operator.operands[0]
     return [
         Loop(
@@ -75,13 +75,36 @@ def same_dims(operator: Operator, dims: Sequence[int]) -> list[Loop]:
     ]
 
 
-def reduction(how: Reduced | None, place: int = 1, keep: int = 2) -> Rule:
-    """Dims that stay are loops of the result; those reduced leave parts of a sum or maximum.
+def leading(
+    operator: Operator,
+    dims: Iterable[int],
+    count: int,
+    results: Sequence[Reduced | None] | None = None,
+) -> list[Loop]:
+    """Loops over dims of the first operands and results, the other operands being whole.
 
     Args:
-        how: what the reduction is, None if parts of it do not add up (a variance).
-        place: of the argument with the dims.
-        keep: place of `keepdim`.
+        operator: the operator.
+        dims: the dims.
+        count: number of operands that the loops run over.
+        results: reductions of the results after the first; None if all have the dim.
+    """
+    source, whole = operator.operands[0], (None,) * (len(operator.operands) - count)
+    loops = []
+    for dim in dims:
+        access = DimAccess(dim)
+        others = (access,) * (len(operator.results) - 1) if results is None else tuple(results)
+        loops.append(Loop(source.shape[dim], (access,) * count + whole, (access, *others)))
+    return loops
+
+
+def reduction(how: Reduced | None, place: int = 1, keep: int = 2) -> Rule:
+    """Remaining dims, and reduced dims that leave partial sums or maxima.
+
+    Args:
+        how: the reduction; None if its partial results cannot be combined (a variance).
+        place: index of the argument with the dims.
+        keep: index of the argument `keepdim`.
     """
 
     def rule(operator: Operator) -> list[Loop]:
@@ -100,7 +123,7 @@ def reduction(how: Reduced | None, place: int = 1, keep: int = 2) -> Rule:
 
 
 def reduced_dims(operator: Operator, place: int) -> list[int]:
-    """The dims that argument `place` of a reduction names; all if it names none."""
+    """The dims that argument `place` of a reduction names; all dims if it names none."""
     count = operator.operands[0].dim()
     given = operator.argument(place, "dim")
     dims = [given] if isinstance(given, int) else list(given or range(count))
@@ -108,7 +131,7 @@ def reduced_dims(operator: Operator, place: int) -> list[int]:
 
 
 def counted(operator: Operator) -> list[Loop]:
-    """(source, bins, least, most): every dim, if the range is given and not that of the source."""
+    """(source, bins, min, max): every dim, if the range does not depend on the source."""
     given = operator.argument(2, "min", 0) != operator.argument(3, "max", 0)
     part: Reduced = "sum"
     shape = operator.operands[0].shape if given else ()
@@ -116,10 +139,10 @@ def counted(operator: Operator) -> list[Loop]:
 
 
 def contraction(equation: str, added: bool = False) -> Rule:
-    """An einsum: letters of the result are its loops, letters that vanish are summed.
+    """An einsum: one loop for each letter; letters that the result lacks are summed.
 
     Args:
-        equation: operands and result, such as "mk,kn->mn"; an operand of fewer dims than letters
+        equation: operands and result, as in "mk,kn->mn"; an operand with fewer dims than letters
             is broadcast at the front (the bias of `addmm`).
         added: whether the first operand is added to the product of the others.
     """
@@ -155,9 +178,9 @@ def contraction(equation: str, added: bool = False) -> Rule:
 
 
 def grouped_mm(operator: Operator) -> list[Loop]:
-    """(a, b, ends): products of groups of rows, of one matrix of each; rows stay whole.
+    """(a, b, ends): products of groups of rows with one matrix each; rows stay whole.
 
-    Kernels want strides of a multiple of 16 bytes, of shards too.
+    Kernels require strides in multiples of 16 bytes, so these are the units of a loop.
 
     | a | b | result |
     |---|---|---|
@@ -187,19 +210,19 @@ def grouped_mm(operator: Operator) -> list[Loop]:
 
 
 def every_dim_but(operator: Operator, dims: int | Sequence[int]) -> list[Loop]:
-    """All dims but some, at the same place in all operands and results."""
+    """All dims but some, the same in all operands and results."""
     count = operator.operands[0].dim()
     whole = {dim % count for dim in ([dims] if isinstance(dims, int) else dims)}
     return same_dims(operator, [dim for dim in range(count) if dim not in whole])
 
 
 def rolled(operator: Operator) -> list[Loop]:
-    """(source, shifts, dims): every dim that is not rolled; without dims all are, as one."""
+    """(source, shifts, dims): every dim that is not rolled; without `dims` all are rolled."""
     dims = operator.argument(2, "dims", ())
     return every_dim_but(operator, dims or range(operator.operands[0].dim()))
 
 
 def unpadded(operator: Operator) -> list[Loop]:
-    """(source, pads, value): every dim without padding; pads name dims from the last."""
+    """(source, pads, value): every dim without padding; pads start at the last dim."""
     pads, count = operator.args[1], operator.operands[0].dim()
     return every_dim_but(operator, [count - 1 - i // 2 for i, pad in enumerate(pads) if pad])

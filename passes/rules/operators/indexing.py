@@ -1,4 +1,4 @@
-"""Rules for what looks tensors up by number: embedding, gather, scatter, indexing."""
+"""Rules for embedding, gather, scatter and indexing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def embedding(operator: Operator) -> list[Loop]:
 
 
 def embedding_backward(operator: Operator) -> list[Loop]:
-    """(gradient, indices, entries, ...): indices are summed over, the width is free."""
+    """(gradient, indices, entries, ...): every dim of the indices, summed, and the width."""
     gradient, indices = operator.operands
     loops = [
         Loop(size, (DimAccess(d), DimAccess(d)), ("sum",)) for d, size in enumerate(indices.shape)
@@ -31,7 +31,7 @@ def embedding_backward(operator: Operator) -> list[Loop]:
 
 
 def gather(operator: Operator) -> list[Loop]:
-    """(source, dim, index): other dims of equal size in both; of the dim itself, the index."""
+    """(source, dim, index): other dims of equal size; dim `dim` of the index."""
     source, index = operator.operands
     gone = operator.args[1] % max(source.dim(), 1)
     loops = [
@@ -46,7 +46,7 @@ def gather(operator: Operator) -> list[Loop]:
 
 
 def scatter(operator: Operator) -> list[Loop]:
-    """(target, dim, index[, source]): other dims of equal size in all; of a sum, the summands."""
+    """(target, dim, index[, source]): other dims of equal size; the summands of a sum."""
     target, *others = operator.operands
     gone = operator.args[1] % max(target.dim(), 1)
     loops = [
@@ -61,7 +61,7 @@ def scatter(operator: Operator) -> list[Loop]:
 
 
 def index(operator: Operator) -> list[Loop]:
-    """(source, indices): dims of the source that are not indexed, dims of a single index."""
+    """(source, indices): dims of the source that are not indexed, and dims of the indices."""
     source, chosen = operator.operands[0], operator.args[1]
     places = [d for d, i in enumerate(chosen) if i is not None]
     given = [i for i in chosen if i is not None]
@@ -81,7 +81,7 @@ def index(operator: Operator) -> list[Loop]:
 
 
 def index_put(operator: Operator) -> list[Loop]:
-    """(target, indices, values, accumulate): dims that are not indexed; of a sum all others."""
+    """(target, indices, values, accumulate): dims that are not indexed; all dims of a sum."""
     target, chosen = operator.operands[0], operator.args[1]
     source = Operator(operator.target, (target, chosen), {}, ())
     values = operator.operands[-1]
@@ -100,7 +100,7 @@ def index_put(operator: Operator) -> list[Loop]:
 
 
 def index_add(operator: Operator) -> list[Loop]:
-    """(target, dim, numbers, summands): every other dim, and the summands."""
+    """(target, dim, index, summands): every other dim, and the summands."""
     target, _, summands = operator.operands
     dim = operator.args[1] % target.dim()
     loops = [

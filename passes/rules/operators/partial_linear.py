@@ -1,4 +1,4 @@
-"""Which operators partial sums pass through: f(a + b) = f(a) + f(b)."""
+"""Operators that partial sums pass through: f(a + b) = f(a) + f(b)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TOGETHER = frozenset(
         *STARTS,
     }
 )
-"""Linear in all their tensors together."""
+"""Operators that are linear in all their tensors together."""
 
 EACH: Mapping[OpOverload, tuple[int, ...]] = {
     aten.mul.Tensor: (0, 1),
@@ -75,11 +75,11 @@ EACH: Mapping[OpOverload, tuple[int, ...]] = {
     aten._softmax_backward_data.default: (0,),
     aten._log_softmax_backward_data.default: (0,),
 }
-"""Linear in each of these operands, the others being whole."""
+"""Operands that an operator is linear in while the others are whole."""
 
 
 def linear_strategies(operator: Operator) -> Iterator[OpStrategy]:
-    """The ways of an operator that take partial sums and yield partial sums."""
+    """Strategies that take partial sums to partial sums."""
     partial, whole = Partial(), Replicate()
     count = len(operator.operands)
     results = (partial,) * len(operator.results)
@@ -93,7 +93,7 @@ def linear_strategies(operator: Operator) -> Iterator[OpStrategy]:
 
 
 def _adds_tensors(operator: Operator) -> bool:
-    """Whether nothing but tensors is added: `x + 1` would add 1 on every rank."""
+    """Whether only tensors are added: `x + 1` would add 1 on every rank."""
     if operator.target is start_all_reduce:
         return bool(operator.argument(2, "op", "sum") == "sum")
     if operator.target in (aten.add.Tensor, aten.sub.Tensor):

@@ -1,13 +1,11 @@
-"""Rules for operators with a shape of their own: norms, losses, convolution, pooling."""
+"""Rules for operators with particular arguments: norms, losses, convolution, pooling."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, Reduced
-from autopar.passes.rules.operators.generic import same_dims
+from autopar.passes.rules.operators.generic import leading, same_dims
 
 aten = torch.ops.aten
 
@@ -15,88 +13,58 @@ aten = torch.ops.aten
 
 
 def layer_norm(operator: Operator) -> list[Loop]:
-    """(input, normalized_shape, weight, bias): the dims that are not normalised."""
-    source = operator.operands[0]
-    rest = (None,) * (len(operator.operands) - 1)
-    free = source.dim() - len(operator.args[1])
-    return [
-        Loop(source.shape[d], (DimAccess(d), *rest), tuple(DimAccess(d) for _ in operator.results))
-        for d in range(free)
-    ]
+    """(input, normalized_shape, weight, bias): the dims that are not normalized."""
+    return leading(operator, _free_dims(operator, 1), 1)
 
 
 def layer_norm_backward(operator: Operator) -> list[Loop]:
     """(gradient, input, normalized_shape, mean, rstd, weight, bias, mask)."""
-    source = operator.operands[0]
-    free = source.dim() - len(operator.args[2])
-    weights = (None,) * (len(operator.operands) - 4)
-    return [
-        Loop(source.shape[d], (DimAccess(d),) * 4 + weights, (DimAccess(d), "sum", "sum"))
-        for d in range(free)
-    ]
+    return leading(operator, _free_dims(operator, 2), 4, ("sum", "sum"))
+
+
+def rms_norm_backward(operator: Operator) -> list[Loop]:
+    """(gradient, input, normalized_shape, rstd, weight, mask): the dims that are not normalized."""
+    return leading(operator, _free_dims(operator, 2), 3, ("sum",))
+
+
+def _free_dims(operator: Operator, index: int) -> range:
+    """The dims before the normalized ones, whose sizes argument `index` holds."""
+    return range(operator.operands[0].dim() - len(operator.args[index]))
 
 
 def group_norm(operator: Operator) -> list[Loop]:
     """(input, weight, bias, N, C, HxW, groups, eps): rows."""
-    rest = (None,) * (len(operator.operands) - 1)
-    return [Loop(operator.operands[0].shape[0], (DimAccess(0), *rest), (DimAccess(0),) * 3)]
+    return leading(operator, [0], 1)
 
 
 def group_norm_backward(operator: Operator) -> list[Loop]:
     """(gradient, input, mean, rstd, weight, N, C, HxW, groups, mask): rows."""
-    weights = (None,) * (len(operator.operands) - 4)
-    return [
-        Loop(
-            operator.operands[0].shape[0],
-            (DimAccess(0),) * 4 + weights,
-            (DimAccess(0), "sum", "sum"),
-        )
-    ]
-
-
-def rms_norm_backward(operator: Operator) -> list[Loop]:
-    """(gradient, input, normalized_shape, rstd, weight, mask): the dims that are not normalised."""
-    source = operator.operands[0]
-    free = source.dim() - len(operator.args[2])
-    weights = (None,) * (len(operator.operands) - 3)
-    return [
-        Loop(source.shape[d], (DimAccess(d),) * 3 + weights, (DimAccess(d), "sum"))
-        for d in range(free)
-    ]
+    return leading(operator, [0], 4, ("sum", "sum"))
 
 
 def batch_norm(operator: Operator) -> list[Loop]:
-    """(input, weight, bias, ...): channels; where statistics are given, rows and the other dims."""
+    """(input, weight, bias, ...): channels; all other dims too if statistics are given."""
     functional = operator.target is aten._native_batch_norm_legit_functional.default
     trains = operator.argument(5, "training") if functional else operator.argument(3, "training")
     if operator.target is aten._native_batch_norm_legit_no_training.default:
         trains = False
-    source = operator.operands[0]
-    loops = _channels(operator)
-    if not trains:
-        rest = (None,) * (len(operator.operands) - 1)
-        none = (None,) * (len(operator.results) - 1)
-        dims = [dim for dim in range(source.dim()) if dim != 1]
-        loops += [Loop(source.shape[d], (DimAccess(d), *rest), (DimAccess(d), *none)) for d in dims]
-    return loops
+    whole = (None,) * (len(operator.results) - 1)
+    return _channels(operator) + ([] if trains else leading(operator, spatial(operator), 1, whole))
 
 
 def batch_norm_backward(operator: Operator) -> list[Loop]:
     """(gradient, input, weight, ..., training, eps, mask): as the forward."""
-    source = operator.operands[0]
-    loops = _channels(operator)
-    if not operator.args[7]:
-        rest = (None,) * (len(operator.operands) - 2)
-        dims = [dim for dim in range(source.dim()) if dim != 1]
-        loops += [
-            Loop(source.shape[d], (DimAccess(d), DimAccess(d), *rest), (DimAccess(d), "sum", "sum"))
-            for d in dims
-        ]
-    return loops
+    rows = [] if operator.args[7] else leading(operator, spatial(operator), 2, ("sum", "sum"))
+    return _channels(operator) + rows
+
+
+def spatial(operator: Operator) -> list[int]:
+    """All dims of the first operand but channels."""
+    return [dim for dim in range(operator.operands[0].dim()) if dim != 1]
 
 
 def weight_norm(operator: Operator) -> list[Loop]:
-    """(v, g, dim), and (gradient, v, g, norms, dim): the dim that is normalised by itself."""
+    """(v, g, dim), and (gradient, v, g, norms, dim): the dim, whose slices have own norms."""
     place = len(operator.operands)
     dim = int(operator.argument(place, "dim", 0))
     at = DimAccess(dim)
@@ -105,7 +73,7 @@ def weight_norm(operator: Operator) -> list[Loop]:
 
 
 def _channels(operator: Operator) -> list[Loop]:
-    """Dim 1 of what has more than one dim, dim 0 of what has one."""
+    """Channels: dim 1 of tensors with several dims, dim 0 of vectors."""
     channels = operator.operands[0].shape[1]
     results = tuple(None if t is None else _channel(t) for t in operator.results)
     known = all(r or t is None for r, t in zip(results, operator.results, strict=True))
@@ -123,19 +91,21 @@ def _channel(tensor: torch.Tensor) -> DimAccess | None:
 
 
 def targets(source: torch.Tensor) -> list[tuple[int, int]]:
-    """The dims of log-probabilities [rows, classes, ...] that targets have too, and where those do.
+    """Pairs of dims: of log-probabilities [rows, classes, ...] and of their targets [rows, ...].
 
-    None if there are no rows.
+    Empty if there are no rows.
     """
     return [(dim, max(dim - 1, 0)) for dim in range(source.dim()) if dim != 1 < source.dim()]
 
 
 def nll_loss(operator: Operator) -> list[Loop]:
-    """(log-probabilities [rows, classes, ...], targets, weights, reduction, ignored): all of a sum
-    but classes."""
+    """(log-probabilities [rows, classes, ...], targets, weights, reduction, ignored).
+
+    All dims but classes, unless the reduction is a mean, which a custom lowering splits.
+    """
     source = operator.operands[0]
     if operator.args[3] == 1:
-        return []  # a mean divides by how many targets count: that is for a lowering of its own
+        return []
     weights = (None,) * (len(operator.operands) - 2)
 
     def kept(place: int) -> DimAccess | Reduced:
@@ -148,8 +118,10 @@ def nll_loss(operator: Operator) -> list[Loop]:
 
 
 def nll_loss_backward(operator: Operator) -> list[Loop]:
-    """(gradient, log-probabilities, targets, weights, reduction, ignored, total weight): all but
-    classes."""
+    """(gradient, log-probabilities, targets, weights, reduction, ignored, total weight).
+
+    All dims but classes.
+    """
     gradient, source = operator.operands[:2]
     rest = (None,) * (len(operator.operands) - 3)
     return [
@@ -166,61 +138,38 @@ def nll_loss_backward(operator: Operator) -> list[Loop]:
 
 
 def convolution(operator: Operator) -> list[Loop]:
-    """(input, weight, bias, stride, padding, dilation, transposed, ...): rows, channels out and in.
+    """(input, weight, bias, stride, padding, dilation, transposed, ..., groups).
 
-    Channels in are summed, and the bias once. With groups, these are what may be split.
+    Rows, output channels, and input channels, which are summed; or rows and groups.
     """
     source, weight, *bias = operator.operands
     transposed, groups = operator.args[6], operator.args[8]
-    loops = [Loop(source.shape[0], (DimAccess(0), None, *(None for _ in bias)), (DimAccess(0),))]
+    none, first, second = (None,) * len(bias), DimAccess(0), DimAccess(1)
+    of_bias = (first,) * len(bias)
+    loops = [Loop(source.shape[0], (first, None, *none), (first,))]
     if groups > 1:
-        loops.append(
-            Loop(
-                groups, (DimAccess(1), DimAccess(0), *(DimAccess(0) for _ in bias)), (DimAccess(1),)
-            )
-        )
-    else:
-        into, out = (0, 1) if transposed else (1, 0)
-        loops.append(
-            Loop(
-                weight.shape[out],
-                (None, DimAccess(out), *(DimAccess(0) for _ in bias)),
-                (DimAccess(1),),
-            )
-        )
-        part: Reduced = "sum"
-        summed = (part,) * len(bias)
-        loops.append(Loop(source.shape[1], (DimAccess(1), DimAccess(into), *summed), (part,)))
-    return loops
+        return [*loops, Loop(groups, (second, first, *of_bias), (second,))]
+    into, out = (0, 1) if transposed else (1, 0)
+    partial: tuple[Reduced, ...] = tuple("sum" for _ in bias)
+    return [
+        *loops,
+        Loop(weight.shape[out], (None, DimAccess(out), *of_bias), (second,)),
+        Loop(source.shape[1], (second, DimAccess(into), *partial), ("sum",)),
+    ]
 
 
 def convolution_backward(operator: Operator) -> list[Loop]:
-    """(gradient, input, weight, bias sizes, ..., mask): rows; channels out and in, or groups."""
+    """(gradient, input, weight, bias sizes, ..., mask): rows and channels, or rows and groups."""
     _, source, weight = operator.operands
     transposed, groups = operator.args[7], operator.args[9]
-    loops = [
-        Loop(source.shape[0], (DimAccess(0), DimAccess(0), None), (DimAccess(0), "sum", "sum"))
-    ]
+    first, second = DimAccess(0), DimAccess(1)
+    loops = [Loop(source.shape[0], (first, first, None), (first, "sum", "sum"))]
     if groups > 1:
-        loops.append(
-            Loop(
-                groups,
-                (DimAccess(1), DimAccess(1), DimAccess(0)),
-                (DimAccess(1), DimAccess(0), DimAccess(0)),
-            )
-        )
-    else:
-        into, out = (0, 1) if transposed else (1, 0)
-        by_out: tuple[Any, ...] = ("sum", DimAccess(out), DimAccess(0))
-        loops.append(Loop(weight.shape[out], (DimAccess(1), None, DimAccess(out)), by_out))
-        if operator.results[2] is None:
-            loops.append(
-                Loop(
-                    source.shape[1],
-                    (None, DimAccess(1), DimAccess(into)),
-                    (DimAccess(1), DimAccess(into), "sum"),
-                )
-            )
+        return [*loops, Loop(groups, (second, second, first), (second, first, first))]
+    into, out = (DimAccess(0), DimAccess(1)) if transposed else (DimAccess(1), DimAccess(0))
+    loops.append(Loop(weight.shape[out.dim], (second, None, out), ("sum", out, first)))
+    if operator.results[2] is None:
+        loops.append(Loop(source.shape[1], (None, second, into), (second, into, "sum")))
     return loops
 
 

@@ -1,4 +1,4 @@
-"""Rules for operators that only look at a tensor's elements in another shape."""
+"""Rules for operators that change only the shape or order of elements."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from autopar.passes.rules.loops import DimAccess, Loop, Operator
 
 
 def view(operator: Operator) -> list[Loop]:
-    """The factors that both shapes are products of.
+    """The common factors of both shapes.
 
-    [B, S, 3 H D] seen as [B, S, 3, H, D] has the loops B, S, 3, H and D. The heads run over the
-    last dim of the first shape inside each of 3 pieces: hence interleaved shards.
+    A view of [B, S, 3 H D] as [B, S, 3, H, D] has the loops B, S, 3, H and D. The loop H accesses
+    the last dim of the source inside each of 3 pieces, hence interleaved shards.
     """
     source, result = operator.operands[0].shape, operator.results[0].shape
     return [
@@ -24,9 +24,9 @@ def view(operator: Operator) -> list[Loop]:
 def factors(
     source: Sequence[int], result: Sequence[int]
 ) -> Iterator[tuple[int, DimAccess, DimAccess]]:
-    """The common factors of two shapes of as many elements, and where each lies in both.
+    """The common factors of two shapes of equally many elements, with their access to both.
 
-    A factor that lies in one dim in both shapes is yielded; one that straddles two dims is not.
+    Factors that straddle two dims of a shape are left out.
     """
     if 0 in source:
         return
@@ -43,7 +43,7 @@ def factors(
 
 
 def _prefixes(shape: Sequence[int]) -> list[int]:
-    """The number of elements before each dim, in rows of everything after: 1, d0, d0 d1, ..."""
+    """Products of the leading sizes: 1, d0, d0 d1, ..."""
     found = [1]
     for size in shape:
         found.append(found[-1] * size)
@@ -51,7 +51,7 @@ def _prefixes(shape: Sequence[int]) -> list[int]:
 
 
 def _place(prefixes: Sequence[int], low: int, high: int) -> DimAccess | None:
-    """The dim that the factor from `low` to `high` lies in, None if in none or not evenly."""
+    """The access to the factor from `low` to `high`; None if no dim contains it evenly."""
     for dim in range(len(prefixes) - 1):
         start, end = prefixes[dim], prefixes[dim + 1]
         if start <= low and high <= end and start < end:
@@ -61,14 +61,14 @@ def _place(prefixes: Sequence[int], low: int, high: int) -> DimAccess | None:
 
 
 def permute(operator: Operator) -> list[Loop]:
-    """Every dim, at its new place."""
+    """Every dim."""
     count = operator.operands[0].dim()
     order = [dim % count for dim in operator.args[1]]
     return _moved(operator, order)
 
 
 def transpose(operator: Operator) -> list[Loop]:
-    """Every dim; two of them change places."""
+    """Every dim; two are exchanged."""
     count = operator.operands[0].dim()
     order = list(range(count))
     first, second = operator.args[1] % count, operator.args[2] % count
@@ -77,7 +77,7 @@ def transpose(operator: Operator) -> list[Loop]:
 
 
 def t(operator: Operator) -> list[Loop]:
-    """Both dims of a matrix, the other way round."""
+    """Both dims of a matrix."""
     return _moved(operator, list(range(operator.operands[0].dim()))[::-1])
 
 
@@ -87,7 +87,7 @@ def _moved(operator: Operator, order: Sequence[int]) -> list[Loop]:
 
 
 def unsqueeze(operator: Operator) -> list[Loop]:
-    """Every dim; those behind the new one move back."""
+    """Every dim; dims after the new one shift by one."""
     shape = operator.operands[0].shape
     new = operator.args[1] % (len(shape) + 1)
     return [
@@ -96,7 +96,7 @@ def unsqueeze(operator: Operator) -> list[Loop]:
 
 
 def squeeze(operator: Operator) -> list[Loop]:
-    """Every dim of more than one element that stays, and those that are not dropped."""
+    """Every dim that is not dropped."""
     shape = operator.operands[0].shape
     given = operator.argument(1, "dim")
     chosen = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
@@ -106,7 +106,7 @@ def squeeze(operator: Operator) -> list[Loop]:
 
 
 def expand(operator: Operator) -> list[Loop]:
-    """Every dim of the result; an operand that is repeated along it stays whole."""
+    """Every dim of the result; the source is whole along expanded dims."""
     source, result = operator.operands[0].shape, operator.results[0].shape
     lead = len(result) - len(source)
     return [
@@ -120,7 +120,7 @@ def expand(operator: Operator) -> list[Loop]:
 
 
 def repeat(operator: Operator) -> list[Loop]:
-    """(source, repeats): every dim of the source; a repeated one comes in as many pieces."""
+    """(source, repeats): every dim of the source, interleaved in the result if repeated."""
     source, repeats = operator.operands[0], operator.args[1]
     lead = len(repeats) - source.dim()
     return [
@@ -130,7 +130,7 @@ def repeat(operator: Operator) -> list[Loop]:
 
 
 def select(operator: Operator) -> list[Loop]:
-    """Every dim but the one that an element is taken of."""
+    """Every dim but the selected one."""
     shape = operator.operands[0].shape
     gone = operator.args[1] % len(shape)
     return [
@@ -141,7 +141,7 @@ def select(operator: Operator) -> list[Loop]:
 
 
 def select_backward(operator: Operator) -> list[Loop]:
-    """Every dim but the one that an element is put into."""
+    """Every dim but the selected one."""
     shape = operator.results[0].shape
     new = operator.args[2] % len(shape)
     return [
@@ -152,7 +152,7 @@ def select_backward(operator: Operator) -> list[Loop]:
 
 
 def select_scatter(operator: Operator) -> list[Loop]:
-    """(source, element, dim, place): every dim but the one that an element is put into."""
+    """(source, element, dim, index): every dim but the selected one."""
     shape = operator.operands[0].shape
     gone = operator.args[2] % len(shape)
     return [
@@ -163,7 +163,7 @@ def select_scatter(operator: Operator) -> list[Loop]:
 
 
 def stack(operator: Operator) -> list[Loop]:
-    """Every dim of the operands; those behind the new one move back."""
+    """Every dim of the operands; dims after the new one shift by one."""
     shape = operator.operands[0].shape
     new = operator.argument(1, "dim", 0) % (len(shape) + 1)
     return [
@@ -173,7 +173,7 @@ def stack(operator: Operator) -> list[Loop]:
 
 
 def unbind(operator: Operator) -> list[Loop]:
-    """Every dim but the one that is taken apart."""
+    """Every dim but the unbound one."""
     shape = operator.operands[0].shape
     gone = operator.argument(1, "dim", 0) % len(shape)
     return [

@@ -1,8 +1,8 @@
-"""Which dims of what a lowering writes run over the rows of the batch: it is written twice.
+"""`infer_batch_dims`: batch dims of new nodes, found by writing them again for twice the batch.
 
-What a pass puts in the place of an operator has to say, like every node of a graph that runs on
-several data-parallel ranks, which of its dims run over rows (`meta["batch_dims"]`). So it is
-written again for twice the rows; what doubled runs over rows.
+Every node of a data-parallel graph records in `meta["batch_dims"]` which dims of its results run
+over the rows of the batch. A lowering or redistribution is written a second time for operands of
+twice the rows; the dims that double are the batch dims.
 """
 
 from __future__ import annotations
@@ -23,67 +23,67 @@ from autopar.passes.rules.loops import Operator
 Dims = tuple[int, ...]
 
 
-def record_batch_dims(
-    written: Sequence[fx.Node],
-    given: Sequence[fx.Node],
-    again: Callable[[fx.Graph, list[fx.Node]], object],
+def infer_batch_dims(
+    new_nodes: Sequence[fx.Node],
+    operands: Sequence[fx.Node],
+    write_doubled: Callable[[fx.Graph, list[fx.Node]], object],
 ) -> None:
-    """Marks nodes that were written into a graph.
+    """Records the batch dims of nodes that were written into a graph.
 
     Args:
-        written: the new nodes, in order.
-        given: the nodes that they were written for.
-        again: writes them into a graph for stand-ins of `given` at twice the rows; where one row
-            lies as it should, more rows may have to be copied.
+        new_nodes: the nodes, in order.
+        operands: nodes that they were written for.
+        write_doubled: writes them into a graph for placeholders of twice the rows. It may write
+            additional copies, where strides allow a view of one row only.
     """
     graph = fx.Graph()
-    twins = []
-    for node in given:
-        twin = graph.placeholder(node.name)
-        twin.meta = {
-            **node.meta,
-            "val": double_tensor(node.meta["val"], node.meta["batch_dims"][0]),
-        }
-        twins.append(twin)
-    again(graph, twins)
-    others = iter([node for node in graph.nodes if node.op != "placeholder"])
-    for node in written:
-        other = next(twin for twin in others if twin.target is node.target)
-        pairs = zip(elements(node), elements(other), strict=True)
+    doubled = []
+    for operand in operands:
+        placeholder = graph.placeholder(operand.name)
+        rows = operand.meta["batch_dims"][0]
+        placeholder.meta = {**operand.meta, "val": double_tensor(operand.meta["val"], rows)}
+        doubled.append(placeholder)
+    write_doubled(graph, doubled)
+    candidates = iter([node for node in graph.nodes if node.op != "placeholder"])
+    for node in new_nodes:
+        twin = next(other for other in candidates if other.target is node.target)
         node.meta["batch_dims"] = tuple(
             () if a is None else tuple(d for d, n in enumerate(a.shape) if b.shape[d] != n)
-            for a, b in pairs
+            for a, b in zip(elements(node), elements(twin), strict=True)
         )
 
 
-def double_tensor(tensor: torch.Tensor, rows: Dims) -> torch.Tensor:
-    """A tensor like this of twice the rows, contiguous where it is."""
+def double_tensor(tensor: torch.Tensor, batch_dims: Dims) -> torch.Tensor:
+    """A tensor of twice the rows, contiguous where this one is."""
     strides = tensor.stride()
     return tensor.new_empty_strided(
-        [size * 2 if d in rows else size for d, size in enumerate(tensor.shape)],
-        [own * 2 ** sum(strides[d] < own for d in rows) for own in strides],
+        [size * 2 if d in batch_dims else size for d, size in enumerate(tensor.shape)],
+        [stride * 2 ** sum(strides[d] < stride for d in batch_dims) for stride in strides],
     )
 
 
-def double_placement(placement: Placement, rows: Dims) -> Placement:
-    """Where a tensor lies at twice the rows: what is cut inside of each row has more pieces."""
-    if isinstance(placement, Shard) and placement.interleave > 1 and placement.dim in rows:
+def double_placement(placement: Placement, batch_dims: Dims) -> Placement:
+    """The placement at twice the rows: a dim sharded inside each row has twice the pieces."""
+    if isinstance(placement, Shard) and placement.interleave > 1 and placement.dim in batch_dims:
         return Shard(placement.dim, placement.interleave * 2)
     return placement
 
 
 def double_operator(
-    operator: Operator, op_strategy: OpStrategy, read: Sequence[Dims], made: Sequence[Dims]
+    operator: Operator,
+    op_strategy: OpStrategy,
+    operand_dims: Sequence[Dims],
+    result_dims: Sequence[Dims],
 ) -> tuple[Operator, OpStrategy]:
-    """An operator and its way at twice the rows.
+    """An operator and its strategy at twice the rows.
 
     Args:
-        operator: on whole fake tensors.
-        op_strategy: how it is split.
-        read: of each operand, the dims over rows.
-        made: of each result.
+        operator: the operator on whole fake tensors.
+        op_strategy: its strategy.
+        operand_dims: batch dims of each operand.
+        result_dims: batch dims of each result.
     """
-    dims = iter(read)
+    dims = iter(operand_dims)
 
     def double(leaf: Any) -> Any:
         return double_tensor(leaf, next(dims)) if isinstance(leaf, torch.Tensor) else leaf
@@ -91,13 +91,13 @@ def double_operator(
     args, kwargs = pytree.tree_map(double, (list(operator.args), operator.kwargs))
     results = tuple(
         t if t is None else double_tensor(t, rows)
-        for t, rows in zip(operator.results, made, strict=True)
+        for t, rows in zip(operator.results, result_dims, strict=True)
     )
     return (
         Operator(operator.target, tuple(args), kwargs, results),
         replace(
             op_strategy,
-            operands=tuple(map(double_placement, op_strategy.operands, read)),
-            results=tuple(map(double_placement, op_strategy.results, made)),
+            operands=tuple(map(double_placement, op_strategy.operands, operand_dims)),
+            results=tuple(map(double_placement, op_strategy.results, result_dims)),
         ),
     )

@@ -1,0 +1,212 @@
+"""`StrategyChooser`: the cheapest strategy of an operator along the batch axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.cost_model.kernels.signature import describe_argument, moved_bytes
+from autopar.ir.batch_slicing import BatchSlices
+from autopar.ir.graph import Value, elements, operands
+from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.passes.core.node_builder import is_view
+from autopar.passes.data_parallel.redistribute import (
+    BYTES_PER_SENT_BYTE,
+    LATENCY,
+    Move,
+    move_cost,
+    moves,
+)
+from autopar.passes.rules.batch_loops import batch_loops, batch_strategies, draws_random
+from autopar.passes.rules.loops import DimAccess, Loop, Operator, Reduced, replicated, split_loop
+from autopar.passes.rules.operators.partial_linear import linear_strategies
+from autopar.passes.rules.registry import is_supported
+
+WHOLE, PARTIAL = Replicate(), Partial()
+
+ITERATIONS_PER_BYTE = 8.0
+"""Iterations of an operator's loops that cost as much as moving one byte of memory."""
+
+PENDING_SUM = 0.9 * LATENCY
+"""Cost of the later sum of a partial value, which may share a message with other sums."""
+
+
+@dataclass(frozen=True)
+class OperatorReads:
+    """An operator with the placements of the values that it reads.
+
+    Attributes:
+        node: the operator.
+        values: the value of each operand.
+        placements: the placement of each operand.
+        available: for each operand, placements that it was redistributed to already.
+        stays_partial: whether only gradients of parameters depend on its results.
+    """
+
+    node: fx.Node
+    values: tuple[Value, ...]
+    placements: tuple[Placement, ...]
+    available: tuple[frozenset[Placement], ...]
+    stays_partial: bool
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether every operand is replicated."""
+        return all(placement == WHOLE for placement in self.placements)
+
+    def moves_to(
+        self, wanted: Sequence[Placement], slices: BatchSlices
+    ) -> Iterator[tuple[Value, Move]]:
+        """The moves that bring each value to its wanted placement.
+
+        Raises:
+            ValueError: a value cannot be moved so.
+        """
+        columns = zip(self.values, self.placements, self.available, wanted, strict=True)
+        table = {value: (before, done, after) for value, before, done, after in columns}
+        for value, (before, available, after) in table.items():
+            path = moves(before, after, slices)
+            if path is None:
+                raise ValueError(f"{value.node} cannot be moved from {before} to {after}")
+            yield from ((value, move) for move in path if move.after not in available)
+
+
+class StrategyChooser:
+    """Chooses strategies by their cost; equal operators with equal operands share a choice."""
+
+    def __init__(self, slices: BatchSlices) -> None:
+        self.slices = slices
+        self._loops: dict[object, list[Loop]] = {}
+        self._chosen: dict[object, OpStrategy] = {}
+
+    def choose(self, reads: OperatorReads) -> OpStrategy:
+        """The cheapest strategy of an operator."""
+        repeats = tuple(reads.values.index(value) for value in reads.values)
+        key = (
+            _signature(reads.node),
+            reads.placements,
+            reads.available,
+            repeats,
+            reads.stays_partial,
+        )
+        if key not in self._chosen:
+            self._chosen[key] = min(self.strategies(reads), key=lambda s: self.cost(reads, s))
+        return self._chosen[key]
+
+    def strategies(self, reads: OperatorReads) -> Iterator[OpStrategy]:
+        """Every strategy of an operator that its operands can be moved to.
+
+        An unsupported operator is not probed if all its operands are whole.
+        """
+        operator = Operator.of(reads.node)
+        found = [replicated(operator)]
+        if not reads.are_whole or is_supported(operator.target):
+            for loop in self.loops_of(reads.node):
+                found += [split_loop(piece) for piece in self._pieces(loop, reads.placements)]
+        if not draws_random(operator):
+            backward = reads.node.meta["phase"] == "backward"
+            found += [
+                strategy
+                for strategy in (*linear_strategies(operator), *batch_strategies(operator))
+                if backward or PARTIAL not in strategy.operands
+            ]
+        for strategy in dict.fromkeys(found):
+            pairs = zip(reads.placements, strategy.operands, strict=True)
+            if all(moves(before, after, self.slices) is not None for before, after in pairs):
+                yield strategy
+
+    def loops_of(self, node: fx.Node) -> list[Loop]:
+        """The loops of an operator along the batch axis."""
+        key = _signature(node)
+        if key not in self._loops:
+            self._loops[key] = batch_loops(Operator.of(node))
+        return self._loops[key]
+
+    def _pieces(self, loop: Loop, placements: Sequence[Placement]) -> Iterator[Loop]:
+        """A loop in one piece, and in as many interleaved pieces as some operand."""
+        pieces = {1}
+        for access, placement in zip(loop.operands, placements, strict=True):
+            if (
+                isinstance(access, DimAccess)
+                and isinstance(placement, Shard)
+                and placement.dim == access.dim
+            ):
+                inside, rest = divmod(placement.interleave, access.interleave)
+                if not rest and loop.interleavable:
+                    pieces.add(inside)
+        for count in sorted(pieces):
+            if loop.size and self.slices.divides(loop.size, count):
+                yield loop.interleaved(count)
+
+    def cost(self, reads: OperatorReads, strategy: OpStrategy) -> float:
+        """The cost of a strategy and its consequences, in bytes of memory traffic."""
+        node, slices = reads.node, self.slices
+        placements = (*strategy.operands, *strategy.results)
+        is_sharded = any(isinstance(placement, Shard) for placement in placements)
+        total = 0.0
+        for value, move in reads.moves_to(strategy.operands, slices):
+            total += move_cost(move, value.tensor, slices)
+        total += self._work(node) / (slices.count if is_sharded else 1)
+        if draws_random(Operator.of(node)) and not is_sharded:
+            total += LATENCY  # slices agree on the numbers
+        for placement, tensor in zip(strategy.results, elements(node), strict=True):
+            if tensor is None:
+                continue
+            nbytes = tensor.numel() * tensor.element_size()
+            if isinstance(placement, Partial) and not reads.stays_partial:
+                total += PENDING_SUM + 2 * BYTES_PER_SENT_BYTE * nbytes
+            elif reads.are_whole and isinstance(placement, Shard):  # readers may want it whole
+                total += move_cost(Move("gather", placement, WHOLE), tensor, slices)
+            elif placement == WHOLE and reads.stays_partial:
+                total += 2 * nbytes
+        return total
+
+    def _work(self, node: fx.Node) -> float:
+        """Bytes that an operator moves, or its iterations in bytes if these take longer."""
+        if is_view(node):
+            return 0.0
+        loops = self._loops.get(_signature(node), [])
+        iterations = math.prod(loop.size for loop in loops if not loop.lowering)
+        return max(float(moved_bytes(node)), iterations / ITERATIONS_PER_BYTE)
+
+    def strategy_for_result(self, node: fx.Node, shard: Placement) -> OpStrategy | None:
+        """A strategy that computes a single result as a shard; None if there is none."""
+        if not isinstance(shard, Shard) or not is_supported(node.target):
+            return None
+        for loop in self.loops_of(node):
+            (access,) = loop.results
+            if loop.lowering or not isinstance(access, DimAccess) or access.dim != shard.dim:
+                continue
+            pieces, rest = divmod(shard.interleave, access.interleave)
+            fits = not rest and (loop.interleavable or pieces == 1)
+            if fits and loop.size and self.slices.divides(loop.size, pieces):
+                return split_loop(loop.interleaved(pieces))
+        return None
+
+
+def batch_dims_after(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """The batch dims of each result of an operator on one slice, by its rule."""
+    none: tuple[tuple[int, ...], ...] = ((),) * len(elements(node))
+    sources = operands(node)
+    read = [tuple((n.meta.get("batch_dims") or ((),))[0]) for n in sources]
+    known = all(isinstance(n.meta["val"], torch.Tensor) for n in sources)
+    if not (known and any(read) and is_supported(node.target)):
+        return none
+    for loop in batch_loops(Operator.of(node)):
+        if [_dims(access) for access in loop.operands] == read:
+            return tuple(map(_dims, loop.results))
+    return none
+
+
+def _dims(access: DimAccess | Reduced | None) -> tuple[int, ...]:
+    return (access.dim,) if isinstance(access, DimAccess) else ()
+
+
+def _signature(node: fx.Node) -> tuple[object, ...]:
+    """All that the loops of an operator depend on."""
+    return node.target, describe_argument(node.args), describe_argument(node.kwargs)
