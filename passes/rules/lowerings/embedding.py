@@ -1,7 +1,7 @@
-"""Own lowerings of what looks entries up by number, the numbered dim being sharded.
+"""Custom lowerings of embedding, indexing, gather and scatter along the sharded indexed dim.
 
-A rank knows the entries of its chunk. What is asked of others it answers with zero: the results are
-summands, or a rank's own part of a table. Nothing is sent.
+A rank has the entries of its chunk and yields zeros for all others, so results are partial sums or
+shards of a table. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from autopar.passes.rules.loops import DimAccess, Loop, Operator, Reduced
 from autopar.passes.rules.lowerings.context import LoweringContext, aten, value
 
 
-def places(ctx: LoweringContext, numbers: fx.Node, entries: int) -> tuple[fx.Node, fx.Node]:
-    """Where some of `entries` lie in this rank's chunk, 0 if they do not; and whether they do."""
+def local_indices(ctx: LoweringContext, indices: fx.Node, entries: int) -> tuple[fx.Node, fx.Node]:
+    """Indices into this rank's chunk of `entries`, 0 outside of it, and whether they are inside."""
     begin, width = ctx.chunk(entries)
-    place = ctx.op(aten.sub.Scalar, numbers, begin)
+    local = ctx.op(aten.sub.Scalar, indices, begin)
     known = ctx.op(
         aten.logical_and.default,
-        ctx.op(aten.ge.Scalar, place, 0),
-        ctx.op(aten.lt.Scalar, place, width),
+        ctx.op(aten.ge.Scalar, local, 0),
+        ctx.op(aten.lt.Scalar, local, width),
     )
-    return ctx.op(aten.where.ScalarOther, known, place, 0), known
+    return ctx.op(aten.where.ScalarOther, known, local, 0), known
 
 
 def zero_unless(ctx: LoweringContext, known: fx.Node, node: fx.Node, first: int = 0) -> fx.Node:
-    """Zeros where an entry is not known; its dims begin at dim `first` of the node."""
+    """The node with zeros where `known` is false; dim 0 of `known` is dim `first` of the node."""
     shape = [1] * first + list(value(known).shape)
     shape += [1] * (value(node).dim() - len(shape))
     return ctx.op(aten.where.ScalarOther, ctx.op(aten.view.default, known, shape), node, 0)
@@ -39,34 +39,34 @@ def zero_unless(ctx: LoweringContext, known: fx.Node, node: fx.Node, first: int 
 
 
 def _entries(operator: Operator) -> list[Loop]:
-    """(weight, indices, ...): the entries."""
+    """(weight, indices, ...): entries."""
     part: Reduced = "sum"
     return [Loop(operator.operands[0].shape[0], (DimAccess(0), None), (part,), interleavable=False)]
 
 
 def _embedding(ctx: LoweringContext) -> list[fx.Node]:
-    weight, numbers = ctx.shards
-    place, known = places(ctx, numbers, ctx.operator.operands[0].shape[0])
-    return [zero_unless(ctx, known, ctx.op(aten.embedding.default, weight, place))]
+    weight, indices = ctx.shards
+    local, known = local_indices(ctx, indices, ctx.operator.operands[0].shape[0])
+    return [zero_unless(ctx, known, ctx.op(aten.embedding.default, weight, local))]
 
 
 def _entries_backward(operator: Operator) -> list[Loop]:
-    """(gradient, indices, entries, padding, by frequency): the entries, of the result alone."""
+    """(gradient, indices, entries, padding, by frequency): entries, of the result alone."""
     by_frequency = operator.args[4]
     loop = Loop(operator.args[2], (None, None), (DimAccess(0),), interleavable=False)
     return [] if by_frequency else [loop]
 
 
 def _embedding_backward(ctx: LoweringContext) -> list[fx.Node]:
-    """What is not this rank's goes into one more entry, which is left out."""
-    gradient, numbers, entries, padding, by_frequency = ctx.arguments.args
+    """Adds gradients of other ranks' entries to one more entry, which is dropped."""
+    gradient, indices, entries, padding, by_frequency = ctx.arguments.args
     _, width = ctx.chunk(entries)
-    place, known = places(ctx, numbers, entries)
+    local, known = local_indices(ctx, indices, entries)
     if padding >= 0:
-        real = ctx.op(aten.ne.Scalar, numbers, padding)
+        real = ctx.op(aten.ne.Scalar, indices, padding)
         known = ctx.op(aten.logical_and.default, known, real)
-    place = ctx.op(aten.where.ScalarOther, known, place, width)
-    table = ctx.op(ctx.operator.target, gradient, place, width + 1, width, by_frequency)
+    local = ctx.op(aten.where.ScalarOther, known, local, width)
+    table = ctx.op(ctx.operator.target, gradient, local, width + 1, width, by_frequency)
     return [ctx.op(aten.slice.Tensor, table, 0, 0, width)]
 
 
@@ -74,11 +74,11 @@ def _embedding_backward(ctx: LoweringContext) -> list[fx.Node]:
 
 
 def _indexed(operator: Operator) -> int | None:
-    """The dim that `index` or `index_put` indexes, None unless it is one, by integers."""
-    given = [(dim, i) for dim, i in enumerate(operator.args[1]) if i is not None]
-    if len(given) != 1 or given[0][1].dtype == torch.bool:
+    """The dim of `index` or `index_put`, None unless one dim is indexed by integers."""
+    indexed = [(dim, i) for dim, i in enumerate(operator.args[1]) if i is not None]
+    if len(indexed) != 1 or indexed[0][1].dtype == torch.bool:
         return None
-    return given[0][0]
+    return indexed[0][0]
 
 
 def _index_dim(operator: Operator) -> list[Loop]:
@@ -91,10 +91,10 @@ def _index_dim(operator: Operator) -> list[Loop]:
 
 
 def _index(ctx: LoweringContext) -> list[fx.Node]:
-    source, numbers = ctx.shards
+    source, indices = ctx.shards
     dim = ctx.shard.dim
-    place, known = places(ctx, _positive(ctx, numbers, dim), _size(ctx, dim))
-    found = ctx.op(aten.index.Tensor, source, [None] * dim + [place])
+    local, known = local_indices(ctx, _nonnegative(ctx, indices, dim), _entries_of(ctx, dim))
+    found = ctx.op(aten.index.Tensor, source, [None] * dim + [local])
     return [zero_unless(ctx, known, found, dim)]
 
 
@@ -102,9 +102,9 @@ def _index_put_dim(operator: Operator) -> list[Loop]:
     dim = _indexed(operator)
     if dim is None or not operator.argument(3, "accumulate", False):
         return []
-    values, numbers = operator.operands[2], operator.operands[1]
-    if values.dim() != operator.operands[0].dim() - 1 + numbers.dim():
-        return []  # they are broadcast
+    values, indices = operator.operands[2], operator.operands[1]
+    if values.dim() != operator.operands[0].dim() - 1 + indices.dim():
+        return []  # values are broadcast
     return [
         Loop(
             operator.operands[0].shape[dim],
@@ -116,26 +116,26 @@ def _index_put_dim(operator: Operator) -> list[Loop]:
 
 
 def _index_put(ctx: LoweringContext) -> list[fx.Node]:
-    target, numbers, values = ctx.shards
+    target, indices, values = ctx.shards
     dim = ctx.shard.dim
-    place, known = places(ctx, _positive(ctx, numbers, dim), _size(ctx, dim))
+    local, known = local_indices(ctx, _nonnegative(ctx, indices, dim), _entries_of(ctx, dim))
     values = zero_unless(ctx, known, values, dim)
-    return [ctx.op(aten.index_put.default, target, [None] * dim + [place], values, True)]
+    return [ctx.op(aten.index_put.default, target, [None] * dim + [local], values, True)]
 
 
-def _positive(ctx: LoweringContext, numbers: fx.Node, dim: int) -> fx.Node:
-    """Numbers from the front: negative ones count from the end."""
-    later = ctx.op(aten.add.Scalar, numbers, _size(ctx, dim))
-    return ctx.op(aten.where.self, ctx.op(aten.lt.Scalar, numbers, 0), later, numbers)
+def _nonnegative(ctx: LoweringContext, indices: fx.Node, dim: int) -> fx.Node:
+    """Indices without negative ones, which count from the end."""
+    later = ctx.op(aten.add.Scalar, indices, _entries_of(ctx, dim))
+    return ctx.op(aten.where.self, ctx.op(aten.lt.Scalar, indices, 0), later, indices)
 
 
-def _size(ctx: LoweringContext, dim: int) -> int:
-    """The entries that there are on all ranks together."""
+def _entries_of(ctx: LoweringContext, dim: int) -> int:
+    """Whole size of the indexed dim."""
     return ctx.operator.operands[0].shape[dim]
 
 
 def _along_dim(operator: Operator) -> list[Loop]:
-    """(source, dim, numbers): the dim of the source."""
+    """(source, dim, indices): the dim of the source."""
     source = operator.operands[0]
     if not source.dim():
         return []
@@ -144,16 +144,16 @@ def _along_dim(operator: Operator) -> list[Loop]:
 
 
 def _gather(ctx: LoweringContext) -> list[fx.Node]:
-    source, numbers = ctx.shards
+    source, indices = ctx.shards
     dim = ctx.shard.dim
-    place, known = places(ctx, numbers, _size(ctx, dim))
-    found = ctx.op(ctx.operator.target, source, dim, place)
+    local, known = local_indices(ctx, indices, _entries_of(ctx, dim))
+    found = ctx.op(ctx.operator.target, source, dim, local)
     first = dim if ctx.operator.target is aten.index_select.default else 0
     return [zero_unless(ctx, known, found, first)]
 
 
 def _scatter_dim(operator: Operator) -> list[Loop]:
-    """(target, dim, numbers, summands): the dim of the target."""
+    """(target, dim, indices, summands): the dim of the target."""
     return [
         replace(loop, operands=(loop.operands[0], None, None), results=(loop.operands[0],))
         for loop in _along_dim(operator)
@@ -161,13 +161,13 @@ def _scatter_dim(operator: Operator) -> list[Loop]:
 
 
 def _scatter_add(ctx: LoweringContext) -> list[fx.Node]:
-    target, numbers, summands = ctx.shards
+    target, indices, summands = ctx.shards
     dim = ctx.shard.dim
-    place, known = places(ctx, numbers, _size(ctx, dim))
-    for each, size in enumerate(value(place).shape):
+    local, known = local_indices(ctx, indices, _entries_of(ctx, dim))
+    for each, size in enumerate(value(local).shape):
         summands = ctx.op(aten.slice.Tensor, summands, each, 0, size)
     summands = zero_unless(ctx, known, summands)
-    return [ctx.op(aten.scatter_add.default, target, dim, place, summands)]
+    return [ctx.op(aten.scatter_add.default, target, dim, local, summands)]
 
 
 LOWERINGS: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Rules and custom lowerings of losses that compare two tensors element by element.
 
-Without reduction they are pointwise, and a sum over shards is a part of the sum. A mean divides by
-the elements of the whole, which a shard does not know: its lowering sums and divides by these.
+Without a reduction they are pointwise, and sums over shards are partial sums. A mean divides by the
+number of elements of the whole, so its lowering sums a shard and divides by that number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def loss(operator: Operator) -> list[Loop]:
 
 
 def loss_backward(operator: Operator) -> list[Loop]:
-    """(gradient, input, target, ...): every dim, unless the gradient is that of a mean."""
+    """(gradient, input, target, ...): every dim, unless the reduction is a mean."""
     return _dims(operator, (NONE, SUM), first=1)
 
 
@@ -53,7 +53,7 @@ def _mean_backward(operator: Operator) -> list[Loop]:
 
 
 def _dims(operator: Operator, reductions: tuple[int, ...], first: int) -> list[Loop]:
-    """The dims of the input, which stands at operand `first`; others are aligned at their last."""
+    """The dims of the input, which is operand `first`; the others are broadcast to it."""
     how = _reduction(operator)
     if how not in reductions:
         return []
@@ -65,7 +65,7 @@ def _dims(operator: Operator, reductions: tuple[int, ...], first: int) -> list[L
         return DimAccess(own) if own >= 0 and tensor.shape[own] == shape[dim] != 1 else None
 
     if operator.operands[first + 1].shape != shape:
-        return []  # one is broadcast
+        return []  # input or target is broadcast
     return [
         Loop(
             size,
@@ -77,7 +77,7 @@ def _dims(operator: Operator, reductions: tuple[int, ...], first: int) -> list[L
 
 
 def _place(operator: Operator) -> int:
-    """The place of the argument `reduction`."""
+    """Index of the argument `reduction`."""
     names = [argument.name for argument in operator.target._schema.arguments]
     return names.index("reduction")
 
@@ -87,7 +87,7 @@ def _reduction(operator: Operator) -> Any:
 
 
 def _summed(ctx: LoweringContext) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with a sum in the place of the mean."""
+    """The arguments with a sum instead of the mean."""
     args, kwargs = list(ctx.arguments.args), dict(ctx.arguments.kwargs)
     place = _place(ctx.operator)
     if place < len(args):

@@ -1,7 +1,7 @@
-"""Own lowerings of the negative log-likelihood: its classes sharded, or what a mean is over.
+"""Custom lowerings of the negative log-likelihood with sharded classes, or rows of a mean.
 
-With those of log-softmax a cross-entropy never gathers the logits, of which each rank has a part of
-the vocabulary: what is sent are numbers a row.
+Together with those of log-softmax, a cross-entropy over a sharded vocabulary sends a few numbers
+for each row and never gathers the logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.passes.rules.loops import DimAccess, Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext, aten, value
-from autopar.passes.rules.lowerings.embedding import places, zero_unless
+from autopar.passes.rules.lowerings.embedding import local_indices, zero_unless
 from autopar.passes.rules.operators.structured import targets
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -33,8 +33,8 @@ def _classes(operator: Operator) -> list[Loop]:
 
 def _nll_loss(ctx: LoweringContext) -> list[fx.Node]:
     log, target, weights, reduction, ignored = ctx.arguments.args
-    place, known = places(ctx, target, ctx.operator.operands[0].shape[1])
-    column = ctx.op(aten.unsqueeze.default, place, 1)
+    local, known = local_indices(ctx, target, ctx.operator.operands[0].shape[1])
+    column = ctx.op(aten.unsqueeze.default, local, 1)
     found = ctx.op(aten.squeeze.dim, ctx.op(aten.gather.default, log, 1, column), 1)
     counted = ctx.op(aten.ne.Scalar, target, ignored)
     each = _weights(ctx, target, counted, weights, value(log).dtype)
@@ -54,7 +54,7 @@ def _weights(
     weights: fx.Node | None,
     dtype: torch.dtype,
 ) -> fx.Node:
-    """What each row counts: its class's weight or 1, nothing if it is ignored."""
+    """The weight of each row: of its class or 1, and 0 if it is ignored."""
     if weights is None:
         return ctx.cast(counted, dtype)
     number = ctx.op(aten.where.ScalarOther, counted, target, 0)
@@ -62,7 +62,7 @@ def _weights(
 
 
 def _rows(operator: Operator) -> list[Loop]:
-    """As `_classes`: all else of a mean, which is over how many of all targets count."""
+    """Arguments as in `_classes`: the loops of a mean, all dims but classes."""
     source, *others = operator.operands
     rest = (None,) * (len(others) - 1)
     return [
@@ -73,7 +73,7 @@ def _rows(operator: Operator) -> list[Loop]:
 
 
 def _nll_loss_rows(ctx: LoweringContext) -> list[fx.Node]:
-    """The sum over all rows, over their total weight: both in one message."""
+    """Sums the loss and the weight of all rows in one message, and divides."""
     log, target, weights, _, ignored = ctx.arguments.args
     pair = ctx.op(ctx.operator.target, log, target, weights, SUM, ignored)
     sums = [ctx.op(getitem, pair, 0), _total(ctx, pair)]
@@ -83,7 +83,7 @@ def _nll_loss_rows(ctx: LoweringContext) -> list[fx.Node]:
 
 
 def _total(ctx: LoweringContext, pair: fx.Node) -> fx.Node:
-    """The weight of a rank's rows: of the targets alone, so that no schedule waits for the loss."""
+    """The weight of this rank's rows, which depends on targets alone, not on the loss."""
     log, target, weights, _, ignored = ctx.arguments.args
     if weights is not None:
         return ctx.op(getitem, pair, 1)
@@ -104,7 +104,7 @@ def _classes_backward(operator: Operator) -> list[Loop]:
 
 def _nll_loss_backward(ctx: LoweringContext) -> list[fx.Node]:
     gradient, log, target, weights, reduction, ignored, total = ctx.arguments.args
-    place, known = places(ctx, target, ctx.operator.operands[1].shape[1])
+    local, known = local_indices(ctx, target, ctx.operator.operands[1].shape[1])
     each = ctx.op(aten.neg.default, gradient)
     if reduction == MEAN:
         each = ctx.op(aten.div.Tensor, each, total)
@@ -113,8 +113,8 @@ def _nll_loss_backward(ctx: LoweringContext) -> list[fx.Node]:
     known = ctx.op(aten.logical_and.default, known, counted)
     each = zero_unless(ctx, known, ctx.op(aten.mul.Tensor, each, counts))
     zeros = ctx.op(aten.new_zeros.default, log, list(value(log).shape))
-    place, each = (ctx.op(aten.unsqueeze.default, n, 1) for n in (place, each))
-    return [ctx.op(aten.scatter.src, zeros, 1, place, each)]
+    local, each = (ctx.op(aten.unsqueeze.default, n, 1) for n in (local, each))
+    return [ctx.op(aten.scatter.src, zeros, 1, local, each)]
 
 
 LOWERINGS: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Own lowerings of what is drawn at random: drawn whole on every rank, which keeps its shard.
+"""Custom lowerings of random operators: every rank draws the whole and keeps its shard.
 
-So the numbers are those of one device, and every rank's generator stands where its would.
+Numbers and generator states are those of one device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIKE = (
     aten.normal_functional.default,
     aten.exponential.default,
 )
-"""What draws a tensor of the shape of another, whose elements are not looked at."""
+"""Operators that draw a tensor in the shape of another."""
 
 MADE = (
     aten.rand.default,
@@ -32,10 +32,10 @@ MADE = (
     aten.randint.low,
     aten.normal.float_float,
 )
-"""What draws a tensor of a shape."""
+"""Operators that draw a tensor of a given shape."""
 
 OF = (aten.bernoulli.default, aten.poisson.default)
-"""What draws by numbers that differ from element to element."""
+"""Operators that draw by parameters of each element."""
 
 
 def _dims(operator: Operator) -> list[Loop]:

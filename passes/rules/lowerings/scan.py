@@ -1,6 +1,6 @@
-"""Own lowerings of cumulative sums and extrema, the dim that they run over being sharded.
+"""Custom lowerings of cumulative sums and extrema along a sharded dim.
 
-What is sent are totals or extrema of a rank's part, one number for each row.
+Ranks exchange the total or extremum of their shard, one number for each row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.passes.rules.operators.generic import reduced_dims
 
 
 def _scanned(operator: Operator) -> list[Loop]:
-    """(source, dim): the dim, in order."""
+    """(source, dim): the dim."""
     source = operator.operands[0]
     return [
         Loop(source.shape[dim], (DimAccess(dim),), (DimAccess(dim),), interleavable=False)
@@ -28,22 +28,22 @@ def _scanned(operator: Operator) -> list[Loop]:
 
 
 def _cumsum(ctx: LoweringContext) -> list[fx.Node]:
-    """A rank's own sums, and the totals of the ranks before it."""
+    """Sums of the shard, plus the totals of the ranks before it."""
     dim, dtype = ctx.shard.dim, ctx.operator.results[0].dtype
-    own = ctx.op(aten.cumsum.default, ctx.shards[0], dim, dtype=dtype)
-    width = value(own).shape[dim]
-    totals = ctx.gather_stacked(ctx.op(aten.slice.Tensor, own, dim, width - 1, width))
+    local = ctx.op(aten.cumsum.default, ctx.shards[0], dim, dtype=dtype)
+    width = value(local).shape[dim]
+    totals = ctx.gather_stacked(ctx.op(aten.slice.Tensor, local, dim, width - 1, width))
     later = [0, 0] * (value(totals).dim() - 1) + [1, -1]
     before = ctx.op(aten.constant_pad_nd.default, totals, later)
     sums = ctx.op(aten.cumsum.default, before, 0, dtype=dtype)
-    return [ctx.op(aten.add.Tensor, own, ctx.op(aten.select.int, sums, 0, ctx.rank))]
+    return [ctx.op(aten.add.Tensor, local, ctx.op(aten.select.int, sums, 0, ctx.rank))]
 
 
 # -- extrema -----------------------------------------------------------------------------------
 
 
 def _reduced(operator: Operator) -> list[Loop]:
-    """(source, dims): each dim that is reduced; of what has a sign. Results are whole."""
+    """(source, dims): each reduced dim, if the dtype is signed; results are whole."""
     source = operator.operands[0]
     results = (None,) * len(operator.results)
     dims = reduced_dims(operator, 1) if source.dtype.is_signed else []
@@ -54,23 +54,23 @@ def _reduced(operator: Operator) -> list[Loop]:
 
 def _least(ctx: LoweringContext) -> list[fx.Node]:
     args = ctx.arguments
-    own = ctx.op(args.target, *args.args, **args.kwargs)
-    (least,) = ctx.all_reduce(ctx.op(aten.neg.default, own), op="max")
+    local = ctx.op(args.target, *args.args, **args.kwargs)
+    (least,) = ctx.all_reduce(ctx.op(aten.neg.default, local), op="max")
     return [ctx.op(aten.neg.default, least)]
 
 
 def _extremum(
     largest: bool, takes_dim: Callable[..., Any]
 ) -> Callable[[LoweringContext], list[fx.Node]]:
-    """The extreme value over a dim, and the first place where it stands."""
+    """The extreme value over a dim, and its first index."""
 
     def lower(ctx: LoweringContext) -> list[fx.Node]:
         source, dim = ctx.shards[0], ctx.shard.dim
         size = ctx.operator.operands[0].shape[dim]
         begin, _ = ctx.chunk(size)
         pair = ctx.op(takes_dim, source, dim, True)
-        own, place = (ctx.op(getitem, pair, i) for i in (0, 1))
-        high = own if largest else ctx.op(aten.neg.default, own)
+        local, place = (ctx.op(getitem, pair, i) for i in (0, 1))
+        high = local if largest else ctx.op(aten.neg.default, local)
         (top,) = ctx.all_reduce(high, op="max")
         place = ctx.op(aten.add.Scalar, place, begin)
         beaten = ctx.op(aten.lt.Tensor, high, top)
@@ -87,7 +87,7 @@ def _extremum(
 
 
 def _one_dim(operator: Operator) -> list[Loop]:
-    """As `_reduced`, where a dim is given: without one places are counted through all dims."""
+    """As `_reduced` if a dim is given; without one, indices are over all dims."""
     return [] if operator.argument(1, "dim") is None else _reduced(operator)
 
 

@@ -1,4 +1,4 @@
-"""The oracle: a way of an operator is right if the operator, run on shards, says so."""
+"""The oracle: a strategy is correct if the operator on shards computes the whole result."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 
 
 def shard_tensor(tensor: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Tensor]:
-    """What each rank holds of a tensor; summands of a partial one are random.
+    """The local tensor of each rank; summands of a partial sum are random.
 
     Raises:
-        PassError: the dim cannot be cut so.
+        PassError: the ranks do not divide the dim.
     """
     if isinstance(placement, Shard):
         size, pieces = tensor.shape[placement.dim], placement.interleave
         if not can_cut(size, ranks, pieces):
-            raise PassError(f"{placement} does not cut {list(tensor.shape)} over {ranks} ranks")
+            raise PassError(f"{placement} does not divide {list(tensor.shape)} over {ranks} ranks")
         if pieces == 1:
             chunks = tensor.split(chunk_rows(size, ranks), placement.dim)
             return [chunk.clone(memory_format=torch.contiguous_format) for chunk in chunks]
@@ -47,7 +47,7 @@ def shard_tensor(tensor: torch.Tensor, placement: Placement, ranks: int) -> list
 
 
 def unshard(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor | None:
-    """The whole that ranks hold parts of; None if they should agree and do not."""
+    """The whole of the ranks' local tensors; None if they are replicated and differ."""
     if isinstance(placement, Shard) and placement.interleave == 1:
         return torch.cat(list(parts), placement.dim)
     if isinstance(placement, Shard):
@@ -61,23 +61,23 @@ def unshard(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor
 
 
 def is_correct(operator: Operator, op_strategy: OpStrategy, ranks: int) -> bool:
-    """Whether an operator on real tensors gives the same by a way as in one piece."""
+    """Whether an operator on real tensors computes the same by a strategy as on one device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        got = run_on_shards(operator, op_strategy, ranks)
+        local_results = run_on_shards(operator, op_strategy, ranks)
         torch.manual_seed(0)
-        want = run_operator(operator)
-    for place, placement in enumerate(op_strategy.results):
-        parts = [results[place] for results in got]
-        if want[place] is None:
+        expected = run_operator(operator)
+    for index, placement in enumerate(op_strategy.results):
+        parts = [results[index] for results in local_results]
+        if expected[index] is None:
             continue
         if any(part is None for part in parts):
             return False
         try:
-            made = unshard(parts, placement)
+            result = unshard(parts, placement)
         except RuntimeError:
             return False
-        if made is None or not is_close(made, want[place]):
+        if result is None or not is_close(result, expected[index]):
             return False
     return True
 
@@ -85,34 +85,34 @@ def is_correct(operator: Operator, op_strategy: OpStrategy, ranks: int) -> bool:
 def run_on_shards(
     operator: Operator, op_strategy: OpStrategy, ranks: int
 ) -> Sequence[Sequence[Any]]:
-    """What each rank yields for an operator on real tensors, computed by a way."""
+    """The results of each rank for an operator on real tensors, by a strategy."""
     whole = operator.operands
-    cuts = [shard_tensor(t, p, ranks) for t, p in zip(whole, op_strategy.operands, strict=True)]
-    shards = [[parts[rank] for parts in cuts] for rank in range(ranks)]
+    columns = [shard_tensor(t, p, ranks) for t, p in zip(whole, op_strategy.operands, strict=True)]
+    shards = [[parts[rank] for parts in columns] for rank in range(ranks)]
     if op_strategy.lowering:
         return run_spmd(
             [program(operator, op_strategy, ranks, rank) for rank in range(ranks)], shards
         )
     return [
-        run_operator(local_arguments(operator, op_strategy, own, ranks, rank))
-        for rank, own in enumerate(shards)
+        run_operator(local_arguments(operator, op_strategy, local, ranks, rank))
+        for rank, local in enumerate(shards)
     ]
 
 
 def run_operator(operator: Operator) -> tuple[Any, ...]:
-    """Runs an operator; its results as a tuple."""
+    """The results of an operator, as a tuple."""
     value = operator.target(*operator.args, **operator.kwargs)
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def is_close(have: torch.Tensor, want: torch.Tensor) -> bool:
+def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two tensors are equal up to rounding."""
-    if have.shape != want.shape or have.dtype != want.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    if not want.dtype.is_floating_point:
-        return torch.equal(have, want)
-    bound = math.sqrt(torch.finfo(want.dtype).eps)
-    return torch.allclose(have, want, rtol=bound, atol=bound, equal_nan=True)
+    if not expected.dtype.is_floating_point:
+        return torch.equal(actual, expected)
+    bound = math.sqrt(torch.finfo(expected.dtype).eps)
+    return torch.allclose(actual, expected, rtol=bound, atol=bound, equal_nan=True)
 
 
 def on_random_tensors(operator: Operator, generator: torch.Generator | None = None) -> Operator:
@@ -122,10 +122,10 @@ def on_random_tensors(operator: Operator, generator: torch.Generator | None = No
         if not isinstance(value, torch.Tensor):
             return value
         if value.dtype.is_floating_point:
-            made = torch.rand(value.shape, dtype=torch.float64, generator=generator) + 0.1
-            return made.to(value.dtype)
+            result = torch.rand(value.shape, dtype=torch.float64, generator=generator) + 0.1
+            return result.to(value.dtype)
         return torch.zeros(value.shape, dtype=value.dtype)
 
     args, kwargs = pytree.tree_map(make, (list(operator.args), operator.kwargs))
-    made = Operator(operator.target, tuple(args), kwargs, ())
-    return Operator(made.target, made.args, made.kwargs, run_operator(made))
+    result = Operator(operator.target, tuple(args), kwargs, ())
+    return Operator(result.target, result.args, result.kwargs, run_operator(result))

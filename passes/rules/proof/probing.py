@@ -1,10 +1,9 @@
-"""Probing: the loops of an operator that has no rule, found by running it.
+"""Probing: loops of an operator without a rule, found by running it.
 
-A hypothesis is a loop: one dim of each result, and for each operand a dim of that size or none.
-The oracle runs the operator on shards of small random tensors, and what holds for 2 and for 3 ranks
-is taken as a loop, of equal chunks. What was found is kept on disk. Operators that draw random
-numbers, write to their operands, look at values to find their shapes or read bytes that may be an
-opaque workspace are not probed: they stay whole.
+A hypothesis is a loop over one dim of each result and a dim of the same size, or none, of each
+operand. The oracle runs the operator on shards of small random tensors; a hypothesis that is
+correct for 2 and for 3 ranks is a loop with equal chunks. Loops are cached on disk. Operators that
+draw random numbers, write to operands, have data-dependent shapes or read opaque bytes stay whole.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from autopar.passes.rules.proof.oracle import is_correct, run_operator, shard_te
 
 RANKS = (2, 3)
 LARGEST = 1 << 16
-"""Elements that a tensor may have to be probed."""
+"""Largest number of elements of a tensor to probe."""
 
-_TRIED = 200  # hypotheses a dim of the result
+_MAX_HYPOTHESES = 200  # for each dim of the result
 _UNFIT = (
     torch.Tag.nondeterministic_seeded,
     torch.Tag.data_dependent_output,
@@ -37,20 +36,20 @@ _UNFIT = (
 
 
 def probe_loops(operator: Operator) -> list[Loop]:
-    """The loops of an operator as far as running it shows them; none if it cannot be probed."""
+    """The loops of an operator that running it shows; none if it cannot be probed."""
     if not can_be_probed(operator):
         return []
     text = operator_text(operator)
     path = cache_directory() / "probes" / f"{digest({'operator': text, **_facts()})}.json"
-    kept = read_cached(path, lambda data: [_loop(operator, **fields) for fields in data])
-    if kept is None:
-        kept = list(_found(operator))
-        write_json(path, [asdict(loop) for loop in kept])
-    return kept
+    cached = read_cached(path, lambda data: [_loop(operator, **fields) for fields in data])
+    if cached is None:
+        cached = list(_probe(operator))
+        write_json(path, [asdict(loop) for loop in cached])
+    return cached
 
 
 def can_be_probed(operator: Operator) -> bool:
-    """Whether an operator yields tensors, the same ones for the same operands, and no more."""
+    """Whether an operator is a pure function from tensors to tensors."""
     target = operator.target
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
@@ -63,7 +62,7 @@ def can_be_probed(operator: Operator) -> bool:
 
 
 def operator_text(operator: Operator) -> str:
-    """An operator and the shapes and dtypes that it is called with, as a text."""
+    """An operator with the shapes and dtypes of its arguments, as text."""
 
     def text(leaf: Any) -> Any:
         return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
@@ -76,14 +75,14 @@ def _facts() -> Mapping[str, str]:
 
 
 def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields: Any) -> Loop:
-    """A loop as it is kept on disk.
+    """A loop read from disk.
 
     Raises:
         ValueError: the operator has no such loop.
     """
 
-    def at(kept: Any) -> Any:
-        return DimAccess(**kept) if isinstance(kept, dict) else kept
+    def at(cached: Any) -> Any:
+        return DimAccess(**cached) if isinstance(cached, dict) else cached
 
     def size_at(tensor: torch.Tensor, place: Any) -> int:
         return tensor.shape[place.dim]
@@ -99,8 +98,8 @@ def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields:
 # -- small tensors of the same structure -------------------------------------------------------
 
 
-def _found(operator: Operator) -> Iterator[Loop]:
-    """The loops of an operator, found on tensors as small as it bears."""
+def _probe(operator: Operator) -> Iterator[Loop]:
+    """The loops of an operator, found on small tensors, or on its own sizes if it refuses those."""
     for size in (_shrunk(operator), lambda n: n):
         sample = _sampled(operator, size)
         if sample is not None:
@@ -109,7 +108,7 @@ def _found(operator: Operator) -> Iterator[Loop]:
 
 
 def _shrunk(operator: Operator) -> Callable[[int], int]:
-    """Small sizes for large ones, equal ones for equal ones, that 2 and 3 ranks divide."""
+    """Maps sizes to small ones that 2 and 3 ranks divide, equal sizes to equal ones."""
     shapes = [t.shape for t in (*operator.operands, *operator.results)]
     sizes = sorted({size for shape in shapes for size in shape if size > 1})
     small = {size: 6 * (place + 1) for place, size in enumerate(sizes)}
@@ -135,7 +134,7 @@ def _sampled(operator: Operator, size: Callable[[int], int]) -> Operator | None:
     sample = Operator(target, tuple(args), kwargs, ())
     try:
         results = run_operator(sample)
-    except Exception:  # whatever an operator has against these tensors
+    except Exception:  # operators raise anything for arguments that they refuse
         return None
     want = [[size(n) for n in t.shape] for t in operator.results]
     if [list(t.shape) for t in results] != want:
@@ -144,7 +143,7 @@ def _sampled(operator: Operator, size: Callable[[int], int]) -> Operator | None:
 
 
 def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Numbers from 0.1 to 1.1, integers below the sizes that are tried."""
+    """Random numbers from 0.1 to 1.1, or integers below the sizes that are tried."""
     if dtype.is_floating_point or dtype.is_complex:
         return (torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1).to(dtype)
     top = 2 if dtype == torch.bool else 6
@@ -155,27 +154,27 @@ def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) ->
 
 
 def _loops(operator: Operator, sample: Operator) -> Iterator[Loop]:
-    """What holds on a sample, at the sizes of the operator itself."""
+    """The loops that are correct on a sample, at the sizes of the operator itself."""
     first, *others = sample.results
     for dim, size in enumerate(first.shape):
         choices = [_dims_of(size, t, dim) for t in (*sample.operands, *others)]
-        for places in islice(product(*choices), _TRIED):
+        for places in islice(product(*choices), _MAX_HYPOTHESES):
             count = len(sample.operands)
             results = (DimAccess(dim), *places[count:])
             loop = Loop(size, places[:count], results, interleavable=False, even_only=True)
-            if any(places[:count]) and None not in places[count:] and _holds(sample, loop):
+            if any(places[:count]) and None not in places[count:] and _is_loop(sample, loop):
                 yield replace(loop, size=operator.results[0].shape[dim])
                 break
 
 
 def _dims_of(size: int, tensor: torch.Tensor, dim: int) -> list[DimAccess | None]:
-    """Where a loop may run in a tensor: at the same dim, at others of its size, nowhere."""
+    """Possible accesses of a loop to a tensor: the same dim, others of its size, none."""
     same = [d for d, n in enumerate(tensor.shape) if n == size]
     return [*(DimAccess(d) for d in sorted(same, key=lambda d: (d != dim, d))), None]
 
 
 def _check_shards(sample: Operator, op_strategy: OpStrategy, ranks: int) -> None:
-    """Runs an operator on fake shards: it raises where kernels might read beyond their operands."""
+    """Runs an operator on fake shards, which raises where kernels might read out of bounds."""
     pairs = zip(sample.operands, op_strategy.operands, strict=True)
     parts = [shard_tensor(tensor, placement, ranks)[0] for tensor, placement in pairs]
     with FakeTensorMode() as mode:
@@ -183,12 +182,12 @@ def _check_shards(sample: Operator, op_strategy: OpStrategy, ranks: int) -> None
         run_operator(local_arguments(sample, op_strategy, shards, ranks))
 
 
-def _holds(sample: Operator, loop: Loop) -> bool:
-    """Whether shards give the whole, for each number of ranks that divides the loop."""
+def _is_loop(sample: Operator, loop: Loop) -> bool:
+    """Whether a loop is correct for each number of ranks that divides it."""
     tried = [ranks for ranks in RANKS if loop.size % ranks == 0 and loop.size > 1]
     try:
         for ranks in tried:
             _check_shards(sample, split_loop(loop), ranks)
         return bool(tried) and all(is_correct(sample, split_loop(loop), ranks) for ranks in tried)
-    except Exception:  # whatever an operator has against these shards
+    except Exception:  # operators raise anything for shards that they refuse
         return False

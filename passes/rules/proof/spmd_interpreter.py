@@ -1,8 +1,7 @@
-"""All ranks in one process: their graphs run in lockstep, collectives combined.
+"""`run_spmd`: the graphs of all ranks, run in lockstep in one process on real tensors.
 
-For proofs: what a pass or a lowering wrote for every rank is run on real tensors. Collectives are
-those of `passes/core/collective_ops.py`, not lowered yet. Each rank has its own generator; all
-start where torch's stands.
+Proofs of passes and lowerings use it. Collectives are those of `passes/core/collective_ops.py`, not
+lowered. Each rank has its own random generator, which starts in the state of torch's.
 """
 
 from __future__ import annotations
@@ -35,37 +34,37 @@ def run_spmd(
     arguments: Sequence[Sequence[Any]],
     axes: Mapping[str, int] | None = None,
 ) -> list[list[Any]]:
-    """What each rank's graph returns.
+    """The results of each rank's graph.
 
     Args:
-        graphs: of every rank, in order.
-        arguments: of every rank: the values of its placeholders, in order.
-        axes: size of each axis of the mesh, outermost first; None for one, of any name.
+        graphs: graph of each rank, in order.
+        arguments: values of the placeholders of each rank, in order.
+        axes: size of each mesh axis, outermost first; None for one axis of any name.
 
     Raises:
-        PassError: ranks stand before different collectives.
+        PassError: ranks wait for different collectives.
     """
     groups = _groups(axes or {"": len(graphs)})
     programs = [_interpret(g, list(a)) for g, a in zip(graphs, arguments, strict=True)]
     random = [torch.get_rng_state() for _ in programs]
     ready: dict[int, Any] = dict.fromkeys(range(len(programs)))
-    asked: dict[int, tuple[fx.Node, list[Tensor]]] = {}
+    waiting: dict[int, tuple[fx.Node, list[Tensor]]] = {}
     ended: dict[int, list[Any]] = {}
     with torch.no_grad():
         while ready:
             for rank, answer in ready.items():
                 torch.set_rng_state(random[rank])
                 try:
-                    asked[rank] = programs[rank].send(answer)
+                    waiting[rank] = programs[rank].send(answer)
                 except StopIteration as stop:
                     ended[rank] = stop.value
                 random[rank] = torch.get_rng_state()
             ready = {}
-            for axis, own in groups:
-                if all(r in asked and axis in ("", axis_of(asked[r][0])) for r in own):
-                    ready |= zip(own, _combined([asked.pop(r) for r in own]), strict=True)
-    if asked:
-        raise PassError(f"ranks stand before different collectives: {asked}, {len(ended)} ended")
+            for axis, group in groups:
+                if all(r in waiting and axis in ("", axis_of(waiting[r][0])) for r in group):
+                    ready |= zip(group, _combined([waiting.pop(r) for r in group]), strict=True)
+    if waiting:
+        raise PassError(f"ranks wait for different collectives: {waiting}, {len(ended)} ended")
     return [ended[rank] for rank in range(len(programs))]
 
 
@@ -80,14 +79,14 @@ def _groups(axes: Mapping[str, int]) -> list[tuple[str, list[int]]]:
 
 
 def _interpret(graph: fx.Graph | fx.GraphModule, arguments: list[Any]) -> Program:
-    """Runs a graph; what it gives a collective is yielded, and the results are sent in."""
+    """Runs a graph; yields the operands of each collective and receives its results."""
     module, graph = (graph, graph.graph) if isinstance(graph, fx.GraphModule) else (None, graph)
-    given = iter(arguments)
+    operands = iter(arguments)
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "placeholder":
-            values[node] = next(given)
+            values[node] = next(operands)
         elif node.op == "get_attr":
             values[node] = getattr(module, str(node.target))
         elif node.op == "output":
@@ -101,15 +100,15 @@ def _interpret(graph: fx.Graph | fx.GraphModule, arguments: list[Any]) -> Progra
     return []
 
 
-def _combined(asked: list[tuple[fx.Node, list[Tensor]]]) -> list[list[Tensor]]:
+def _combined(waiting: list[tuple[fx.Node, list[Tensor]]]) -> list[list[Tensor]]:
     """The results of one collective, by rank."""
-    nodes, given = zip(*asked, strict=True)
+    nodes, operands = zip(*waiting, strict=True)
     kinds = {(node.target, axis_of(node), op_of(node)) for node in nodes}
-    if len(kinds) > 1 or len({len(tensors) for tensors in given}) > 1:
-        raise PassError(f"ranks stand before different collectives: {nodes}")
-    how = COMBINE[nodes[0].target]
-    results = [how(list(parts), nodes[0]) for parts in zip(*given, strict=True)]
-    return [list(own) for own in zip(*results, strict=True)]
+    if len(kinds) > 1 or len({len(tensors) for tensors in operands}) > 1:
+        raise PassError(f"ranks wait for different collectives: {nodes}")
+    combine = COMBINE[nodes[0].target]
+    results = [combine(list(parts), nodes[0]) for parts in zip(*operands, strict=True)]
+    return [list(group) for group in zip(*results, strict=True)]
 
 
 def _all_reduce(parts: list[Tensor], node: fx.Node) -> list[Tensor]:
