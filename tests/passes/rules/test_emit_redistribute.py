@@ -11,7 +11,7 @@ from autopar.ir.graph import tensor_bytes
 from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.passes.core.collective_ops import start_all_to_all
 from autopar.passes.rules.emit_redistribute import RedistributeEmitter
-from autopar.passes.rules.proof.infer_batch_dims import record_batch_dims
+from autopar.passes.rules.proof.infer_batch_dims import infer_batch_dims
 from autopar.passes.rules.proof.oracle import is_close, shard_tensor, unshard
 from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.rules.redistribute import RedistributeStep, redistribute_steps
@@ -94,6 +94,6 @@ def test_rows_are_known_where_one_row_needs_no_copy(kind: str) -> None:
         row.meta = {"val": torch.empty(1, 4, 3), "batch_dims": ((0,),), "phase": "forward"}
         result = emit(graph, [row])
         written = [node for node in graph.nodes if node is not row]
-        record_batch_dims(written, [row], emit)
+        infer_batch_dims(written, [row], emit)
     assert result.meta["batch_dims"] == ((0,),)
     assert aten.clone.default not in {node.target for node in written}
