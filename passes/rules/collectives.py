@@ -44,7 +44,7 @@ def _dims(operator: Operator, first: int) -> list[Loop]:
     shapes = [tensor.shape for tensor in operator.operands]
     places = range(first, min(map(len, shapes)))
     return [
-        Loop(shapes[0][dim], (DimAccess(dim),) * len(shapes), (DimAccess(dim),) * len(shapes))
+        Loop.over(shapes[0][dim], (dim,) * len(shapes), (dim,) * len(shapes))
         for dim in places
         if len({shape[dim] for shape in shapes}) == 1
     ]

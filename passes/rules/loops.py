@@ -39,6 +39,10 @@ class DimAccess:
     interleave: int = 1
 
 
+Access = DimAccess | Reduced | None
+"""Access of a loop to a tensor: a dim, a reduction, or none."""
+
+
 @dataclass(frozen=True)
 class Loop:
     """One loop of an operator.
@@ -55,11 +59,26 @@ class Loop:
     """
 
     size: int
-    operands: tuple[DimAccess | Reduced | None, ...]
-    results: tuple[DimAccess | Reduced | None, ...]
+    operands: tuple[Access, ...]
+    results: tuple[Access, ...]
     interleavable: bool = True
     lowering: str = ""
     even_only: bool = False
+
+    @classmethod
+    def over(
+        cls,
+        size: int,
+        operands: Iterable[Access | int],
+        results: Iterable[Access | int],
+        **options: Any,
+    ) -> Loop:
+        """A loop with plain dims given as integers."""
+
+        def access(place: Access | int) -> Access:
+            return DimAccess(place) if isinstance(place, int) else place
+
+        return cls(size, tuple(map(access, operands)), tuple(map(access, results)), **options)
 
     def interleaved(self, pieces: int) -> Loop:
         """The loop inside each of `pieces` equal pieces of it."""
@@ -163,7 +182,7 @@ def split_loop(loop: Loop) -> OpStrategy:
     return OpStrategy(operands, results, loop.lowering)
 
 
-def _placement(access: DimAccess | Reduced | None) -> Placement:
+def _placement(access: Access) -> Placement:
     if access is None:
         return Replicate()
     if isinstance(access, DimAccess):

@@ -53,7 +53,7 @@ def _embedding(ctx: LoweringContext) -> list[fx.Node]:
 def _entries_backward(operator: Operator) -> list[Loop]:
     """(gradient, indices, entries, padding, by frequency): entries, of the result alone."""
     by_frequency = operator.args[4]
-    loop = Loop(operator.args[2], (None, None), (DimAccess(0),), interleavable=False)
+    loop = Loop.over(operator.args[2], (None, None), (0,), interleavable=False)
     return [] if by_frequency else [loop]
 
 
@@ -85,9 +85,7 @@ def _index_dim(operator: Operator) -> list[Loop]:
     dim = _indexed(operator)
     if dim is None:
         return []
-    return [
-        Loop(operator.operands[0].shape[dim], (DimAccess(dim), None), ("sum",), interleavable=False)
-    ]
+    return [Loop.over(operator.operands[0].shape[dim], (dim, None), ("sum",), interleavable=False)]
 
 
 def _index(ctx: LoweringContext) -> list[fx.Node]:
@@ -106,10 +104,10 @@ def _index_put_dim(operator: Operator) -> list[Loop]:
     if values.dim() != operator.operands[0].dim() - 1 + indices.dim():
         return []  # values are broadcast
     return [
-        Loop(
+        Loop.over(
             operator.operands[0].shape[dim],
-            (DimAccess(dim), None, None),
-            (DimAccess(dim),),
+            (dim, None, None),
+            (dim,),
             interleavable=False,
         )
     ]

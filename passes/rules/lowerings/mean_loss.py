@@ -67,10 +67,10 @@ def _dims(operator: Operator, reductions: tuple[int, ...], first: int) -> list[L
     if operator.operands[first + 1].shape != shape:
         return []  # input or target is broadcast
     return [
-        Loop(
+        Loop.over(
             size,
             tuple(place(tensor, dim) for tensor in operator.operands),
-            (scalar or DimAccess(dim),),
+            (scalar or dim,),
         )
         for dim, size in enumerate(shape)
     ]

@@ -66,7 +66,7 @@ def _rows(operator: Operator) -> list[Loop]:
     source, *others = operator.operands
     rest = (None,) * (len(others) - 1)
     return [
-        Loop(source.shape[dim], (DimAccess(dim), DimAccess(place), *rest), (None, None))
+        Loop.over(source.shape[dim], (dim, place, *rest), (None, None))
         for dim, place in targets(source)
         if operator.args[3] == MEAN
     ]
@@ -97,9 +97,7 @@ def _classes_backward(operator: Operator) -> list[Loop]:
     if source.dim() < 2:
         return []
     rest = (None,) * len(others)
-    return [
-        Loop(source.shape[1], (None, DimAccess(1), *rest), (DimAccess(1),), interleavable=False)
-    ]
+    return [Loop.over(source.shape[1], (None, 1, *rest), (1,), interleavable=False)]
 
 
 def _nll_loss_backward(ctx: LoweringContext) -> list[fx.Node]:

@@ -27,10 +27,10 @@ def _layer_norm_dims(operator: Operator) -> list[Loop]:
     source, *weights = operator.operands
     dims = _normalized_dims(operator, 1)
     return [
-        Loop(
+        Loop.over(
             source.shape[dim],
-            (DimAccess(dim), *(DimAccess(dim - dims.start) for _ in weights)),
-            (DimAccess(dim), None, None),
+            (dim, *(dim - dims.start for _ in weights)),
+            (dim, None, None),
         )
         for dim in dims
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.passes.rules.loops import DimAccess, Loop, Operator
+from autopar.passes.rules.loops import Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext, aten
 
 LIKE = (
@@ -42,10 +42,10 @@ def _dims(operator: Operator) -> list[Loop]:
     """Every dim of operands and results."""
     shape = operator.results[0].shape
     return [
-        Loop(
+        Loop.over(
             size,
-            tuple(DimAccess(dim) for _ in operator.operands),
-            tuple(DimAccess(dim) for _ in operator.results),
+            (dim,) * len(operator.operands),
+            (dim,) * len(operator.results),
         )
         for dim, size in enumerate(shape)
     ]
@@ -55,8 +55,7 @@ def _dims_drawn(operator: Operator) -> list[Loop]:
     """Every dim of the result; operands are whole."""
     shape = operator.results[0].shape
     return [
-        Loop(size, (None,) * len(operator.operands), (DimAccess(dim),))
-        for dim, size in enumerate(shape)
+        Loop.over(size, (None,) * len(operator.operands), (dim,)) for dim, size in enumerate(shape)
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.passes.rules.loops import DimAccess, Loop, Operator
+from autopar.passes.rules.loops import Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext, aten, value
 from autopar.passes.rules.operators.generic import reduced_dims
 
@@ -22,7 +22,7 @@ def _scanned(operator: Operator) -> list[Loop]:
     """(source, dim): the dim."""
     source = operator.operands[0]
     return [
-        Loop(source.shape[dim], (DimAccess(dim),), (DimAccess(dim),), interleavable=False)
+        Loop.over(source.shape[dim], (dim,), (dim,), interleavable=False)
         for dim in reduced_dims(operator, 1)
     ]
 
@@ -47,9 +47,7 @@ def _reduced(operator: Operator) -> list[Loop]:
     source = operator.operands[0]
     results = (None,) * len(operator.results)
     dims = reduced_dims(operator, 1) if source.dtype.is_signed else []
-    return [
-        Loop(source.shape[dim], (DimAccess(dim),), results, interleavable=False) for dim in dims
-    ]
+    return [Loop.over(source.shape[dim], (dim,), results, interleavable=False) for dim in dims]
 
 
 def _least(ctx: LoweringContext) -> list[fx.Node]:

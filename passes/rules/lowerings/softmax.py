@@ -23,9 +23,7 @@ def _dim_of(index: int) -> Rule:
         if not first.dim():
             return []
         dim = operator.args[index] % first.dim()
-        return [
-            Loop(first.shape[dim], (DimAccess(dim),) * len(operator.operands), (DimAccess(dim),))
-        ]
+        return [Loop.over(first.shape[dim], (dim,) * len(operator.operands), (dim,))]
 
     return rule
 

@@ -55,9 +55,7 @@ def attention(operator: Operator) -> list[Loop]:
     if loops and not _keyword(operator, "is_causal"):
         q, _, _, *mask = operator.operands
         places = tuple(_mask_place(m, q, 2) for m in mask)
-        loops.append(
-            Loop(q.shape[2], (DimAccess(2), None, None, *places), (DimAccess(2), DimAccess(2)))
-        )
+        loops.append(Loop.over(q.shape[2], (2, None, None, *places), (2, 2)))
     return loops
 
 
@@ -68,7 +66,7 @@ def attention_backward(operator: Operator) -> list[Loop]:
         _, q, _, _, _, _, *mask = operator.operands
         places = tuple(_mask_place(m, q, 2) for m in mask)
         at = (DimAccess(2), DimAccess(2), None, None, DimAccess(2), DimAccess(2))
-        loops.append(Loop(q.shape[2], at + places, (DimAccess(2), "sum", "sum")))
+        loops.append(Loop.over(q.shape[2], at + places, (2, "sum", "sum")))
     return loops
 
 

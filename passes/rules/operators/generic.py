@@ -18,10 +18,10 @@ def pointwise(operator: Operator) -> list[Loop]:
         return DimAccess(own) if own >= 0 and tensor.shape[own] == shape[dim] != 1 else None
 
     return [
-        Loop(
+        Loop.over(
             size,
             tuple(place(t, dim) for t in operator.operands),
-            tuple(DimAccess(dim) for _ in operator.results),
+            (dim,) * len(operator.results),
         )
         for dim, size in enumerate(shape)
     ]
@@ -40,8 +40,7 @@ def created(operator: Operator) -> list[Loop]:
         return DimAccess(dim) if tensor.shape == shape else None
 
     loops = [
-        Loop(size, tuple(same(t, dim) for t in like), (DimAccess(dim),))
-        for dim, size in enumerate(shape)
+        Loop.over(size, tuple(same(t, dim) for t in like), (dim,)) for dim, size in enumerate(shape)
     ]
     for tensor in like:
         loops += [Loop(size, (DimAccess(dim),), (None,)) for dim, size in enumerate(tensor.shape)]
@@ -66,10 +65,10 @@ def same_dims(operator: Operator, dims: Sequence[int]) -> list[Loop]:
     """Loops over dims that all operands and results share."""
     first = operator.operands[0]
     return [
-        Loop(
+        Loop.over(
             first.shape[dim],
-            tuple(DimAccess(dim) for _ in operator.operands),
-            tuple(DimAccess(dim) for _ in operator.results),
+            (dim,) * len(operator.operands),
+            (dim,) * len(operator.results),
         )
         for dim in dims
     ]
@@ -114,9 +113,9 @@ def reduction(how: Reduced | None, place: int = 1, keep: int = 2) -> Rule:
         for dim, size in enumerate(source.shape):
             if dim not in over:
                 at = DimAccess(dim if kept else dim - sum(d < dim for d in over))
-                loops.append(Loop(size, (DimAccess(dim),), tuple(at for _ in operator.results)))
+                loops.append(Loop.over(size, (dim,), (at,) * len(operator.results)))
             elif how is not None:
-                loops.append(Loop(size, (DimAccess(dim),), tuple(how for _ in operator.results)))
+                loops.append(Loop.over(size, (dim,), (how,) * len(operator.results)))
         return loops
 
     return rule

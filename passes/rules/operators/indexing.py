@@ -12,21 +12,17 @@ from autopar.passes.rules.loops import DimAccess, Loop, Operator
 def embedding(operator: Operator) -> list[Loop]:
     """(weight [entries, width], indices): every dim of the indices, and the width."""
     weight, indices = operator.operands
-    loops = [
-        Loop(size, (None, DimAccess(d)), (DimAccess(d),)) for d, size in enumerate(indices.shape)
-    ]
-    return [*loops, Loop(weight.shape[1], (DimAccess(1), None), (DimAccess(indices.dim()),))]
+    loops = [Loop.over(size, (None, d), (d,)) for d, size in enumerate(indices.shape)]
+    return [*loops, Loop.over(weight.shape[1], (1, None), (indices.dim(),))]
 
 
 def embedding_backward(operator: Operator) -> list[Loop]:
     """(gradient, indices, entries, ...): every dim of the indices, summed, and the width."""
     gradient, indices = operator.operands
-    loops = [
-        Loop(size, (DimAccess(d), DimAccess(d)), ("sum",)) for d, size in enumerate(indices.shape)
-    ]
+    loops = [Loop.over(size, (d, d), ("sum",)) for d, size in enumerate(indices.shape)]
     return [
         *loops,
-        Loop(gradient.shape[-1], (DimAccess(gradient.dim() - 1), None), (DimAccess(1),)),
+        Loop.over(gradient.shape[-1], (gradient.dim() - 1, None), (1,)),
     ]
 
 
@@ -35,13 +31,13 @@ def gather(operator: Operator) -> list[Loop]:
     source, index = operator.operands
     gone = operator.args[1] % max(source.dim(), 1)
     loops = [
-        Loop(size, (DimAccess(d), DimAccess(d)), (DimAccess(d),))
+        Loop.over(size, (d, d), (d,))
         for d, size in enumerate(source.shape)
         if d != gone and index.shape[d] == size
     ]
     return [
         *loops,
-        *(Loop(n, (None, DimAccess(gone)), (DimAccess(gone),)) for n in index.shape[gone:][:1]),
+        *(Loop.over(n, (None, gone), (gone,)) for n in index.shape[gone:][:1]),
     ]
 
 
@@ -50,13 +46,13 @@ def scatter(operator: Operator) -> list[Loop]:
     target, *others = operator.operands
     gone = operator.args[1] % max(target.dim(), 1)
     loops = [
-        Loop(size, tuple(DimAccess(d) for _ in operator.operands), (DimAccess(d),))
+        Loop.over(size, (d,) * len(operator.operands), (d,))
         for d, size in enumerate(target.shape)
         if d != gone and all(t.shape[d] == size for t in others)
     ]
     sizes = {t.shape[gone] for t in others if t.dim()}
     if operator.target is torch.ops.aten.scatter_add.default and len(sizes) == 1:
-        loops.append(Loop(sizes.pop(), ("sum", DimAccess(gone), DimAccess(gone)), ("sum",)))
+        loops.append(Loop.over(sizes.pop(), ("sum", gone, gone), ("sum",)))
     return loops
 
 
@@ -73,10 +69,10 @@ def index(operator: Operator) -> list[Loop]:
     for d, size in enumerate(source.shape):
         if d not in places:
             at = DimAccess(d if d < first else d - len(places) + wide)
-            loops.append(Loop(size, (DimAccess(d), *(None for _ in given)), (at,)))
+            loops.append(Loop.over(size, (d, *(None for _ in given)), (at,)))
     for d, size in enumerate(shape):
         own = tuple(_aligned(i, d, shape) for i in given)
-        loops.append(Loop(size, (None, *own), (DimAccess(first + d),)))
+        loops.append(Loop.over(size, (None, *own), (first + d,)))
     return loops
 
 
@@ -103,24 +99,16 @@ def index_add(operator: Operator) -> list[Loop]:
     """(target, dim, index, summands): every other dim, and the summands."""
     target, _, summands = operator.operands
     dim = operator.args[1] % target.dim()
-    loops = [
-        Loop(size, (DimAccess(d), None, DimAccess(d)), (DimAccess(d),))
-        for d, size in enumerate(target.shape)
-        if d != dim
-    ]
-    return [*loops, Loop(summands.shape[dim], ("sum", DimAccess(0), DimAccess(dim)), ("sum",))]
+    loops = [Loop.over(size, (d, None, d), (d,)) for d, size in enumerate(target.shape) if d != dim]
+    return [*loops, Loop.over(summands.shape[dim], ("sum", 0, dim), ("sum",))]
 
 
 def index_select(operator: Operator) -> list[Loop]:
     """(source, dim, indices): every other dim, and the indices."""
     source, chosen = operator.operands
     gone = operator.args[1] % source.dim()
-    loops = [
-        Loop(size, (DimAccess(d), None), (DimAccess(d),))
-        for d, size in enumerate(source.shape)
-        if d != gone
-    ]
-    return [*loops, Loop(chosen.shape[0], (None, DimAccess(0)), (DimAccess(gone),))]
+    loops = [Loop.over(size, (d, None), (d,)) for d, size in enumerate(source.shape) if d != gone]
+    return [*loops, Loop.over(chosen.shape[0], (None, 0), (gone,))]
 
 
 def _adjacent(places: Sequence[int]) -> bool:

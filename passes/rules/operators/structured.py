@@ -112,7 +112,7 @@ def nll_loss(operator: Operator) -> list[Loop]:
         return DimAccess(place) if operator.args[3] == 0 else "sum"
 
     return [
-        Loop(source.shape[dim], (DimAccess(dim), DimAccess(place), *weights), (kept(place), "sum"))
+        Loop.over(source.shape[dim], (dim, place, *weights), (kept(place), "sum"))
         for dim, place in targets(source)
     ]
 
@@ -125,10 +125,10 @@ def nll_loss_backward(operator: Operator) -> list[Loop]:
     gradient, source = operator.operands[:2]
     rest = (None,) * (len(operator.operands) - 3)
     return [
-        Loop(
+        Loop.over(
             source.shape[dim],
-            (DimAccess(place) if gradient.dim() else None, DimAccess(dim), DimAccess(place), *rest),
-            (DimAccess(dim),),
+            (place if gradient.dim() else None, dim, place, *rest),
+            (dim,),
         )
         for dim, place in targets(source)
     ]
@@ -153,8 +153,8 @@ def convolution(operator: Operator) -> list[Loop]:
     partial: tuple[Reduced, ...] = tuple("sum" for _ in bias)
     return [
         *loops,
-        Loop(weight.shape[out], (None, DimAccess(out), *of_bias), (second,)),
-        Loop(source.shape[1], (second, DimAccess(into), *partial), ("sum",)),
+        Loop.over(weight.shape[out], (None, out, *of_bias), (second,)),
+        Loop.over(source.shape[1], (second, into, *partial), ("sum",)),
     ]
 
 

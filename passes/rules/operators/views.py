@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+
+import torch
 
 from autopar.passes.rules.loops import DimAccess, Loop, Operator
 
@@ -14,11 +16,8 @@ def view(operator: Operator) -> list[Loop]:
     A view of [B, S, 3 H D] as [B, S, 3, H, D] has the loops B, S, 3, H and D. The loop H accesses
     the last dim of the source inside each of 3 pieces, hence interleaved shards.
     """
-    source, result = operator.operands[0].shape, operator.results[0].shape
-    return [
-        Loop(size, (before,), (after,))
-        for size, before, after in factors(tuple(source), tuple(result))
-    ]
+    shapes = factors(operator.operands[0].shape, operator.results[0].shape)
+    return [Loop(size, (before,), (after,)) for size, before, after in shapes]
 
 
 def factors(
@@ -63,46 +62,31 @@ def _place(prefixes: Sequence[int], low: int, high: int) -> DimAccess | None:
 def permute(operator: Operator) -> list[Loop]:
     """Every dim."""
     count = operator.operands[0].dim()
-    order = [dim % count for dim in operator.args[1]]
-    return _moved(operator, order)
+    return _moved(operator, ((dim % count, new) for new, dim in enumerate(operator.args[1])))
 
 
 def transpose(operator: Operator) -> list[Loop]:
     """Every dim; two are exchanged."""
-    count = operator.operands[0].dim()
-    order = list(range(count))
-    first, second = operator.args[1] % count, operator.args[2] % count
+    order = list(range(operator.operands[0].dim()))
+    first, second = operator.args[1], operator.args[2]
     order[first], order[second] = order[second], order[first]
-    return _moved(operator, order)
+    return _moved(operator, ((dim, new) for new, dim in enumerate(order)))
 
 
 def t(operator: Operator) -> list[Loop]:
     """Both dims of a matrix."""
-    return _moved(operator, list(range(operator.operands[0].dim()))[::-1])
-
-
-def _moved(operator: Operator, order: Sequence[int]) -> list[Loop]:
-    shape = operator.operands[0].shape
-    return [Loop(shape[old], (DimAccess(old),), (DimAccess(new),)) for new, old in enumerate(order)]
-
-
-def unsqueeze(operator: Operator) -> list[Loop]:
-    """Every dim; dims after the new one shift by one."""
-    shape = operator.operands[0].shape
-    new = operator.args[1] % (len(shape) + 1)
-    return [
-        Loop(size, (DimAccess(d),), (DimAccess(d + (d >= new)),)) for d, size in enumerate(shape)
-    ]
+    count = operator.operands[0].dim()
+    return _moved(operator, ((dim, count - 1 - dim) for dim in range(count)))
 
 
 def squeeze(operator: Operator) -> list[Loop]:
     """Every dim that is not dropped."""
     shape = operator.operands[0].shape
-    given = operator.argument(1, "dim")
-    chosen = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
-    dropped = {d % len(shape) for d in chosen if shape[d] == 1} if shape else set()
-    kept = [d for d in range(len(shape)) if d not in dropped]
-    return [Loop(shape[old], (DimAccess(old),), (DimAccess(new),)) for new, old in enumerate(kept)]
+    dims = operator.argument(1, "dim")
+    chosen = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
+    dropped = {dim % len(shape) for dim in chosen if shape[dim] == 1} if shape else set()
+    kept = [dim for dim in range(len(shape)) if dim not in dropped]
+    return _moved(operator, ((dim, new) for new, dim in enumerate(kept)))
 
 
 def expand(operator: Operator) -> list[Loop]:
@@ -110,10 +94,10 @@ def expand(operator: Operator) -> list[Loop]:
     source, result = operator.operands[0].shape, operator.results[0].shape
     lead = len(result) - len(source)
     return [
-        Loop(
+        Loop.over(
             size,
-            (DimAccess(dim - lead) if dim >= lead and source[dim - lead] == size else None,),
-            (DimAccess(dim),),
+            (dim - lead if dim >= lead and source[dim - lead] == size else None,),
+            (dim,),
         )
         for dim, size in enumerate(result)
     ]
@@ -124,60 +108,66 @@ def repeat(operator: Operator) -> list[Loop]:
     source, repeats = operator.operands[0], operator.args[1]
     lead = len(repeats) - source.dim()
     return [
-        Loop(size, (DimAccess(dim),), (DimAccess(dim + lead, repeats[dim + lead]),))
+        Loop.over(size, (dim,), (DimAccess(dim + lead, repeats[dim + lead]),))
         for dim, size in enumerate(source.shape)
     ]
 
 
-def select(operator: Operator) -> list[Loop]:
-    """Every dim but the selected one."""
-    shape = operator.operands[0].shape
-    gone = operator.args[1] % len(shape)
-    return [
-        Loop(size, (DimAccess(d),), (DimAccess(d - (d > gone)),))
-        for d, size in enumerate(shape)
-        if d != gone
-    ]
-
-
-def select_backward(operator: Operator) -> list[Loop]:
-    """Every dim but the selected one."""
-    shape = operator.results[0].shape
-    new = operator.args[2] % len(shape)
-    return [
-        Loop(size, (DimAccess(d - (d > new)),), (DimAccess(d),))
-        for d, size in enumerate(shape)
-        if d != new
-    ]
-
-
-def select_scatter(operator: Operator) -> list[Loop]:
-    """(source, element, dim, index): every dim but the selected one."""
-    shape = operator.operands[0].shape
-    gone = operator.args[2] % len(shape)
-    return [
-        Loop(size, (DimAccess(d), DimAccess(d - (d > gone))), (DimAccess(d),))
-        for d, size in enumerate(shape)
-        if d != gone
-    ]
+def unsqueeze(operator: Operator) -> list[Loop]:
+    """Every dim; dims after the new one shift by one."""
+    return _moved(operator, _without(operator.args[1], operator.results[0]), inserts=True)
 
 
 def stack(operator: Operator) -> list[Loop]:
     """Every dim of the operands; dims after the new one shift by one."""
-    shape = operator.operands[0].shape
-    new = operator.argument(1, "dim", 0) % (len(shape) + 1)
-    return [
-        Loop(size, tuple(DimAccess(d) for _ in operator.operands), (DimAccess(d + (d >= new)),))
-        for d, size in enumerate(shape)
-    ]
+    new = operator.argument(1, "dim", 0)
+    return _moved(operator, _without(new, operator.results[0]), inserts=True)
+
+
+def select(operator: Operator) -> list[Loop]:
+    """Every dim but the selected one."""
+    return _moved(operator, _without(operator.args[1], operator.operands[0]))
 
 
 def unbind(operator: Operator) -> list[Loop]:
     """Every dim but the unbound one."""
-    shape = operator.operands[0].shape
-    gone = operator.argument(1, "dim", 0) % len(shape)
+    return _moved(operator, _without(operator.argument(1, "dim", 0), operator.operands[0]))
+
+
+def select_backward(operator: Operator) -> list[Loop]:
+    """Every dim but the selected one."""
+    return _moved(operator, _without(operator.args[2], operator.results[0]), inserts=True)
+
+
+def select_scatter(operator: Operator) -> list[Loop]:
+    """(source, element, dim, index): every dim but the selected one."""
+    source = operator.operands[0]
     return [
-        Loop(size, (DimAccess(d),), tuple(DimAccess(d - (d > gone)) for _ in operator.results))
-        for d, size in enumerate(shape)
-        if d != gone
+        Loop.over(source.shape[dim], (dim, of_element), (dim,))
+        for dim, of_element in _without(operator.args[2], source)
     ]
+
+
+def _without(gone: int, tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """The dims of a tensor but one, each with its index when that one is gone."""
+    gone %= tensor.dim()
+    return [(dim, dim - (dim > gone)) for dim in range(tensor.dim()) if dim != gone]
+
+
+def _moved(
+    operator: Operator, dims: Iterable[tuple[int, int]], inserts: bool = False
+) -> list[Loop]:
+    """Loops over dims of the operands that have other indices in the results.
+
+    Args:
+        operator: the operator, whose operands have one shape, and whose results have one shape.
+        dims: pairs of the dim before and after.
+        inserts: whether pairs are given the other way round.
+    """
+    loops = []
+    for before, after in dims:
+        before, after = (after, before) if inserts else (before, after)
+        operands = (DimAccess(before),) * len(operator.operands)
+        results = (DimAccess(after),) * len(operator.results)
+        loops.append(Loop(operator.operands[0].shape[before], operands, results))
+    return loops

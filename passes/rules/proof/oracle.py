@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from autopar._torch import pytree
 from autopar.errors import PassError
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Partial, Placement, Shard, can_cut, chunk_rows
@@ -113,19 +112,3 @@ def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
         return torch.equal(actual, expected)
     bound = math.sqrt(torch.finfo(expected.dtype).eps)
     return torch.allclose(actual, expected, rtol=bound, atol=bound, equal_nan=True)
-
-
-def on_random_tensors(operator: Operator, generator: torch.Generator | None = None) -> Operator:
-    """The operator on random real tensors of the same shapes and dtypes."""
-
-    def make(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.dtype.is_floating_point:
-            result = torch.rand(value.shape, dtype=torch.float64, generator=generator) + 0.1
-            return result.to(value.dtype)
-        return torch.zeros(value.shape, dtype=value.dtype)
-
-    args, kwargs = pytree.tree_map(make, (list(operator.args), operator.kwargs))
-    result = Operator(operator.target, tuple(args), kwargs, ())
-    return Operator(result.target, result.args, result.kwargs, run_operator(result))
