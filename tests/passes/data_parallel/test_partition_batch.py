@@ -1,4 +1,4 @@
-"""Every slice of the batch computes its part of what one device computes, gradients too.
+"""Slices of the batch compute what one device computes, gradients included.
 
 Each case is the loss of a small model, run on two ranks with 3 and 2 of 5 rows; the targets of
 the last rank are all ignored. Values typed Replicate are compared between ranks on the way.
@@ -28,7 +28,7 @@ Loss = Callable[["Tiny", Tensor, Tensor], Any]
 
 
 class Tiny(nn.Module):
-    """Two layers and a loss made of them."""
+    """Two layers and a loss."""
 
     def __init__(self, loss: Loss, **modules: nn.Module) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def standardised(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
 
 
 def following(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
-    """As language models do it; of one row torch expands nothing, and copies no labels."""
+    """A language model's loss; torch neither expands nor copies the labels of a single row."""
     place = torch.arange(3, dtype=x.dtype)[None].expand(len(x), -1)
     z = m.hidden(x[:, None] * (1 + place[:, :, None]))
     labels = F.pad(y[:, None].expand(-1, 3), (0, 1), value=IGNORED)[:, 1:].contiguous()
@@ -92,7 +92,7 @@ def following(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
 
 
 def attended(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
-    """Of one row torch's attention multiplies by other operators; and a number counts rows."""
+    """Attention, for which torch uses other operators at a single row."""
     z = m.hidden(x)[:, None] * x[:, :, None]
     return m.attention(z, z, z)[0].pow(3).sum() / len(x)  # type: ignore[operator]
 
@@ -109,7 +109,7 @@ def masked_mean(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
 
 
 class OwnMean(torch.autograd.Function):
-    """A mean whose backward is written by hand."""
+    """A mean with a custom backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -123,14 +123,14 @@ class OwnMean(torch.autograd.Function):
 
 
 def slope_penalty(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
-    """A gradient by the input inside of the loss."""
+    """A loss that contains a gradient of the input."""
     x = x.detach().requires_grad_()
     (slope,) = torch.autograd.grad(m.hidden(x).square().mean(), x, create_graph=True)
     return (slope.square().sum(1) + 1e-3).sqrt().mean()
 
 
 def gradient_penalty(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
-    """A gradient by a parameter inside of the loss."""
+    """A loss that contains a gradient of a parameter."""
     data = F.cross_entropy(m.logits(x), y, ignore_index=IGNORED)
     (gradient,) = torch.autograd.grad(data, m.lin.weight, create_graph=True)
     return data + gradient.square().sum()
@@ -150,7 +150,7 @@ def with_metrics(m: Tiny, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 
 
 def penalised(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
-    """A part of the gradient that all ranks have whole must not be summed once a rank."""
+    """A term of the gradient that is replicated must not be summed over ranks."""
     data = F.cross_entropy(m.logits(x), y, ignore_index=IGNORED)
     return data + 1e-3 * m.lin.weight.pow(2).sum() + 1e-2 * m.free.norm()
 
@@ -235,7 +235,7 @@ EXACT_LOSSES: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("name", EXACT_LOSSES)
-def test_loss_is_that_of_the_global_batch(name: str) -> None:
+def test_loss_of_the_global_batch(name: str) -> None:
     it = world(EXACT_LOSSES[name])
     graphs = lowered(it)
     assert_parity(it, graphs)
@@ -284,7 +284,7 @@ def test_rows_that_depend_on_each_other(name: str) -> None:
     assert_parity(it, lowered(it))
 
 
-def test_what_is_gathered_is_noted_with_the_users_line() -> None:
+def test_gathers_are_noted_with_the_users_line() -> None:
     notes = world(COUPLED_LOSSES["sorted"]).graph(0).notes
     assert any("sort.default" in n and "test_partition_batch.py" in n for n in notes)
 
@@ -316,7 +316,7 @@ NORMS: dict[str, tuple[nn.Module, Loss]] = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_norm_takes_the_global_batch(name: str) -> None:
+def test_norm_over_the_global_batch(name: str) -> None:
     norm, loss = NORMS[name]
     it = world(loss, norm=norm)
     assert_parity(it, lowered(it), tolerance=1e-11)  # instance norm divides by small numbers
@@ -333,7 +333,7 @@ def test_ranks_of_a_single_row(loss: Loss, rows: int) -> None:
 
 
 def own_losses(it: World) -> tuple[list[int], list[dict[str, Any]]]:
-    """What the plain model gives for each rank's rows alone."""
+    """The results of the plain model for each rank's rows."""
     rows = list(even_rows(ROWS, RANKS))
     parts = [replace(it, batch=(it.share(r).tensors, {})).plain() for r in range(RANKS)]
     found = [
@@ -346,7 +346,7 @@ def own_losses(it: World) -> tuple[list[int], list[dict[str, Any]]]:
 def weighted(
     parts: list[dict[str, Any]], select: Callable[[dict[str, Any]], Any]
 ) -> dict[Any, Any]:
-    """The mean over ranks, by rows, of what is selected."""
+    """The mean of selected results over ranks, weighted by rows."""
     chosen = [select(part) for part in parts]
     rows = even_rows(ROWS, RANKS)
     return {k: sum(c[k] * n / ROWS for c, n in zip(chosen, rows, strict=True)) for k in chosen[0]}

@@ -1,4 +1,4 @@
-"""What the first micro-batch gathers is what the others compute with, and they gather nothing."""
+"""Later micro-batches compute with the parameters that the first gathers."""
 
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import Gradient, Parameter, UnshardedParam
@@ -29,7 +29,7 @@ def lowered(rank: int, zero: dict[str, int]) -> TrainingGraph:
     return run_passes(two_layers().graph(rank), passes)  # type: ignore[arg-type]
 
 
-def test_the_others_compute_the_same_without_gathering() -> None:
+def test_later_micro_batches_compute_the_same_without_gathering() -> None:
     it, zero = two_layers(), {"": 0, "blocks.0": 1, "blocks.1": 2}
     graphs = [lowered(rank, zero) for rank in range(2)]
     firsts, laters = (
@@ -54,7 +54,7 @@ def test_the_others_compute_the_same_without_gathering() -> None:
     assert order(halves.backward) == order(before)
 
 
-def test_stage_3_stays_as_it_is() -> None:
+def test_stage_3_is_unchanged() -> None:
     zero = {"": 0, "blocks.0": 3, "blocks.1": 1}
     graph = lowered(0, zero)
     given = [

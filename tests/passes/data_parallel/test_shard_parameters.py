@@ -36,7 +36,7 @@ def test_stage_1_and_2_gather_once() -> None:
 
 
 def test_stage_3_gathers_again_for_the_backward() -> None:
-    """What the backward needs of the weight (its norm) it computes again."""
+    """The backward computes the norm of the weight again."""
     it = World(Normalised().double(), two_layers().batch, 2)
     before = run_passes(it.graph(0), [AssignBatchAxis(AXIS)])
     after = run_passes(before, [ShardParameters(AXIS, 0, stages(3, 0))])
@@ -82,7 +82,7 @@ def test_layouts_are_recorded() -> None:
 
 
 class Normalised(TwoLayers):
-    """The backward needs what the forward computes of the weight; a frozen layer is last."""
+    """The backward reads values that depend on the weight; the last layer is frozen."""
 
     def __init__(self) -> None:
         super().__init__(width=4)
@@ -95,7 +95,7 @@ class Normalised(TwoLayers):
 
 
 class NormalisedTwice(Normalised):
-    """The backward needs the norm last, and first what is computed of it."""
+    """The backward reads the norm last, and first values that depend on it."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.blocks[0].weight

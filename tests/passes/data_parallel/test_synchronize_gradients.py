@@ -38,7 +38,7 @@ def test_whole_parameters_are_reduced_and_sharded_ones_scattered() -> None:
     )
 
 
-def test_hold_returns_local_gradients() -> None:
+def test_unreduced_gradients_are_returned() -> None:
     graph = run_passes(two_layers().graph(0), before(0))
     after = run_passes(graph, [SynchronizeGradients(AXIS, 0, unreduced=NAMES)])
     assert_expected_inline(
@@ -49,7 +49,7 @@ def test_hold_returns_local_gradients() -> None:
     )
 
 
-def test_held_gradients_are_added_before_the_reduction() -> None:
+def test_accumulated_gradients_are_added_before_the_reduction() -> None:
     graph = run_passes(two_layers().graph(0), before(0))
     after = run_passes(graph, [SynchronizeGradients(AXIS, 0, accumulated=NAMES[:1])])
     assert_expected_inline(
@@ -69,7 +69,7 @@ def test_held_gradients_are_added_before_the_reduction() -> None:
 
 
 def test_accumulation_reduces_once() -> None:
-    """Two calls that hold, and one that adds what they held: three times the gradient."""
+    """Two calls without reduction and one with: three times the gradient."""
     it: World = two_layers(ranks=3, rows=7)
     held = it.run(
         it.lower(lambda rank: (*before(rank, 3), SynchronizeGradients(AXIS, rank, unreduced=NAMES)))
@@ -88,7 +88,7 @@ def test_accumulation_reduces_once() -> None:
         assert relative_error(got, 3 * gradient) < EXACT  # type: ignore[arg-type]
 
 
-def test_a_held_gradient_of_a_parameter_that_this_call_does_not_use() -> None:
+def test_accumulated_gradient_of_a_parameter_without_a_gradient() -> None:
     it = two_layers()
     it.model.blocks[0].requires_grad_(False)
     graph = run_passes(it.graph(0), [*before(0), SynchronizeGradients(AXIS, 0, accumulated=NAMES)])

@@ -9,7 +9,7 @@ from tests.passes.simulated import run_ranks
 NAMES = ("blocks.0.weight", "blocks.1.weight")
 
 
-def test_gradients_are_added_to_what_was_there_as_soon_as_they_are() -> None:
+def test_gradients_are_added_in_place_once_computed() -> None:
     it = two_layers(ranks=1)
     split = split_forward_backward(it.graph(0))
     assert split.backward is not None

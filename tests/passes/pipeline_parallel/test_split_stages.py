@@ -1,4 +1,4 @@
-"""A model in stages is the model: wherever it is cut, whatever micro-batches it is given."""
+"""Stages compute what the model computes, for any cuts and micro-batches."""
 
 from dataclasses import replace
 
@@ -36,9 +36,7 @@ def world(name: str, micro_batches: int, rows: int = 4) -> World:
     ("name", "micro_batches"),
     [("gpt", 1), ("gpt", 2), ("encdec", 2), ("odd", 1), ("conv", 1), ("moe", 1), ("moe", 2)],
 )
-def test_stages_are_the_model_wherever_it_is_cut(
-    name: str, micro_batches: int, in_two: bool
-) -> None:
+def test_stages_equal_the_model(name: str, micro_batches: int, in_two: bool) -> None:
     it = world(name, micro_batches)
     count = len(users(it.capture(0).graph))
     for places in ([1], [count // 2], [count - 1], [count // 4, count // 2, 3 * count // 4]):
@@ -64,7 +62,7 @@ def sent(graph: TrainingGraph) -> list[Tensor]:
 
 
 class Skips(nn.Module):
-    """A value of the first layer is read by the last."""
+    """The last layer reads a value of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ def skips(micro_batches: int) -> World:
     return World(Skips().double(), (batch, {}), micro_batches)
 
 
-def test_what_skips_stages_is_passed_on_once() -> None:
+def test_values_that_skip_stages_are_passed_on_once() -> None:
     it = skips(2)
     stages = cut(it, [1, 2, 3])
     assert max(Pipeline(it, stages).run().values()) <= EXACT
@@ -100,7 +98,7 @@ def test_what_skips_stages_is_passed_on_once() -> None:
 
 
 def test_inputs_are_not_sent() -> None:
-    """Targets, masks and positions are computed where they are needed."""
+    """Each stage computes targets, masks and positions itself."""
     stages = cut(world("gpt", 1), [3, 6]).stages
     assert all(t.is_floating_point() and t.dim() > 1 for g in stages for t in sent(g))
 
@@ -127,7 +125,7 @@ class Squared(nn.Module):
         return F.mse_loss(self.layers(x), y).square() + self.layers[0].weight.square().mean()
 
 
-def test_what_the_backward_needs_of_all_forwards_is_late() -> None:
+def test_totals_that_backwards_need_are_late() -> None:
     it = skips(2)
     it = World(Squared().double(), it.batch, 2)
     stages = cut(it, [1])
@@ -135,13 +133,13 @@ def test_what_the_backward_needs_of_all_forwards_is_late() -> None:
     assert max(Pipeline(it, stages).run().values()) <= EXACT
 
 
-def test_batch_norm_needs_all_rows_at_once() -> None:
+def test_batch_norm_couples_micro_batches() -> None:
     it = world("conv", 2)
     with pytest.raises(StrategyError, match=r"models\.py:\d+.*micro_batches=1"):
         cut(it, [3])
 
 
-def test_a_stage_with_nothing_to_do_is_refused() -> None:
+def test_empty_stages_are_refused() -> None:
     it = two_layers(ranks=1)
     with pytest.raises(StrategyError, match="fewer layers than stages"):
         cut(it, [1, 2, 3])

@@ -1,6 +1,6 @@
-"""Sixteen architectures: no operator without a rule, and a partition computes what one device does.
+"""Sixteen architectures: every operator has a rule, and partitions equal one device.
 
-Dropout is on: what is sharded is drawn as one device draws it.
+Dropout is on: sharded random numbers are those of one device.
 """
 
 import warnings
@@ -18,13 +18,13 @@ from tests.passes.partitions import captured, partitioned, whole
 
 pytest.importorskip("transformers", reason="transformers is a test extra: pip install .[test]")
 
-ROWS, RANKS, EXACT = 5, 2, 1e-9  # an odd number of rows, so that something else is split
-ZERO = 1e-9  # gradients of less are rounding: keys' biases have none
+ROWS, RANKS, EXACT = 5, 2, 1e-9  # an odd number of rows, so that other dims are sharded
+ZERO = 1e-9  # smaller gradients are rounding: biases of keys have none
 COVERED: Counter[str] = Counter()
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_operator_is_known_and_the_partition_exact(name: str) -> None:
+def test_every_operator_has_a_rule_and_the_partition_is_exact(name: str) -> None:
     warnings.simplefilter("ignore")
     architecture = ARCHITECTURES[name]
     batch = ((), architecture.batch(ROWS))
@@ -33,11 +33,11 @@ def test_every_operator_is_known_and_the_partition_exact(name: str) -> None:
     assert not [str(target) for target in operators if not is_supported(target)]
     COVERED.update(map(str, operators))
     op_strategies = partition_by_bytes(graph, RANKS)
-    own = Counter(op_strategy.lowering for _, op_strategy in op_strategies if op_strategy.lowering)
+    lowerings = Counter(s.lowering for _, s in op_strategies if s.lowering)
     shards = sum(
         isinstance(p, Shard) for _, op_strategy in op_strategies for p in op_strategy.results
     )
-    print(f"{name}: {len(operators)} operators, {shards} values sharded, own lowerings {dict(own)}")
+    print(f"{name}: {len(operators)} operators, {shards} values sharded, {dict(lowerings)}")
     assert shards
     torch.manual_seed(0)
     want = whole(graph, values)

@@ -1,4 +1,4 @@
-"""Conversions, written for every rank and run in lockstep, against what the oracle cuts."""
+"""Redistributions of all ranks, run in lockstep, against shards of the oracle."""
 
 from itertools import product
 
@@ -30,7 +30,7 @@ IN_ONE_PIECE = [pair for pair in PAIRS if all(getattr(p, "interleave", 1) == 1 f
 def program(
     part: torch.Tensor, whole: torch.Size, before: Placement, after: Placement, n: int, rank: int
 ) -> fx.Graph:
-    """What a rank runs to convert a tensor."""
+    """The program of one rank that redistributes a tensor."""
     graph = fx.Graph()
     node = graph.placeholder("x")
     with FakeTensorMode() as mode:
@@ -43,18 +43,18 @@ def program(
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda p: str(p))
-def test_converted_is_what_it_was(before: Placement, after: Placement, n: int) -> None:
+def test_redistribution_keeps_the_value(before: Placement, after: Placement, n: int) -> None:
     check(before, after, n, torch.randn(2 * n, 4 * n, 2 * n, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize(("before", "after"), IN_ONE_PIECE, ids=lambda p: str(p))
-def test_uneven_chunks_are_padded_and_cut(before: Placement, after: Placement, n: int) -> None:
+def test_uneven_chunks_are_padded(before: Placement, after: Placement, n: int) -> None:
     check(before, after, n, torch.randn(3 * n - 1, 4 * n + 1, 5 * n - 1, dtype=torch.float64))
 
 
 def check(before: Placement, after: Placement, n: int, whole: torch.Tensor) -> None:
-    """Ranks convert what they hold of a tensor into what they should."""
+    """Checks a redistribution between two placements on n ranks."""
     whole = whole.transpose(0, 1)
     parts = shard_tensor(whole, before, n)
     graphs = [program(part, whole.shape, before, after, n, rank) for rank, part in enumerate(parts)]
@@ -77,7 +77,7 @@ def check(before: Placement, after: Placement, n: int, whole: torch.Tensor) -> N
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "slice"])
-def test_rows_are_known_where_one_row_needs_no_copy(kind: str) -> None:
+def test_batch_dims_are_inferred_where_one_row_needs_no_copy(kind: str) -> None:
     lies = (Shard(1), Replicate())
     step = (
         RedistributeStep("all_gather", *lies)

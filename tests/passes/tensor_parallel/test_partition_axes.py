@@ -1,4 +1,4 @@
-"""A graph partitioned along one axis is partitioned again along another: ranks compute the same."""
+"""Graphs partitioned along two axes compute what one device computes."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +80,7 @@ def together(graph: TrainingGraph, values: Sequence[Tensor], find: Find) -> list
 
 
 def _placed(graph: TrainingGraph, found: NodeStrategies) -> dict[InputRole, Placement]:
-    """How inputs lie that are not whole."""
+    """Placements of the inputs that are not replicated."""
     roles = {node.name: role for node, role in zip(graph.placeholders, graph.inputs, strict=True)}
     return {roles[name]: op_strategy.results[0] for name, op_strategy in found if name in roles}
 
@@ -88,7 +88,7 @@ def _placed(graph: TrainingGraph, found: NodeStrategies) -> dict[InputRole, Plac
 def _joined(
     graph: TrainingGraph, lies: Mapping[InputRole, Placement], parts: list[list[Any]]
 ) -> list[Any]:
-    """The results of ranks of one axis as one rank would have them."""
+    """The whole results of the ranks of one axis."""
     made: list[Any] = []
     for role, own in zip(graph.outputs, zip(*parts, strict=True), strict=True):
         where = lies.get(getattr(role, "of", None), WHOLE)  # type: ignore[arg-type]
@@ -98,13 +98,13 @@ def _joined(
 
 
 def cheapest(axis: str, graph: TrainingGraph) -> NodeStrategies:
-    """By bytes; parameters are whole along cp."""
+    """Strategies by bytes; parameters are replicated along cp."""
     pins = dict.fromkeys(graph.parameters, WHOLE) if axis == "cp" else None
     return partition_by_bytes(graph, graph.axes[axis], pins)
 
 
 def at_random(axis: str, graph: TrainingGraph) -> NodeStrategies:
-    """Any way of every operator, however dear."""
+    """Random strategies of every operator, at any cost."""
     draw, maximum = random.Random(axis), Partial("max")
     found = strategy_choices(graph, graph.axes[axis])
 
@@ -132,9 +132,7 @@ def at_random(axis: str, graph: TrainingGraph) -> NodeStrategies:
         ("odd", 2, {"tp": 2, "ep": 2}, at_random),
     ],
 )
-def test_ranks_compute_what_one_device_does(
-    name: str, rows: int, axes: dict[str, int], find: Find
-) -> None:
+def test_ranks_equal_one_device(name: str, rows: int, axes: dict[str, int], find: Find) -> None:
     case = MODELS[name]
     batch = to_dtype(case.batch(rows, 0), torch.float64)
     graph, values = captured(case.make().double(), batch, 1)

@@ -1,4 +1,4 @@
-"""A partitioned graph computes on every rank what the whole one does."""
+"""Partitioned graphs compute what one device computes."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ from tests.passes.partitions import AXIS, Values, captured, partitioned, whole
         ("odd", 2, 5),
     ],
 )
-def test_ranks_compute_what_one_device_does(name: str, ranks: int, rows: int) -> None:
+def test_ranks_equal_one_device(name: str, ranks: int, rows: int) -> None:
     graph, values = case_of(name, ranks, rows)
     op_strategies = partition_by_bytes(graph, ranks)
     assert any(
@@ -44,13 +44,13 @@ def test_ranks_compute_what_one_device_does(name: str, ranks: int, rows: int) ->
 
 
 def case_of(name: str, ranks: int, rows: int) -> tuple[TrainingGraph, Values]:
-    """The graph of a model at some rows, and what it is given."""
+    """The graph of a model at a number of rows, and its inputs."""
     case = MODELS[name]
     return captured(case.make().double(), to_dtype(case.batch(rows, 0), torch.float64), ranks)
 
 
 def check(graph: TrainingGraph, values: Values, ranks: int, op_strategies: NodeStrategies) -> None:
-    """All ranks together return what one device does."""
+    """Checks that the ranks together return the results of one device."""
     want = whole(graph, values)
     for role, made in partitioned(graph, ranks, op_strategies, values).items():
         assert made is not None, f"ranks disagree about {role}"

@@ -1,4 +1,4 @@
-"""Own lowerings: what they send, and precision that is low."""
+"""Custom lowerings: their traffic, and low precision."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ ROWS, CLASSES, RANKS = 6, 12, 3
 
 
 def split(name: str, target: object, *args: object) -> tuple[Operator, OpStrategy]:
-    """An operator and its first way by a lowering."""
+    """An operator and its first strategy with a lowering."""
     made = Operator(target, args, {}, ())
     operator = Operator(target, args, {}, run_operator(made))
     return operator, next(
@@ -21,7 +21,7 @@ def split(name: str, target: object, *args: object) -> tuple[Operator, OpStrateg
     )
 
 
-def test_a_sharded_vocabulary_sends_numbers_a_row_and_no_logits() -> None:
+def test_a_sharded_vocabulary_sends_no_logits() -> None:
     logits = torch.rand(ROWS, CLASSES)
     targets = torch.randint(0, CLASSES, (ROWS,))
     row = ROWS * logits.element_size()

@@ -1,4 +1,4 @@
-"""Operators without a rule: their loops are found by running them, and kept."""
+"""Probing of operators without a rule, and its cache on disk."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test alone."""
+    """A cache directory for this test."""
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
     return tmp_path
 
@@ -30,21 +30,21 @@ def called(target: object, *args: object) -> Operator:
     return Operator(target, args, {}, run_operator(made))
 
 
-def test_found_at_small_sizes_for_large_ones() -> None:
+def test_loops_are_probed_at_small_sizes() -> None:
     operator = called(aten.diagonal_copy.default, torch.rand(400, 30, 30), 0, 1, 2)
     assert probing.probe_loops(operator) == [
         Loop(400, (DimAccess(0),), (DimAccess(0),), interleavable=False, even_only=True)
     ]
 
 
-def test_what_is_found_holds_where_sizes_are_among_the_arguments() -> None:
+def test_arguments_that_are_sizes() -> None:
     operator = called(aten.unfold_copy.default, torch.rand(4, 6), 1, 2, 2)
     loops = probing.probe_loops(operator)
     assert [loop.operands for loop in loops] == [(DimAccess(0),)]
     assert all(is_correct(operator, split_loop(loop), 2) for loop in loops)
 
 
-def test_two_operands_that_are_split_together() -> None:
+def test_two_operands_sharded_together() -> None:
     operator = called(
         aten._cdist_forward.default, torch.rand(6, 4, 5), torch.rand(6, 3, 5), 2.0, None
     )
@@ -55,18 +55,18 @@ def test_two_operands_that_are_split_together() -> None:
     }
 
 
-def test_kept_on_disk(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_are_cached_on_disk(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operator = called(aten.trace.default, torch.rand(6, 6))
     assert probing.probe_loops(operator) == []  # a scalar
     operator = called(aten.diagonal_copy.default, torch.rand(6, 6, 6))
     first = probing.probe_loops(operator)
     assert first
-    monkeypatch.setattr(probing, "is_correct", lambda *_: pytest.fail("it was run again"))
+    monkeypatch.setattr(probing, "is_correct", lambda *_: pytest.fail("the operator ran again"))
     assert probing.probe_loops(operator) == first
     assert len(list(shelf.glob("probes/*.json"))) == 1
 
 
-def test_a_note_for_what_stays_whole() -> None:
+def test_note_for_replicated_operators() -> None:
     graph = fx.Graph()
     matrix = graph.placeholder("matrix")
     with FakeTensorMode():
@@ -87,12 +87,12 @@ def test_a_note_for_what_stays_whole() -> None:
         (aten.nonzero.default, (torch.rand(6),)),
     ],
 )
-def test_not_probed(target: object, args: tuple[object, ...]) -> None:
+def test_operators_that_are_not_probed(target: object, args: tuple[object, ...]) -> None:
     assert not probing.can_be_probed(called(target, *args))
 
 
-def test_an_opaque_workspace_is_not_made_up() -> None:
-    """torch reads addresses from that of an LSTM's backward."""
+def test_opaque_workspaces_are_not_probed() -> None:
+    """torch reads addresses from the workspace of an LSTM's backward."""
     x, workspace = torch.rand(6, 6), torch.zeros(6, dtype=torch.uint8)
     layer = Operator(aten.mkldnn_rnn_layer_backward.default, (x, workspace), {}, (x,))
     assert not probing.can_be_probed(layer)

@@ -1,4 +1,4 @@
-"""How a random call of an operator is drawn, and the table of what is drawn for each."""
+"""Random calls of operators: the registry and the strategies that draw them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 12)
 
 
 class Draw:
-    """What a sample is drawn with."""
+    """Draws the arguments of a sample."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
@@ -55,7 +55,7 @@ SAMPLES: dict[Any, Sample] = {}
 
 
 def sample(*targets: Any) -> Callable[[Sample], Sample]:
-    """Register how the arguments of some operators are drawn."""
+    """Registers a function that draws the arguments of some operators."""
 
     def register(function: Sample) -> Sample:
         SAMPLES.update(dict.fromkeys(targets, function))

@@ -1,4 +1,4 @@
-"""Random calls of what layers are made of: norms, losses, draws, attention, convolution."""
+"""Random calls of norms, losses, random numbers, attention and convolution."""
 
 from __future__ import annotations
 

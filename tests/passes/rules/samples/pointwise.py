@@ -191,7 +191,7 @@ def logsumexp(d: Draw) -> tuple[Any, ...]:
 
 @sample(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
 def extremum(d: Draw) -> tuple[Any, ...]:
-    """Of numbers that are often equal: the first counts."""
+    """Arguments with many equal numbers, of which the first counts."""
     shape = d.sizes()
     return (d.randint(3, *shape).to(d.dtype), d.below(len(shape)), d.flag())
 

@@ -1,4 +1,4 @@
-"""Random calls of views, of what makes a tensor of a shape, and of what runs along a dim."""
+"""Random calls of views, of creation operators and of operators along a dim."""
 
 from __future__ import annotations
 
