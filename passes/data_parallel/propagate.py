@@ -25,7 +25,7 @@ from autopar.passes.data_parallel.redistribute import moves
 from autopar.passes.data_parallel.strategy_choice import OperatorReads, StrategyChooser
 from autopar.passes.rules.batch_loops import draws_random, is_cast
 from autopar.passes.rules.loops import Operator, replicated
-from autopar.passes.rules.operators.partial_linear import EACH, TOGETHER
+from autopar.passes.rules.operators.partial_linear import JOINTLY_LINEAR, LINEAR_IN_EACH
 
 WHOLE = Replicate()
 
@@ -229,8 +229,8 @@ def _batch_independent(graph: TrainingGraph) -> frozenset[fx.Node]:
 
 def _is_linear(reader: fx.Node, node: fx.Node, constants: frozenset[fx.Node]) -> bool:
     """Whether partial values of a node pass through a reader whose other operands are constant."""
-    if reader.target in TOGETHER or is_cast(Operator.of(reader)):
+    if reader.target in JOINTLY_LINEAR or is_cast(Operator.of(reader)):
         return True
     places = [index for index, source in enumerate(operands(reader)) if source is node]
-    each = len(places) == 1 and places[0] in dict[Any, Any](EACH).get(reader.target, ())
+    each = len(places) == 1 and places[0] in dict[Any, Any](LINEAR_IN_EACH).get(reader.target, ())
     return each and constants.issuperset(n for n in operands(reader) if n is not node)

@@ -15,14 +15,14 @@ from autopar._torch import OpOverload
 from autopar.ir.op_strategy import OpStrategy
 from autopar.ir.placement import Partial, Placement, Replicate
 from autopar.passes.rules.loops import Loop, Operator, Rule
-from autopar.passes.rules.lowerings.random import LIKE, OF
+from autopar.passes.rules.lowerings.random import DRAW_EACH, DRAW_LIKE
 from autopar.passes.rules.operators import attention
 from autopar.passes.rules.operators.generic import reduction, same_dims
 from autopar.passes.rules.registry import RULES, loops_of
 
 aten = torch.ops.aten
 
-_DRAWS = frozenset({*LIKE, *OF, aten.native_dropout.default})
+_DRAWS = frozenset({*DRAW_LIKE, *DRAW_EACH, aten.native_dropout.default})
 
 
 def draws_random(operator: Operator) -> bool:
@@ -31,7 +31,7 @@ def draws_random(operator: Operator) -> bool:
     return seeded and not attention.has_no_dropout(operator)
 
 
-LOGICAL: Mapping[OpOverload, Rule] = {
+LOGICAL_REDUCTIONS: Mapping[OpOverload, Rule] = {
     aten.all.default: reduction("min"),
     aten.any.default: reduction("max"),
 }
@@ -59,8 +59,8 @@ def batch_strategies(operator: Operator) -> Iterator[OpStrategy]:
 
 def batch_loops(operator: Operator) -> list[Loop]:
     """The loops of an operator along the batch axis."""
-    if operator.target in LOGICAL:
-        return LOGICAL[operator.target](operator)
+    if operator.target in LOGICAL_REDUCTIONS:
+        return LOGICAL_REDUCTIONS[operator.target](operator)
     if not draws_random(operator):
         return loops_of(operator)
     if operator.target in _DRAWS:

@@ -17,7 +17,7 @@ from autopar.passes.rules.loops import Operator
 
 aten = torch.ops.aten
 
-SIZES: Mapping[OpOverload, int] = {
+SIZE_ARGUMENTS: Mapping[OpOverload, int] = {
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
     aten.reshape.default: 1,
@@ -38,7 +38,7 @@ SIZES: Mapping[OpOverload, int] = {
 }
 """Index of the argument with the sizes of the first result."""
 
-COUNTS: Mapping[OpOverload, tuple[tuple[int, int, int], ...]] = {
+COUNT_ARGUMENTS: Mapping[OpOverload, tuple[tuple[int, int, int], ...]] = {
     aten.native_group_norm.default: ((3, 0, 0),),
     aten.native_group_norm_backward.default: ((5, 0, 0),),
     aten.convolution.default: ((8, 1, 0),),
@@ -87,7 +87,7 @@ def local_arguments(
         rank: this rank's coordinate on it.
     """
     args, kwargs = with_operands(operator, shards)
-    place = SIZES.get(operator.target)
+    place = SIZE_ARGUMENTS.get(operator.target)
     if operator.target in SQUEEZES:
         shape = local_shape(operator.results[0].shape, op_strategy.results[0], ranks, rank)
         return replace(operator, target=aten.view.default, args=(args[0], shape), kwargs={})
@@ -96,7 +96,7 @@ def local_arguments(
     if operator.target in (start_all_gather, start_reduce_scatter):
         made = zip(operator.results, op_strategy.results, strict=True)
         args[1] = [local_shape(t.shape, p, ranks, rank)[0] for t, p in made]
-    for place, of, dim in COUNTS.get(operator.target, ()):
+    for place, of, dim in COUNT_ARGUMENTS.get(operator.target, ()):
         lies = op_strategy.operands[of]
         if isinstance(lies, Shard) and lies.dim == dim:
             args[place] = _share(args[place], ranks, rank)

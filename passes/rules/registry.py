@@ -23,14 +23,14 @@ from autopar.passes.rules.operators import attention, indexing, structured, view
 from autopar.passes.rules.operators.generic import (
     along,
     contraction,
-    counted,
     created,
     every_dim_but,
     grouped_mm,
+    histogram,
+    pad,
     pointwise,
     reduction,
-    rolled,
-    unpadded,
+    roll,
 )
 from autopar.passes.rules.proof.probing import probe_loops
 
@@ -68,7 +68,7 @@ RULES: Mapping[OpOverload, Rule] = {
     aten.argmin.default: reduction(None),
     aten.max.dim: reduction(None),
     aten.min.dim: reduction(None),
-    aten.histc.default: counted,
+    aten.histc.default: histogram,
     aten.linalg_vector_norm.default: reduction(None, place=2, keep=3),
     # views
     aten.view.default: views.view,
@@ -94,9 +94,9 @@ RULES: Mapping[OpOverload, Rule] = {
     aten.split.Tensor: along(2),
     aten.split_with_sizes.default: along(2),
     aten.cat.default: along(1),
-    aten.constant_pad_nd.default: unpadded,
+    aten.constant_pad_nd.default: pad,
     aten.flip.default: lambda op: every_dim_but(op, op.args[1]),
-    aten.roll.default: rolled,
+    aten.roll.default: roll,
     # along a dim
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _softmax,

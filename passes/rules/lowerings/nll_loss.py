@@ -15,7 +15,7 @@ from torch import fx
 from autopar.passes.rules.loops import DimAccess, Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext, aten, value
 from autopar.passes.rules.lowerings.embedding import local_indices, zero_unless
-from autopar.passes.rules.operators.structured import targets
+from autopar.passes.rules.operators.structured import target_dims
 
 NONE, MEAN, SUM = 0, 1, 2
 LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
@@ -67,7 +67,7 @@ def _rows(operator: Operator) -> list[Loop]:
     rest = (None,) * (len(others) - 1)
     return [
         Loop.over(source.shape[dim], (dim, place, *rest), (None, None))
-        for dim, place in targets(source)
+        for dim, place in target_dims(source)
         if operator.args[3] == MEAN
     ]
 

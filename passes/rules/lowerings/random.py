@@ -13,7 +13,7 @@ from torch import fx
 from autopar.passes.rules.loops import Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext, aten
 
-LIKE = (
+DRAW_LIKE = (
     aten.bernoulli.p,
     aten.rand_like.default,
     aten.randn_like.default,
@@ -25,7 +25,7 @@ LIKE = (
 )
 """Operators that draw a tensor in the shape of another."""
 
-MADE = (
+DRAW_SHAPE = (
     aten.rand.default,
     aten.randn.default,
     aten.randint.default,
@@ -34,7 +34,7 @@ MADE = (
 )
 """Operators that draw a tensor of a given shape."""
 
-OF = (aten.bernoulli.default, aten.poisson.default)
+DRAW_EACH = (aten.bernoulli.default, aten.poisson.default)
 """Operators that draw by parameters of each element."""
 
 
@@ -89,9 +89,9 @@ def _dropout(ctx: LoweringContext) -> list[fx.Node]:
 
 
 LOWERINGS: dict[str, Any] = {
-    "draw_like": (LIKE, _dims, _like),
-    "draw": (MADE, _dims, _made),
-    "draw_of": (OF, _dims_drawn, _made),
+    "draw_like": (DRAW_LIKE, _dims, _like),
+    "draw": (DRAW_SHAPE, _dims, _made),
+    "draw_of": (DRAW_EACH, _dims_drawn, _made),
     "dropout": ((aten.native_dropout.default,), _dims, _dropout),
 }
 """Targets, loops and lowering, by name."""

@@ -129,7 +129,7 @@ def reduced_dims(operator: Operator, place: int) -> list[int]:
     return sorted({dim % count for dim in dims}) if count else []
 
 
-def counted(operator: Operator) -> list[Loop]:
+def histogram(operator: Operator) -> list[Loop]:
     """(source, bins, min, max): every dim, if the range does not depend on the source."""
     given = operator.argument(2, "min", 0) != operator.argument(3, "max", 0)
     part: Reduced = "sum"
@@ -215,13 +215,13 @@ def every_dim_but(operator: Operator, dims: int | Sequence[int]) -> list[Loop]:
     return same_dims(operator, [dim for dim in range(count) if dim not in whole])
 
 
-def rolled(operator: Operator) -> list[Loop]:
+def roll(operator: Operator) -> list[Loop]:
     """(source, shifts, dims): every dim that is not rolled; without `dims` all are rolled."""
     dims = operator.argument(2, "dims", ())
     return every_dim_but(operator, dims or range(operator.operands[0].dim()))
 
 
-def unpadded(operator: Operator) -> list[Loop]:
+def pad(operator: Operator) -> list[Loop]:
     """(source, pads, value): every dim without padding; pads start at the last dim."""
     pads, count = operator.args[1], operator.operands[0].dim()
     return every_dim_but(operator, [count - 1 - i // 2 for i, pad in enumerate(pads) if pad])

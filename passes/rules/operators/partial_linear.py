@@ -14,7 +14,7 @@ from autopar.passes.rules.loops import Operator
 
 aten = torch.ops.aten
 
-TOGETHER = frozenset(
+JOINTLY_LINEAR = frozenset(
     {
         aten.add.Tensor,
         aten.sub.Tensor,
@@ -56,7 +56,7 @@ TOGETHER = frozenset(
 )
 """Operators that are linear in all their tensors together."""
 
-EACH: Mapping[OpOverload, tuple[int, ...]] = {
+LINEAR_IN_EACH: Mapping[OpOverload, tuple[int, ...]] = {
     aten.mul.Tensor: (0, 1),
     aten.div.Tensor: (0,),
     aten.mm.default: (0, 1),
@@ -85,9 +85,9 @@ def linear_strategies(operator: Operator) -> Iterator[OpStrategy]:
     results = (partial,) * len(operator.results)
     if not all(t.is_floating_point() for t in operator.results if t is not None):
         return
-    if operator.target in TOGETHER and _adds_tensors(operator):
+    if operator.target in JOINTLY_LINEAR and _adds_tensors(operator):
         yield OpStrategy((partial,) * count, results)
-    for place in EACH.get(operator.target, ()):
+    for place in LINEAR_IN_EACH.get(operator.target, ()):
         if place < count and operator.operands[place].is_floating_point():
             yield OpStrategy(tuple(partial if i == place else whole for i in range(count)), results)
 

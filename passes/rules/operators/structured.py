@@ -90,7 +90,7 @@ def _channel(tensor: torch.Tensor) -> DimAccess | None:
 # -- softmax and cross-entropy -----------------------------------------------------------------
 
 
-def targets(source: torch.Tensor) -> list[tuple[int, int]]:
+def target_dims(source: torch.Tensor) -> list[tuple[int, int]]:
     """Pairs of dims: of log-probabilities [rows, classes, ...] and of their targets [rows, ...].
 
     Empty if there are no rows.
@@ -113,7 +113,7 @@ def nll_loss(operator: Operator) -> list[Loop]:
 
     return [
         Loop.over(source.shape[dim], (dim, place, *weights), (kept(place), "sum"))
-        for dim, place in targets(source)
+        for dim, place in target_dims(source)
     ]
 
 
@@ -130,7 +130,7 @@ def nll_loss_backward(operator: Operator) -> list[Loop]:
             (place if gradient.dim() else None, dim, place, *rest),
             (dim,),
         )
-        for dim, place in targets(source)
+        for dim, place in target_dims(source)
     ]
 
 
