@@ -1,4 +1,4 @@
-"""Text for people: names made safe to print, and byte counts."""
+"""Text for terminals: escaped names and byte counts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and newline, marks that turn text around, and halves of characters."""
+"""Control characters except tab and newline, bidirectional marks, and lone surrogates."""
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters escaped, so that none reaches the terminal.
+    r"""Escapes control characters, so that none reaches the terminal.
 
     >>> printable("layer\x1b[31m") == r"layer\x1b[31m"
     True
@@ -19,13 +19,13 @@ def printable(text: str) -> str:
 
 
 def memory_text(memory: Mapping[str, int]) -> str:
-    """Bytes by category, the most first."""
+    """Bytes by category, largest first."""
     parts = sorted(memory.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {human_bytes(size)}" for name, size in parts if size)
 
 
 def human_bytes(count: float) -> str:
-    """A number of bytes as people read it."""
+    """A number of bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Segments of a model: what it does between two uses of parameters, and what crosses there."""
+"""`CutPoints` of a model, and the `Segment`s between them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from autopar.passes.pipeline_parallel.stage_dependence import (
 from autopar.planner.evaluate.stage_partition import Segment
 
 Uses = tuple[tuple[str, tuple[int, ...]], ...]
-"""For each parameter, a number for each of its uses."""
+"""An index for each use of each parameter."""
 
 
 @dataclass(frozen=True)
 class CutPoints:
-    """Where a model may be cut: before each operator that uses a parameter.
+    """Points where a model may be cut: before each operator that uses a parameter.
 
     Attributes:
-        names: the parameters that are used from each place on, up to the next.
-        uses: for each parameter, the place of each of its uses.
+        names: parameters used between each cut point and the next.
+        uses: cut point of each use of each parameter.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -38,7 +38,7 @@ class CutPoints:
 
     @staticmethod
     def of(found: Iterable[ParameterUse], parameters: Iterable[str]) -> CutPoints:
-        """The places of a graph's uses of parameters, in the order in which they come."""
+        """Cut points of a graph's parameter uses, in the order of execution."""
         names: dict[fx.Node, list[str]] = {}
         table: dict[str, list[int]] = {name: [] for name in parameters}
         for use in found:
@@ -48,7 +48,7 @@ class CutPoints:
         return CutPoints(tuple(map(tuple, names.values())), tuple(uses))
 
     def stages(self, cuts: Sequence[int]) -> Uses:
-        """For each parameter the stage of each of its uses, where cuts are first places."""
+        """Stage of each use of each parameter, for the first cut points of later stages."""
         return tuple(
             (name, tuple(sum(cut <= place for cut in cuts) for place in at))
             for name, at in self.uses
@@ -56,25 +56,25 @@ class CutPoints:
 
 
 def segments_of(
-    graph: TrainingGraph, places: CutPoints, taken: Sequence[float], copies: float
+    graph: TrainingGraph, cut_points: CutPoints, seconds: Sequence[float], copies: float
 ) -> list[Segment]:
-    """What there is to balance.
+    """The segments to partition into stages.
 
     Args:
-        graph: of one micro-batch, each place being a stage of its own.
-        places: where it may be cut.
-        taken: seconds from each place to the next.
-        copies: bytes that are held for each byte of a parameter, gradient and states included.
+        graph: graph of one micro-batch, with a stage for each cut point.
+        cut_points: points where it may be cut.
+        seconds: seconds from each cut point to the next.
+        copies: stored bytes for each byte of a parameter, with gradient and optimizer state.
     """
     kinds, at = dependences(graph), _stages(graph)
     returned = {n for r, n in zip(graph.outputs, graph.results, strict=True)
                 if n is not None and isinstance(r, Gradient)}  # fmt: skip
-    count = len(places.names)
+    count = len(cut_points.names)
     saved, held = [0] * count, [0.0] * count
     crossing = {phase: [0] * (count + 1) for phase in ("forward", "backward")}
-    reach = _reach(graph, at, returned)
+    reach = _last_readers(graph, at, returned)
     for node, place in at.items():
-        if kinds[node] != "staged" or _is_view(node, at):
+        if kinds[node] != "staged" or _is_recomputed_view(node, at):
             continue
         nbytes, phase = sum(map(tensor_bytes, tensors(node))), node.meta["phase"]
         first, last = sorted((place, reach[node]))
@@ -83,38 +83,42 @@ def segments_of(
             crossing[phase][last + 1] -= nbytes
         if phase == "forward" and any(n.meta.get("phase") == "backward" for n in node.users):
             saved[place] += nbytes
-    uses = dict(places.uses)
+    uses = dict(cut_points.uses)
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         if isinstance(role, Parameter):
             held[uses[role.name][0]] += copies * tensor_bytes(tensors(node)[0])
-    sent, back = (_sums(crossing[phase]) for phase in ("forward", "backward"))
-    return [Segment(taken[i], round(held[i]), saved[i], sent[i], back[i]) for i in range(count)]
+    sent, back = (_running_sums(crossing[phase]) for phase in ("forward", "backward"))
+    return [Segment(seconds[i], round(held[i]), saved[i], sent[i], back[i]) for i in range(count)]
 
 
 def seconds_of(
-    graph: TrainingGraph, places: CutPoints, cluster: Cluster, operators: OperatorTimes, once: str
+    graph: TrainingGraph,
+    cut_points: CutPoints,
+    cluster: Cluster,
+    operators: OperatorTimes,
+    excluded_axis: str,
 ) -> list[float]:
-    """Seconds from each place to the next, forward and backward.
+    """Seconds from each cut point to the next, forward and backward.
 
     Args:
-        graph: lowered, each place being a stage of its own.
-        places: where it may be cut.
+        graph: lowered graph, with a stage for each cut point.
+        cut_points: points where it may be cut.
         cluster: times of collectives.
         operators: times of operators.
-        once: the axis whose collectives are left out: what it sums once a step.
+        excluded_axis: axis whose collectives run once a step and are left out.
     """
-    found, operators = [0.0] * len(places.names), operators.of(graph)
+    found, operators = [0.0] * len(cut_points.names), operators.of(graph)
     for node, place in _stages(graph).items():
         found[place] += operators.seconds(node).seconds
         if collective_of(node) is not None:
             sent = Transfer.of(node, graph.axes, cluster.ranks_per_node)
-            if sent.axis != once:
+            if sent.axis != excluded_axis:
                 found[place] += cluster.price(sent).seconds
     return found
 
 
 def _stages(graph: TrainingGraph) -> dict[fx.Node, int]:
-    """The stage of every operator; what passes wrote without one is where it is read from."""
+    """Stage of every operator; one without a stage gets that of its inputs."""
     found: dict[fx.Node, int] = {}
     for node in graph.calls():
         read = [found[n] for n in node.all_input_nodes if n in found]
@@ -124,24 +128,24 @@ def _stages(graph: TrainingGraph) -> dict[fx.Node, int]:
     return found
 
 
-def _reach(
+def _last_readers(
     graph: TrainingGraph, at: Mapping[fx.Node, int], returned: set[fx.Node]
 ) -> dict[fx.Node, int]:
-    """The furthest stage that reads each value: the last of the forward's, the first otherwise.
+    """The furthest stage that reads each value: the last for forward values, else the first.
 
-    Later stages take views for themselves, and sums of gradients are made where they are returned.
+    Later stages recompute views, and gradient sums run where they are returned.
     """
     found: dict[fx.Node, int] = {}
     for node in reversed(list(at)):
         users = [n for n in node.users if n in at and n not in returned]
-        places = [found[n] if _is_view(n, at) else at[n] for n in users]
+        places = [found[n] if _is_recomputed_view(n, at) else at[n] for n in users]
         backward = node.meta["phase"] == "backward"
         found[node] = (min if backward else max)([at[node], *places])
     return found
 
 
-def _is_view(node: fx.Node, at: Mapping[fx.Node, int]) -> bool:
-    """Whether a value is another's, laid out in another way."""
+def _is_recomputed_view(node: fx.Node, at: Mapping[fx.Node, int]) -> bool:
+    """Whether a forward value is a view that later stages recompute from its source."""
     source = node.args[0] if node.args else None
     return (
         op_packet(node) in LAYOUT_OPS
@@ -152,8 +156,8 @@ def _is_view(node: fx.Node, at: Mapping[fx.Node, int]) -> bool:
     )
 
 
-def _sums(differences: Sequence[int]) -> list[int]:
-    """What crosses before each place."""
+def _running_sums(differences: Sequence[int]) -> list[int]:
+    """Running sums: the bytes that cross each cut point."""
     total, found = 0, []
     for step in differences:
         total += step

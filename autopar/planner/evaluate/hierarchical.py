@@ -1,4 +1,4 @@
-"""Which messages go by level, and from which size on: as the curves of the two levels say."""
+"""`levels_of`: message sizes from which hierarchical collectives are faster."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from autopar.planner.machine import Machine
 from autopar.report.plan import Plan
 
 ALWAYS_FROM = 256 * 2**10
-"""Bytes from which messages go by level where the user wants it so: below, latency counts."""
+"""Size from which messages go by level on request; latency dominates below."""
 
 SIZES = tuple(2**power for power in range(12, 28))
-"""4 KiB to 128 MiB: what is compared."""
+"""Compared sizes: 4 KiB to 128 MiB."""
 
 
 def levels_of(
     base: Plan, strategy: Strategy, machine: Machine | None, backend: str
 ) -> tuple[Levels, ...]:
-    """The levels of the data's axis, and what goes by them; none if its ranks are all alike.
+    """Levels of the data axis, and the messages sent by level; empty for a single level.
 
     Args:
-        base: a plan with its mesh.
-        strategy: what is fixed.
-        machine: with the cluster; None if nothing was measured.
-        backend: what collectives are lowered for.
+        base: plan with its mesh.
+        strategy: choices of the user.
+        machine: machine of the cluster; None if nothing was measured.
+        backend: backend that collectives are lowered for.
     """
     cluster = machine.cluster if machine else None
     within = neighbours(base, strategy, cluster)
@@ -42,11 +42,11 @@ def levels_of(
     if not sizes:
         return ()
     axes = dict(base.mesh) | sizes
-    methods = _coded(strategy)
+    methods = _level_codecs(strategy)
     if strategy.hierarchical:
         found = dict.fromkeys((*PARTS, *methods), ALWAYS_FROM)
     elif strategy.hierarchical is None and cluster is not None:
-        prices = _Prices(cluster, axes, DATA_AXIS, backend)
+        prices = _LevelCosts(cluster, axes, DATA_AXIS, backend)
         sized = {kind: prices.pays_from(kind) for kind in PARTS}
         sized |= {name: prices.pays_from("all_reduce", own) for name, own in methods.items()}
         found = {kind: least for kind, least in sized.items() if least is not None}
@@ -58,7 +58,7 @@ def levels_of(
 
 
 def neighbours(base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
-    """How many ranks of the data's axis, one beside the other, are near each other."""
+    """Number of neighbouring ranks of the data axis in its inner level."""
     if base.hybrid:
         return strategy.dp_shard or 1
     if strategy.hierarchical and strategy.hierarchical is not True:
@@ -67,10 +67,10 @@ def neighbours(base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
     return max(1, on_node // base.model_parallel_size)
 
 
-def _coded(strategy: Strategy) -> dict[str, Compression]:
-    """The methods that a strategy names or allows for gradients, that can go by level.
+def _level_codecs(strategy: Strategy) -> dict[str, Compression]:
+    """Gradient compressions of a strategy that can run by level.
 
-    PowerSGD's messages are sums, which go by level like others.
+    PowerSGD is left out: its messages are plain sums.
     """
     allowed = strategy.lossy if strategy.compress is None else (strategy.compress,)
     methods = [Compression.of(own) for own in allowed if own != "none"]
@@ -78,8 +78,8 @@ def _coded(strategy: Strategy) -> dict[str, Compression]:
 
 
 @dataclass(frozen=True)
-class _Prices:
-    """Seconds of collectives over an axis and over its levels, as they are lowered."""
+class _LevelCosts:
+    """Seconds of lowered collectives over an axis and over its levels."""
 
     cluster: Cluster
     axes: dict[str, int]
@@ -87,11 +87,11 @@ class _Prices:
     backend: str
 
     def pays_from(self, kind: str, by: Compression | None = None) -> int | None:
-        """The size from which all larger messages are faster by level, if there is one.
+        """Size from which all larger messages are faster by level, if there is one.
 
         Args:
-            kind: of collective.
-            by: how it is compressed, which takes no time here: less of it is done by level.
+            kind: kind of collective.
+            by: compression, whose own time is left out.
         """
         least = None
         for nbytes in reversed(SIZES):
@@ -112,7 +112,7 @@ class _Prices:
         )
 
     def seconds(self, kind: str, axis: str, nbytes: int, by: Compression | None = None) -> float:
-        """Infinite where nothing is known of it."""
+        """Seconds of a collective; infinite if unknown."""
         if by is not None:
             sent = messages_of_sum(by, nbytes // 4, self.axes[axis])
             return sum(self.seconds(kind, axis, own) for kind, own in sent)

@@ -1,15 +1,11 @@
-"""`schedule`: when each collective is issued and waited for, by list scheduling on the clock.
+"""`schedule`: start and wait of each collective, by list scheduling on the simulator's clock.
 
-Main compute runs in its order on the simulator's clock. In front of each of its operators, if an
-axis would otherwise have nothing to send while that runs, what is to be sent next is issued:
+Compute runs in its order. In front of each operator, an axis that would be idle while it runs
+issues one of these, in this order:
 
-1. a gather that would come too late behind what else could be sent;
-2. what is made of something that has come, then the sum of a gradient, in the order in which they
-   are ready: nobody waits for them, but the step ends no earlier than they do;
-3. a gather of which main compute will have need soon, or any if there is more left to send than to
-   compute.
-
-So an axis does not stand idle if it has work that helps, and buffers are not held if it does not.
+1. a gather that would arrive too late behind other messages;
+2. a follower of an arrived collective, then a gradient sum, in the order in which they are ready;
+3. a gather that compute needs soon, or any gather if more is left to send than to compute.
 """
 
 from __future__ import annotations
@@ -31,22 +27,23 @@ from autopar.passes.core.collective_ops import STARTS, message_bytes, start_redu
 from autopar.plan.overlap import Overlap
 
 MARGIN = 0.5
-"""How much earlier than needed a gather is to be there, by the time that it takes: what is
-estimated is wrong by some part."""
+"""Safety margin of a gather's arrival, as a share of its time, for estimation errors."""
+
 TICK = 1e-4
-"""Of a stretch: what happens at one place is in order."""
+"""Part of a stretch between units issued at the same operator."""
+
 WINDOW = 32
-"""How many gathers ahead are looked at."""
+"""Number of gathers that `slack` considers."""
 
 
 @dataclass
-class Cost:
-    """What a collective takes when lowered.
+class CollectiveTimes:
+    """Times of a lowered collective.
 
     Attributes:
-        before_s: seconds of compute up to its being issued.
-        after_s: seconds of compute from its being there to its results.
-        sends: what is sent, and for how many seconds.
+        before_s: seconds of compute before it is issued.
+        after_s: seconds of compute between its arrival and its results.
+        sends: messages and their seconds.
     """
 
     before_s: float = 0.0
@@ -55,22 +52,22 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Of sending."""
+        """Seconds of its messages."""
         return sum(seconds for _, seconds in self.sends)
 
 
-NOTHING = Cost()
-Costs = dict[str, Cost]
+NOTHING = CollectiveTimes()
+Costs = dict[str, CollectiveTimes]
 
 
 def costs_of(lowered: TrainingGraph, cluster: Cluster, operators: OperatorTimes) -> Costs:
-    """What each collective takes, by the name of its abstract start."""
+    """Times of each collective, by the name of its abstract start."""
     found: Costs = {}
     come = set[str]()
     for node in lowered.calls():
         if (name := node.meta.get("of")) is None:
             continue
-        cost, slowdown = found.setdefault(name, Cost()), cluster.slowdown
+        cost, slowdown = found.setdefault(name, CollectiveTimes()), cluster.slowdown
         if collective_of(node) is not None:
             called = operators.call_of_collective(node)
             cost.before_s += slowdown.issue_s if called is None else called.seconds
@@ -92,28 +89,30 @@ def schedule(
     lowered: TrainingGraph,
     cluster: Cluster,
     operators: OperatorTimes,
-    room: int | None = None,
+    budget_bytes: int | None = None,
 ) -> Overlap:
-    """When the collectives of a graph are issued and waited for.
+    """The start and wait of each collective of a graph.
 
     Args:
-        graph: with abstract collectives, as `ScheduleOverlap` is given it.
-        lowered: the same with some schedule, lowered: what its collectives take.
+        graph: graph with abstract collectives, the input of `ScheduleOverlap`.
+        lowered: the same graph lowered under any schedule.
         cluster: times of collectives.
         operators: times of operators.
-        room: bytes that may be gathered before they are needed, beside one gather; None for any.
+        budget_bytes: bytes gathered ahead, beside one gather; None for any number.
     """
     graph = graph.copy()
     sink_waits(graph)
     costs = costs_of(lowered, cluster, operators)
-    forward, backward = (_Walk(h, costs, cluster, operators, room) for h in halves(graph))
+    forward, backward = (
+        _ListScheduler(h, costs, cluster, operators, budget_bytes) for h in halves(graph)
+    )
     for walk in (forward, backward):
         walk.run()
     return Overlap(forward.leads, backward.leads, backward.delays, stage_of(graph))
 
 
-class _Walk:
-    """Main compute of a half, and what is issued meanwhile."""
+class _ListScheduler:
+    """Compute of a forward or backward, and the collectives issued meanwhile."""
 
     def __init__(
         self,
@@ -121,57 +120,64 @@ class _Walk:
         costs: Costs,
         cluster: Cluster,
         operators: OperatorTimes,
-        room: int | None,
+        budget_bytes: int | None,
     ) -> None:
-        self.half, self.costs, self.operators, self.room = half, costs, operators, room
+        self.half, self.costs, self.operators, self.budget_bytes = (
+            half,
+            costs,
+            operators,
+            budget_bytes,
+        )
         self.clock = Clock(cluster.slowdown)
         self.end = len(half.marks) - 1
         self.seconds = [self.compute_s(node) for node in half.main]
         self.done_s = [0.0, *accumulate(self.seconds)]
         self.positions: dict[Unit, float] = {}
         self.flights: dict[fx.Node, list[Flight]] = {}
-        self.position, self.place = 0.0, 0
+        self.position, self.index = 0.0, 0
         self.early = sorted(half.of("early"), key=lambda unit: (unit.mark, unit.level))
         self.late = half.of("late")
         self.followers = [unit for unit in self.early if unit.level]
         self.sums = [unit for unit in self.late if unit.start is not None]
-        self.finishes = [unit for unit in self.late if unit.start is None and _takes_shards(unit)]
+        self.finishes = [
+            unit for unit in self.late if unit.start is None and _waits_for_shards(unit)
+        ]
         self.to_send = sum(self.cost(u).seconds for u in half.units if u.start is not None)
 
     @property
     def leads(self) -> tuple[float, ...]:
-        """Stretches that each gather starts before it is needed."""
+        """Stretches between the start of each gather and its first use."""
         return tuple(round(u.mark + AT_MARK - self.positions[u], 4) for u in self.half.of("early"))
 
     @property
     def delays(self) -> tuple[float, ...]:
-        """Stretches that each sum is sent, or waited for, after it could be."""
+        """Stretches between each gradient and its reduction, or the wait for it."""
         return tuple(round(self.positions[u] - u.mark, 4) for u in self.half.of("late"))
 
     def run(self) -> None:
-        """From the first node to the last, and on until all has come."""
+        """Runs all operators, then waits for the collectives left."""
         marks = self.half.marks
         needed = {unit.mark: unit for unit in self.half.of("needed")}
         for mark, (low, high) in enumerate(pairwise(marks)):
-            self.position, self.place = float(mark), low
+            self.position, self.index = float(mark), low
             if mark in needed:
-                self.need(needed[mark])
+                self.wait_for_gather(needed[mark])
             for place in range(low, high):
-                self.position, self.place = self.half.position(mark, place), place
+                self.position, self.index = self.half.position(mark, place), place
                 self.step(self.half.main[place], self.seconds[place])
-        self.position, self.place = float(self.end), marks[-1]
+        self.position, self.index = float(self.end), marks[-1]
         if self.end in needed:
-            self.need(needed[self.end])
+            self.wait_for_gather(needed[self.end])
         self.drain()
 
     def step(self, node: fx.Node, seconds: float) -> None:
-        """One node of main compute, and what is issued in front of it."""
+        """Runs one operator, after the collectives issued in front of it."""
         self.issue_ahead(seconds)
-        self.take_what_came()
+        self.finish_reduced()
         if node.target in STARTS:
             self.send(node)
         elif node.target is wait:
-            self.come(node.args[0])  # type: ignore[arg-type]
+            self.wait_for(node.args[0])  # type: ignore[arg-type]
         else:
             self.clock.compute(node.name, seconds)
 
@@ -180,10 +186,10 @@ class _Walk:
             return 0.0
         return self.operators.seconds(node).seconds
 
-    # What is issued.
+    # Choice of units.
 
     def issue_ahead(self, span_s: float) -> None:
-        """Issues what keeps every axis busy for a while, as far as it helps."""
+        """Issues units that keep every axis busy for `span_s` seconds."""
         while True:
             backlog = self.backlog()
             for unit in self.candidates(span_s):
@@ -195,7 +201,7 @@ class _Walk:
                 return
 
     def candidates(self, span_s: float) -> Iterator[Unit]:
-        """What could be issued now, what is best first."""
+        """Units that could be issued now, best first."""
         gather = next((u for u in self.early if u not in self.positions), None)
         sums = [u for u in self.sums if self.is_ready(u)]
         follower = next((u for u in self.followers if self.is_ready(u)), None)
@@ -206,51 +212,51 @@ class _Walk:
             return
         slack_s, own_s = self.slack(), self.cost(gather).seconds
         between_s = self.cost(sums[0]).seconds if sums else 0.0
-        if slack_s < between_s + MARGIN * own_s + span_s and self.has_room(gather):
+        if slack_s < between_s + MARGIN * own_s + span_s and self.fits_budget(gather):
             yield gather
             yield from sums
         else:
             yield from sums
-            left_s = self.done_s[-1] - self.done_s[self.place]
-            if self.to_send > left_s and self.has_room(gather):
+            left_s = self.done_s[-1] - self.done_s[self.index]
+            if self.to_send > left_s and self.fits_budget(gather):
                 yield gather
 
     def is_ready(self, unit: Unit) -> bool:
-        """Whether a unit that starts something can run now, without waiting."""
+        """Whether a unit with a start can run now, without waiting."""
         done = unit in self.positions or unit.start is None
         if done or (unit.kind == "late" and unit.mark > self.position):
             return False
-        return all(before in self.positions and self.has_come(before) for before in unit.behind)
+        return all(before in self.positions and self.has_arrived(before) for before in unit.behind)
 
-    def has_come(self, unit: Unit, margin: float = 0.0) -> bool:
-        """Whether what a unit has started is there, and has been for a part of its time."""
+    def has_arrived(self, unit: Unit, margin: float = 0.0) -> bool:
+        """Whether the collective of a unit arrived at least `margin` of its time ago."""
         flights = self.flights.get(unit.start, []) if unit.start is not None else []
         late_s = margin * self.cost(unit).seconds
         return all(f.left_s <= 0.0 and f.end_s + late_s <= self.clock.now for f in flights)
 
     def slack(self) -> float:
-        """Seconds by which all gathers ahead, one behind the other, come before they are needed."""
+        """Least seconds between the arrival and the use of the next gathers, sent in order."""
         sent_s, least = dict(self.backlog()), float("inf")
         ahead = (u for u in self.early if u not in self.positions)
         for unit, _ in zip(ahead, range(WINDOW), strict=False):
             axis = self.axis(unit)
             sent_s[axis] = sent_s.get(axis, 0.0) + self.cost(unit).seconds
-            until_s = self.done_s[self.half.marks[unit.mark]] - self.done_s[self.place]
+            until_s = self.done_s[self.half.marks[unit.mark]] - self.done_s[self.index]
             least = min(least, until_s - sent_s[axis])
         return least
 
-    def has_room(self, gather: Unit) -> bool:
-        """Whether a gather may hold its buffers from now on."""
-        if self.room is None or gather.start is None:
+    def fits_budget(self, gather: Unit) -> bool:
+        """Whether a gather's buffers fit into the budget from now on."""
+        if self.budget_bytes is None or gather.start is None:
             return True
         ahead = [u for u in self.early if u in self.positions and u.mark > self.position]
         held = sum(message_bytes(u.start) for u in ahead if u.start is not None)
-        return not ahead or held + message_bytes(gather.start) <= self.room
+        return not ahead or held + message_bytes(gather.start) <= self.budget_bytes
 
-    # What happens then.
+    # Execution.
 
     def issue(self, unit: Unit) -> None:
-        """Runs a unit: waits, what is computed, a start."""
+        """Runs the waits, operators and start of a unit."""
         self.position += TICK
         self.positions[unit] = self.position
         for waiting in (self.sums, self.finishes):
@@ -258,7 +264,7 @@ class _Walk:
                 waiting.remove(unit)
         for node in unit.nodes:
             if node.target is wait:
-                self.come(node.args[0])  # type: ignore[arg-type]
+                self.wait_for(node.args[0])  # type: ignore[arg-type]
             elif node.target in STARTS:
                 self.to_send -= self.cost(unit).seconds
                 self.send(node)
@@ -272,14 +278,14 @@ class _Walk:
             self.clock.issue(start.name, sent, seconds) for sent, seconds in cost.sends
         ]
 
-    def come(self, start: fx.Node) -> None:
+    def wait_for(self, start: fx.Node) -> None:
         """Waits for a collective."""
         for flight in self.flights[start]:
             self.clock.wait(start.name, flight)
         self.clock.compute(start.name, self.costs.get(start.name, NOTHING).after_s)
 
-    def need(self, unit: Unit) -> None:
-        """Main compute cannot go on without what is gathered."""
+    def wait_for_gather(self, unit: Unit) -> None:
+        """Waits for the gathers that compute needs next."""
         for before in self.chain(unit):
             if before not in self.positions:
                 self.issue(before)
@@ -288,38 +294,38 @@ class _Walk:
             self.issue_ahead(max(self.backlog().values()))
         for before in unit.behind:
             if before.start is not None:
-                self.come(before.start)
+                self.wait_for(before.start)
 
     def chain(self, unit: Unit) -> Iterator[Unit]:
-        """What has to be issued before a unit, in order."""
+        """Units to issue before a unit, in order."""
         for before in unit.behind:
             yield from self.chain(before)
             yield before
 
-    def take_what_came(self) -> None:
-        """Waits for reduced shards that are there, so that the whole gradients are freed."""
+    def finish_reduced(self) -> None:
+        """Waits for arrived reduce-scatters, so that unsharded gradients are freed."""
         for unit in list(self.finishes):
-            if all(b in self.positions and self.has_come(b, MARGIN) for b in unit.behind):
+            if all(b in self.positions and self.has_arrived(b, MARGIN) for b in unit.behind):
                 self.issue(unit)
 
     def drain(self) -> None:
-        """What is left when main compute has ended, in the order in which it comes."""
+        """Runs the units left when compute has ended, in the order of arrival."""
         left = [unit for unit in self.late if unit not in self.positions]
         while left:
             open_ = [u for u in left if all(before in self.positions for before in u.behind)]
-            unit = min(open_, key=self.order)
+            unit = min(open_, key=self.drain_order)
             left.remove(unit)
             self.issue(unit)
 
-    def order(self, unit: Unit) -> tuple[bool, bool, float]:
-        """What can go on without waiting first, of that what sends; then what will come first."""
-        waits = not all(self.has_come(before) for before in unit.behind)
+    def drain_order(self, unit: Unit) -> tuple[bool, bool, float]:
+        """Sort key: units that need no wait, then units that send, then the earliest issued."""
+        waits = not all(self.has_arrived(before) for before in unit.behind)
         issued = [f.issued_s for b in unit.behind if b.start for f in self.flights[b.start]]
         return waits, unit.start is None, max(issued, default=0.0)
 
-    # Figures.
+    # Times.
 
-    def cost(self, unit: Unit) -> Cost:
+    def cost(self, unit: Unit) -> CollectiveTimes:
         return NOTHING if unit.start is None else self.costs.get(unit.start.name, NOTHING)
 
     def axis(self, unit: Unit) -> str:
@@ -327,7 +333,7 @@ class _Walk:
         return sends[0][0].axis if sends else ""
 
     def backlog(self) -> dict[str, float]:
-        """Seconds of what is under way on each axis."""
+        """Seconds of the messages under way on each axis."""
         found: dict[str, float] = {}
         for flight in under_way(self.flights.values()):
             axis = flight.transfer.axis
@@ -335,12 +341,12 @@ class _Walk:
         return found
 
 
-def _takes_shards(unit: Unit) -> bool:
-    """Whether all that a unit waits for are reduced shards."""
+def _waits_for_shards(unit: Unit) -> bool:
+    """Whether a unit waits for reduce-scatters only."""
     starts = (before.start for before in unit.behind)
     return all(s is not None and s.target is start_reduce_scatter for s in starts)
 
 
 def under_way(flights: Iterable[list[Flight]]) -> Iterator[Flight]:
-    """What has not come yet."""
+    """Messages that have not arrived."""
     return (flight for group in flights for flight in group if flight.left_s > 0.0)

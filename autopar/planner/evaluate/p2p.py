@@ -1,4 +1,4 @@
-"""What ranks of a pipeline send each other over, and what they send around a schedule."""
+"""Point-to-point messages of a pipeline, and messages before and after its schedule."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from autopar.plan.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class P2PCost:
-    """What neighbouring ranks of a pipeline send each other over.
+    """Cost of messages between neighbouring pipeline ranks.
 
     Attributes:
         cluster: times of messages.
-        mesh: the axes of the plan, those of the stages outermost.
+        mesh: mesh of the plan, pp outermost.
     """
 
     cluster: Cluster
     mesh: tuple[tuple[str, int], ...]
 
     def seconds(self, nbytes: int) -> float:
-        """The time of one message."""
+        """Seconds of one message."""
         return self.cost(nbytes).seconds if nbytes else 0.0
 
     def cost(self, nbytes: int) -> Cost:
-        """The same, and where it comes from: where no messages were timed, from broadcasts."""
+        """Cost of one message; that of a broadcast if no messages were timed."""
         try:
             return self.cluster.seconds("send", nbytes, self._pair)
         except ClusterError:
             return self.cluster.seconds("broadcast", nbytes, self._pair)
 
     def message(self, nbytes: int) -> Transfer:
-        """One message, as what it is priced as."""
+        """The transfer that a message is priced as."""
         try:
             self.cluster.seconds("send", nbytes, self._pair)
             kind = "send"
@@ -53,12 +53,12 @@ class P2PCost:
 
     @property
     def issue_s(self) -> float:
-        """For how long a message keeps the thread that computes."""
+        """Seconds of the compute thread to issue a message."""
         return self.cluster.slowdown.issue_s
 
     @property
     def late_s(self) -> float:
-        """By how much later it comes while ranks compute."""
+        """Extra seconds of a message while ranks compute."""
         return self.cluster.slowdown.late_s
 
     @cached_property
@@ -78,9 +78,9 @@ class P2PCost:
 def add_step_boundaries(
     run: PipelineSimulation, stages: PipelineStages, pipeline: Pipeline, link: P2PCost
 ) -> PipelineSimulation:
-    """A schedule with what goes over the links before it and after it, for which all ranks wait.
+    """Adds the messages before and after a schedule, which all ranks wait for.
 
-    Lent parameters come and their gradients go back; parts of totals are summed over all ranks.
+    Tied parameters are sent and their gradients returned; batch totals are summed over all ranks.
     """
     if pipeline.ranks == 1:
         return run
@@ -114,7 +114,7 @@ def add_step_boundaries(
 def _tied_parameter_s(
     stages: PipelineStages, pipeline: Pipeline, link: P2PCost
 ) -> tuple[float, float]:
-    """Seconds to lend parameters, and to give their gradients back: links are used at once."""
+    """Seconds to send tied parameters, and to return their gradients, on parallel links."""
     lent, back = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for index, graph in enumerate(stages.stages):
         user = pipeline.rank_of(index)

@@ -1,4 +1,4 @@
-"""`ReportData`s of pipelines: the memory of a rank over its schedule, and what it sends."""
+"""`report_data_of_pipeline`: data of the HTML report from a simulated pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.simulator.streams import Event
 from autopar.ir.graph import TrainingGraph
 from autopar.plan.report_data import ReportData
-from autopar.planner.evaluate.report_data import thinned, traffic, transfers
+from autopar.planner.evaluate.report_data import sample_memory, traffic, transfers
 from autopar.planner.evaluate.stage_memory import RankMemory
 
 
@@ -23,25 +23,25 @@ def report_data_of_pipeline(
     lowered: Iterable[tuple[TrainingGraph, int]],
     messages: Counter[Transfer],
 ) -> ReportData:
-    """The picture of a pipeline.
+    """Report data of a pipeline.
 
     Args:
-        cluster: that it was priced on.
-        memory: of the rank that needs most.
-        actions: when this rank does what.
-        lowered: the graphs that the rank that computes most runs, and how often.
-        messages: what it sends to its neighbours.
+        cluster: cluster of the simulation.
+        memory: memory of the rank that needs most.
+        actions: timeline of that rank.
+        lowered: graphs of the rank that computes most, and the count of each.
+        messages: messages of that rank to its neighbours.
     """
     sent = Counter(messages)
     for graph, times in lowered:
         for item in transfers(graph, cluster):
             sent[item] += times
-    memory_s, rows = thinned(np.array(_times(memory, actions)), memory.table)
+    memory_s, rows = sample_memory(np.array(_times(memory, actions)), memory.table)
     return ReportData(cluster.ranks_per_node, (), memory_s, rows, traffic(sent, cluster))
 
 
 def _times(memory: RankMemory, actions: Sequence[Event]) -> list[float]:
-    """When each point of a memory curve is."""
+    """Seconds of each point of a memory curve."""
     *inside, _ = memory.points
     spans = ((actions[index], part) for index, part in inside)
     return [*(e.start_s + part * e.seconds for e, part in spans), actions[-1].end_s]

@@ -1,4 +1,4 @@
-"""`ReportData`s of simulated steps."""
+"""`report_data_of`: data of the HTML report from a simulated step."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Bytes = NDArray[np.int64]
 
 
 def report_data_of(graph: TrainingGraph, cluster: Cluster, result: Simulation) -> ReportData:
-    """The picture of a step without stages.
+    """Report data of a step without pipeline stages.
 
     Args:
-        graph: as lowered.
-        cluster: that it was priced on.
-        result: the same, simulated.
+        graph: lowered graph.
+        cluster: cluster of the simulation.
+        result: simulated step.
     """
     times = [at for at, _ in result.memory_curve]
-    memory_s, memory = thinned(np.array(times), result.memory.table)
+    memory_s, memory = sample_memory(np.array(times), result.memory.table)
     sent = Counter(transfers(graph, cluster))
     return ReportData(
         ranks_per_node=cluster.ranks_per_node,
@@ -44,18 +44,18 @@ def report_data_of(graph: TrainingGraph, cluster: Cluster, result: Simulation) -
 
 
 def transfers(graph: TrainingGraph, cluster: Cluster) -> Iterable[Transfer]:
-    """The collectives of a lowered graph, in the order in which they are issued."""
+    """Collectives of a lowered graph, in the order of issue."""
     for node in graph.calls():
         if collective_of(node) is not None:
             yield Transfer.of(node, graph.axes, cluster.ranks_per_node)
 
 
 def traffic(sent: Mapping[Transfer, int], cluster: Cluster) -> tuple[Traffic, ...]:
-    """Messages by axis and collective, with the curve that each kind is priced on.
+    """Messages by axis and collective, with the cost curve of each kind.
 
     Args:
-        sent: how often each message is sent in a step.
-        cluster: that prices them.
+        sent: count of each message in a step.
+        cluster: cluster of the cost curves.
     """
 
     def kind(item: Transfer) -> tuple[str, str, str, str]:
@@ -71,8 +71,8 @@ def _traffic(items: Sequence[Transfer], sent: Mapping[Transfer, int], cluster: C
     entry = cluster.curves.get(key)
     points = list(zip(entry.curve.bytes, entry.curve.seconds, strict=True)) if entry else []
     ends = [*sizes, *(size for size, _ in points)]
-    costs = [(n, cluster.seconds(*key_of(one, n))) for n in _steps(min(ends), max(ends))]
-    largest = cluster.seconds(*key_of(one, sizes[-1]))
+    costs = [(n, cluster.seconds(*price_arguments(one, n))) for n in _steps(min(ends), max(ends))]
+    largest = cluster.seconds(*price_arguments(one, sizes[-1]))
     counts = Counter[int]()
     for item in items:
         counts[item.nbytes * item.pieces] += sent[item]
@@ -85,18 +85,19 @@ def _traffic(items: Sequence[Transfer], sent: Mapping[Transfer, int], cluster: C
         measured=tuple((n, _figures(s)) for n, s in points),
         modelled=tuple((n, _figures(cost.seconds), _figures(cost.error, 3)) for n, cost in costs),
         sent=tuple(
-            (n, counts[n], _figures(cluster.seconds(*key_of(one, n)).seconds)) for n in sizes
+            (n, counts[n], _figures(cluster.seconds(*price_arguments(one, n)).seconds))
+            for n in sizes
         ),
     )
 
 
-def key_of(item: Transfer, nbytes: int) -> tuple[str, int, GroupShape, str]:
-    """What a cluster is asked for such a message of another size."""
+def price_arguments(item: Transfer, nbytes: int) -> tuple[str, int, GroupShape, str]:
+    """Arguments of `Cluster.seconds` for a message of another size."""
     return item.collective, nbytes, item.shape, item.dtype
 
 
 def _steps(least: int, most: int) -> list[int]:
-    """Sizes from the least to the most in even ratios."""
+    """Sizes from `least` to `most` in even ratios."""
     if least == most:
         least, most = max(1, least // 8), most * 8
     ratio = math.log(most / least)
@@ -108,7 +109,7 @@ def _figures(value: float, digits: int = 6) -> float:
 
 
 def _spans(graph: TrainingGraph, result: Simulation) -> tuple[Span, ...]:
-    """Neighbouring operators of one block in one direction, as one."""
+    """Consecutive operators of one block and phase, merged."""
     starts = dict(zip(result.memory.nodes, (at for at, _ in result.memory_curve), strict=True))
     ends = [*list(starts.values())[1:], result.step_s]
     owners = [(node.meta.get("block") or "", node.meta["phase"]) for node in graph.calls()]
@@ -121,14 +122,14 @@ def _spans(graph: TrainingGraph, result: Simulation) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def thinned(
+def sample_memory(
     times: NDArray[np.float64], table: Bytes
 ) -> tuple[tuple[float, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Of every short while the point with the most bytes: times, and bytes by category.
+    """The point with the most bytes of each interval: times, and bytes by category.
 
     Args:
-        times: in seconds, ascending.
-        table: a row for each of CATEGORIES, a column for each time.
+        times: ascending times in seconds, [points].
+        table: bytes, [len(CATEGORIES), points].
     """
     total = table.sum(axis=0)
     place = np.floor(times / max(times[-1], 1e-12) * (MOST_POINTS - 1)).astype(int)

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline was lowered to, and what is predicted of it alone."""
+"""`StageSimulation`: a lowered pipeline stage, and its simulated micro-batches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from autopar.planner.evaluate.stage_memory import StageMemory
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of a stage alone.
+    """Seconds of one stage without the others.
 
     Attributes:
-        first_s: of the forward of the first micro-batch.
-        forward_s: of those behind it.
-        backward_s: of a backward but the last.
-        last_s: of the last.
+        first_s: seconds of the first forward.
+        forward_s: seconds of each later forward.
+        backward_s: seconds of each backward before the last.
+        last_s: seconds of the last backward.
     """
 
     first_s: float
@@ -31,12 +31,12 @@ class StageTimes:
     last_s: float
 
     def cost(self, graph: TrainingGraph, adding_s: float, weights: float) -> StageCost:
-        """What it takes among others.
+        """Cost of the stage in a pipeline.
 
         Args:
-            graph: of the stage.
+            graph: graph of the stage.
             adding_s: seconds in which a backward adds gradients to earlier ones.
-            weights: the share of a backward that only gradients of parameters need.
+            weights: share of a backward for parameter gradients only.
         """
         return StageCost(
             forward_s=self.forward_s,
@@ -52,16 +52,16 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class StageSimulation:
-    """A stage as it runs, and what is predicted of it.
+    """Programs of a stage and their simulations.
 
     Attributes:
-        turns: what its micro-batches run.
-        first: the first micro-batch, simulated.
-        more: one behind it, simulated.
-        last: the last, simulated.
-        adding_s: seconds of a backward, on average, in which gradients are added to earlier ones.
-        weights: the share of the backward that only gradients of parameters need.
-        between: bytes that wait for this part when the rest has run.
+        programs: programs of its micro-batches.
+        first: simulation of the first micro-batch.
+        more: simulation of a later one.
+        last: simulation of the last one.
+        adding_s: mean seconds in which a backward adds gradients to earlier ones.
+        weights: share of the backward for parameter gradients only.
+        split_backward_bytes: bytes kept for that share after the rest has run.
     """
 
     programs: MicrobatchPrograms
@@ -70,31 +70,31 @@ class StageSimulation:
     last: Simulation
     adding_s: float = 0.0
     weights: float = 0.0
-    between: int = 0
+    split_backward_bytes: int = 0
 
     @cached_property
     def memory(self) -> tuple[StageMemory, StageMemory]:
-        """Of a micro-batch before the last, and of the last."""
-        ending = StageMemory.of(self.last, self.programs.last, self.between)
+        """Memory of a micro-batch before the last, and of the last."""
+        ending = StageMemory.of(self.last, self.programs.last, self.split_backward_bytes)
         same = self.more is self.last
         return ending if same else StageMemory.of(
-            self.more, self.programs.more, self.between
+            self.more, self.programs.more, self.split_backward_bytes
         ), ending
 
     @property
     def cost(self) -> StageCost:
-        """What it takes."""
+        """Cost of the stage in a pipeline."""
         own = self.first.forward_s, self.more.forward_s, self.more.backward_s, self.last.backward_s
         return StageTimes(*own).cost(self.programs.last, self.adding_s, self.weights)
 
     def runs(self, micro_batches: int) -> Iterator[tuple[Simulation, int]]:
-        """What its micro-batches are like up to their last sums, and how many each."""
+        """Simulations of its micro-batches, and the number of each."""
         yield self.more, micro_batches - 1
         yield self.first, 1
 
 
 def boundary_bytes(graph: TrainingGraph, phase: str) -> int:
-    """Bytes that a stage sends to a neighbour, of one micro-batch."""
+    """Bytes that a stage sends to a neighbour for one micro-batch."""
     return sum(
         tensor_bytes(tensors(node)[0])
         for role, node in zip(graph.outputs, graph.results, strict=True)

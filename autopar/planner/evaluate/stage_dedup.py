@@ -1,4 +1,4 @@
-"""Stages that are the same but for names: one of them is lowered and simulated, for all."""
+"""`StageDedup`: stages that are equal up to names are lowered and simulated once."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from autopar.report.plan import Plan
 
 @dataclass(frozen=True)
 class StageDedup:
-    """Which stages are the same.
+    """Equal stages of a pipeline.
 
     Attributes:
-        first: of each stage, the first that is like it.
+        first: for each stage, the first stage equal to it.
     """
 
     first: tuple[int, ...]
 
     @staticmethod
     def of(graphs: Sequence[TrainingGraph], plan: Plan) -> StageDedup:
-        """Of the stages of a plan, as they are cut.
+        """Equal stages of a plan.
 
-        They are alike if they consist of the same operators on tensors of the same types, and the
-        plan treats the blocks and parameters in the same places in the same way.
+        Equal stages have the same operators on tensors of the same types, with the same ZeRO
+        stages, checkpointing and layouts of their blocks and parameters.
         """
         known: dict[tuple[Any, ...], int] = {}
         texts = (tuple(_text(graph, plan)) for graph in graphs)
@@ -37,12 +37,12 @@ class StageDedup:
 
     @staticmethod
     def none(count: int) -> StageDedup:
-        """Each of so many stages counts by itself."""
+        """No two stages of `count` are equal."""
         return StageDedup(tuple(range(count)))
 
 
 def parameter_names(one: TrainingGraph, other: TrainingGraph) -> dict[str, str]:
-    """The names of the parameters of a graph in another that is like it."""
+    """Names of one graph's parameters in an equal graph."""
     pairs = zip(one.inputs, other.inputs, strict=True)
     return {
         a.name: b.name for a, b in pairs if isinstance(a, Parameter) and isinstance(b, Parameter)
@@ -50,7 +50,7 @@ def parameter_names(one: TrainingGraph, other: TrainingGraph) -> dict[str, str]:
 
 
 def _text(graph: TrainingGraph, plan: Plan) -> Iterator[Any]:
-    """All that what becomes of a graph depends on, names left out."""
+    """Everything that the lowering of a graph depends on, without names."""
     stages, levels = dict(plan.zero_stages), dict(plan.recompute)
     numbers: dict[fx.Node, int] = {}
     seen: dict[tuple[str, Any], int] = {}

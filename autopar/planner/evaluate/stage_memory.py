@@ -1,4 +1,4 @@
-"""The memory of a rank of a pipeline: its stages, in the order of its schedule."""
+"""`memory_of_rank`: memory of a pipeline rank over its schedule."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ Bytes = NDArray[np.int64]
 _ROW = {name: row for row, name in enumerate(CATEGORIES)}
 _SAVED, _GRADIENTS, _FLYING = _ROW["saved"], _ROW["gradients"], _ROW["in flight"]
 _ALWAYS = [_ROW[n] for n in ("parameters", "optimizer", "buffers", "inputs", "gathered")]
-_POINTS = 12  # of the memory of one action: of each short while, the most
+_POINTS = 12  # samples of one action's memory
 
 
 @dataclass(frozen=True, eq=False)
-class Half:
-    """What a forward or a backward needs beside what exists all the time.
+class PhaseMemory:
+    """Memory of a forward or backward, beside the memory that always exists.
 
     Attributes:
-        at: which part of it has run, from 0 to 1.
-        table: bytes, a row for each category, a column for each of `at`.
+        at: progress of the phase from 0 to 1, [points].
+        table: bytes, [len(CATEGORIES), points].
     """
 
     at: NDArray[np.float64]
     table: Bytes
 
     @staticmethod
-    def of(starts: NDArray[np.float64], table: Bytes) -> Half:
-        """Of each short while the points with the most bytes, with gradients and without."""
+    def of(starts: NDArray[np.float64], table: Bytes) -> PhaseMemory:
+        """Samples with the most bytes of each interval, with and without gradients."""
         span = max(float(np.ptp(starts)), 1e-12) if len(starts) else 1.0
         at = (starts - starts[:1]) / span
         bins = np.minimum((at * _POINTS).astype(int), _POINTS - 1)
@@ -57,45 +57,45 @@ class Half:
             if len(run)
         ]
         chosen = np.unique(np.array(kept, dtype=int))
-        return Half(at[chosen], table[:, chosen])
+        return PhaseMemory(at[chosen], table[:, chosen])
 
 
 @dataclass(frozen=True, eq=False)
 class StageMemory:
-    """What one micro-batch needs on a stage, by category.
+    """Memory of one micro-batch on a stage, by category.
 
     Attributes:
-        always: what exists all the time.
-        forward: what comes to it in the forward.
-        backward: what comes to it in the backward.
-        update: what comes to it while the optimizer steps.
-        saved: bytes that are kept between forward and backward.
-        summed: bytes of gradients that it leaves, to be added to or to be reduced.
-        largest: bytes of the largest of these: it exists beside the sum that it is added to.
-        given: whether sums of earlier micro-batches are among what it is given.
-        reserved: by which the allocator's bytes are more than those of tensors.
-        between: bytes that are kept between the two parts of a backward.
-        sent: of what a micro-batch sends, by when nothing but that keeps it: from the forward on,
-            and from the backward on. torch's runtime lets go of both when a schedule ends.
-        received: of what a forward is sent, and a backward: there is room for it one action ahead.
+        always: bytes that always exist, [len(CATEGORIES)].
+        forward: memory of the forward.
+        backward: memory of the backward.
+        update: bytes during the optimizer's step, [len(CATEGORIES)].
+        saved: bytes saved between forward and backward.
+        summed: bytes of unreduced gradients that it leaves.
+        largest: bytes of the largest gradient, which exists beside the sum it is added to.
+        reads_sums: whether gradient sums of earlier micro-batches are inputs.
+        reserved: ratio of the allocator's bytes to those of tensors.
+        split_backward: bytes kept between the two parts of a backward.
+        sent: bytes that only a message keeps alive, after the forward and after the backward;
+            torch's runtime frees both when a schedule ends.
+        received: bytes that a forward and a backward receive, allocated one action ahead.
     """
 
     always: Bytes
-    forward: Half
-    backward: Half
+    forward: PhaseMemory
+    backward: PhaseMemory
     update: Bytes
     saved: int
     summed: int
     largest: int
-    given: bool
+    reads_sums: bool
     reserved: float
-    between: int = 0
+    split_backward: int = 0
     sent: tuple[int, int] = (0, 0)
     received: tuple[int, int] = (0, 0)
 
     @staticmethod
     def of(result: Simulation, graph: TrainingGraph, between: int = 0) -> StageMemory:
-        """From the simulated step of one micro-batch."""
+        """The memory of a simulated micro-batch."""
         memory = result.memory
         always = np.zeros(len(CATEGORIES), dtype=np.int64)
         always[_ALWAYS] = memory.table[_ALWAYS].min(axis=1)
@@ -111,8 +111,8 @@ class StageMemory:
         ]
         return StageMemory(
             always,
-            Half.of(starts[early], more[:, :-1][:, early]),
-            Half.of(starts[~early], more[:, :-1][:, ~early]),
+            PhaseMemory.of(starts[early], more[:, :-1][:, early]),
+            PhaseMemory.of(starts[~early], more[:, :-1][:, ~early]),
             more[:, -1],
             int(memory.table[_SAVED, :-1][early].max(initial=0)),
             sum(sizes),
@@ -120,48 +120,48 @@ class StageMemory:
             any(isinstance(role, Accumulated) for role in graph.inputs),
             memory.reserved / max(1, memory.peak),
             between,
-            _sent(graph),
+            _sent_bytes(graph),
             _received(graph),
         )
 
-    def needs(self, action: Action, summed: int) -> Half:
-        """What an action needs, the gradients of its stage included.
+    def needs(self, action: Action, summed: int) -> PhaseMemory:
+        """Memory of an action, with the gradients of its stage.
 
         Args:
             action: forward, backward or a part of that.
-            summed: bytes of these that earlier micro-batches have left.
+            summed: bytes of gradients of earlier micro-batches.
         """
         if action.kind == "W":
             rows = np.zeros((len(CATEGORIES), 1), np.int64)
-            rows[[_SAVED, _GRADIENTS], 0] = self.between, summed + self.largest
-            return Half(np.zeros(1), rows)
+            rows[[_SAVED, _GRADIENTS], 0] = self.split_backward, summed + self.largest
+            return PhaseMemory(np.zeros(1), rows)
         half = self.forward if action.kind == "F" else self.backward
         if action.kind == "I":
             half = self._first_part()
-        if not summed or (self.given and action.kind != "F"):
+        if not summed or (self.reads_sums and action.kind != "F"):
             return half
         table = half.table.copy()
         table[_GRADIENTS] = summed + np.minimum(table[_GRADIENTS], self.largest)
-        return Half(half.at, table)
+        return PhaseMemory(half.at, table)
 
-    def _first_part(self) -> Half:
-        """The backward without the gradients of parameters: what these need takes their place."""
+    def _first_part(self) -> PhaseMemory:
+        """The backward without parameter gradients, which keeps their inputs instead."""
         table = self.backward.table.copy()
         used = np.maximum(0, self.saved - table[_SAVED])
-        table[_SAVED] += used * self.between // max(1, self.saved)
-        if not self.given:
+        table[_SAVED] += used * self.split_backward // max(1, self.saved)
+        if not self.reads_sums:
             table[_GRADIENTS] = 0
-        return Half(self.backward.at, table)
+        return PhaseMemory(self.backward.at, table)
 
 
 @dataclass(frozen=True, eq=False)
 class RankMemory:
-    """The bytes of a rank over a step.
+    """Memory of a rank over a step.
 
     Attributes:
-        points: number of the action, and which part of it has run; the optimizer's step is last.
-        table: bytes, a row for each of CATEGORIES, a column for each of `points`.
-        reserved: what the allocator takes for the most of them.
+        points: index of the action and its progress; the optimizer's step is last.
+        table: bytes, [len(CATEGORIES), points].
+        reserved: peak bytes that the allocator reserves.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -170,12 +170,12 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The most bytes of tensors."""
+        """Peak bytes of tensors."""
         return int(self.table.sum(axis=0).max())
 
     @property
     def by_category(self) -> dict[str, int]:
-        """The same in parts."""
+        """Bytes by category at the peak."""
         most = self.table[:, int(self.table.sum(axis=0).argmax())]
         return {name: int(most[row]) for name, row in _ROW.items()}
 
@@ -183,11 +183,11 @@ class RankMemory:
 def memory_of_rank(
     order: Sequence[Action], stages: Mapping[int, tuple[StageMemory, StageMemory]]
 ) -> RankMemory:
-    """The bytes of a rank from its first action to the optimizer's step.
+    """Memory of a rank from its first action to the optimizer's step.
 
     Args:
-        order: what it does.
-        stages: of each, a micro-batch before the last one, and the last one.
+        order: actions of the rank.
+        stages: for each stage, memory of a micro-batch before the last, and of the last.
     """
     standing = sum(
         (last.always for _, last in stages.values()), np.zeros(len(CATEGORIES), np.int64)
@@ -200,16 +200,16 @@ def memory_of_rank(
     tables: list[Bytes] = []
     for index, action in enumerate(order):
         stage = action.stage
-        flying[stage] -= action.kind in ("B", "I")  # what it reads is among its own
+        flying[stage] -= action.kind in ("B", "I")  # its own memory includes them
         halved[stage] -= action.kind == "W"
         more, last = stages[stage]
         half = (last if action == final.get(stage) else more).needs(action, summed[stage])
         base = standing.copy()
         base[_SAVED] += sum(n * stages[s][0].saved for s, n in flying.items())
-        base[_SAVED] += sum(n * stages[s][0].between for s, n in halved.items())
+        base[_SAVED] += sum(n * stages[s][0].split_backward for s, n in halved.items())
         base[_GRADIENTS] += sum(nbytes for s, nbytes in summed.items() if s != stage)
         ahead = order[index + 1 : index + 2]
-        base[_FLYING] += sending + sum(_coming(following, stages) for following in ahead)
+        base[_FLYING] += sending + sum(_received_bytes(following, stages) for following in ahead)
         points += [(index, float(at)) for at in half.at]
         tables.append(base[:, None] + half.table)
         forth, back = more.sent
@@ -226,14 +226,14 @@ def memory_of_rank(
     return RankMemory(tuple(points), table, round(int(table.sum(axis=0).max()) * over))
 
 
-def _coming(action: Action, stages: Mapping[int, tuple[StageMemory, StageMemory]]) -> int:
-    """Bytes that an action is sent."""
+def _received_bytes(action: Action, stages: Mapping[int, tuple[StageMemory, StageMemory]]) -> int:
+    """Bytes that an action receives."""
     forth, back = stages[action.stage][0].received
     return {"F": forth, "W": 0}.get(action.kind, back)
 
 
 def _received(graph: TrainingGraph) -> tuple[int, int]:
-    """Bytes that a forward of a stage is sent, and a backward."""
+    """Bytes that a forward and a backward of a stage receive."""
     sizes = {"forward": 0, "backward": 0}
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         if isinstance(role, StageInput):
@@ -241,8 +241,8 @@ def _received(graph: TrainingGraph) -> tuple[int, int]:
     return sizes["forward"], sizes["backward"]
 
 
-def _sent(graph: TrainingGraph) -> tuple[int, int]:
-    """Bytes that a stage sends: those that its backward does not read, and the others."""
+def _sent_bytes(graph: TrainingGraph) -> tuple[int, int]:
+    """Bytes that a stage sends: those that its backward does not read, and all others."""
     storages, behind = find_storages(graph.graph)
     inputs = {place for node in graph.placeholders for place in behind[node]}
     forth, back, read = set[int](), set[int](), set[int]()
@@ -260,11 +260,11 @@ def _sent(graph: TrainingGraph) -> tuple[int, int]:
 
 
 def split_backward_bytes(weights: TrainingGraph, whole: TrainingGraph) -> int:
-    """Bytes that the second part of a backward is given, by the first part and by the forward.
+    """Bytes kept for the second part of a backward, without parameters.
 
     Args:
-        weights: the second part.
-        whole: the stage, which knows what shares memory; its parameters are there anyway.
+        weights: graph of the second part.
+        whole: graph of the stage, for shared storages.
     """
     names = {role.name for role in weights.inputs if isinstance(role, Saved)}
     storages, behind = find_storages(whole.graph)

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 SLACK = 0.03
-"""By how much the slowest stage may be slower than it need be, where less is sent for that."""
+"""Tolerated slowdown of the slowest stage in exchange for less traffic."""
 
-MOST = 192
-"""Places that are tried; of more, those where the fewest bytes cross."""
+MAX_CUT_POINTS = 192
+"""Cut points that are tried: those with the least traffic."""
 
 _POWER = 16
-"""The sum of so high powers of what each rank takes is nearly that of the slowest."""
+"""Exponent of the soft maximum over ranks."""
 
 Cuts = tuple[int, ...]
 Matrix = NDArray[np.float64]
@@ -24,14 +24,14 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Segment:
-    """What a model does from one place where it may be cut to the next.
+    """The part of a model between two neighbouring cut points, for one micro-batch.
 
     Attributes:
-        seconds: of its forward and backward, for one micro-batch.
-        held_bytes: of the parameters that are first used here, and all that belongs to them.
-        saved_bytes: what its backward reads of its forward, for one micro-batch.
-        sent_bytes: what is sent on, if it is cut before this.
-        returned_bytes: what is sent back, if it is cut before this.
+        seconds: seconds of its forward and backward.
+        held_bytes: bytes of the parameters first used here, with gradients and optimizer state.
+        saved_bytes: bytes that its forward saves for its backward.
+        sent_bytes: bytes of the forward that cross a cut before it.
+        returned_bytes: bytes of the backward that cross a cut before it.
     """
 
     seconds: float
@@ -48,40 +48,40 @@ def partition_stages(
     transfer: Callable[[int], float],
     cap: int | None = None,
 ) -> Cuts | None:
-    """The cuts whose slowest rank is fastest; of cuts as good, those that send the fewest bytes.
+    """The cuts with the fastest slowest rank; among equal ones, those with the least traffic.
 
-    A stage takes what its segments take and what it sends on and back: in 1F1B neighbours wait for
-    each other's transfers. With one stage on each rank this is the optimum, but for `SLACK`; with
-    several it is as good as the best way to move as many cuts as lie between two stages of a rank.
+    The time of a stage is that of its segments and its messages, since neighbours in 1F1B wait for
+    each other's messages. The result is optimal up to `SLACK` with one stage a rank, and a local
+    optimum with several.
 
     Args:
-        segments: in the order in which they run, at least as many as stages.
-        ranks: of the pipeline; stage s is on rank s % ranks.
-        in_flight: for each stage, how many micro-batches it holds activations of.
-        transfer: seconds of so many bytes.
-        cap: bytes that a rank may hold of parameters and activations.
+        segments: segments in the order of execution, at least as many as stages.
+        ranks: pipeline ranks; stage s runs on rank s % ranks.
+        in_flight: number of micro-batches whose activations each stage stores.
+        transfer: seconds of a message of a number of bytes.
+        cap: limit of a rank's parameter and activation bytes.
 
     Returns:
-        The first segment of each stage but the first; None if none were found under the cap.
+        First segment of each stage after the first; None if nothing was found under the cap.
     """
-    places = _places(segments, len(in_flight))
-    table = _Table(segments, places, ranks, in_flight, transfer, cap)
-    found = table.one_by_one() if len(in_flight) == ranks else table.by_rank()
+    places = _cut_points(segments, len(in_flight))
+    table = _Partitioner(segments, places, ranks, in_flight, transfer, cap)
+    found = table.solve_exactly() if len(in_flight) == ranks else table.solve_locally()
     return None if found is None else tuple(places[cut] for cut in found)
 
 
-def _places(segments: Sequence[Segment], stages: int) -> list[int]:
-    """Where it may be cut, with both ends."""
+def _cut_points(segments: Sequence[Segment], stages: int) -> list[int]:
+    """Indices of the segments that a stage may begin with, and both ends."""
 
     def crossing(place: int) -> int:
         return segments[place].sent_bytes + segments[place].returned_bytes
 
-    inner = sorted(range(1, len(segments)), key=crossing)[: max(MOST, stages)]
+    inner = sorted(range(1, len(segments)), key=crossing)[: max(MAX_CUT_POINTS, stages)]
     return [0, *sorted(inner), len(segments)]
 
 
-class _Table:
-    """Sums over every run of segments: entry [i, j] is from the i-th place up to the j-th."""
+class _Partitioner:
+    """Dynamic programming over ranges of segments: entry [i, j] is from cut point i up to j."""
 
     def __init__(
         self,
@@ -99,28 +99,27 @@ class _Table:
         returned = np.array([transfer(s.returned_bytes) if s.returned_bytes else 0.0 for s in at])
         self.crossing = np.array([float(s.sent_bytes + s.returned_bytes) for s in at])
         self.empty = np.tril(np.ones((len(at), len(at)), dtype=bool))
-        self.seconds = _runs([s.seconds for s in segments], places) + returned[:, None] + sent
-        self.held = _runs([s.held_bytes for s in segments], places)
-        self.saved = _runs([s.saved_bytes for s in segments], places)
+        self.seconds = _range_sums([s.seconds for s in segments], places) + returned[:, None] + sent
+        self.held = _range_sums([s.held_bytes for s in segments], places)
+        self.saved = _range_sums([s.saved_bytes for s in segments], places)
 
-    def one_by_one(self) -> Cuts | None:
-        """The best cuts where each rank has one stage."""
+    def solve_exactly(self) -> Cuts | None:
+        """The best cuts with one stage a rank."""
         bytes_of = [self.memory(stage) for stage in range(len(self.in_flight))]
         over = [self.cap is not None and held > self.cap for held in bytes_of]
         prices = [np.where(self.empty | full, np.inf, self.seconds) for full in over]
         cuts = self.cut(prices, np.maximum)
         if cuts is None:
             return None
-        limit = (1.0 + SLACK) * max(self.of_stages(cuts))
+        limit = (1.0 + SLACK) * max(self.stage_seconds(cuts))
         sent = [np.where(price <= limit, self.crossing[:, None], np.inf) for price in prices]
         return self.cut(sent, np.add) or cuts
 
-    def by_rank(self) -> Cuts | None:
-        """Good cuts where each rank has several stages, whose seconds add up.
+    def solve_locally(self) -> Cuts | None:
+        """Locally best cuts with several stages a rank, whose seconds add up.
 
-        Of as many neighbouring stages as there are ranks each rank has one, so that the best cuts
-        between them are known if all others stay. They are found from every stage on, again and
-        again.
+        Each rank has one of `ranks` neighbouring stages, so the best cuts between these are found
+        exactly with all others fixed. The window moves over all stages until nothing improves.
         """
         even = [np.where(self.empty, np.inf, self.seconds)] * len(self.in_flight)
         cuts = self.cut(even, np.maximum)
@@ -129,16 +128,16 @@ class _Table:
         while (now := self.pressure(cuts)) < 0.99 * least:
             least = now
             for first in range(len(self.in_flight) - self.ranks + 1):
-                cuts = self.moved(cuts, first)
-        cuts = self.cheaper(cuts)
-        held = self.of_ranks([float(self.memory(s)[run]) for s, run in self.stages(cuts)])
+                cuts = self.reoptimize(cuts, first)
+        cuts = self.reduce_traffic(cuts)
+        held = self.sum_by_rank([float(self.memory(s)[run]) for s, run in self.stages(cuts)])
         return cuts if self.cap is None or held.max() <= self.cap else None
 
-    def moved(self, cuts: Cuts, first: int) -> Cuts:
-        """These cuts, but for the best between as many stages as there are ranks."""
+    def reoptimize(self, cuts: Cuts, first: int) -> Cuts:
+        """These cuts, with the best ones inside the window of stages that begins at `first`."""
         runs, rows = self.stages(cuts), range(first, first + self.ranks)
-        loads = self.of_ranks(self.of_stages(cuts))
-        held = self.of_ranks([float(self.memory(s)[run]) for s, run in runs])
+        loads = self.sum_by_rank(self.stage_seconds(cuts))
+        held = self.sum_by_rank([float(self.memory(s)[run]) for s, run in runs])
         prices = []
         for stage in rows:
             run, rank = runs[stage][1], stage % self.ranks
@@ -150,8 +149,8 @@ class _Table:
         found = self.cut(prices, np.add, window) or ()
         return (*cuts[:first], *found, *cuts[rows[-1] :])
 
-    def cheaper(self, cuts: Cuts) -> Cuts:
-        """These cuts, each moved to where the fewest bytes cross, as far as `SLACK` lets it."""
+    def reduce_traffic(self, cuts: Cuts) -> Cuts:
+        """These cuts, each moved to the least traffic within `SLACK`."""
         limit = (1.0 + SLACK) ** _POWER * self.pressure(cuts)
         for index in range(len(cuts)):
             ends = (0, *cuts, self.last)
@@ -160,17 +159,17 @@ class _Table:
                 for place in range(ends[index] + 1, ends[index + 2])
             ]
             near = [tried for tried in moved if self.pressure(tried) <= limit]
-            cuts = min(near, key=self.sent)
+            cuts = min(near, key=self.crossing_bytes)
         return cuts
 
-    def sent(self, cuts: Cuts) -> float:
-        """Bytes that cross all cuts."""
+    def crossing_bytes(self, cuts: Cuts) -> float:
+        """Bytes across all cuts."""
         return float(self.crossing[list(cuts)].sum())
 
     def pressure(self, cuts: Cuts) -> float:
-        """What is to be made small: mostly what the slowest rank takes."""
-        held = self.of_ranks([float(self.memory(s)[run]) for s, run in self.stages(cuts)])
-        return float(self._pressure(self.of_ranks(self.of_stages(cuts)), held).sum())
+        """Objective: soft maximum of the ranks' seconds, and of their bytes over the cap."""
+        held = self.sum_by_rank([float(self.memory(s)[run]) for s, run in self.stages(cuts)])
+        return float(self._pressure(self.sum_by_rank(self.stage_seconds(cuts)), held).sum())
 
     def _pressure(self, seconds: Matrix, held: Matrix) -> Matrix:
         mean = float(self.seconds[0, self.last]) / self.ranks
@@ -183,12 +182,12 @@ class _Table:
         combine: Callable[[Matrix, Matrix], Matrix],
         window: tuple[int, int] | None = None,
     ) -> Cuts | None:
-        """The cuts whose combined price is least; None if that is infinite.
+        """The cuts with the least combined cost; None if it is infinite.
 
         Args:
-            prices: for each stage, of every run of segments.
-            combine: the prices of two parts to that of both: their sum, or the larger one.
-            window: from where to where; None for all.
+            prices: for each stage, the cost of every range of segments.
+            combine: cost of two parts from the cost of each: sum or maximum.
+            window: first and last cut point; None for all.
         """
         begin, end = window or (0, self.last)
         best = np.full(self.last + 1, np.inf)
@@ -206,23 +205,23 @@ class _Table:
         return tuple(cuts[-2:0:-1])
 
     def memory(self, stage: int) -> Matrix:
-        """Bytes that every run of segments would hold as this stage."""
+        """Bytes that a stage of every range of segments stores."""
         return self.held + self.in_flight[stage] * self.saved
 
     def stages(self, cuts: Cuts) -> list[tuple[int, tuple[int, int]]]:
-        """Each stage, and from where to where it goes."""
+        """Each stage and its range of cut points."""
         return [*enumerate(pairwise((0, *cuts, self.last)))]
 
-    def of_stages(self, cuts: Cuts) -> list[float]:
+    def stage_seconds(self, cuts: Cuts) -> list[float]:
         """Seconds of each stage."""
         return [float(self.seconds[run]) for _, run in self.stages(cuts)]
 
-    def of_ranks(self, values: Sequence[float]) -> Matrix:
-        """Values of stages, added up on each rank."""
+    def sum_by_rank(self, values: Sequence[float]) -> Matrix:
+        """Values of stages, summed by rank."""
         return np.array(values).reshape(-1, self.ranks).sum(axis=0)
 
 
-def _runs(values: Sequence[float], places: Sequence[int]) -> Matrix:
-    """Sums of values from every place up to every other."""
+def _range_sums(values: Sequence[float], places: Sequence[int]) -> Matrix:
+    """Sums of values between every two cut points."""
     until = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])[list(places)]
     return until[None, :] - until[:, None]

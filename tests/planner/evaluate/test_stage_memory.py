@@ -5,7 +5,7 @@ import pytest
 
 from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.cost_model.simulator.schedules import orders
-from autopar.planner.evaluate.stage_memory import Half, StageMemory, memory_of_rank
+from autopar.planner.evaluate.stage_memory import PhaseMemory, StageMemory, memory_of_rank
 
 SAVED, SUMMED, LARGEST = 100, 60, 40
 IN_FLIGHT = CATEGORIES.index("in flight")
@@ -16,7 +16,7 @@ def column(**nbytes):
 
 
 def half(*columns):
-    return Half(np.linspace(0.0, 1.0, len(columns)), np.stack(columns, axis=1))
+    return PhaseMemory(np.linspace(0.0, 1.0, len(columns)), np.stack(columns, axis=1))
 
 
 def stage(given=False, between=0, sent=(0, 0), received=(0, 0)):
@@ -33,9 +33,9 @@ def stage(given=False, between=0, sent=(0, 0), received=(0, 0)):
         saved=SAVED,
         summed=SUMMED,
         largest=LARGEST,
-        given=given,
+        reads_sums=given,
         reserved=1.5,
-        between=between,
+        split_backward=between,
         sent=sent,
         received=received,
     )
