@@ -1,4 +1,4 @@
-"""The emulated cluster. Skips where nodes cannot be made."""
+"""The emulated cluster; skips where nodes cannot be made."""
 
 import os
 import signal
@@ -26,13 +26,13 @@ def nodes_can_be_made() -> None:
 
 
 def namespaces() -> list[str]:
-    """Those of this process's networks."""
+    """Namespaces of this process's networks."""
     mine = f"autopar-{os.getpid()}-"
     folder = Path("/run/netns")
     return [p.name for p in folder.glob("*") if p.name.startswith(mine)] if folder.exists() else []
 
 
-def test_ranks_are_given_torchruns_environment_and_a_host_name(tmp_path: Path) -> None:
+def test_ranks_have_torchruns_environment_and_a_host_name(tmp_path: Path) -> None:
     with Network(nodes=2, rate="1gbit") as network:
         launch(network, ["sh", "-c", SHOW], 2, logs=tmp_path)
     shown = [(tmp_path / f"rank{rank}.log").read_text().split() for rank in range(4)]
@@ -63,7 +63,7 @@ else:
 """
 
 
-def test_links_have_their_rate_and_count_what_they_carry(tmp_path: Path) -> None:
+def test_links_have_a_rate_and_count_bytes(tmp_path: Path) -> None:
     with Network(nodes=2, rate="10mbit") as network:
         launch(network, [sys.executable, "-c", SEND], 1, logs=tmp_path, timeout_s=30)
         traffic = network.traffic()
@@ -73,7 +73,7 @@ def test_links_have_their_rate_and_count_what_they_carry(tmp_path: Path) -> None
     assert seconds > 0.8  # a second's worth of bits, but for the burst
 
 
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+def test_a_failed_rank_ends_the_others(tmp_path: Path) -> None:
     command = ["sh", "-c", "echo from $RANK; [ $RANK = 0 ] || exec sleep 60; exit 3"]
     with (
         pytest.raises(RanksFailed, match=r"rank 0 ended with status 3:\nfrom 0"),
@@ -83,12 +83,12 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     assert not namespaces()
 
 
-def test_a_run_may_take_so_long(tmp_path: Path) -> None:
+def test_a_run_has_a_timeout(tmp_path: Path) -> None:
     with Network(nodes=1) as network, pytest.raises(RanksFailed, match="rank 0 was still busy"):
         launch(network, ["sleep", "60"], 1, logs=tmp_path, timeout_s=0.2)
 
 
-def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+def test_namespaces_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 from benchmarks.cluster import Network, launch
@@ -113,7 +113,7 @@ with Network(nodes=1) as network:
     assert not status.exists() or "State:\tZ" in status.read_text()
 
 
-def test_the_command_line_prints_bytes_and_passes_failure_on(
+def test_the_command_line_prints_bytes_and_returns_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--nodes", "2", "--rate", "1gbit", "--", "true"]) == 0
@@ -123,7 +123,7 @@ def test_the_command_line_prints_bytes_and_passes_failure_on(
         main(["--rate", "fast", "--", "true"])
 
 
-def test_without_the_tools_it_skips_with_the_reason(
+def test_missing_tools_are_a_reason_to_skip(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")

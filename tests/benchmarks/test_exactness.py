@@ -1,4 +1,4 @@
-"""The sweep of exactness: what it writes, and that it fails if one model is not exact."""
+"""The result file and exit status of `benchmarks.exactness`."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from benchmarks.exactness import Row
     ("second", "status"),
     [({"parameter_error": 1e-8}, 1), ({"parameter_error": 1e-10}, 0), ({"error": "it died"}, 1)],
 )
-def test_one_that_is_not_exact_fails(
+def test_a_model_that_is_not_exact_fails(
     second: dict[str, Any], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = {"loss_error": 0.0, "parameter_error": 0.0}
