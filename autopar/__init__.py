@@ -1,4 +1,4 @@
-"""autopar: an ordinary single-device PyTorch model, trained across all the machines at hand."""
+"""autopar: a compiler that trains a single-device PyTorch model on many ranks."""
 
 from autopar.api import compile, plan, verify
 from autopar.cost_model.cluster.cluster import Cluster

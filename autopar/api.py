@@ -15,14 +15,13 @@ two for every new kind of call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from autopar.arguments import check, memory_of, precision_of
+from autopar.arguments import check, dtype_name, memory_of, precision_of, strategy_of
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.capture.offline import flattened
 from autopar.cost_model.cluster.cluster import Cluster
@@ -39,7 +38,7 @@ from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.attributes import check_not_compiled
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import Options
-from autopar.runtime.process_groups import backend_of, ensure_process_group, rank
+from autopar.runtime.process_groups import backend_of, ensure_process_group
 from autopar.verification.deviation import Verification
 from autopar.verification.verify import compare_training, verify_first_call
 
@@ -70,8 +69,8 @@ def compile(
 ) -> DistributedModule:
     """Returns the model, training across all ranks exactly as on one device.
 
-    Inside torchrun this initializes torch.distributed if necessary. Every rank receives the
-    parameters of rank 0. Without `example_inputs` the first call is planned. An optimizer made
+    Inside torchrun this initializes torch.distributed if necessary. All ranks receive the values
+    of rank 0. Without `example_inputs` the first call is planned. An optimizer made
     before that holds the right parameters.
 
     Args:
@@ -115,15 +114,16 @@ def compile(
     check(**arguments)
     ranks = ensure_process_group(world_size, timeout_s)
     parameters = take_over(model)
-    device, recorder = device_of(model), profiler(optimizer, device_of(model))
+    device = device_of(model)
+    recorder = profiler(optimizer, device)
     problem = PlanningProblem(
         model=type(model).__name__,
         parameters=parameters,
         world_size=ranks,
-        strategy=_strategy(strategy, batch, lossy),
+        strategy=strategy_of(strategy, batch, lossy),
         memory=memory_of(memory),
         batch=batch,
-        precision=_name(precision_of(precision)),
+        precision=dtype_name(precision_of(precision)),
         optimizer=optimizer,
         cluster=cluster,
         device=device,
@@ -145,19 +145,11 @@ def compile(
         local=fixed.batch_semantics == "local",
     )
     planner = LivePlanner(problem, plan, fallback, time_limit_s, trials, recorder)
-    module = DistributedModule(
-        model,
-        parameters,
-        device,
-        options,
-        planner.make_plan,
-        planner.make_fallback,
-        planner.make_strategies,
-    )
-    replicated = problem.strategy.zero == 0 and options.model_parallel_size == 1
-    planned_late = plan is None and example_inputs is None
-    may_shard = not replicated or bool(problem.strategy.search)
-    module.broadcast_parameters(replicated_dtensors=planned_late and may_shard)
+    hooks = planner.make_plan, planner.make_fallback, planner.make_strategies
+    module = DistributedModule(model, parameters, device, options, *hooks)
+    may_shard = problem.strategy.zero != 0 or options.model_parallel_size > 1
+    late = plan is None and example_inputs is None and (may_shard or bool(problem.strategy.search))
+    module.broadcast_parameters(replicated_dtensors=late)
     if example_inputs is not None:
         module.plan_for(*flattened(example_inputs))
     elif plan is not None:
@@ -198,10 +190,10 @@ def plan(
         model=type(model).__name__,
         parameters=describe_parameters(model),
         world_size=world_size,
-        strategy=_strategy(strategy, batch, lossy),
+        strategy=strategy_of(strategy, batch, lossy),
         memory=memory_of(memory),
         batch=batch,
-        precision=_name(autocast),
+        precision=dtype_name(autocast),
         optimizer=optimizer,
         cluster=cluster or Cluster.default(world_size, device.type),
         device=device,
@@ -254,19 +246,6 @@ def verify(
         named["optimizer"] = optimizer
     check("example_inputs", **named, steps=steps, double=double, **options)
     call = flattened(example_inputs)
-    result = compare_training(
+    return compare_training(
         compile, model, plan, call, loss, optimizer, steps, double, tolerance, options
     )
-    if rank() == 0:
-        print(result, flush=True)
-    return result
-
-
-def _strategy(strategy: str | Strategy, batch: str, lossy: bool | Sequence[str]) -> Strategy:
-    """The fixed choices; ranks with their own rows share a model only on request."""
-    fixed = Strategy.of(strategy).allowing(lossy)
-    return replace(fixed, search=()) if batch == "local" else fixed
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")

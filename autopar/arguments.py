@@ -1,8 +1,9 @@
-"""Arguments of `compile`, `plan` and `verify`, checked before any work is done."""
+"""Arguments of `compile`, `plan` and `verify`: checks before any work, and conversions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,10 +32,14 @@ MOST_TRIALS = 1000
 
 
 def check(*required: str, **given: Any) -> None:
-    """Checks arguments by their names; None is no value for those that are `required`.
+    """Checks arguments by name.
+
+    Args:
+        required: optional arguments for which None is refused here.
+        given: arguments by name.
 
     Raises:
-        StrategyError: an argument is not what its name asks for; says what to give.
+        StrategyError: an argument is invalid; the message says what to give.
         TypeError: there is no argument of that name.
     """
     for name, value in given.items():
@@ -45,17 +50,28 @@ def check(*required: str, **given: Any) -> None:
 
 
 def memory_of(memory: int | str | None) -> int | None:
-    """The bytes of a memory cap."""
+    """The memory cap in bytes."""
     return None if memory is None else nbytes("memory", memory)
 
 
 def precision_of(precision: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype of autocast."""
+    """The dtype of autocast, None for none."""
     if precision is None:
         return None
     if isinstance(precision, torch.dtype) and precision in PRECISIONS.values():
         return precision
     return PRECISIONS[choice("precision", precision, PRECISIONS, " or the dtype of one")]
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """The name of a dtype without "torch."."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def strategy_of(strategy: str | Strategy, batch: str, lossy: bool | Sequence[str]) -> Strategy:
+    """The fixed choices; ranks with their own rows share a model only on request."""
+    fixed = Strategy.of(strategy).allowing(lossy)
+    return replace(fixed, search=()) if batch == "local" else fixed
 
 
 def _model(name: str, value: Any) -> None:
@@ -64,7 +80,7 @@ def _model(name: str, value: Any) -> None:
 
 
 def _inputs(name: str, value: Any) -> None:
-    """Arguments of a call hold a tensor somewhere."""
+    """Checks that the arguments of a call hold a tensor."""
     wanted = "give the arguments of a call, tensors among them: a tuple, or a dict by name"
     if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
         raise argument_error(name, value, wanted)
@@ -106,7 +122,7 @@ def _backend(name: str, value: Any) -> None:
 
 @cache
 def _backends() -> tuple[str, ...]:
-    """The backends of torch.compile, without autopar's own."""
+    """Backends of torch.compile except autopar's own."""
     return tuple(sorted({*torch.compiler.list_backends(exclude_tags=())} - {"autopar"}))
 
 

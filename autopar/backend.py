@@ -1,7 +1,7 @@
-"""`torch.compile(model, backend="autopar")`: data parallelism inside of what Dynamo captures.
+"""`torch.compile(model, backend="autopar")`: data parallelism inside the graphs of Dynamo.
 
-Every rank brings its own rows, as under DDP: parameters stay whole and gradients are averaged
-over the ranks, in buckets. With graph breaks each graph averages the gradients that it makes.
+Every rank brings its own rows, as under DDP. Parameters are replicated, and gradients are averaged
+over the ranks in buckets. After graph breaks each graph averages its own gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUCKET_BYTES = 16 * 2**20
 
 
 def autopar(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The backend that torch.compile finds by its name."""
+    """The entry point that torch.compile finds by name."""
     trained = tuple(isinstance(value, nn.Parameter) for value in example_inputs)
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
@@ -49,12 +49,12 @@ def _run_graph(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
 def synchronized(
     joint: fx.GraphModule, trained: Sequence[bool], forward_outputs: int
 ) -> fx.GraphModule:
-    """A joint graph whose gradients of parameters are means over the ranks.
+    """A joint graph with gradients of parameters averaged over the ranks.
 
     Args:
-        joint: AOTAutograd's joint graph: primals and tangents in, outputs and gradients out.
-        trained: which primals are parameters.
-        forward_outputs: how many of the outputs are the forward's.
+        joint: AOTAutograd's joint graph, from primals and tangents to outputs and gradients.
+        trained: for each primal, whether it is a parameter.
+        forward_outputs: number of outputs of the forward.
     """
     graph = as_training_graph(joint, trained, forward_outputs)
     first = run_passes(graph, [SynchronizeGradients(DATA_AXIS, rank=0)])
@@ -73,8 +73,8 @@ def synchronized(
             node.args = tuple(group.group_name if a == DATA_AXIS else a for a in node.args)
     results: list[Any] = [None] * len(joint.graph.output_node().args[0])  # type: ignore[arg-type]
     for role, node in zip(lowered.outputs, lowered.results, strict=True):
-        place = role.index if isinstance(role, Output) else forward_outputs + _index(role)
-        results[place] = node
+        index = role.index if isinstance(role, Output) else forward_outputs + _index(role)
+        results[index] = node
     lowered.output_node.args = (results,)
     return fx.GraphModule(joint, lowered.graph)
 
@@ -82,7 +82,7 @@ def synchronized(
 def as_training_graph(
     joint: fx.GraphModule, trained: Sequence[bool], forward_outputs: int
 ) -> TrainingGraph:
-    """The joint graph with roles; parameters are named by their place."""
+    """The joint graph with roles; the name of a parameter is its index."""
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(joint.graph, {}))
     inputs: list[InputRole] = []

@@ -31,7 +31,7 @@ def program_text(
     rank: int = 0,
     disable: Sequence[str] = (),
 ) -> str:
-    """The program of one rank under a plan: provenance, then a line for every operator."""
+    """The program of one rank under a plan: provenance, then one line per operator."""
     parameters = describe_parameters(model)
     plan.check(model, parameters.values(), plan.world_size)
     backend = "gloo" if device_of(model).type == "cpu" else "nccl"

@@ -1,4 +1,4 @@
-"""`Verification`: how far training under a plan is from the plain model, and the verdict."""
+"""`Verification`: deviations of training under a plan from the plain model, and the verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 
 KINDS = ("loss", "gradient", "parameter", "buffer")
-"""In the order of a step."""
+"""Kinds of tensors in the order of a step."""
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-9,
@@ -20,20 +20,20 @@ TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }
-"""Relative difference up to which two trainings count as the same, by dtype."""
+"""Relative difference that passes, by dtype."""
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """One tensor under a plan beside the plain model's.
+    """Deviation of one tensor under a plan from the plain model's.
 
     Attributes:
         kind: "loss", "gradient", "parameter" or "buffer".
-        name: of the parameter or buffer; "" for the loss.
+        name: name of the parameter or buffer; "" for the loss.
         error: norm of the difference over the norm of the plain tensor, or over a floor where
-            that is zero but for rounding; infinite where only one side has the tensor.
-        step: in which it was seen, counted from 1.
-        index: of the element that differs most; () for a scalar.
+            that is rounding alone; infinite where only one side has the tensor.
+        step: number of the step, from 1.
+        index: index of the element that differs most; () for a scalar.
     """
 
     kind: str
@@ -53,19 +53,19 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Verification:
-    """Training steps under a plan beside those of the plain model on one process.
+    """Comparison of training steps under a plan with the plain model on one process.
 
     Attributes:
         loss: worst deviation of a step's loss.
         gradient: worst deviation of a gradient.
-        parameter: worst deviation of a parameter behind the optimizer's step.
+        parameter: worst deviation of a parameter after the optimizer's step.
         buffer: worst deviation of a buffer; None if the model has none.
-        tolerance: relative difference up to which they count as the same.
-        dtype: least precise dtype that the plain model computes in.
+        tolerance: relative difference that passes.
+        dtype: least precise dtype of the plain model.
         steps: number of steps.
         ranks: number of ranks.
-        first: the first tensor beyond the tolerance, of which later ones may follow; None on PASS.
-        draws: random operators that both sides ran with constants instead of random numbers.
+        first: first deviation beyond the tolerance, a possible cause of later ones; None on PASS.
+        draws: random operators that both sides replaced by constants.
         notes: limits of the comparison.
     """
 
@@ -83,18 +83,18 @@ class Verification:
 
     @property
     def deviations(self) -> tuple[Deviation, ...]:
-        """The worst of each kind."""
+        """The worst deviation of each kind."""
         found = self.loss, self.gradient, self.parameter, self.buffer
         return tuple(deviation for deviation in found if deviation is not None)
 
     @property
     def worst(self) -> Deviation:
-        """The tensor that differs most."""
+        """The worst deviation."""
         return max(self.deviations, key=lambda deviation: deviation.error)
 
     @property
     def passed(self) -> bool:
-        """Whether every tensor is within the tolerance."""
+        """Whether every deviation is within the tolerance."""
         return self.worst.error <= self.tolerance
 
     def __str__(self) -> str:
@@ -116,14 +116,14 @@ class Verification:
 
 @dataclass
 class Comparison:
-    """Worst deviations so far, of the tensors that this rank holds.
+    """Worst deviations so far of this rank's tensors.
 
     Attributes:
-        tolerance: decides, with `eps`, up to which norm a tensor is zero but for rounding.
-        eps: of the dtype that is computed in.
-        worst: by kind.
-        first: earliest beyond the tolerance.
-        missing: names that this rank did not have, by kind and step.
+        tolerance: relative difference that passes.
+        eps: machine epsilon of the dtype, which with `tolerance` gives the floor of norms.
+        worst: worst deviation by kind.
+        first: earliest deviation beyond the tolerance.
+        missing: names of tensors that this rank does not have, by kind and step.
     """
 
     tolerance: float
@@ -133,32 +133,32 @@ class Comparison:
     missing: dict[tuple[str, int], set[str]] = field(default_factory=dict)
 
     def add(
-        self, kind: str, step: int, have: Mapping[str, Tensor], want: Mapping[str, Tensor]
+        self, kind: str, step: int, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     ) -> None:
         """Compares the tensors of one kind in one step."""
-        floats = [value for value in want.values() if value.is_floating_point()]
+        floats = [value for value in expected.values() if value.is_floating_point()]
         largest = max(map(_norm, floats), default=0.0)
         floor = self._floor(kind) * (max(largest, 1.0) if kind == "loss" else largest)
-        self.missing[kind, step] = set(want) - set(have)
-        for name, value in have.items():
-            known = name in want
-            error, index = _difference(value, want[name], floor) if known else (math.inf, ())
-            self._keep(Deviation(kind, name, error, step, index))
+        self.missing[kind, step] = set(expected) - set(actual)
+        for name, value in actual.items():
+            known = name in expected
+            error, index = _difference(value, expected[name], floor) if known else (math.inf, ())
+            self._record(Deviation(kind, name, error, step, index))
 
     def everywhere(self) -> dict[str, Deviation]:
-        """The worst of each kind over all ranks, each of which holds some of the tensors."""
-        mine = [*self.worst.values(), *([self.first] if self.first else [])], self.missing
-        found = gather_objects(mine) if is_multi_rank() else [mine]
+        """The worst deviation of each kind over all ranks; all ranks call this at once."""
+        local = [*self.worst.values(), *([self.first] if self.first else [])], self.missing
+        found = gather_objects(local) if is_multi_rank() else [local]
         for deviations, _ in found:
             for deviation in deviations:
-                self._keep(deviation)
+                self._record(deviation)
         for (kind, step), names in self.missing.items():
             nowhere = names.intersection(*(missing[kind, step] for _, missing in found))
             for name in sorted(nowhere):
-                self._keep(Deviation(kind, name, math.inf, step))
+                self._record(Deviation(kind, name, math.inf, step))
         return self.worst
 
-    def _keep(self, deviation: Deviation) -> None:
+    def _record(self, deviation: Deviation) -> None:
         known = self.worst.get(deviation.kind)
         if known is None or deviation.error > known.error:
             self.worst[deviation.kind] = deviation
@@ -166,33 +166,33 @@ class Comparison:
             self.first = min(self.first or deviation, deviation, key=_order)
 
     def _floor(self, kind: str) -> float:
-        """Norm below which a tensor is rounding alone, over that of the largest of its kind.
+        """Norm below which a tensor is rounding alone, relative to the largest of its kind.
 
-        A parameter without a gradient but for rounding goes where the optimizer's normalisation
-        takes it: it is held against the others, and its gradient more closely.
+        Optimizers that normalize gradients amplify rounding, so parameters have a larger floor.
         """
         return 0.1 if kind == "parameter" else min(1.0, 10 * self.eps / self.tolerance)
 
 
 def _order(deviation: Deviation) -> tuple[int, int, float]:
-    """Order in time; of one kind in one step the largest comes first."""
+    """Sort key: by time, and the largest first within one kind and step."""
     return deviation.step, KINDS.index(deviation.kind), -deviation.error
 
 
-def _difference(have: Tensor, want: Tensor, floor: float) -> tuple[float, tuple[int, ...]]:
-    """The norm of the difference over that of `want` or the floor, and where it is largest."""
-    if have.shape != want.shape:
+def _difference(actual: Tensor, expected: Tensor, floor: float) -> tuple[float, tuple[int, ...]]:
+    """The relative norm of the difference, and the index of its largest element."""
+    if actual.shape != expected.shape:
         return math.inf, ()
-    have, want = have.detach().double(), want.detach().double()
-    alike = (have == want) | (have.isnan() & want.isnan())
-    apart = torch.where(alike, 0.0, have - want).abs()
-    worst = apart.max().item() if apart.numel() else 0.0
+    actual, expected = actual.detach().double(), expected.detach().double()
+    equal = (actual == expected) | (actual.isnan() & expected.isnan())
+    difference = torch.where(equal, 0.0, actual - expected).abs()
+    worst = difference.max().item() if difference.numel() else 0.0
     if worst == 0.0:
         return 0.0, ()
-    place = apart.nan_to_num(math.inf).argmax()
-    index = tuple(int(i) for i in torch.unravel_index(place, apart.shape))
-    scale = max(_norm(want), floor)
-    error = apart.norm().item() / scale if scale > 0 else apart.norm().item()
+    largest = difference.nan_to_num(math.inf).argmax()
+    index = tuple(int(i) for i in torch.unravel_index(largest, difference.shape))
+    scale = max(_norm(expected), floor)
+    norm = difference.norm().item()
+    error = norm / scale if scale > 0 else norm
     return (error if math.isfinite(error) else math.inf), index
 
 

@@ -1,4 +1,4 @@
-"""`ConstantDraws`: random operators that yield constants, so that two programs draw alike."""
+"""`ConstantDraws`: replaces random operators by constants, so that two programs agree."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ aten = torch.ops.aten
 
 
 class ConstantDraws(TorchDispatchMode):
-    """Replaces every draw by a constant while it is entered, in the backward too.
+    """Replaces random numbers by constants inside the context, in the backward too.
 
-    Dropout keeps every element and scales it as always; uniform numbers are the middle of their
-    range, normal ones half a deviation above the mean, integers the lowest, permutations the
-    identity. These do not depend on how rows or other dims are divided over ranks. Captures see
-    the operators as they are.
+    Dropout keeps and scales every element. Uniform numbers are the middle of their range, normal
+    numbers half a deviation above the mean, integers the lowest, permutations the identity. These
+    values do not depend on sharding. Captures see the operators unchanged.
 
     Attributes:
         names: replaced operators, in the order of their first call.
-        narrowest: least precise dtype that a floating-point tensor was cast to, None if to none.
+        narrowest: least precise dtype that a floating-point tensor was cast to, or None.
     """
 
     def __init__(self) -> None:
@@ -60,18 +59,18 @@ class ConstantDraws(TorchDispatchMode):
 
 
 _RATES = ("dropout_p", "dropout")
-"""Arguments of fused attention and of RNNs that make them draw."""
+"""Dropout arguments of fused attention and of RNNs."""
 
 
 def _is_abstract(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a capture runs the operator, on tensors without values."""
+    """Whether the operator runs in a capture, on tensors without values."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     on_meta = str(kwargs.get("device")) == "meta"
     return on_meta or any(isinstance(t, FakeTensor) or t.device.type == "meta" for t in tensors)
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, defaults too."""
+    """All arguments by name, with defaults."""
     schema = func._schema.arguments
     found = {argument.name: argument.default_value for argument in schema}
     found |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
@@ -102,9 +101,9 @@ def _constant(
 ) -> Any:
     name = _base_name(func)
     if name == "native_dropout":
-        kept, rate = named["input"], named["p"]
+        value, rate = named["input"], named["p"]
         scale = 1.0 / (1.0 - rate) if rate < 1 else 0.0
-        return kept * scale, torch.full_like(kept, rate < 1, dtype=torch.bool)
+        return value * scale, torch.full_like(value, rate < 1, dtype=torch.bool)
     result = func(*args, **kwargs)
     if isinstance(result, torch.Tensor):
         value = _VALUES.get(name, _middle)(named, result)

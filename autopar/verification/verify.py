@@ -46,7 +46,7 @@ def compare_training(
     tolerance: float | None,
     options: Mapping[str, Any],
 ) -> Verification:
-    """Trains copies of a model under a plan and plainly; the arguments are those of `verify`.
+    """Trains copies of a model under a plan and plainly; rank 0 prints the verdict.
 
     Args:
         compile: `autopar.compile`.
@@ -85,7 +85,10 @@ def compare_training(
         parallel = compile(copy.deepcopy(plain), plan=plan, **options)
         batch = ComparedBatch.of(leaves, structure, options.get("batch", "global"), parallel)
         training = Training(loss, optimizer or _sgd, options)
-        return _compare_steps(plain, parallel, batch, training, steps, tolerance)
+        result = _compare_steps(plain, parallel, batch, training, steps, tolerance)
+    if rank() == 0:
+        print(result, flush=True)
+    return result
 
 
 def verify_first_call(
@@ -111,8 +114,6 @@ def verify_first_call(
     call = list(leaves), structure
     plain = plain_copy(module)
     result = compare_training(compile, plain, module.plan, call, None, None, 3, True, None, options)
-    if rank() == 0:
-        print(result, flush=True)
     if not result.passed:
         raise VerificationError(
             f"this plan does not train as the plain model does.\n{result}\nTrain under another "
