@@ -1,8 +1,8 @@
-"""`calibrated`: the figures of a machine, corrected by what real steps on it took.
+"""`calibrated`: a machine with times corrected by recorded steps.
 
-Operators that ran take what they took, less what collectives beside them cost; those that did not
-run, and collectives, keep the shape of what was known and are scaled. So a plan that was tried and
-one that was not are compared at the same figures.
+Operators that ran get their recorded times without the slowdown by concurrent collectives. Times of
+all other operators and of collectives are scaled. Plans that ran and plans that did not are
+compared with the same figures.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from autopar.ir.graph import TrainingGraph
 from autopar.planner.machine import Machine
 
 WAITED = 0.1
-"""Part of a collective's time that compute must have waited for it, for its end to be known."""
+"""Fraction of a collective's time that compute must have waited, for its end to be known."""
 
 
 ROUNDS = 3
-"""How often the step is predicted again: how much operators and collectives slow each other down
-depends on what they take."""
+"""Number of predictions: times and mutual slowdowns depend on each other."""
 
 
 @dataclass(frozen=True)
 class TimedCollectives:
-    """What the nodes of a step took, on average, by their names.
+    """Mean times of the nodes of a step, by name.
 
     Attributes:
-        operators: seconds of each operator and of each call that issues a collective.
-        collectives: seconds of each collective, from that call to the end of the wait for it.
-        waits: of that, the seconds that compute waited.
+        operators: time of each operator and of each call that issues a collective, in seconds.
+        collectives: time of each collective from its call to the end of its wait, in seconds.
+        waits: time that compute waited for each collective, in seconds.
     """
 
     operators: Mapping[str, float]
@@ -55,7 +54,7 @@ class TimedCollectives:
 
     @staticmethod
     def of(graph: TrainingGraph, steps: Iterable[Sequence[Event]]) -> TimedCollectives:
-        """From the events of recorded, or simulated, steps of a lowered graph."""
+        """Times from the events of recorded or simulated steps of a lowered graph."""
         source = {
             node.name: made.name
             for node in graph.calls()
@@ -79,7 +78,7 @@ class TimedCollectives:
         )
 
     def together(self, ranks: ReplayGroup) -> TimedCollectives:
-        """Of all ranks: operators on average, collectives without what the others were late."""
+        """Means of operators over all ranks, and minima of collectives, without late ranks."""
         every = ranks.gather(self)
         operators, collectives, waits = (
             [getattr(one, name) for one in every] for name in ("operators", "collectives", "waits")
@@ -91,13 +90,13 @@ class TimedCollectives:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine after real steps.
+    """A machine corrected by recorded steps.
 
     Attributes:
-        machine: with its figures corrected.
-        seen: signatures of the operators that were timed in the steps.
-        operators: by which factor operators took longer than was known, all together.
-        collectives: the same for each kind of collective of which an end was seen.
+        machine: machine with corrected times.
+        seen: signatures of the recorded operators.
+        operators: ratio of recorded to known time of all operators together.
+        collectives: ratio for each kind of collective with a known end.
     """
 
     machine: Machine
@@ -106,7 +105,7 @@ class Calibration:
     collectives: Mapping[str, float]
 
     def measured(self) -> OperatorTimes:
-        """The operators that were timed in the steps, alone: what is worth keeping."""
+        """Times of the recorded operators alone, which are worth saving."""
         operators = self.machine.operators
         return replace(operators, times={k: operators.times[k] for k in self.seen})
 
@@ -114,13 +113,13 @@ class Calibration:
 def calibrated(
     machine: Machine, graph: TrainingGraph, taken: TimedCollectives, where: str
 ) -> Calibration:
-    """The machine as real steps show it.
+    """Corrects a machine by recorded steps.
 
     Args:
-        machine: as it was known.
-        graph: that ran, lowered.
-        taken: by its nodes, of all ranks together.
-        where: what ran, for the provenance.
+        machine: machine before the steps.
+        graph: lowered graph that ran.
+        taken: recorded times of its nodes over all ranks.
+        where: name of the model, for the provenance.
     """
     found, seen, factor = machine, list[str](), 1.0
     factors = dict.fromkeys(_ended(machine, graph, taken), 1.0)
@@ -144,7 +143,7 @@ def calibrated(
 
 
 def _ended(machine: Machine, graph: TrainingGraph, taken: TimedCollectives) -> list[str]:
-    """The collectives of which the end was seen: they were waited for, or ended early."""
+    """Collectives with a known end: compute waited for them, or they ended early."""
     result = simulate(graph, machine.cluster, machine.operators, overhead=machine.overhead)
     known = TimedCollectives.of(graph, [result.timeline]).collectives
     return [
@@ -156,14 +155,14 @@ def _ended(machine: Machine, graph: TrainingGraph, taken: TimedCollectives) -> l
 
 
 def _beside(known: OperatorTimes, graph: TrainingGraph, result: Simulation) -> dict[str, float]:
-    """By how much collectives beside each operator slow it down."""
+    """Slowdown of each operator by concurrent collectives."""
     plain = {node.name: _plain(known, node) for node in graph.calls() if not is_wait(node)}
     simulated = {e.name: e.seconds for e in result.timeline if e.stream == COMPUTE}
     return {k: simulated[k] / s for k, s in plain.items() if s > 0.0 and k in simulated}
 
 
 def _plain(known: OperatorTimes, node: fx.Node) -> float:
-    """What a node is known to take on the computing thread, with no collective beside it."""
+    """Known time of a node on the compute stream, without concurrent collectives."""
     call = known.call_of_collective(node) if collective_of(node) is not None else None
     return (call or known.seconds(node)).seconds
 
@@ -171,7 +170,7 @@ def _plain(known: OperatorTimes, node: fx.Node) -> float:
 def _operators(
     known: OperatorTimes, graph: TrainingGraph, taken: TimedCollectives, beside: Mapping[str, float]
 ) -> tuple[OperatorTimes, list[str], float]:
-    """The times of operators, which of them were seen, and by what factor these took longer."""
+    """Times of operators, signatures of the recorded ones, and their ratio to the known times."""
     costs, samples = known.of(graph), dict[str, list[float]]()
     sizes: dict[str, tuple[float, int]] = {}
     before_s = after_s = 0.0
@@ -181,7 +180,7 @@ def _operators(
         key, seconds = time_key(node), taken.operators[node.name] / beside.get(node.name, 1.0)
         samples.setdefault(key, []).append(seconds)
         if collective_of(node) is not None:
-            sizes[key] = 0.0, 0  # a call, that says nothing of how fast operators are
+            sizes[key] = 0.0, 0  # the call of a collective, not an operator
             continue
         sizes[key] = flops_of(node), moved_bytes(node)
         before_s, after_s = before_s + _plain(costs, node), after_s + seconds
@@ -194,7 +193,7 @@ def _operators(
 
 
 Ratios = dict[tuple[str, GroupShape], list[tuple[int, float]]]
-"""By kind and groups: the bytes of messages, and how many times as long as known they took."""
+"""By kind and group: message sizes in bytes, and ratios of recorded to known time."""
 
 
 def _ratios(cluster: Cluster, graph: TrainingGraph, factors: Mapping[str, float]) -> Ratios:
@@ -212,7 +211,7 @@ def _of(ratios: Ratios, kind: str) -> list[tuple[int, float]]:
 
 
 def _cluster(cluster: Cluster, ratios: Ratios, when: str) -> Cluster:
-    """The curves scaled: by what their own messages took, or others over the same groups."""
+    """The cluster with curves scaled by their own messages, or others over the same groups."""
     if not ratios:
         return cluster
 
@@ -236,7 +235,7 @@ def _cluster(cluster: Cluster, ratios: Ratios, when: str) -> Cluster:
 
 
 def _factors(pairs: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[float]:
-    """The factor at each size: between the sizes that were sent by their logarithms."""
+    """The ratio at each size, interpolated in the logarithm of size and ratio."""
     by_size: dict[int, list[float]] = {}
     for nbytes, ratio in pairs:
         by_size.setdefault(max(1, nbytes), []).append(ratio)

@@ -1,6 +1,6 @@
-"""`Profiler`: records some steps of a module, then predicts the same step and compares.
+"""`Profiler`: records steps of a module and compares them with their prediction.
 
-`autopar profile` sets `AUTOPAR_PROFILE` to a folder; every rank of the script leaves a file there.
+`autopar profile` sets `AUTOPAR_PROFILE` to a folder, where every rank writes a file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WARM_STEPS = 3
 
 
 def profiler(optimizer: Optimizer, device: torch.device) -> Profiler | None:
-    """What records this process's modules, if `autopar profile` has started it."""
+    """The profiler of this process, if `autopar profile` started it."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return None
@@ -47,16 +47,16 @@ def profiler(optimizer: Optimizer, device: torch.device) -> Profiler | None:
 
 
 class Profiler(Recorder):
-    """Records steps; when there are enough, all ranks measure the machine and write a Profile.
+    """Records steps, then measures the machine on all ranks and writes a Profile.
 
     Attributes:
-        folder: where the profiles go.
-        count: steps to record, after some to warm up.
-        optimizer: that the module was compiled for.
-        device: of the module.
-        kept: the file that takes the cluster as the steps showed it; None to keep nothing.
+        folder: folder for the profiles.
+        count: number of steps to record after warmup.
+        optimizer: optimizer class or factory of the module.
+        device: device of the module.
+        kept: file for the calibrated cluster, None for none.
         planned: planning problems of the module with their captured graphs.
-        plan: that is followed.
+        plan: plan of the module.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Profiler(Recorder):
         self.plan: Plan | None = None
 
     def start_step(self, graph: TrainingGraph) -> None:
-        """A call starts: the calls before it may be enough."""
+        """Starts to record a call, after comparing the calls before it if they suffice."""
         super().start_step(graph)
         trained = [step for step in self.steps[:-1] if len(step.runs) > 1]
         alike = [step for step in trained if trained and step.graph is trained[-1].graph]
@@ -88,7 +88,7 @@ class Profiler(Recorder):
             del self.steps[:-1]
 
     def compared(self, steps: Sequence[RecordedStep]) -> Profile:
-        """The recorded steps beside what is predicted of them, and what they change."""
+        """The recorded steps, their prediction, and a calibrated plan."""
         graph = steps[0].graph
         machine = measure_machine([graph], self.device, None, self.optimizer, live=True)
         taken = TimedCollectives.of(graph, [step.events() for step in steps]).together(
@@ -98,7 +98,7 @@ class Profiler(Recorder):
         return replace(compare(steps, machine), again=again)
 
     def again(self, graph: TrainingGraph, machine: Machine, taken: TimedCollectives) -> Again:
-        """What the steps showed of the machine, and what would be planned now; rank 0 calls it."""
+        """The calibration, and the plan that is best with it; rank 0 calls this."""
         where = self.plan.model if self.plan is not None else "a model"
         refit = calibrated(machine, graph, taken, where)
         if self.kept is not None:
@@ -123,7 +123,7 @@ class Profiler(Recorder):
 
 
 def chosen(plan: Plan) -> Plan:
-    """What a plan decides, without what is said of it."""
+    """The decisions of a plan, without its descriptions."""
     return replace(plan, name="", prediction=None, runners_up=(), notes=(), cluster="")
 
 
@@ -132,7 +132,7 @@ def _predicted_s(plan: Plan) -> float:
 
 
 def compare(steps: Sequence[RecordedStep], machine: Machine) -> Profile:
-    """The recorded steps, all of one graph, beside what is predicted of it."""
+    """Compares recorded steps of one graph with their prediction."""
     graph = steps[0].graph
     result = simulate(graph, machine.cluster, machine.operators, overhead=machine.overhead)
     update_s = update_seconds(graph, machine)
@@ -160,7 +160,7 @@ def compare(steps: Sequence[RecordedStep], machine: Machine) -> Profile:
 
 
 def messages_of(graph: TrainingGraph, cluster: Cluster) -> list[Message]:
-    """The collectives of a graph with their prices."""
+    """The collectives of a graph with their predicted times."""
     found = []
     for node in graph.calls():
         if collective_of(node) is None:

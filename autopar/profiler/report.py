@@ -1,4 +1,4 @@
-"""`Profile`: a recorded step beside the predicted one, and what holds it up."""
+"""`Profile`: a recorded step, its prediction, and its bottlenecks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autopar.common.documents import Count, Seconds, load, read
 from autopar.cost_model.simulator.streams import Event
 from autopar.errors import StrategyError
 
-SMALL = 2.0  # a message is small if it takes less than so many times as long as an empty one
-SATURATED = 0.8  # part of a step in which one stream of collectives is under way
-WORTH_NAMING = 0.05  # part of a step
+SMALL = 2.0  # ratio to the time of an empty message below which a message is small
+SATURATED = 0.8  # fraction of a step above which collectives saturate the link
+WORTH_NAMING = 0.05  # fraction of a step
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Message:
     """One collective of a step.
 
     Attributes:
-        name: of the node that issues it.
-        collective: its kind.
-        nbytes: the message size in bytes.
-        seconds: its price, alone.
-        empty_s: the price of the smallest message of its kind.
-        provenance: of the price: "measured", "imported" or "modelled".
+        name: name of the node that issues it.
+        collective: kind of collective.
+        nbytes: message size in bytes.
+        seconds: predicted time without other load, in seconds.
+        empty_s: predicted time of the smallest message of its kind, in seconds.
+        provenance: "measured", "imported" or "modelled".
     """
 
     name: str
@@ -39,7 +39,7 @@ class Message:
 
     @property
     def is_small(self) -> bool:
-        """Whether latency is most of it."""
+        """Whether latency dominates."""
         return self.seconds < SMALL * self.empty_s
 
 
@@ -48,12 +48,12 @@ class Side:
     """One step, measured or predicted, on one rank.
 
     Attributes:
-        step_s: the whole.
-        operators: seconds of each kind of operator.
-        waits: seconds that compute stands still, by the collective that it waits for.
-        outside_s: seconds outside of forward and backward: the optimizer, data, other Python.
-        events: what ran when.
-        memory: bytes over seconds; only predicted.
+        step_s: duration of the step in seconds.
+        operators: time of each kind of operator, in seconds.
+        waits: time that compute waits for each kind of collective, in seconds.
+        outside_s: time outside forward and backward (optimizer, data, Python), in seconds.
+        events: timeline of the step.
+        memory: (seconds, bytes) over the step; empty for a measured step.
     """
 
     step_s: Seconds
@@ -65,22 +65,22 @@ class Side:
 
     @property
     def waiting_s(self) -> float:
-        """Seconds of all waits."""
+        """Time of all waits in seconds."""
         return sum(self.waits.values())
 
 
 @dataclass(frozen=True)
 class Again:
-    """What would be planned after the steps, with the figures that they showed.
+    """A plan made with calibrated times.
 
     Attributes:
-        operators: by which factor operators took longer than was known before.
-        collectives: the same for each kind of collective that the step waited for.
-        step_s: the step that ran, as predicted now.
-        best: name of the plan that is now predicted to be the fastest; "" if none was looked for.
-        best_s: its step, as predicted now.
+        operators: ratio of recorded to known time of operators.
+        collectives: ratio for each kind of collective that the step waited for.
+        step_s: calibrated prediction of the step that ran, in seconds.
+        best: name of the plan that is now the fastest; "" if none was searched.
+        best_s: calibrated prediction of its step, in seconds.
         same: whether it is the plan that ran, or is not faster.
-        kept: the file that the cluster was written to, if any.
+        kept: file of the calibrated cluster, if any.
     """
 
     operators: float
@@ -94,19 +94,19 @@ class Again:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one rank recorded.
+    """Recorded steps of one rank.
 
     Attributes:
-        rank: which.
-        steps_s: seconds of each recorded step.
-        measured: the middling step; waits and operators are means over all recorded.
-        predicted: the same step, simulated on what was measured of this machine just after.
-        messages: the collectives of the step.
-        wait_of: the collective that each wait waits for, by names of nodes.
-        faster: predicted seconds of the step if something were twice as fast.
-        kinds: how many of the figures of the prediction are measured, imported and modelled.
-        cluster: where those of collectives come from.
-        again: what would be planned with what the steps showed.
+        rank: rank of the process.
+        steps_s: duration of each recorded step, in seconds.
+        measured: the median step; waits and operators are means over all steps.
+        predicted: the same step, simulated on the machine as measured afterwards.
+        messages: collectives of the step.
+        wait_of: name of the collective of each wait, by names of nodes.
+        faster: predicted step with collectives or operators twice as fast, in seconds.
+        kinds: number of measured, imported and modelled figures in the prediction.
+        cluster: origin of the times of collectives.
+        again: the plan made with calibrated times.
     """
 
     rank: Count
@@ -129,7 +129,7 @@ class Profile:
         """Reads what `save` wrote.
 
         Raises:
-            StrategyError: the file is no profile; names the field.
+            StrategyError: the file is no profile; the message names the field.
         """
         document = load(path, "profile", StrategyError)
         return read(document, cls, str(path), StrategyError, "Record the steps again.")
@@ -137,13 +137,13 @@ class Profile:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that holds a step up.
+    """A bottleneck of a step.
 
     Attributes:
-        name: what.
-        seconds: measured seconds of the step that it costs.
-        why: the figures.
-        advice: what would move it.
+        name: name of the bottleneck.
+        seconds: measured cost in seconds of a step.
+        why: figures that show it.
+        advice: suggested changes.
     """
 
     name: str
@@ -153,10 +153,10 @@ class Finding:
 
 
 def find(profiles: Sequence[Profile]) -> list[Finding]:
-    """What holds the step up, worst first; empty if nothing but computing does.
+    """Bottlenecks of the step, worst first; empty if computation dominates.
 
     Args:
-        profiles: of all ranks.
+        profiles: profiles of all ranks.
     """
     first = profiles[0]
     least = _least_waits(profiles)
@@ -166,13 +166,13 @@ def find(profiles: Sequence[Profile]) -> list[Finding]:
 
 
 def _least_waits(profiles: Sequence[Profile]) -> dict[str, float]:
-    """Seconds that even the last rank waits, by the node that waits: the collective's own."""
+    """Least wait of any rank, by waiting node: the time of the collective itself."""
     rows = [{e.name: e.seconds for e in p.measured.events if e.kind == "wait"} for p in profiles]
     return {name: min(row.get(name, 0.0) for row in rows) for name in rows[0]}
 
 
 def _waiting(profile: Profile, waits: Mapping[str, float]) -> list[Finding]:
-    """Waits for small messages apart from all others."""
+    """Waits for small messages, and for all others."""
     messages = {message.name: message for message in profile.messages}
     small_s = other_s = 0.0
     for name, seconds in waits.items():
@@ -184,7 +184,7 @@ def _waiting(profile: Profile, waits: Mapping[str, float]) -> list[Finding]:
 
 
 def _apart(profiles: Sequence[Profile], own_s: float) -> Finding:
-    """What ranks wait for each other, beyond what the collectives themselves take."""
+    """Waits of ranks for each other, beyond the time of the collectives."""
     mean_s = statistics.mean(
         sum(e.seconds for e in p.measured.events if e.kind == "wait") for p in profiles
     )
@@ -233,7 +233,7 @@ def _large(profile: Profile, seconds: float) -> Finding:
 
 
 def _idle(profile: Profile) -> Finding:
-    """What the step has outside of the program, beyond the optimizer's predicted step."""
+    """Time outside the program, beyond the optimizer's predicted step."""
     outside_s, update_s = profile.measured.outside_s, profile.predicted.outside_s
     return Finding(
         "an idle device",
