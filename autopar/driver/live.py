@@ -36,7 +36,8 @@ from autopar.runtime.agreement.consensus import (
     run_on_all_ranks,
 )
 from autopar.runtime.fallback import describe_fallback_differences, wrap_with_ddp_or_fsdp
-from autopar.runtime.module import CaptureFunction, DistributedModule
+from autopar.runtime.module import DistributedModule
+from autopar.runtime.planned_module import CaptureFunction
 from autopar.runtime.process_groups import make_mesh
 
 COLLECTIVES_BUDGET_S = 15.0

@@ -1,4 +1,4 @@
-"""`ModelAttributes`: a module that answers for the model it was made from."""
+"""`ModelAttributes`: a module with the attributes of the model it wraps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from autopar.errors import StrategyError
 
-OWN = {
+OWN_ATTRIBUTES = {
     *vars(nn.Module()),
     "_wrapped",
     "_device",
@@ -26,15 +26,15 @@ OWN = {
     "before_first_training_call",
     "_executor",
 }
-"""Attributes of the module itself; all others are the model's."""
+"""Attributes of the wrapper itself; all others are the model's."""
 
 
 class ModelAttributes(nn.Module):
-    """A module whose attributes, but for its own, are those of the model that it runs.
+    """A module whose other attributes are those of the model it wraps.
 
     Attributes:
-        _wrapped: the model, in a tuple, so that it is no submodule.
-        _device: device of tensors.
+        _wrapped: the model, in a tuple so that it is not a submodule.
+        _device: device of the tensors.
     """
 
     _wrapped: tuple[nn.Module, ...]
@@ -47,7 +47,7 @@ class ModelAttributes(nn.Module):
             if name == "_wrapped":
                 raise
             value = getattr(self._wrapped[0], name)
-            # models of transformers answer with the device of their first parameter
+            # models of transformers return the device of their first parameter
             is_meta = isinstance(value, torch.device) and value.type == "meta"
             return self._device if is_meta else value
 
@@ -57,7 +57,7 @@ class ModelAttributes(nn.Module):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to be pickled: what it holds of process groups and programs cannot travel.
+        """Refuses to be pickled, since process groups and programs cannot be.
 
         Raises:
             StrategyError: always.
@@ -69,21 +69,21 @@ class ModelAttributes(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the model, unless it is one of this module's own."""
-        if name in OWN or hasattr(type(self), name):
+        """Sets an attribute of the model, unless it is one of the wrapper's own."""
+        if name in OWN_ATTRIBUTES or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self._wrapped[0], name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in OWN:
+        if name in OWN_ATTRIBUTES:
             super().__delattr__(name)
         else:
             delattr(self._wrapped[0], name)
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Raises StrategyError if a model, or a module in it, was compiled by autopar before."""
+    """Raises StrategyError if autopar has compiled a model, or a module in it, before."""
     for name, module in model.named_modules():
         if isinstance(module, ModelAttributes):
             where = f"its submodule {name}" if name else "this model"

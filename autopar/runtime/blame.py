@@ -1,4 +1,4 @@
-"""Whether it is the model itself that raises, where a call of it could not be captured."""
+"""Finds out whether a model that cannot be captured raises an error without autopar too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.capture.provenance import first_line, user_frame
 from autopar.errors import CaptureError, ModelError
 from autopar.runtime.parameters.distribute import local_part
 
-_OF_TRACING = (DataDependentOutputException, DynamicOutputShapeException)
+_TRACING_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def check_runs(
@@ -26,19 +26,27 @@ def check_runs(
     autocast: AbstractContextManager[Any],
     reason: CaptureError,
 ) -> None:
-    """Runs a call of the plain model as it would run without autopar, and forgets the result.
+    """Runs a call of the plain model and drops the result.
 
-    Parameters, buffers, inputs and random generators are left as they were. Nothing is run where
-    autopar itself refused the model, the reason can only be tracing, or parameters are sharded.
+    Parameters, buffers, inputs and random generators keep their values. Nothing runs if autopar
+    itself refused the model, if only tracing can cause the error, or if parameters are sharded.
+
+    Args:
+        model: the plain model.
+        leaves: flattened arguments of the call.
+        structure: tree structure of the arguments.
+        loss_fn: computes the loss from the result and the last argument.
+        autocast: autocast context of the call.
+        reason: the error of the capture.
 
     Raises:
         ModelError: the model raises; its error is the cause.
     """
-    own = reason.__cause__ is None or isinstance(reason.__cause__, _OF_TRACING)
-    if own or _is_sharded(model):
+    from_autopar = reason.__cause__ is None or isinstance(reason.__cause__, _TRACING_ERRORS)
+    if from_autopar or _is_sharded(model):
         return
-    state = {name: _copied(tensor) for name, tensor in _state(model).items()}
-    copies = [_copied(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+    state = {name: _copy(tensor) for name, tensor in _state(model).items()}
+    copies = [_copy(x) if isinstance(x, torch.Tensor) else x for x in leaves]
     args, kwargs = pytree.tree_unflatten(copies, structure)
     args, target = (args[:-1], args[-1:]) if loss_fn is not None else (args, ())
     try:
@@ -47,7 +55,7 @@ def check_runs(
             if loss_fn is not None:
                 loss_fn(result, *target)
     except torch.OutOfMemoryError:
-        return  # the whole batch was too much for one rank
+        return  # the whole batch may be too large for one rank
     except Exception as error:
         raise ModelError(
             f"your model raised {type(error).__name__}{user_frame(error)}: {first_line(error)}. "
@@ -60,9 +68,9 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    parts = [p for p in model.parameters() if isinstance(p, DTensor)]
-    return any(local_part(part).shape != part.shape for part in parts)
+    dtensors = [p for p in model.parameters() if isinstance(p, DTensor)]
+    return any(local_part(x).shape != x.shape for x in dtensors)
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return local_part(tensor).detach().clone().requires_grad_(tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""How a call of a partitioned model is divided: as the plan says, or around its parameters."""
+"""Strategies for a call of a partitioned model: planned ones, or new ones for its parameters."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import assert_same_across_ranks
 
 MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]
+"""Finds strategies for a call that the plan does not cover, the same on every rank."""
 
 
 def call_strategies(
     graph: TrainingGraph,
     plan: Plan,
     rank: int,
-    total: int,
-    slices: int,
+    global_rows: int,
+    num_slices: int,
     make_strategies: MakeStrategies,
 ) -> tuple[NodeStrategies, ...]:
-    """The ways of a call before each axis; all ranks of the plan call this at once.
+    """The strategies of a call for each partitioned axis; all ranks call this at once.
 
     Args:
-        graph: the call as captured on this rank, with the axes of the plan.
-        plan: how the model is partitioned.
-        rank: this rank in the world.
-        total: rows of the batch on all ranks.
-        slices: into how many parts they are cut, of which the graph is of one.
-        make_strategies: finds the ways of a call that was not planned for, the same on every rank.
+        graph: the captured slice of the batch, with the axes of the plan.
+        plan: the plan.
+        rank: rank in the world.
+        global_rows: rows of the batch on all ranks.
+        num_slices: number of slices of the batch.
+        make_strategies: finds strategies for a call that the plan does not cover.
 
     Raises:
-        BatchError: ranks have different numbers of rows, and whole rows are divided.
-        DisagreementError: ranks of one axis are left with different programs before the next.
+        BatchError: the batch is uneven over ranks, and strategies shard rows further.
+        DisagreementError: ranks of an axis have different graphs before the next axis.
     """
-    first = even_rows(total, slices)[0] if rows_of(graph) else 0
+    rows = even_rows(global_rows, num_slices)[0] if rows_of(graph) else 0
     partitions = {partition.axis: partition for partition in plan.partitions}
 
-    def find(axis: str, graph: TrainingGraph) -> NodeStrategies:
+    def find_strategies(axis: str, graph: TrainingGraph) -> NodeStrategies:
         if graph.partitioned:
             assert_same_across_ranks(
                 {f"graph before {axis}": graph_hash(graph)}, "This is an error of autopar."
             )
-        known = partitions[axis].strategies_for(graph, first)
-        op_strategies = make_strategies(graph, partitions[axis]) if known is None else known
-        uneven = first * slices != total
-        if uneven and needs_planned_rows(op_strategies, graph, first, partitions[axis].ranks):
+        partition = partitions[axis]
+        op_strategies = partition.strategies_for(graph, rows)
+        if op_strategies is None:
+            op_strategies = make_strategies(graph, partition)
+        is_uneven = rows * num_slices != global_rows
+        if is_uneven and needs_planned_rows(op_strategies, graph, rows, partition.ranks):
             raise BatchError(
-                f"a batch of {total} rows is uneven over {plan.dp_size} ranks, and each of "
+                f"a batch of {global_rows} rows is uneven over {plan.dp_size} ranks, and each of "
                 "them would divide its rows further. Give a batch that divides evenly."
             )
-        return rescale_interleave(op_strategies, graph, first, rows_of(graph))
+        return rescale_interleave(op_strategies, graph, rows, rows_of(graph))
 
-    return tuple(
-        op_strategies
-        for _, _, op_strategies in partition_in_order(
-            partitions, graph, plan.mesh_coordinate(rank), find
-        )
-    )
+    coordinate = plan.mesh_coordinate(rank)
+    steps = partition_in_order(partitions, graph, coordinate, find_strategies)
+    return tuple(op_strategies for _, _, op_strategies in steps)

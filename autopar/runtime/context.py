@@ -23,13 +23,16 @@ from autopar.capture.trace import Capture, capture
 from autopar.errors import StrategyError
 from autopar.ir.graph import ParameterInfo
 from autopar.ir.roles import Differentiable, Input, Parameter
+from autopar.plan.partition import NodeStrategies
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.captured_graph import agree_on_graph
 from autopar.runtime.agreement.consensus import run_on_all_ranks
-from autopar.runtime.call_partitions import MakeStrategies
+from autopar.runtime.call_partitions import MakeStrategies, call_strategies
+from autopar.runtime.codegen.program import LoweringOptions, with_axes
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import is_remote, local_part
+from autopar.runtime.process_groups import backend_of, rank
 from autopar.runtime.rng import RandomStream
 from autopar.runtime.written import warn_of_local_writes
 
@@ -230,6 +233,36 @@ class ExecutionContext:
                 "plan was made for. Give autopar.compile example_inputs, in training mode."
             )
         return known
+
+    def op_strategies(self, captured: Capture, shard: BatchShard) -> tuple[NodeStrategies, ...]:
+        """The strategies of a call for each partitioned axis; all ranks call this at once."""
+        assert self.plan is not None
+        return call_strategies(
+            with_axes(captured.graph, self.plan),
+            self.plan,
+            rank(),
+            shard.global_rows,
+            shard.num_slices,
+            self.make_strategies,
+        )
+
+    def lowering_options(self, no_sync: bool, unreduced: tuple[str, ...]) -> LoweringOptions:
+        """Options of lowering on this rank.
+
+        Args:
+            no_sync: whether gradients stay unreduced.
+            unreduced: names of parameters with unreduced gradients of earlier calls.
+        """
+        assert self.plan is not None
+        return LoweringOptions(
+            self.plan,
+            rank(),
+            backend_of(self.device),
+            self.groups,
+            self.options.backend,
+            no_sync,
+            unreduced,
+        )
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast context that the model is captured in."""

@@ -1,4 +1,4 @@
-"""How a module captures and runs its calls."""
+"""`Options`: options of a module's captures and calls."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from autopar.runtime.codegen.recorder import Recorder
 
 @dataclass(frozen=True)
 class Options:
-    """How a module captures and runs its calls.
+    """Options of a module's captures and calls.
 
     Attributes:
         batch: "global" or "local".
-        loss_fn: computes the loss inside of the graph.
+        loss_fn: computes the loss inside the graph.
         precision: dtype of autocast, None for none.
         backend: "eager" or a backend of torch.compile.
         ranks: size of the world.
-        tensor_ranks: over how many of them the model itself is partitioned.
-        pipeline_ranks: over how many of them the stages of a pipeline lie.
-        recorder: is told when each operator of each step runs, if the backend is "eager".
-        local: whether each rank computes what it would of its own rows alone (`batch_semantics`).
-        on_trial: whether the module is a copy that tries a plan, and gives no warnings.
+        model_parallel_size: number of ranks that one stage is partitioned over.
+        pp_size: number of ranks along the pipeline.
+        recorder: records when each operator runs, if the backend is "eager".
+        local: whether each rank computes as on its rows alone (`batch_semantics`).
+        on_trial: whether the module is a copy that tries a plan, without warnings.
     """
 
     batch: str = "global"
@@ -40,15 +40,15 @@ class Options:
     on_trial: bool = False
 
     def dp_rank(self, rank: int) -> int:
-        """Which of these parts a rank of the world has."""
+        """The data-parallel rank of a rank in the world."""
         return rank // self.model_parallel_size % self.dp_size
 
     @property
     def dp_size(self) -> int:
-        """Over how many ranks the rows of a batch are divided."""
+        """Number of ranks that the rows of a batch are split over."""
         return self.ranks // self.model_parallel_peers
 
     @property
     def model_parallel_peers(self) -> int:
-        """How many ranks have the same rows."""
+        """Number of ranks with the same rows."""
         return self.model_parallel_size * self.pp_size

@@ -1,4 +1,4 @@
-"""Process groups and the mesh of ranks that a plan names."""
+"""Process groups and device meshes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ LAUNCH_COMMAND = "autopar run SCRIPT --nproc {n}   (or: torchrun --nproc-per-nod
 
 
 def ensure_process_group(world_size: int | None, timeout_s: float) -> int:
-    """Initialises torch.distributed from torchrun's environment if nobody has.
+    """Initializes torch.distributed from torchrun's environment, unless it is initialized.
+
+    Args:
+        world_size: expected number of ranks, None for any.
+        timeout_s: timeout of collectives in seconds.
 
     Returns:
-        The number of ranks: 1 without a process group.
+        The number of ranks; 1 without a process group.
 
     Raises:
-        StrategyError: `world_size` contradicts what is running.
+        StrategyError: another number of ranks is running.
     """
     running = 1
     if dist.is_available() and dist.is_initialized():
@@ -33,18 +37,18 @@ def ensure_process_group(world_size: int | None, timeout_s: float) -> int:
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         running = int(os.environ["WORLD_SIZE"])
         if world_size is not None and world_size != running:
-            raise _contradiction(world_size, running)
+            raise _wrong_world_size(world_size, running)
         if running > 1:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             if backend == "nccl":
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     if world_size is not None and world_size != running:
-        raise _contradiction(world_size, running)
+        raise _wrong_world_size(world_size, running)
     return running
 
 
-def _contradiction(world_size: int, running: int) -> StrategyError:
+def _wrong_world_size(world_size: int, running: int) -> StrategyError:
     if running == 1:
         return StrategyError(
             f"world_size={world_size}, but this is one process outside of torchrun. "
@@ -59,47 +63,44 @@ def _contradiction(world_size: int, running: int) -> StrategyError:
 def make_mesh(
     device: torch.device, axes: tuple[tuple[str, int], ...], shard_order: Sequence[str] = ()
 ) -> DeviceMesh | None:
-    """The mesh of a plan's axes of more than one rank; None for one rank.
+    """The mesh of all axes with more than one rank, None for a single rank.
 
     Args:
-        device: of the tensors.
-        axes: names and sizes; the last is that of neighbours.
-        cuts: the order in which parameters are cut along them, by default theirs. The mesh names
-            them so, since a DTensor's placements are read from left to right. Others than theirs
-            are left out.
+        device: device of the tensors.
+        axes: names and sizes of axes; neighbouring ranks differ along the last.
+        shard_order: names in the order in which axes shard parameters, by default that of
+            `axes`. The mesh has this order, as DTensors shard from left to right.
     """
     sizes = dict(axes)
     names = [name for name in shard_order or sizes if sizes.get(name, 1) > 1]
     if not names:
         return None
-    kept = [name for name in sizes if sizes[name] > 1]
-    ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in kept])
-    ranks = ranks.permute([kept.index(name) for name in names])
+    nontrivial = [name for name in sizes if sizes[name] > 1]
+    ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in nontrivial])
+    ranks = ranks.permute([nontrivial.index(name) for name in names])
     return DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=tuple(names))
 
 
 def make_groups(
     device: torch.device, axes: Mapping[str, int], mesh: DeviceMesh | None
 ) -> dict[str, str]:
-    """The process group behind each axis and level, as functional collectives name it.
-
-    All ranks call this at once.
+    """The name of the process group of each axis and level; all ranks call this at once.
 
     Args:
-        device: of the tensors.
-        axes: sizes of axes, the last that of neighbours, and of their levels.
-        mesh: whose groups are there already.
+        device: device of the tensors.
+        axes: sizes of axes and their levels, by name.
+        mesh: mesh whose groups exist already.
     """
     found = group_names(mesh)
     for name, size in axes.items():
         if size > 1 and name not in found:
-            others = make_mesh(device, tuple(mesh_of(name, axes).items()))
-            found = group_names(others) | found
+            level_mesh = make_mesh(device, tuple(mesh_of(name, axes).items()))
+            found = group_names(level_mesh) | found
     return found
 
 
 def group_names(mesh: DeviceMesh | None) -> dict[str, str]:
-    """The process group behind each axis of a mesh, as functional collectives name it."""
+    """The name of the process group of each axis of a mesh."""
     if mesh is None:
         return {}
     names = mesh.mesh_dim_names or ()
@@ -120,8 +121,12 @@ def rank() -> int:
 
 
 @contextlib.contextmanager
-def explaining_comm_errors(what: str) -> Iterator[None]:
-    """Says which rank saw a collective fail, and what that usually means."""
+def explaining_comm_errors(operation: str) -> Iterator[None]:
+    """Turns the error of a failed collective into one with the rank and the usual cause.
+
+    Raises:
+        CommunicationError: a collective failed.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -130,6 +135,7 @@ def explaining_comm_errors(what: str) -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or not any(s in text for s in signs):
             raise
         raise CommunicationError(
-            f"rank {rank()}: a collective failed in {what}: another rank died, raised an error or "
-            f"left. Look for the first error among all ranks' output. ({text.splitlines()[0]})"
+            f"rank {rank()}: a collective failed in {operation}: another rank died, raised "
+            "an error or left. Look for the first error among all ranks' output. "
+            f"({text.splitlines()[0]})"
         ) from error

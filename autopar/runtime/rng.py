@@ -1,4 +1,4 @@
-"""Each rank's own stream of random numbers."""
+"""`RandomStream`: each rank's own stream of random numbers."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from autopar.runtime.process_groups import rank
 
 
 class RandomStream:
-    """Draws for this rank's rows, independent of other ranks' and reproducible from a seed.
+    """Random numbers for this rank's rows, independent of other ranks' and reproducible.
 
-    With one rank it is torch's default generator, so that results are those of the plain model.
-    With more, it is seeded by this process's `torch.initial_seed()` and the rank, at its first use.
-    Ranks that share a model draw the same: as the first rank of the world would, for their rows.
-    Those that run different stages of it draw different ones.
+    A single rank uses torch's default generator, so that results match the plain model. Several
+    ranks seed the stream at its first use from this process's `torch.initial_seed()` and their
+    index. Ranks that share a model draw the same numbers, seeded by the first rank of the world.
+    Ranks with different pipeline stages draw different ones.
 
     Args:
-        rank: among those that have different rows, or different stages.
-        ranks: how many there are of these.
-        device: on which numbers are drawn.
-        shared: whether several ranks have the same rows of the same stages.
+        index: index among ranks with different rows or stages.
+        count: number of these.
+        device: device of the generator.
+        shared: whether several ranks have the same rows and stages.
     """
 
     def __init__(
-        self, rank: int, ranks: int, device: torch.device, *, shared: bool = False
+        self, index: int, count: int, device: torch.device, *, shared: bool = False
     ) -> None:
-        self.own, self.ranks, self.shared = ranks > 1 or shared, ranks, shared
-        self.rank, self.device = rank, device
+        self.is_separate, self.count, self.shared = count > 1 or shared, count, shared
+        self.index, self.device = index, device
         self.state: torch.Tensor | None = None
 
     def get_state(self) -> torch.Tensor:
         """The state of the stream."""
-        if not self.own:
+        if not self.is_separate:
             return self._default_state()
         if self.state is None:
             self.state = self._seeded(torch.initial_seed())
@@ -44,36 +44,36 @@ class RandomStream:
 
     def set_state(self, state: torch.Tensor) -> None:
         """Continues from a state."""
-        if self.own:
+        if self.is_separate:
             self.state = state.clone()
         else:
             self._set_default(state)
 
     @contextlib.contextmanager
     def as_default(self, needed: bool) -> Iterator[None]:
-        """Makes this stream torch's default one."""
-        if not (needed and self.own):
+        """Makes this stream torch's default generator, if needed."""
+        if not (needed and self.is_separate):
             yield
             return
-        outside = self._default_state()
+        outer = self._default_state()
         if self.shared and self.state is None:
-            self.state = self._agreed()
+            self.state = self._shared_state()
         self._set_default(self.get_state())
         try:
             yield
         finally:
             self.state = self._default_state()
-            self._set_default(outside)
+            self._set_default(outer)
 
     def _seeded(self, seed: int) -> torch.Tensor:
         generator = torch.Generator(self.device)
-        generator.manual_seed((seed * 1_000_003 + self.rank) % 2**63)
+        generator.manual_seed((seed * 1_000_003 + self.index) % 2**63)
         return generator.get_state()
 
-    def _agreed(self) -> torch.Tensor:
-        """The stream as the first rank of the world has it."""
+    def _shared_state(self) -> torch.Tensor:
+        """The first state, from the seed or the default generator of rank 0."""
         seed, state = broadcast_from_rank0(lambda: (torch.initial_seed(), self._default_state()))
-        return self._seeded(seed) if self.ranks > 1 else state
+        return self._seeded(seed) if self.count > 1 else state
 
     def _default_state(self) -> torch.Tensor:
         if self.device.type == "cuda":
@@ -88,7 +88,7 @@ class RandomStream:
 
 
 def stream_of(options: Options, device: torch.device) -> RandomStream:
-    """The random numbers of this rank's rows and stage."""
-    models = options.ranks // options.model_parallel_size
-    own = rank() // options.model_parallel_size if options.ranks > 1 else 0
-    return RandomStream(own, models, device, shared=options.model_parallel_size > 1)
+    """The random stream for this rank's rows and stage."""
+    count = options.ranks // options.model_parallel_size
+    index = rank() // options.model_parallel_size if options.ranks > 1 else 0
+    return RandomStream(index, count, device, shared=options.model_parallel_size > 1)

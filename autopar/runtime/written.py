@@ -1,4 +1,4 @@
-"""Python values that a call leaves in the model: written after it, told where they are parts."""
+"""Python attributes that forward assigns: written after the call, with a warning where local."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.ir.roles import Output
 
 
 def result_of(capture: Capture, leaves: list[Any], model: nn.Module) -> Any:
-    """The model's result out of the flattened outputs; what forward writes is written."""
+    """The model's result from its flattened outputs; writes the assigned attributes."""
     result = pytree.tree_unflatten(leaves, capture.structure)
     if capture.writes:
         result, values = result
@@ -24,13 +24,13 @@ def result_of(capture: Capture, leaves: list[Any], model: nn.Module) -> Any:
 
 
 def warn_of_local_writes(capture: Capture, model: nn.Module) -> None:
-    """Warns of attributes that get this rank's rows where the plain model's get all rows."""
+    """Warns of attributes that get this rank's rows, and the whole batch on one device."""
     if not capture.writes:
         return
     indices = pytree.tree_unflatten(list(range(len(capture.leaves))), capture.structure)[1]
-    roles = dict(zip(capture.graph.outputs, capture.graph.results, strict=True))
-    for write, own in zip(capture.writes, indices, strict=True):
-        nodes = (roles.get(Output(index)) for index in pytree.tree_leaves(own))
+    nodes_by_role = dict(zip(capture.graph.outputs, capture.graph.results, strict=True))
+    for write, index_tree in zip(capture.writes, indices, strict=True):
+        nodes = (nodes_by_role.get(Output(index)) for index in pytree.tree_leaves(index_tree))
         if any(any(node.meta.get("batch_dims", ())) for node in nodes if node is not None):
             warn_once(
                 NumericsWarning,

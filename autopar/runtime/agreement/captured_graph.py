@@ -1,4 +1,4 @@
-"""The captured graph, compared over all ranks: so are the code of forward and of loss_fn."""
+"""Compares the captured graph, and so the code of forward and loss_fn, across ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from autopar.plan.spec import SCHEMA_VERSION
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 
 MAX_SAMPLE_BYTES = 1 << 20
-"""Bytes of a constant that are compared."""
+"""Bytes of a constant that are hashed."""
 
 SOURCE = "  # "
+"""Separator between an operator and the user's line."""
 
 PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout)
 
@@ -41,23 +42,23 @@ def agree_on_graph(graph: TrainingGraph, *, even: bool) -> None:
     """Raises if the ranks captured different graphs; all call it at once.
 
     Args:
-        graph: as captured on this rank.
-        even: whether all ranks captured it at the same number of rows.
+        graph: captured graph of this rank.
+        even: whether all ranks captured the same number of rows.
 
     Raises:
         DisagreementError: on every rank, with the first difference.
     """
     if not is_multi_rank():
         return
-    lines = described(graph) if even else described_at_any_rows(graph)
+    lines = describe(graph) if even else describe_without_rows(graph)
     event = "compares the captured graph"
-    digests = gather_objects(digest_of(lines), event)
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    digests = gather_objects(digest(lines), event)
+    odd = [rank for rank, value in enumerate(digests) if value != digests[0]]
     if not odd:
         return
-    theirs = gather_objects(lines, event)
-    pairs = zip_longest(theirs[0], theirs[odd[0]], fillvalue="nothing more")
-    one, other = next((a, b) for a, b in pairs if without_source(a) != without_source(b))
+    gathered = gather_objects(lines, event)
+    pairs = zip_longest(gathered[0], gathered[odd[0]], fillvalue="nothing more")
+    one, other = next((a, b) for a, b in pairs if _without_source(a) != _without_source(b))
     raise DisagreementError(
         f"rank(s) {odd} run another forward or loss_fn than rank 0. First difference: {other} on "
         f"rank {odd[0]}, {one} on rank 0. Run the same code with the same attributes on every "
@@ -65,43 +66,47 @@ def agree_on_graph(graph: TrainingGraph, *, even: bool) -> None:
     )
 
 
-def digest_of(lines: list[str]) -> str:
-    """A hash of what a graph computes, from whichever line of code."""
-    return hashlib.sha256("\n".join(map(without_source, lines)).encode()).hexdigest()
+def digest(lines: list[str]) -> str:
+    """A hash of a graph's lines without the user's lines of code."""
+    return hashlib.sha256("\n".join(map(_without_source, lines)).encode()).hexdigest()
 
 
-def without_source(line: str) -> str:
-    """A line about an operator without the user's line."""
+def _without_source(line: str) -> str:
+    """A line about an operator without the user's line of code."""
     return line.partition(SOURCE)[0]
 
 
-def described(graph: TrainingGraph) -> list[str]:
-    """One line for each input, operator, output and constant, alike in every process."""
+def describe(graph: TrainingGraph) -> list[str]:
+    """One line for each input, operator, output and constant, equal in every process."""
     numbers = {node: index for index, node in enumerate(graph.graph.nodes)}
     roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
     lines = []
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
-        what = roles.get(node) or node.target
-        given = [_text((node.args, node.kwargs), numbers)] if node.op == "call_function" else []
-        made = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors(node))
-        line = " ".join([f"%{numbers[node]} = {what}", *given, made])
+        target = roles.get(node) or node.target
+        arguments = [_text((node.args, node.kwargs), numbers)] if node.op == "call_function" else []
+        results = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors(node))
+        line = " ".join([f"%{numbers[node]} = {target}", *arguments, results])
         lines.append(line + (SOURCE + source_line(node) if source_line(node) else ""))
     for role, result in zip(graph.outputs, graph.results, strict=True):
         lines.append(f"{role} = {_text(result, numbers)}")
-    return lines + [f"constant {n} of {_content(t)}" for n, t in graph.constants.items()]
+    return lines + _constants(graph)
 
 
-def described_at_any_rows(graph: TrainingGraph) -> list[str]:
-    """One line for each parameter, result and constant: those do not depend on rows."""
+def describe_without_rows(graph: TrainingGraph) -> list[str]:
+    """One line for each parameter, result and constant, which do not depend on rows."""
     lines = [str(role) for role in graph.inputs if isinstance(role, Parameter)]
     lines += sorted(map(str, graph.outputs))
-    return lines + [f"constant {n} of {_content(t)}" for n, t in graph.constants.items()]
+    return lines + _constants(graph)
+
+
+def _constants(graph: TrainingGraph) -> list[str]:
+    return [f"constant {name} of {_content(x)}" for name, x in graph.constants.items()]
 
 
 def _text(value: Any, numbers: Mapping[fx.Node, int]) -> str:
-    """An argument of an operator; of an object of any other kind, its class."""
+    """An argument of an operator; for objects of unknown classes, the class."""
     if isinstance(value, fx.Node):
         return f"%{numbers[value]}"
     if isinstance(value, (tuple, list)):
@@ -112,7 +117,7 @@ def _text(value: Any, numbers: Mapping[fx.Node, int]) -> str:
 
 
 def _content(tensor: torch.Tensor) -> str:
-    """Type, shape and a hash of the bytes, of a sample where there are many."""
+    """Dtype, shape and a hash of the bytes, or of a sample of many."""
     kind = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         return kind

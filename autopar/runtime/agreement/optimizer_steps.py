@@ -1,4 +1,4 @@
-"""Steps that optimizers took, with which hyperparameters: ranks compare them at the next call."""
+"""`OptimizerSteps`: optimizer steps since a module's last call, which ranks compare."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 MAX_STEPS = 1000
-"""Steps between two calls that are kept."""
+"""Steps kept between two calls."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class OptimizerStep:
     """One step of an optimizer.
 
     Attributes:
-        text: its class and hyperparameters.
-        groups: number of its groups of parameters.
+        text: class and hyperparameters of the optimizer.
+        num_groups: number of its parameter groups.
     """
 
     text: str
@@ -32,61 +31,58 @@ class OptimizerStep:
 
 @dataclass(eq=False)
 class OptimizerSteps:
-    """Steps that optimizers took with the parameters of one module since its last call.
+    """Steps of optimizers that train one module, since its last call.
 
     Attributes:
-        ids: of the parameters, all of which are alive as long as the module is.
-        taken: the steps, the oldest first.
+        parameter_ids: `id` of each parameter; the module keeps them alive.
+        steps: the steps, the oldest first.
     """
 
     parameter_ids: frozenset[int] = frozenset()
     steps: deque[OptimizerStep] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
 
     def __post_init__(self) -> None:
-        _listen(self)
+        if not _HOOKS:
+            _HOOKS.append(register_optimizer_step_post_hook(_record_step))
+        _OBSERVERS.add(self)
 
     def restart(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Forgets the steps so far, and notes those with these parameters from now on."""
+        """Forgets the steps and records those with these parameters from now on."""
         self.steps.clear()
         self.parameter_ids = frozenset(id(p) for p in parameters)
 
     @property
     def text(self) -> str:
-        """A text that is equal on ranks that stepped alike."""
+        """A text that is equal on ranks with equal steps."""
         return "; ".join(step.text for step in self.steps) or "no step"
 
     @property
     def num_groups(self) -> int:
-        """The most groups of parameters that one of the optimizers has."""
+        """The largest number of parameter groups of an optimizer."""
         return max((step.num_groups for step in self.steps), default=1)
 
 
-_LISTENING: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
+_OBSERVERS: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
+_HOOKS: list[Any] = []
 
 
-def _listen(steps: OptimizerSteps) -> None:
-    if not _WATCHING:
-        _WATCHING.append(register_optimizer_step_post_hook(_note))
-    _LISTENING.add(steps)
-
-
-_WATCHING: list[Any] = []
-
-
-def _note(optimizer: Optimizer, *_: Any) -> None:
-    """Notes a step of an optimizer for each module whose parameters it trains."""
+def _record_step(optimizer: Optimizer, *_: Any) -> None:
+    """Records a step for each module whose parameters the optimizer trains."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    text = f"{type(optimizer).__name__} with {hyperparameters(optimizer)}"
-    for steps in _LISTENING:
-        if any(id(p) in steps.parameter_ids for p in parameters):
-            steps.steps.append(OptimizerStep(text, len(optimizer.param_groups)))
+    step = OptimizerStep(
+        f"{type(optimizer).__name__} with {hyperparameters(optimizer)}",
+        len(optimizer.param_groups),
+    )
+    for observer in _OBSERVERS:
+        if any(id(p) in observer.parameter_ids for p in parameters):
+            observer.steps.append(step)
 
 
 def hyperparameters(optimizer: Optimizer) -> str:
-    """The hyperparameters of each group of an optimizer, as text, without options that are off."""
+    """The hyperparameters of each parameter group as text, without options that are off."""
     groups = [
         ", ".join(
-            f"{key}={_plain(value)}"
+            f"{key}={_printable(value)}"
             for key, value in group.items()
             if key != "params" and value is not None and value is not False
         )
@@ -95,9 +91,9 @@ def hyperparameters(optimizer: Optimizer) -> str:
     return " | ".join(groups)
 
 
-def _plain(value: object) -> object:
-    """A value as text that is the same on ranks with the same value."""
-    if isinstance(value, torch.Tensor):
+def _printable(value: object) -> object:
+    """A value whose text is equal on ranks with equal values."""
+    if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else "a tensor"
     if isinstance(value, (bool, int, float, str, tuple, list)):
         return value

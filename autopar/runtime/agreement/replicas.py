@@ -1,4 +1,4 @@
-"""Replicas: parts of parameters and buffers that several ranks hold, and that must stay equal."""
+"""Checks that copies of parameters and buffers on several ranks stay equal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.errors import DisagreementError
-from autopar.runtime.agreement.channel import stable_hash
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import hyperparameters
+from autopar.runtime.agreement.record import stable_hash
 from autopar.runtime.parameters.distribute import is_remote, local_part
 
 MAX_ELEMENTS = 64
@@ -26,10 +26,10 @@ REPLICAS_PER_CALL = 4
 """Replicas that a call compares."""
 
 NUMBERS_PER_SAMPLE = 4
-"""Numbers that a sample travels as."""
+"""Numbers that a sample is encoded in."""
 
 ACCELERATOR_INTERVAL = 64
-"""Calls between comparisons where reading an element waits for an accelerator."""
+"""Calls between comparisons on accelerators, which reading elements synchronizes with."""
 
 MAX_NAMED = 5
 """Replicas that an error names."""
@@ -37,77 +37,92 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class Replica:
-    """This rank's copy of something that other ranks hold too.
+    """This rank's copy of a tensor, or of a shard, that other ranks have too.
 
     Attributes:
-        name: as a person calls it.
-        place: which part of it, where it is sharded along other axes.
-        part: the values.
+        name: name of the tensor.
+        shard: (number of shards, index) on each axis that shards the tensor.
+        part: local values.
     """
 
     name: str
-    place: tuple[tuple[int, int], ...]
+    shard: tuple[tuple[int, int], ...]
     part: torch.Tensor
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> Replica:
-        """The replica of a tensor; of a DTensor, of this rank's part."""
+        """The replica of a tensor, or of the local part of a DTensor."""
         if not isinstance(tensor, DTensor):
             return Replica(name, (), tensor.detach())
-        at, mesh = tensor.device_mesh.get_coordinate() or (), tensor.device_mesh
-        place = tuple(
-            (mesh.size(axis), at[axis])
+        mesh = tensor.device_mesh
+        coordinate = mesh.get_coordinate() or ()
+        shard = tuple(
+            (mesh.size(axis), coordinate[axis])
             for axis, placement in enumerate(tensor.placements)
             if not placement.is_replicate()
         )
-        return Replica(name, place, local_part(tensor).detach())
+        return Replica(name, shard, local_part(tensor).detach())
 
     @property
     def key(self) -> str:
-        """A text that is equal where parts must be."""
-        return f"{self.name} {self.place}"
+        """A text that is equal for replicas that must be equal."""
+        return f"{self.name} {self.shard}"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A few elements of a replica, added up.
+    """Sums over a few elements of a replica.
 
     Attributes:
-        name: of the replica.
-        key: a number that is equal where parts must be.
-        total: of the elements.
-        size: of their absolute values.
-        tolerance: relative difference that rounding may bring about over many steps.
+        name: name of the replica.
+        key: hash that is equal for replicas that must be equal.
+        total: sum of the elements.
+        magnitude: sum of the elements' absolute values.
+        tolerance: relative difference that rounding may cause over many steps.
     """
 
     name: str
     key: int
     total: float
-    size: float
+    magnitude: float
     tolerance: float
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor) -> Sample:
+        """A sample of evenly spaced elements."""
+        replica = Replica.of(name, tensor)
+        flat = replica.part.reshape(-1)
+        few = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))]
+        few = torch.view_as_real(few) if few.is_complex() else few
+        eps = torch.finfo(few.dtype).eps if few.is_floating_point() else 0.0
+        few = few.double()
+        tolerance = min(1000 * eps, eps**0.5)
+        return Sample(
+            name, stable_hash(replica.key), float(few.sum()), float(few.abs().sum()), tolerance
+        )
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """As it travels."""
-        return (self.key, _bits(self.total), _bits(self.size), _bits(self.tolerance))
+        """The sample as `NUMBERS_PER_SAMPLE` numbers of a record."""
+        return (self.key, *map(_bits, (self.total, self.magnitude, self.tolerance)))
 
 
-def check_samples(shown: Sequence[Sequence[int]], own: Sequence[Sample]) -> None:
-    """Raises on every rank alike if ranks sampled other values of the same replica.
+def check_samples(numbers: Sequence[Sequence[int]], own: Sequence[Sample]) -> None:
+    """Raises on every rank alike if samples of the same replica differ.
 
     Args:
-        shown: the numbers of all samples of every rank.
-        own: of this rank.
+        numbers: numbers of all samples, by rank.
+        own: samples of this rank.
 
     Raises:
-        DisagreementError: copies of one parameter or buffer have parted.
+        DisagreementError: copies of a parameter or buffer differ.
     """
     first: dict[int, tuple[int, Sequence[int]]] = {}
-    for rank, numbers in enumerate(shown):
-        for place in range(0, len(numbers), NUMBERS_PER_SAMPLE):
-            sample = numbers[place : place + NUMBERS_PER_SAMPLE]
+    for rank, row in enumerate(numbers):
+        for begin in range(0, len(row), NUMBERS_PER_SAMPLE):
+            sample = row[begin : begin + NUMBERS_PER_SAMPLE]
             base, known = first.setdefault(sample[0], (rank, sample))
-            if sample[0] and not _near(known, sample):
+            if sample[0] and not _are_close(known, sample):
                 names = [repr(s.name) for s in own if s.key == sample[0]]
                 raise DisagreementError(
                     f"rank {rank} holds other values of {', '.join(names) or 'another stage'} "
@@ -116,42 +131,42 @@ def check_samples(shown: Sequence[Sequence[int]], own: Sequence[Sample]) -> None
                 )
 
 
-def _near(a: Sequence[int], b: Sequence[int]) -> bool:
+def _are_close(a: Sequence[int], b: Sequence[int]) -> bool:
     if tuple(a) == tuple(b):
         return True
-    (total, size, tolerance), (other, _, _) = map(_float, a[1:]), map(_float, b[1:])
-    return abs(total - other) <= tolerance * size
+    (total, magnitude, tolerance), (other, _, _) = map(_float, a[1:]), map(_float, b[1:])
+    return abs(total - other) <= tolerance * magnitude
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """What a rank holds of a model.
+    """The parameters and buffers of a rank.
 
     Attributes:
-        parameters: by name.
-        buffers: by name.
+        parameters: parameters by name.
+        buffers: buffers by name.
     """
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
 
     def samples(self, number: int) -> list[Sample]:
-        """A few elements of each of the next replicas in turn; none if it is not their turn.
+        """Samples of the next replicas in turn; none between intervals on accelerators.
 
         Args:
-            number: of the call, from 0.
+            number: number of the call, from 0.
         """
-        held = [(n, p) for n, p in self.parameters.items() if not is_remote(p)]
-        held += list(self.buffers.items())
-        if not held:
+        local = [(n, p) for n, p in self.parameters.items() if not is_remote(p)]
+        local += list(self.buffers.items())
+        if not local:
             return []
-        turn, rest = divmod(number, ACCELERATOR_INTERVAL if held[0][1].device.type != "cpu" else 1)
-        places = (
-            {(turn * REPLICAS_PER_CALL + i) % len(held) for i in range(REPLICAS_PER_CALL)}
-            if not rest
-            else ()
-        )
-        return [_sampled(*held[place]) for place in sorted(places) if _has_values(held[place][1])]
+        interval = ACCELERATOR_INTERVAL if local[0][1].device.type != "cpu" else 1
+        turn, skipped = divmod(number, interval)
+        if skipped:
+            return []
+        places = {(turn * REPLICAS_PER_CALL + i) % len(local) for i in range(REPLICAS_PER_CALL)}
+        chosen = [local[place] for place in sorted(places)]
+        return [Sample.of(name, x) for name, x in chosen if x.numel() and _is_strided(x)]
 
     def all(self, optimizer: Optimizer | None) -> Iterator[Replica]:
         """Every replica, with the state of an optimizer."""
@@ -165,21 +180,8 @@ class Replicas:
                     yield Replica.of(f"{key} of {names[id(parameter)]}", value)
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.layout is torch.strided
-
-
-def _sampled(name: str, tensor: torch.Tensor) -> Sample:
-    replica = Replica.of(name, tensor)
-    flat = replica.part.reshape(-1)
-    few = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))]
-    few = torch.view_as_real(few) if few.is_complex() else few
-    eps = torch.finfo(few.dtype).eps if few.is_floating_point() else 0.0
-    few = few.double()
-    tolerance = min(1000 * eps, eps**0.5)
-    return Sample(
-        name, stable_hash(replica.key), float(few.sum()), float(few.abs().sum()), tolerance
-    )
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def compare_replicas(
@@ -188,43 +190,51 @@ def compare_replicas(
     """Compares every replica in full; all ranks call it at once.
 
     Args:
-        replicas: of this rank.
-        optimizer: with its state and hyperparameters, if given.
-        stage: where this rank stands along a pipeline: others step other parameters.
-        tolerance: absolute difference that passes.
+        replicas: parameters and buffers of this rank.
+        optimizer: optimizer whose state and hyperparameters are compared too.
+        stage: pipeline rank; other stages have other optimizers.
+        tolerance: largest absolute difference that passes.
 
     Raises:
-        DisagreementError: on every rank, if some have parted.
+        DisagreementError: on every rank, if replicas differ.
     """
     event = "compares replicas"
     own = {replica.key: replica for replica in replicas.all(optimizer)}
     groups = f"{stage} {hyperparameters(optimizer)}" if optimizer is not None else ""
-    told: list[Any] = gather_objects(
+    gathered: list[Any] = gather_objects(
         ({key: _checksum(replica.part) for key, replica in own.items()}, groups), event
     )
-    first: dict[str, tuple[int, int]] = {}
-    parted: dict[str, list[int]] = {}
-    for rank, (checksums, _) in enumerate(told):
-        for key, value in checksums.items():
-            if first.setdefault(key, (rank, value))[1] != value:
-                parted.setdefault(key, []).append(rank)
+    first, differing = _differing([checksums for checksums, _ in gathered])
+    compared = list(differing.items()) if tolerance else list(differing.items())[:MAX_NAMED]
     lines = []
-    looked_at = list(parted.items()) if tolerance else list(parted.items())[:MAX_NAMED]
-    for key, ranks in looked_at:
+    for key, ranks in compared:
         values = gather_objects(own[key].part.cpu() if key in own else None, event)
-        base = first[key][0]
-        most = max(_distance(values[rank], values[base]) for rank in ranks)
-        if not most <= tolerance:
+        base = first[key]
+        distance = max(_distance(values[rank], values[base]) for rank in ranks)
+        if not distance <= tolerance:
             name = key.rpartition(" (")[0]
-            lines.append(f"{name}: rank(s) {ranks} are off rank {base} by up to {most:.2e}")
-    lines += _of_groups([groups for _, groups in told])
+            lines.append(f"{name}: rank(s) {ranks} are off rank {base} by up to {distance:.2e}")
+    lines += _differing_groups([groups for _, groups in gathered])
     if lines:
-        hidden = len(parted) - len(looked_at) + max(0, len(lines) - 2 * MAX_NAMED)
+        hidden = len(differing) - len(compared) + max(0, len(lines) - 2 * MAX_NAMED)
         shown = "\n".join(lines[: 2 * MAX_NAMED]) + (f"\n(and {hidden} more)" if hidden else "")
         raise DisagreementError(
             f"copies that the ranks hold of the same tensors have parted:\n{shown}\nThe ranks "
             "stepped differently, or one changed its copy. Load the last checkpoint."
         )
+
+
+def _differing(
+    checksums: Sequence[Mapping[str, int]],
+) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """The first rank of each key, and the ranks with other checksums than that."""
+    first: dict[str, int] = {}
+    differing: dict[str, list[int]] = {}
+    for rank, table in enumerate(checksums):
+        for key, value in table.items():
+            if checksums[first.setdefault(key, rank)][key] != value:
+                differing.setdefault(key, []).append(rank)
+    return first, differing
 
 
 def _distance(part: torch.Tensor, other: torch.Tensor) -> float:
@@ -234,8 +244,8 @@ def _distance(part: torch.Tensor, other: torch.Tensor) -> float:
     return float((part.double() - other.double()).abs().max())
 
 
-def _of_groups(groups: Sequence[str]) -> list[str]:
-    """Lines about ranks of one stage whose hyperparameters differ."""
+def _differing_groups(groups: Sequence[str]) -> list[str]:
+    """Lines about ranks of one stage with different hyperparameters."""
     first: dict[str, tuple[int, str]] = {}
     lines = []
     for rank, text in enumerate(groups):

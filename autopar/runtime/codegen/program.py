@@ -28,9 +28,9 @@ from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.compile import BoxedFunction, compile_graph, donated_args
 from autopar.runtime.codegen.recorder import Recorder
 
-logger = logging.getLogger(__name__)
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
+logger = logging.getLogger(__name__)
 
 OUT_OF_PLACE = {
     c10d.all_reduce_.default: c10d.all_reduce.default,
@@ -113,56 +113,69 @@ class Program:
         return frozenset(r.index for r in roles if isinstance(r, Tangent))
 
 
-def build_program(
-    capture: Capture,
-    plan: Plan,
-    *,
-    rank: int,
-    op_strategies: Sequence[NodeStrategies] = (),
-    comm_backend: str,
-    groups: Mapping[str, str],
-    compile_backend: str = "eager",
-    no_sync: bool = False,
-    unreduced: tuple[str, ...] = (),
-    recorder: Recorder | None = None,
-) -> Program:
-    """Lowers a capture under a plan and generates its code.
+@dataclass(frozen=True)
+class LoweringOptions:
+    """Options of lowering a call on one rank.
 
-    Args:
-        capture: the captured call.
+    Attributes:
         plan: the plan.
         rank: rank in the world.
-        op_strategies: strategies of the nodes before each partitioned axis.
         comm_backend: torch.distributed backend that collectives are lowered for.
         groups: process group of each mesh axis.
         compile_backend: "eager" for generated Python, or a backend of torch.compile.
         no_sync: whether gradients stay unreduced.
         unreduced: names of parameters with unreduced gradients of earlier calls.
+    """
+
+    plan: Plan
+    rank: int
+    comm_backend: str
+    groups: Mapping[str, str]
+    compile_backend: str = "eager"
+    no_sync: bool = False
+    unreduced: tuple[str, ...] = ()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a backend of torch.compile follows."""
+        return self.compile_backend != "eager"
+
+
+def build_program(
+    capture: Capture,
+    op_strategies: Sequence[NodeStrategies],
+    options: LoweringOptions,
+    recorder: Recorder | None = None,
+) -> Program:
+    """Lowers a capture and generates its code.
+
+    Args:
+        capture: the captured call.
+        op_strategies: strategies of the nodes for each partitioned axis.
+        options: options of lowering.
         recorder: records when each operator runs.
     """
-    is_compiled = compile_backend != "eager"
     passes = build_pass_pipeline(
-        plan,
-        rank,
-        comm_backend,
+        options.plan,
+        options.rank,
+        options.comm_backend,
         op_strategies=op_strategies,
-        hold=no_sync,
-        held=unreduced,
-        compiled=is_compiled,
+        hold=options.no_sync,
+        held=options.unreduced,
+        compiled=options.is_compiled,
         disable=disabled_passes(),
     )
-    logger.debug("passes of rank %d under plan %s:\n%s", rank, plan.name, passes)
-    graph = run_passes(with_axes(capture.graph, plan), passes)
+    logger.debug("passes of rank %d under plan %s:\n%s", options.rank, options.plan.name, passes)
+    graph = run_passes(with_axes(capture.graph, options.plan), passes)
     split = split_forward_backward(graph)
-    forward = CompiledGraph(
-        split.forward, generate(split.forward, groups, compile_backend, (), recorder)
-    )
+    groups, backend = options.groups, options.compile_backend
+    forward = CompiledGraph(split.forward, generate(split.forward, groups, backend, (), recorder))
     if recorder is not None:
         forward = replace(forward, run=recorder.starting_step(graph, forward.run))
     backward = None
     if split.backward is not None:
-        donated = donated_args(split.forward, split.backward) if is_compiled else ()
-        run = generate(split.backward, groups, compile_backend, donated, recorder)
+        donated = donated_args(split.forward, split.backward) if options.is_compiled else ()
+        run = generate(split.backward, groups, backend, donated, recorder)
         backward = CompiledGraph(split.backward, run, donated)
     return Program(capture, graph, forward, backward)
 

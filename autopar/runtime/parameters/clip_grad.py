@@ -1,4 +1,4 @@
-"""The norm of all gradients, whichever ranks they are on."""
+"""Gradient clipping by the norm over all pipeline stages."""
 
 from __future__ import annotations
 
@@ -23,16 +23,22 @@ def clip_grad_norm(
     like: torch.Tensor,
     stages: ProcessGroup | None,
 ) -> torch.Tensor:
-    """Scales gradients down where the norm of all stages' exceeds `max_norm`; gives that norm.
+    """Scales gradients so that the norm over all stages is at most `max_norm`.
 
     Args:
-        parameters: of this rank; where they are sharded, all ranks of their mesh call this.
-        max_norm: of the gradients afterwards.
-        norm_type: the order of the norm.
-        error_if_nonfinite: raise RuntimeError, on every rank, if it is not finite.
-        foreach: as torch has it.
-        like: of the device of the gradients, and of the dtype in which stages add their norms up.
-        stages: the ranks that hold other stages; None if there are none.
+        parameters: parameters of this rank; all ranks of their mesh call this at once.
+        max_norm: largest norm afterwards.
+        norm_type: order of the norm.
+        error_if_nonfinite: raise on every rank if the norm is not finite.
+        foreach: as for `torch.nn.utils.clip_grad_norm_`.
+        like: tensor with the device of the gradients and the dtype of the sum over stages.
+        stages: process group along the pipeline, None without stages.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite`.
     """
     order = float(norm_type)
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -42,7 +48,7 @@ def clip_grad_norm(
     else:
         norm = like.new_tensor(0.0 if order >= 0 else math.inf)
     if stages is not None:
-        norm = _over_stages(norm.to(like.dtype), order, stages)
+        norm = _norm_over_stages(norm.to(like.dtype), order, stages)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of order {order} of all gradients is {norm.item()}, so they cannot be "
@@ -52,10 +58,10 @@ def clip_grad_norm(
     return norm
 
 
-def _over_stages(norm: torch.Tensor, order: float, stages: ProcessGroup) -> torch.Tensor:
-    """The norm of the norms of all stages."""
-    every = [torch.empty_like(norm) for _ in range(stages.size())]
+def _norm_over_stages(norm: torch.Tensor, order: float, stages: ProcessGroup) -> torch.Tensor:
+    """The norm of all stages' norms."""
+    gathered = [torch.empty_like(norm) for _ in range(stages.size())]
     with explaining_comm_errors("clip_grad_norm_"):
-        dist.all_gather(every, norm, group=stages)
-    norms = torch.stack(every)
+        dist.all_gather(gathered, norm, group=stages)
+    norms = torch.stack(gathered)
     return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)

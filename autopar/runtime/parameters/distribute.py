@@ -1,4 +1,4 @@
-"""Parameters as a plan lays them out: plain tensors where whole, DTensors where sharded."""
+"""Distributes the parameters of a model as DTensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_plain(model: nn.Module) -> None:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Gives storage and first values to parameters on the meta device.
+    """Allocates and initializes parameters on the meta device.
 
     Raises:
         StrategyError: a module with such parameters has no `reset_parameters`.
@@ -64,19 +64,15 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Gives every parameter and buffer the plain layout that captures and shards assume."""
+    """Makes every parameter and buffer contiguous, as captures and shards assume."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()
 
 
 def broadcast_from_rank0(model: nn.Module) -> None:
-    """Gives every rank the parameters and buffers of rank 0, as DDP does.
-
-    Detached, for gloo's threads hold what was sent a moment longer than `wait`, and torch swaps no
-    tensor that others hold.
-    """
-    with torch.no_grad():
+    """Broadcasts parameters and buffers from rank 0, as DDP does."""
+    with torch.no_grad():  # detached, as gloo's threads keep references a little longer
         work = [
             dist.broadcast(local_part(t).detach(), src=0, async_op=True)
             for t in [*model.parameters(), *model.buffers()]
@@ -86,21 +82,21 @@ def broadcast_from_rank0(model: nn.Module) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor; of a DTensor, without a gradient."""
-    with torch.no_grad():  # where DTensor hands it out without more ado
+    """The local part of a DTensor without gradient, or a plain tensor as it is."""
+    with torch.no_grad():  # to_local then skips autograd
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_remote(parameter: torch.Tensor) -> bool:
-    """Whether another rank of a pipeline holds a parameter, and this one its shape."""
+    """Whether a parameter is on another rank of the pipeline, and only its shape here."""
     return parameter.device.type == "meta"
 
 
 def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Turns every parameter into a replicated DTensor, which can later be swapped for a shard."""
-    whole = [TorchReplicate()] * mesh.ndim
+    """Replaces every parameter by a replicated DTensor, which a plan can later shard in place."""
+    placements = [TorchReplicate()] * mesh.ndim
     replicated = {
-        id(p): _parameter(p, DTensor.from_local(p.detach(), mesh, whole))
+        id(p): _parameter_like(p, DTensor.from_local(p.detach(), mesh, placements))
         for p in model.parameters()
     }
     for plain in model.parameters():
@@ -115,10 +111,9 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
 def distribute_parameters(
     model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]
 ) -> None:
-    """Swaps each parameter, in place, for its part under `layouts`.
+    """Shards each parameter under its layout.
 
-    Parameters that are DTensors keep their identity, so that an optimizer made before holds the
-    right ones; plain ones are replaced in their modules.
+    DTensors keep their identity for optimizers; plain parameters are replaced in their modules.
     """
     if not all(isinstance(p, DTensor) for p in model.parameters()):
         as_dtensors(model, mesh)
@@ -130,15 +125,19 @@ def distribute_parameters(
             assert isinstance(parameter, DTensor)
             if parameter.device_mesh != mesh or parameter.placements != placements:
                 part = distribute_replicated(local_part(parameter.detach()), mesh, placements)
-                swap_parameter(parameter, _parameter(parameter, part))
+                swap_parameter(parameter, _parameter_like(parameter, part))
 
 
 def swap_parameter(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Swaps tensors in place; the user's hooks stay."""
+    """Swaps the tensors of two parameters in place; the user's hooks stay.
+
+    Raises:
+        StrategyError: something keeps a weak reference to the parameter.
+    """
     hooks = _hooks_of(parameter)
     try:
         torch.utils.swap_tensors(parameter, other)
-    except RuntimeError:  # an old graph, not collected yet, still has hands on it
+    except RuntimeError:  # an uncollected autograd graph may reference it
         gc.collect()
         try:
             torch.utils.swap_tensors(parameter, other)
@@ -158,37 +157,37 @@ def _hooks_of(parameter: nn.Parameter) -> dict[str, Any]:
 def _keep_hooks(parameter: nn.Parameter, hooks: Mapping[str, Any]) -> None:
     for name, table in hooks.items():
         if table:
-            setattr(parameter, name, table)  # tells autograd of them
+            setattr(parameter, name, table)  # registers them with autograd
 
 
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def distribute_like(parameter: torch.Tensor | None, value: Any) -> Any:
-    """A value of a state dict, whole or not, as its parameter lies.
+    """A value of a state dict in the layout of its parameter.
 
-    Of a parameter that is elsewhere it is let go, but only here: to make a sharded value whole
-    takes all ranks of its mesh.
+    All ranks call this, since gathering a sharded value takes all ranks of its mesh. The value of
+    a remote parameter is dropped afterwards.
     """
-    laid = _laid_out_as(parameter, value)
-    if parameter is not None and is_remote(parameter) and laid.shape == parameter.shape:
+    value = _in_layout_of(parameter, value)
+    if parameter is not None and is_remote(parameter) and value.shape == parameter.shape:
         return parameter.detach()
-    return laid
+    return value
 
 
-def _laid_out_as(parameter: torch.Tensor | None, value: Any) -> Any:
+def _in_layout_of(parameter: torch.Tensor | None, value: Any) -> Any:
     if not isinstance(parameter, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if value.shape != parameter.shape:
         return value
     if isinstance(value, DTensor):
-        alike = value.device_mesh == parameter.device_mesh
-        if alike and value.placements == parameter.placements:
+        same_mesh = value.device_mesh == parameter.device_mesh
+        if same_mesh and value.placements == parameter.placements:
             return value
         value = value.full_tensor()
     part = local_part(parameter.detach())
     return distribute_replicated(value.to(part), parameter.device_mesh, parameter.placements)
 
 
-def _parameter(like: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
+def _parameter_like(like: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=like.requires_grad)

@@ -1,4 +1,4 @@
-"""Where parameters lie, as DTensors have it: a placement for each axis, in the order of cutting."""
+"""Layouts of parameters as DTensor placements."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autopar._torch import StridedShard
 from autopar.ir.placement import Placement, Shard, chunk_rows
 
 Layout = Mapping[str, Placement]
-"""How a parameter lies along each axis, by name."""
+"""Placement of a parameter on each axis, by name."""
 
 
 def torch_placements(layout: Layout, mesh: DeviceMesh) -> tuple[Any, ...]:
-    """A layout as DTensor has it, for each axis of a mesh."""
+    """DTensor's placement for each axis of a mesh."""
     return tuple(_torch_placement(layout[name]) for name in mesh.mesh_dim_names or ())
 
 
@@ -32,29 +32,37 @@ def _torch_placement(placement: Placement) -> Any:
 
 
 def distribute_replicated(
-    whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]
 ) -> DTensor:
-    """What is whole on every rank, as a DTensor of this rank's part."""
-    part = whole
+    """A DTensor of a tensor that every rank has whole, without communication."""
+    part = tensor
     for axis, placement in enumerate(placements):
         if is_sharded(placement):
             part = local_shard(part, placement, mesh.get_local_rank(axis), mesh.size(axis))
-    return dtensor_from_local(part.contiguous().clone(), mesh, placements, whole.shape)
+    return dtensor_from_local(part.contiguous().clone(), mesh, placements, tensor.shape)
 
 
 def is_sharded(placement: Any) -> bool:
-    """Whether a placement of DTensor cuts a dim, in one piece or several."""
+    """Whether a DTensor placement shards a dim, interleaved or not."""
     return isinstance(placement, (TorchShard, StridedShard))
 
 
 def local_shard(
     tensor: torch.Tensor, placement: Any, rank: int, ranks: int, dim: int | None = None
 ) -> torch.Tensor:
-    """A rank's shard, of another dim if one is given; the last ones may be smaller."""
+    """A rank's shard; the last ones may be smaller.
+
+    Args:
+        tensor: the unsharded tensor.
+        placement: DTensor placement that shards a dim.
+        rank: index on the axis.
+        ranks: size of the axis.
+        dim: dim to shard instead of the placement's.
+    """
     dim = placement.dim if dim is None else dim
-    pieces = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+    count = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
     parts = []
-    for piece in tensor.chunk(pieces, dim):
+    for piece in tensor.chunk(count, dim):
         sizes = chunk_rows(piece.shape[dim], ranks)
         parts.append(piece.narrow(dim, sum(sizes[:rank]), sizes[rank]))
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
@@ -63,19 +71,15 @@ def local_shard(
 def dtensor_from_local(
     part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size
 ) -> DTensor:
-    """A DTensor of a shape around this rank's part."""
+    """A contiguous DTensor of the global `shape` around this rank's part."""
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.append(stride[-1] * max(size, 1))
     return DTensor.from_local(
         part,
         mesh,
         placements,
         run_check=False,
         shape=shape,
-        stride=_contiguous_stride(shape),
+        stride=tuple(reversed(stride))[: len(shape)],
     )
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    stride = [1]
-    for size in reversed(shape[1:]):
-        stride.append(stride[-1] * max(size, 1))
-    return tuple(reversed(stride))[: len(shape)]

@@ -1,4 +1,4 @@
-"""What optimizers have to be told of: parameters that a plan has laid out, or replaced."""
+"""Tells optimizers of parameters that a plan has sharded, replaced or dropped."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ from autopar.runtime.parameters.dtensor_layout import distribute_replicated
 
 
 class OptimizerHook:
-    """Looks at every optimizer before it steps for the first time."""
+    """Adapts every optimizer before its first step.
+
+    Attributes:
+        is_registered: whether torch calls the hook.
+        seen: optimizers that have stepped.
+        awaiting_layout: `id` of parameters whose optimizer state must be distributed.
+    """
 
     def __init__(self) -> None:
-        self.watching = False
+        self.is_registered = False
         self.seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.laid_out: set[int] = set()
+        self.awaiting_layout: set[int] = set()
 
-    def watch(self) -> None:
-        """Begins to look, once in a process."""
-        if not self.watching:
-            self.watching = True
+    def register(self) -> None:
+        """Registers the hook, once in a process."""
+        if not self.is_registered:
+            self.is_registered = True
             register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuses an optimizer of replaced parameters; drops released ones; lays out state."""
-        if optimizer in self.seen and not self.laid_out:
+        """Refuses replaced parameters, forgets dropped ones and distributes state."""
+        if optimizer in self.seen and not self.awaiting_layout:
             return
         self.seen.add(optimizer)
         _forget_released(optimizer)
@@ -42,54 +48,53 @@ class OptimizerHook:
                     "parameters since: it would train none. Make it afterwards, from "
                     "model.parameters() of what autopar.compile returns."
                 )
-            if isinstance(parameter, DTensor) and id(parameter) in self.laid_out:
-                self.laid_out.discard(id(parameter))
+            if isinstance(parameter, DTensor) and id(parameter) in self.awaiting_layout:
+                self.awaiting_layout.discard(id(parameter))
                 state = optimizer.state.get(parameter, {})
-                state |= {key: _as(parameter, value) for key, value in state.items()}
+                state |= {key: _distributed_as(parameter, value) for key, value in state.items()}
 
 
-_BEFORE_STEP = OptimizerHook()
+_HOOK = OptimizerHook()
 
 
 def distribute_states_before_step(parameters: Iterable[nn.Parameter]) -> None:
-    """Lays optimizer state out as its parameter lies by then, before the next step.
+    """Distributes optimizer state like its parameter before the next step.
 
-    A checkpoint may be loaded before the plan is made. The state that it brings is whole, and
-    would stay so: a step with it is right, but needs the memory and the traffic of whole states.
+    A checkpoint loaded before the plan exists brings unsharded state.
     """
-    _BEFORE_STEP.laid_out |= {id(p) for p in parameters if p.requires_grad}
-    _BEFORE_STEP.watch()
+    _HOOK.awaiting_layout |= {id(p) for p in parameters if p.requires_grad}
+    _HOOK.register()
 
 
 def refuse_stale_optimizers(parameters: Iterable[nn.Parameter]) -> None:
-    """Lets an optimizer that still holds these parameters raise instead of training nothing."""
+    """Makes optimizers of replaced parameters raise, since they would train nothing."""
     for parameter in parameters:
         parameter.replaced_by_autopar = True  # type: ignore[attr-defined]
-    _BEFORE_STEP.watch()
+    _HOOK.register()
 
 
 def release_from_optimizers(parameters: Iterable[nn.Parameter]) -> None:
-    """Lets optimizers forget parameters, and their state, before their next step."""
+    """Makes optimizers forget parameters and their state before the next step."""
     for parameter in parameters:
         parameter.released_by_autopar = True  # type: ignore[attr-defined]
-        _BEFORE_STEP.laid_out.discard(id(parameter))
-    _BEFORE_STEP.seen.clear()
-    _BEFORE_STEP.watch()
+        _HOOK.awaiting_layout.discard(id(parameter))
+    _HOOK.seen.clear()
+    _HOOK.register()
 
 
 def _forget_released(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
-        kept = []
+        remaining = []
         for parameter in group["params"]:
             if getattr(parameter, "released_by_autopar", False):
                 optimizer.state.pop(parameter, None)
                 parameter.grad = None
             else:
-                kept.append(parameter)
-        group["params"] = kept
+                remaining.append(parameter)
+        group["params"] = remaining
 
 
-def _as(parameter: DTensor, value: Any) -> Any:
+def _distributed_as(parameter: DTensor, value: Any) -> Any:
     if not isinstance(value, DTensor) or value.shape != parameter.shape:
         return value
     return distribute_replicated(value.full_tensor(), parameter.device_mesh, parameter.placements)

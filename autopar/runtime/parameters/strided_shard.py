@@ -1,9 +1,8 @@
-"""What torch's DTensor lacks for interleaved shards: the whole of them, and checkpoints.
+"""Support for interleaved shards that torch's DTensor lacks: gathering and checkpoints.
 
-Of a DTensor torch.distributed.checkpoint writes one chunk, at the first offset of the local part.
-An interleaved shard holds several pieces of the whole, and all but the first would be written to
-the wrong place: so it is given a chunk for each. And torch gathers an interleaved shard only along
-the last axis of a mesh: so axes are gathered one by one.
+torch.distributed.checkpoint writes a DTensor's local part as one chunk, but an interleaved shard
+consists of several. torch gathers interleaved shards only along the last axis of a mesh, so
+`full_tensor` here gathers axis by axis.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from autopar.runtime.parameters.dtensor_layout import dtensor_from_local, is_sha
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor that is contiguous in the whole.
+    """A block of a local part that is contiguous in the full tensor.
 
     Attributes:
-        offsets: where it begins in the whole, by dim.
-        begins: where it begins in the local part, by dim.
-        sizes: of it, by dim.
+        offsets: offset in the full tensor, by dim.
+        begins: offset in the local part, by dim.
+        sizes: size, by dim.
     """
 
     offsets: torch.Size
@@ -41,75 +40,79 @@ class Chunk:
     sizes: torch.Size
 
     @property
-    def stored(self) -> ChunkStorageMetadata:
-        """The chunk as a checkpoint describes it."""
+    def metadata(self) -> ChunkStorageMetadata:
+        """The chunk in the metadata of a checkpoint."""
         return ChunkStorageMetadata(self.offsets, self.sizes)
 
-    def of(self, part: torch.Tensor) -> torch.Tensor:
-        """A view of it in the local part."""
+    def view_of(self, part: torch.Tensor) -> torch.Tensor:
+        """The chunk's view of the local part."""
         for dim, (begin, size) in enumerate(zip(self.begins, self.sizes, strict=True)):
             part = part.narrow(dim, begin, size)
         return part
 
 
 def chunks(tensor: DTensor) -> list[Chunk]:
-    """The chunks that this rank holds of a tensor."""
+    """The chunks of this rank's local part."""
     runs = [list(_runs(tensor, dim)) for dim in range(tensor.dim())]
     found = []
-    for places in product(*runs):
-        offsets, begins, sizes = zip(*places, strict=True)
+    for block in product(*runs):
+        offsets, begins, sizes = zip(*block, strict=True)
         found.append(Chunk(torch.Size(offsets), begins, torch.Size(sizes)))
     return found
 
 
 def _runs(tensor: DTensor, dim: int) -> Iterator[tuple[int, int, int]]:
-    """Where each contiguous run of a dim begins in the whole and in the local part; its size."""
+    """Each contiguous run of a dim: offset in the full tensor, offset in the local part, size."""
     indices = torch.arange(tensor.shape[dim])
     mesh = tensor.device_mesh
     for axis, placement in enumerate(tensor.placements):
         if is_sharded(placement) and placement.dim == dim:  # type: ignore[attr-defined]
             rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
             indices = local_shard(indices, placement, rank, ranks, dim=0)
-    held: list[int] = indices.tolist()
-    breaks = [i for i, (a, b) in enumerate(pairwise(held), 1) if b != a + 1]
-    for begin, end in pairwise([0, *breaks, len(held)] if held else []):
-        yield held[begin], begin, end - begin
+    local: list[int] = indices.tolist()
+    breaks = [i for i, (a, b) in enumerate(pairwise(local), 1) if b != a + 1]
+    for begin, end in pairwise([0, *breaks, len(local)] if local else []):
+        yield local[begin], begin, end - begin
 
 
 def write_items(tensor: DTensor, name: str) -> list[WriteItem]:
-    """What a checkpoint writes of a tensor on this rank."""
+    """The items that a checkpoint writes on this rank."""
     properties = TensorProperties.create_from_tensor(tensor.to_local())
     return [
         WriteItem(
             MetadataIndex(name, chunk.offsets),
             WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk.stored, properties, tensor.size()),
+            tensor_data=TensorWriteData(chunk.metadata, properties, tensor.size()),
         )
         for chunk in chunks(tensor)
     ]
 
 
 def shard_at(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
-    """The part of a tensor that a checkpoint writes or reads under an index."""
+    """The view that a checkpoint writes or reads at an index.
+
+    Raises:
+        ValueError: this rank has no chunk there.
+    """
     for chunk in chunks(tensor):
         if chunk.offsets == index.offset:
-            return chunk.of(tensor.to_local())
+            return chunk.view_of(tensor.to_local())
     raise ValueError(f"this rank holds nothing of {index.fqn} at {index.offset}")
 
 
 def full_tensor(tensor: DTensor, **options: Any) -> torch.Tensor:
-    """The whole of a tensor, gathered along its axes from the last one to be cut to the first."""
+    """The unsharded tensor, gathered along its axes from the last to the first."""
     part, mesh = tensor.to_local(), tensor.device_mesh
     for axis in reversed(range(mesh.ndim)):
         shape = _shape_before(tensor, axis)
-        own = mesh[(mesh.mesh_dim_names or ())[axis]]
+        axis_mesh = mesh[(mesh.mesh_dim_names or ())[axis]]
         placement = tensor.placements[axis]
-        part = dtensor_from_local(part, own, [placement], shape).full_tensor(**options)
+        part = dtensor_from_local(part, axis_mesh, [placement], shape).full_tensor(**options)
     return part
 
 
 def _shape_before(tensor: DTensor, axis: int) -> torch.Size:
-    """The shape of what the ranks of an axis hold parts of."""
+    """The shape of the tensor that the ranks of an axis share."""
     shape = list(tensor.shape)
     for other, placement in enumerate(tensor.placements[:axis]):
         if is_sharded(placement):
@@ -122,15 +125,15 @@ def _shape_before(tensor: DTensor, axis: int) -> torch.Size:
 
 
 def register_strided_shard_support() -> None:
-    """Gives DTensor what it lacks for interleaved shards, once in a process."""
+    """Extends DTensor for interleaved shards, once in a process."""
     _extend("full_tensor", full_tensor)
     _extend("__create_write_items__", lambda tensor, name, _: write_items(tensor, name))
-    _extend("__create_chunk_list__", lambda tensor: [chunk.stored for chunk in chunks(tensor)])
+    _extend("__create_chunk_list__", lambda tensor: [chunk.metadata for chunk in chunks(tensor)])
     _extend("__get_tensor_shard__", shard_at)
 
 
 def _extend(name: str, interleaved: Callable[..., Any]) -> None:
-    """Gives DTensor another method for tensors with interleaved shards."""
+    """Replaces a method of DTensor for tensors with interleaved shards."""
     plain = getattr(DTensor, name)
     if hasattr(plain, "__wrapped__"):
         return
@@ -138,8 +141,7 @@ def _extend(name: str, interleaved: Callable[..., Any]) -> None:
     def method(tensor: DTensor, *args: Any, **options: Any) -> Any:
         strided = any(isinstance(p, StridedShard) for p in tensor.placements)
         several = tensor.device_mesh.ndim > 1 or name != "full_tensor"
-        how = interleaved if strided and several else plain
-        return how(tensor, *args, **options)
+        return (interleaved if strided and several else plain)(tensor, *args, **options)
 
     method.__wrapped__ = plain  # type: ignore[attr-defined]
     setattr(DTensor, name, method)

@@ -17,8 +17,6 @@ from autopar.common.notices import warn_of_numerics
 from autopar.errors import CoupledRowsError
 from autopar.ir.roles import Differentiable, Input, Parameter
 from autopar.report.plan import Plan
-from autopar.runtime.call_partitions import call_strategies
-from autopar.runtime.codegen.program import with_axes
 from autopar.runtime.context import ExecutionContext
 from autopar.runtime.pipeline.call import PipelineCall
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
@@ -27,7 +25,7 @@ from autopar.runtime.pipeline.stage_parameters import (
     requires_grad_flags,
 )
 from autopar.runtime.pipeline.stage_program import build_pipeline_program
-from autopar.runtime.process_groups import backend_of, explaining_comm_errors, rank
+from autopar.runtime.process_groups import explaining_comm_errors, rank
 from autopar.runtime.written import result_of
 
 
@@ -118,7 +116,7 @@ class PipelineExecutor:
         self, micro_batch: BatchShard, count: int, no_sync: bool
     ) -> CompiledPipelineCall:
         """The stages and schedules for calls of `count` micro-batches like this one."""
-        context, plan = self.context, self.plan
+        context = self.context
         unreduced = () if no_sync else tuple(sorted(context.unreduced_grads))
         key = context.call_key(micro_batch)
         key = (*key, torch.is_grad_enabled(), count, no_sync, unreduced)
@@ -126,22 +124,9 @@ class PipelineExecutor:
             captured = context.capture_on_all_ranks(micro_batch)
             program = build_pipeline_program(
                 captured,
-                plan,
-                rank=rank(),
-                op_strategies=call_strategies(
-                    with_axes(captured.graph, plan),
-                    plan,
-                    rank(),
-                    micro_batch.global_rows,
-                    micro_batch.num_slices,
-                    context.make_strategies,
-                ),
-                micro_batches=count,
-                comm_backend=backend_of(context.device),
-                groups=context.groups,
-                compile_backend=context.options.backend,
-                no_sync=no_sync,
-                unreduced=unreduced,
+                context.op_strategies(captured, micro_batch),
+                context.lowering_options(no_sync, unreduced),
+                count,
             )
             if not context.options.on_trial:
                 for graph in program.graphs.stages:
@@ -150,7 +135,7 @@ class PipelineExecutor:
             has_pp = mesh is not None and "pp" in (mesh.mesh_dim_names or ())
             group = mesh.get_group("pp") if mesh is not None and has_pp else None
             self.compiled_calls[key] = CompiledPipelineCall(
-                program, plan, rank(), context.device, group
+                program, self.plan, rank(), context.device, group
             )
         return self.compiled_calls[key]
 

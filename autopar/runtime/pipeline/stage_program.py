@@ -20,8 +20,8 @@ from autopar.passes.registration import disabled_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
 from autopar.plan.partition import NodeStrategies
-from autopar.report.plan import Plan
-from autopar.runtime.codegen.program import CompiledGraph, generate
+from autopar.plan.pipeline import Pipeline
+from autopar.runtime.codegen.program import CompiledGraph, LoweringOptions, generate
 
 logger = logging.getLogger(__name__)
 
@@ -104,40 +104,31 @@ class _StageBuilder:
     """Generates the functions of stages.
 
     Attributes:
-        plan: the plan, with a pipeline.
-        rank: rank in the world.
+        options: options of lowering.
+        pipeline: the pipeline of the plan.
         micro_batches: number of micro-batches.
-        comm_backend: torch.distributed backend that collectives are lowered for.
-        groups: process group of each mesh axis.
-        compile_backend: "eager" or a backend of torch.compile.
-        no_sync: whether gradients stay unreduced.
-        unreduced: names of parameters with unreduced gradients of earlier calls.
     """
 
-    plan: Plan
-    rank: int
+    options: LoweringOptions
+    pipeline: Pipeline
     micro_batches: int
-    comm_backend: str
-    groups: Mapping[str, str]
-    compile_backend: str
-    no_sync: bool
-    unreduced: tuple[str, ...]
 
     def stage(self, graph: TrainingGraph) -> StageProgram:
         """The functions of a stage."""
+        options = self.options
         passes = build_microbatch_pipelines(
             graph,
-            self.plan,
-            self.rank,
-            self.comm_backend,
+            options.plan,
+            options.rank,
+            options.comm_backend,
             micro_batches=self.micro_batches,
-            hold=self.no_sync,
-            held=self.unreduced,
-            compiled=self.compile_backend != "eager",
+            hold=options.no_sync,
+            held=options.unreduced,
+            compiled=options.is_compiled,
             disable=disabled_passes(),
         )
-        logger.debug("passes of a stage of rank %d:\n%s", self.rank, passes[0])
-        lowered = lower_stage(graph, passes, self.plan, self.micro_batches)
+        logger.debug("passes of a stage of rank %d:\n%s", options.rank, passes[0])
+        lowered = lower_stage(graph, passes, options.plan, self.micro_batches)
         last = split_forward_backward(lowered.last)
         forward = self._compiled(last.forward)
         if self.micro_batches == 1:
@@ -161,59 +152,47 @@ class _StageBuilder:
     def _backward(self, graph: TrainingGraph | None, *, accumulates: bool) -> StageBackward | None:
         if graph is None:
             return None
-        assert self.plan.pipeline is not None
         graph = accumulate_gradients(graph) if accumulates else graph
-        splits = self.plan.pipeline.schedule == "zero_bubble"
+        splits = self.pipeline.schedule == "zero_bubble"
         parts = split_dgrad_wgrad(graph) if splits else (graph,)
         return StageBackward(graph, tuple(self._compiled(part) for part in parts))
 
     def _compiled(self, graph: TrainingGraph) -> CompiledGraph:
-        return CompiledGraph(graph, generate(graph, self.groups, self.compile_backend))
+        return CompiledGraph(
+            graph, generate(graph, self.options.groups, self.options.compile_backend)
+        )
 
     def prologue_or_epilogue(self, graph: TrainingGraph) -> CompiledGraph:
         """The function of a prologue or epilogue."""
-        place = self.plan.mesh_coordinate(self.rank)
+        options, plan = self.options, self.options.plan
+        coordinate = plan.mesh_coordinate(options.rank)
         lower = [
-            LowerCollectives(self.comm_backend, place[axis], axis)
-            for axis, size in self.plan.mesh
+            LowerCollectives(options.comm_backend, coordinate[axis], axis)
+            for axis, size in plan.mesh
             if size > 1 and axis != "pp"
         ]
         lowered = run_passes(graph, lower)
-        return CompiledGraph(lowered, generate(lowered, self.groups, "eager"))
+        return CompiledGraph(lowered, generate(lowered, options.groups, "eager"))
 
 
 def build_pipeline_program(
     capture: Capture,
-    plan: Plan,
-    *,
-    rank: int,
-    op_strategies: Sequence[NodeStrategies] = (),
+    op_strategies: Sequence[NodeStrategies],
+    options: LoweringOptions,
     micro_batches: int,
-    comm_backend: str,
-    groups: Mapping[str, str],
-    compile_backend: str = "eager",
-    no_sync: bool = False,
-    unreduced: tuple[str, ...] = (),
 ) -> PipelineProgram:
-    """Lowers the capture of a micro-batch under a plan and generates the code of a rank's stages.
+    """Lowers the capture of a micro-batch and generates the code of a rank's stages.
 
     Args:
         capture: the captured call of one micro-batch.
-        plan: the plan, with a pipeline.
-        rank: rank in the world.
-        op_strategies: strategies of the nodes before each partitioned axis.
+        op_strategies: strategies of the nodes for each partitioned axis.
+        options: options of lowering, with a pipeline in the plan.
         micro_batches: number of micro-batches.
-        comm_backend: torch.distributed backend that collectives are lowered for.
-        groups: process group of each mesh axis.
-        compile_backend: "eager" or a backend of torch.compile.
-        no_sync: whether gradients stay unreduced.
-        unreduced: names of parameters with unreduced gradients of earlier calls.
     """
+    plan, rank = options.plan, options.rank
     assert plan.pipeline is not None
     graphs = split_plan_stages(capture.graph, plan, rank, op_strategies, micro_batches)
-    builder = _StageBuilder(
-        plan, rank, micro_batches, comm_backend, groups, compile_backend, no_sync, unreduced
-    )
+    builder = _StageBuilder(options, plan.pipeline, micro_batches)
     local_stages = plan.pipeline.stages_of(plan.mesh_coordinate(rank).get("pp", 0))
     return PipelineProgram(
         capture,

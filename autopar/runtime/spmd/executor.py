@@ -14,10 +14,8 @@ from autopar.common.notices import warn_of_numerics
 from autopar.ir.roles import Buffer, Input
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.batch_checks import check_checksum_sum, check_model_parallel_peers
-from autopar.runtime.call_partitions import call_strategies
-from autopar.runtime.codegen.program import Program, build_program, with_axes
+from autopar.runtime.codegen.program import Program, build_program
 from autopar.runtime.context import ExecutionContext
-from autopar.runtime.process_groups import backend_of, rank
 from autopar.runtime.spmd.autograd import SpmdCall, SpmdFunction
 from autopar.runtime.written import result_of
 
@@ -63,29 +61,15 @@ class SpmdExecutor:
     def _program(
         self, shard: BatchShard, no_sync: bool, unreduced: tuple[str, ...] = ()
     ) -> Program:
-        context, plan = self.context, self.context.plan
-        assert plan is not None
+        context = self.context
         key = (*context.call_key(shard), torch.is_grad_enabled(), no_sync, unreduced)
         if key not in self.programs:
             captured = context.capture_on_all_ranks(shard)
             self.programs[key] = build_program(
                 captured,
-                plan,
-                rank=rank(),
-                op_strategies=call_strategies(
-                    with_axes(captured.graph, plan),
-                    plan,
-                    rank(),
-                    shard.global_rows,
-                    shard.num_slices,
-                    context.make_strategies,
-                ),
-                comm_backend=backend_of(context.device),
-                groups=context.groups,
-                compile_backend=context.options.backend,
-                no_sync=no_sync,
-                unreduced=unreduced,
-                recorder=context.options.recorder,
+                context.op_strategies(captured, shard),
+                context.lowering_options(no_sync, unreduced),
+                context.options.recorder,
             )
             if not context.options.on_trial:
                 warn_of_numerics(self.programs[key].graph.notes)

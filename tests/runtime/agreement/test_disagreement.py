@@ -39,7 +39,7 @@ def told(name: str, strategy: str, ranks: int = 2) -> list[Raised]:
 @pytest.mark.parametrize(
     ("name", "strategy", "message"),
     [
-        ("AnotherForward", "ddp", r"\[1\] run another forward.*abs.*disagreements.py"),
+        ("AnotherForward", "ddp", r"\[1\] run another forward.*abs.*before_training.py"),
         ("AnotherLoss", "zero3", r"\[1\] run another forward or loss_fn"),
         ("AnotherConstant", "zero2", r"First difference: constant"),
         ("RaisesInForward", "pp", r"rank 1 failed where others did not.*a bug of this rank"),
@@ -112,7 +112,7 @@ def announce(rank: int, world_size: int) -> list[str]:
     opened, heard = channel(), list[str]()
     assert opened is not None
     opened.start_exchange(
-        "begins", shown=[rank], then=lambda met: heard.append(f"{met.samples[1][0]}")
+        "begins", samples=[rank], then=lambda met: heard.append(f"{met.samples[1][0]}")
     )
     opened.start_exchange("goes on", then=lambda met: heard.append("on"))
     assert heard == ["1"]

@@ -1,0 +1,207 @@
+"""`PlannedModule`: a model with its plan, mesh and executor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar._torch import pytree
+from autopar.capture.batch_shards import BatchShard, batch_shard_of
+from autopar.capture.trace import Capture
+from autopar.errors import CaptureError
+from autopar.ir.graph import ParameterInfo
+from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.report.plan import Plan
+from autopar.runtime.agreement.consensus import run_on_all_ranks
+from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
+from autopar.runtime.agreement.protocol import Protocol
+from autopar.runtime.attributes import ModelAttributes
+from autopar.runtime.blame import check_runs
+from autopar.runtime.call_partitions import MakeStrategies
+from autopar.runtime.context import ExecutionContext
+from autopar.runtime.options import Options
+from autopar.runtime.parameters.compression_state import CompressionState
+from autopar.runtime.parameters.distribute import as_dtensors, broadcast_from_rank0
+from autopar.runtime.pipeline.executor import PipelineExecutor
+from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
+from autopar.runtime.process_groups import make_groups, make_mesh, rank
+from autopar.runtime.rng import stream_of
+from autopar.runtime.spmd.executor import SpmdExecutor
+
+CaptureFunction = Callable[[int, int, int], Capture]
+"""Captures a rank's call, given model-parallel size, pipeline size and number of micro-batches."""
+MakePlan = Callable[[Any, CaptureFunction, Any], Plan]
+"""Plans a call of a `DistributedModule`, given its (args, kwargs) too."""
+MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
+"""Wraps a model that cannot be captured."""
+
+SHARED_BY_COPIES = {"plan", "mesh", "_device", "_options", "_make_plan", "_make_fallback"}
+
+
+class PlannedModule(ModelAttributes):
+    """A model with its plan, mesh and executor.
+
+    Attributes:
+        plan: the plan, None until the first call if there were no example inputs.
+        mesh: mesh of the plan, None for one rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, ParameterInfo],
+        device: torch.device,
+        options: Options,
+        make_plan: MakePlan,
+        make_fallback: MakeFallback,
+        make_strategies: MakeStrategies,
+    ) -> None:
+        super().__init__()
+        self._wrapped = (model,)
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = getattr(model, table)
+        self.training = model.training
+        self._device, self._options, self._make_plan = device, options, make_plan
+        self._make_fallback = make_fallback
+        self._fallback: tuple[nn.Module, ...] = ()
+        self.plan: Plan | None = None
+        self.mesh: DeviceMesh | None = None
+        self._pending_compression_state: Mapping[str, Any] | None = None
+        infos, stream = dict(parameters), stream_of(options, device)
+        self._context = ExecutionContext(model, infos, device, options, stream, make_strategies)
+        self._protocol = Protocol.of(model)
+        self._executor: SpmdExecutor | PipelineExecutor | None = None
+
+    def broadcast_parameters(self, *, replicated_dtensors: bool) -> None:
+        """Gives all ranks the parameters of rank 0.
+
+        Args:
+            replicated_dtensors: make them DTensors, which a later plan can shard in place.
+        """
+        if self._options.ranks == 1:
+            return
+        broadcast_from_rank0(self)
+        if replicated_dtensors:
+            mesh = make_mesh(self._device, ((DATA_AXIS, self._options.ranks),))
+            assert mesh is not None
+            as_dtensors(self, mesh)
+            self._context.reindex_model()
+
+    def plan_for(self, leaves: list[Any], structure: Any) -> None:
+        """Plans for the arguments of a call, or falls back to torch's data parallelism."""
+
+        def capture(model_parallel_size: int, pp_size: int, micro_batches: int) -> Capture:
+            options = replace(
+                self._options, model_parallel_size=model_parallel_size, pp_size=pp_size
+            )
+            shard = self._batch_shard(leaves, structure, options)
+            first = shard.split_micro_batches(micro_batches)[0]
+            return self._context.capture(first, for_planning=True)
+
+        try:
+            call = pytree.tree_unflatten(leaves, structure)
+            self.apply_plan(self._make_plan(self, capture, call))
+        except CaptureError as error:
+            self._check_runs(leaves, structure, error)
+            # ranks with equal rows count alike, so means stay the same
+            self._set_model_parallel_size(1, 1)
+            self._fallback = (self._make_fallback(self._wrapped[0], error),)
+            self._context.reindex_model()
+
+    def apply_plan(self, plan: Plan) -> None:
+        """Makes the mesh of a plan, distributes the parameters and makes the executor."""
+        context = self._context
+        if self._set_model_parallel_size(plan.model_parallel_size, plan.pp_size):
+            context.options = self._options
+            context.rng = stream_of(self._options, self._device)
+        self.mesh = mesh = make_mesh(self._device, plan.storage, ("pp", *plan.shard_order))
+        run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
+        context.reindex_model()
+        context.planning_captures.clear()
+        self.plan = context.plan = plan
+        context.mesh = mesh
+        context.compression_state = CompressionState.of_plan(
+            plan, context.parameters, rank(), self._device
+        )
+        if self._pending_compression_state is not None:
+            self._load_compression_state(self._pending_compression_state)
+            self._pending_compression_state = None
+        context.guards.lift(plan.changed)
+        context.groups = make_groups(self._device, plan.axes, mesh)
+        self._executor = self._new_executor()
+
+    def _set_model_parallel_size(self, model_parallel_size: int, pp_size: int) -> bool:
+        """Sets how many ranks share rows; returns whether that changes."""
+        options = replace(self._options, model_parallel_size=model_parallel_size, pp_size=pp_size)
+        changes, self._options = options != self._options, options
+        return changes
+
+    def _new_executor(self) -> SpmdExecutor | PipelineExecutor | None:
+        if self.plan is None:
+            return None
+        if self.plan.pipeline is None:
+            return SpmdExecutor(self._context)
+        return PipelineExecutor(self._context)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with its own parameters under the same plan, such as an average of weights."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            if name not in ("_context", "_executor", "_protocol"):
+                is_shared = name in SHARED_BY_COPIES
+                made.__dict__[name] = value if is_shared else copy.deepcopy(value, memo)
+        context, protocol, model = self._context, self._protocol, made._wrapped[0]
+        made._context = replace(
+            context,
+            model=model,
+            rng=copy.deepcopy(context.rng, memo),
+            unreduced_grads={},
+            compression_state=context.compression_state.copy(),
+        )
+        made._context.guards = context.guards.copy_for(model)
+        made._protocol = (
+            replace(protocol, optimizer_steps=OptimizerSteps()) if protocol is not None else None
+        )
+        made._executor = made._new_executor()
+        if isinstance(self._executor, SpmdExecutor) and isinstance(made._executor, SpmdExecutor):
+            made._executor.programs = self._executor.programs
+        return made
+
+    def copy_with_plan(self, plan: Plan) -> Self:
+        """A copy of an unplanned module, with its own parameters, that tries a plan."""
+        made = copy.deepcopy(self)
+        made._options = made._context.options = replace(made._options, recorder=None, on_trial=True)
+        made.apply_plan(plan)
+        return made
+
+    def _check_runs(self, leaves: list[Any], structure: Any, reason: CaptureError) -> None:
+        """Raises ModelError on every rank if the plain model fails at this call."""
+        model, loss_fn, autocast = self._wrapped[0], self._options.loss_fn, self._context.autocast()
+        run_on_all_ranks(lambda: check_runs(model, leaves, structure, loss_fn, autocast, reason))
+
+    def _batch_shard(
+        self, leaves: list[Any], structure: Any, options: Options | None = None
+    ) -> BatchShard:
+        options = options or self._options
+        index, ranks = options.dp_rank(rank()), options.dp_size
+        return batch_shard_of(leaves, structure, mode=options.batch, rank=index, ranks=ranks)
+
+    def _load_compression_state(self, values: Mapping[str, Any] | None) -> None:
+        """Loads the state of compression, once there is a plan."""
+        if self.plan is None:
+            self._pending_compression_state = values
+        elif self._context.compression_state.tensors and self.mesh is not None:
+            self._context.compression_state.load(values or {}, self._stage_mesh)
+
+    @property
+    def _stage_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that share this rank's stage."""
+        assert self.mesh is not None
+        assert self.plan is not None
+        return stage_mesh(self.mesh) if self.plan.pp_size > 1 else self.mesh
