@@ -1,6 +1,6 @@
-"""Every private name of torch that autopar uses, and nothing else.
+"""Every private name of torch that autopar uses.
 
-Supported: torch 2.11 to 2.13. A release that moves one of these breaks here and only here.
+Supported: torch 2.11 to 2.13. A release that moves one of these names breaks this file only.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def pretend_compiling() -> Iterator[None]:
-    """What models see as `torch.compiler.is_compiling()`, so that they do not look at values."""
+    """Sets `torch.compiler.is_compiling()`, so that models do not read tensor values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -120,7 +120,7 @@ def pretend_compiling() -> Iterator[None]:
 def skip_causal_mask_detection() -> Iterator[None]:
     """Keeps torch's Transformer layers from comparing a mask with a causal one.
 
-    The answer chooses a faster kernel only: without it the mask is applied as it is given.
+    The comparison only selects a faster kernel; without it the mask is applied unchanged.
     """
     from torch.nn.modules import transformer
 
@@ -138,16 +138,16 @@ def skip_causal_mask_detection() -> Iterator[None]:
 
 
 def decomposition(target: OpOverload) -> Callable[..., Any] | None:
-    """The operator in terms of others, which check their operands; None if there is none."""
+    """The decomposition of an operator, None if there is none."""
     return torch._decomp.decomposition_table.get(target)
 
 
 @contextlib.contextmanager
 def without_weight_references(model: nn.Module) -> Iterator[None]:
-    """Lets parameters be swapped inside: recurrent layers keep weak references to theirs."""
+    """Clears the weak references of recurrent layers, which forbid swapping parameters."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.RNNBase)]
     for layer in layers:
-        layer._flat_weight_refs.clear()  # in place: guards know the list
+        layer._flat_weight_refs.clear()  # in place: guards compare the list by identity
     try:
         yield
     finally:
@@ -157,7 +157,7 @@ def without_weight_references(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_effect_tokens() -> Iterator[None]:
-    """Keeps torch from threading a token through the checks of linear algebra while tracing."""
+    """Keeps torch from adding effect tokens to the checks of torch.linalg while tracing."""
     entry = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors")
     holder = getattr(entry, "effect", None)
     if holder is None:
@@ -172,7 +172,7 @@ def without_effect_tokens() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mute_fake_tensor_log() -> Iterator[None]:
-    """Keeps torch from logging the traceback of every operator that fails on fake tensors."""
+    """Mutes torch's log of operators that fail on fake tensors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -183,7 +183,7 @@ def mute_fake_tensor_log() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
-    """Runs operators without oneDNN (MKL-DNN), whose public switch also warns about TF32."""
+    """Turns oneDNN (MKL-DNN) off; its public switch also warns about TF32."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -194,7 +194,7 @@ def without_onednn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def count_checkpoint_calls() -> Iterator[list[object]]:
-    """Grows by an item for every call of `torch.utils.checkpoint.checkpoint` inside."""
+    """Yields a list with the function of every `torch.utils.checkpoint.checkpoint` call inside."""
     calls: list[object] = []
     begin = checkpoint._checkpoint_without_reentrant_generator
 
@@ -211,17 +211,17 @@ def count_checkpoint_calls() -> Iterator[list[object]]:
 
 
 def inductor_compile(
-    module: fx.GraphModule, given: Sequence[Tensor], donated: Sequence[int]
+    module: fx.GraphModule, examples: Sequence[Tensor], donated: Sequence[int]
 ) -> Callable[[list[Any]], Any]:
-    """A module of one argument, a list marked `steal_arg`, compiled by inductor; it empties it.
+    """Compiles a module by inductor; the result takes a list of tensors and empties it.
 
-    Operators keep their order: inductor's own puts all that could run at the start of a backward
-    there, where it fills memory and is cold again before it is read.
+    Operators keep their order: inductor's reordering moves independent operators to the start of a
+    backward, where their results fill memory and leave the cache before use.
 
     Args:
-        module: what to compile.
-        given: tensors like those in the list that it will be called with.
-        donated: places of those whose storage nothing else looks at: kernels may write there.
+        module: module of one argument, a list marked `steal_arg`.
+        examples: tensors of the shapes, dtypes and strides of the list.
+        donated: indices of tensors whose storage kernels may overwrite.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -230,45 +230,50 @@ def inductor_compile(
         context = TracingContext.try_get()
         if donated and context is not None and context.fw_metadata is not None:
             context.fw_metadata.bw_donated_idxs = list(donated)
-            options |= {"is_backward": True, "is_inference": False}  # only there it looks at them
+            options |= {
+                "is_backward": True,
+                "is_inference": False,
+            }  # donation applies to backwards only
         return compile_fx_inner(graph, inputs, **options)
 
     options = config.patch(reorder_for_peak_memory=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = [mode.from_tensor(tensor) for tensor in given]  # what it is given it never lets go of
+    fake = [
+        mode.from_tensor(tensor) for tensor in examples
+    ]  # inductor keeps its example inputs alive
     with tracing(TracingContext(mode)), options:
         return compile_fx(module, [fake], inner_compile=inner)  # type: ignore[list-item, return-value]
 
 
 def dtensor_like(part: Tensor, like: DTensor) -> DTensor:
-    """A DTensor around this rank's part that lies as another one does, of the same shape.
+    """A DTensor from a local shard, with the mesh, placements and global shape of another.
 
-    The public way, `DTensor.from_local`, takes 60 us, which a step would pay for every parameter.
+    `DTensor.from_local` takes 60 us, which a step would pay for every parameter.
     """
     return DTensor(part, like._spec, requires_grad=False)
 
 
 def fake_result_cache(mode: FakeTensorMode) -> dict[Any, Any]:
-    """What operators are known to give in a fake mode: kept as long as the mode is."""
+    """Cached fake results of operators, for the lifetime of a fake mode."""
     known: dict[Any, Any] = vars(mode).setdefault("autopar_results", {})
     return known
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """How long a collective of the group waits for the other ranks."""
+    """The timeout of the group's collectives."""
     return group._get_backend(group._device_types[0]).options._timeout
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """The same graph, nodes and all, with a copy of what is written on each.
+    """A copy of a graph with its nodes and their meta.
 
-    The public way, `Graph.graph_copy`, looks through the arguments of every node for symbolic
-    numbers, which takes two thirds of its time: most of what passes over a large model do.
+    `Graph.graph_copy` also searches all arguments for symbolic numbers, two thirds of its time and
+    most of the time of passes over a large model.
     """
     new, made = fx.Graph(), dict[fx.Node, fx.Node]()
     names, insert, known = new._graph_namespace, new._insert, new._find_nodes_lookup_table
     for node in graph.nodes:
-        args, kwargs = (fx.map_arg(given, made.__getitem__) for given in (node.args, node.kwargs))
+        args, kwargs = (fx.map_arg(old, made.__getitem__) for old in (node.args, node.kwargs))
         name = names.create_name(node.name, None)
         made[node] = copy = fx.Node(new, name, node.op, node.target, args, kwargs, node.type)
         names.associate_name_with_obj(name, copy)

@@ -1,26 +1,26 @@
-"""Every error that autopar raises on purpose, and every warning that it gives, as two trees.
+"""Errors and warnings of autopar, as two trees.
 
     AutoparError
     ├── CaptureError        the model cannot be traced into one graph
-    ├── ModelError          the model itself raises, or returns what no graph can
+    ├── ModelError          the model itself raises, or returns an unsupported value
     ├── StrategyError       a strategy, option or launch contradicts itself or the machines
     │   └── CoupledRowsError   micro-batches would need each other's rows
-    ├── BatchError          the rows given cannot be split over the ranks, or differ between them
+    ├── BatchError          the rows cannot be split over the ranks, or differ between them
     ├── PlanError           a plan does not belong to this model, world or torch
     ├── OutOfMemoryError       nothing fits under the memory cap
-    ├── DisagreementError   the ranks hold, are given or do different things
+    ├── DisagreementError   ranks have different models, plans or batches, or run different calls
     ├── CommunicationError  a collective failed: another rank died or left
-    ├── VerificationError   a plan trained to other numbers than the plain model
+    ├── VerificationError   training under a plan differs from the plain model
     └── PassError           a graph pass broke its contract (a bug in autopar or in a user's pass)
 
     AutoparWarning
     ├── NumericsWarning     a result differs from the single device's
-    ├── FallbackWarning     the model trains without a plan: under DDP, fully_shard or as it is
-    ├── LossyWarning        values travel compressed, or a compressor's state is lost
+    ├── FallbackWarning     the model trains without a plan: under DDP, fully_shard or unchanged
+    ├── LossyWarning        messages are compressed, or a compressor's state is lost
     └── MeasurementWarning  measurements are out of date, left out or cannot be kept
 
-Each message says what is wrong, where, and what to change. Warnings are given by
-`autopar.common.notices.warn_once`: once a process, on rank 0, at the user's line.
+Each message says what is wrong, where, and what to change. `autopar.common.notices.warn_once` gives
+warnings once a process, on rank 0, at the user's line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.formatting import printable
 
 
 class AutoparError(Exception):
-    """Base of all errors of autopar. Their text is safe to print, whatever names stand in it."""
+    """Base of all errors of autopar; control characters in their text are escaped."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -43,7 +43,7 @@ class CaptureError(AutoparError):
 
 
 class ModelError(AutoparError):
-    """The model itself raises, or returns what autopar cannot take apart."""
+    """The model itself raises, or returns a value that autopar cannot unpack."""
 
 
 class StrategyError(AutoparError, ValueError):
@@ -51,7 +51,7 @@ class StrategyError(AutoparError, ValueError):
 
 
 class CoupledRowsError(StrategyError):
-    """Rows of different micro-batches depend on each other, so they cannot pass one by one."""
+    """Rows of different micro-batches depend on each other."""
 
 
 class BatchError(AutoparError, ValueError):
@@ -64,13 +64,13 @@ class PlanError(AutoparError, ValueError):
 
 @dataclass(frozen=True)
 class Change:
-    """Something that makes a plan fit where none does, found to do so by planning with it.
+    """A change with which a plan fits, where none does without it.
 
     Attributes:
-        what: in words.
-        how: what to write.
-        step_s: seconds that a step then takes.
-        needed_bytes: what a rank then needs.
+        what: description.
+        how: option or argument to set.
+        step_s: predicted seconds of a step with the change.
+        needed_bytes: bytes that a rank needs with the change.
     """
 
     what: str
@@ -84,9 +84,9 @@ class OutOfMemoryError(AutoparError):
 
     Attributes:
         shortfall: bytes by which the smallest plan exceeds the cap.
-        memory: what the peak of that plan consists of, bytes by category.
-        changes: with each of which a plan fits, the least trouble first.
-        cap: bytes that a rank may need, None where that was not said.
+        memory: peak bytes of that plan, by category.
+        changes: changes with which a plan fits, the least intrusive first.
+        cap: memory cap of a rank in bytes, None if unknown.
     """
 
     def __init__(
@@ -102,13 +102,12 @@ class OutOfMemoryError(AutoparError):
         self.cap = cap
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        # it travels from rank 0 to the others
-        given = str(self), self.shortfall, self.memory, self.changes, self.cap
-        return type(self), given
+        # ranks exchange it by pickle
+        return type(self), (str(self), self.shortfall, self.memory, self.changes, self.cap)
 
 
 class DisagreementError(AutoparError):
-    """Ranks that must agree hold different models, plans or batches, or do different things."""
+    """Ranks have different models, plans or batches, or run different calls."""
 
 
 class CommunicationError(AutoparError):
@@ -116,11 +115,11 @@ class CommunicationError(AutoparError):
 
 
 class PassError(AutoparError):
-    """A pass broke its contract: the graph after it is not a legal one."""
+    """A pass broke its contract: the graph after it is illegal."""
 
 
 class VerificationError(AutoparError):
-    """A plan trained to other numbers than the plain model."""
+    """Training under a plan differs from the plain model."""
 
 
 class AutoparWarning(UserWarning):
@@ -132,11 +131,11 @@ class NumericsWarning(AutoparWarning):
 
 
 class FallbackWarning(AutoparWarning):
-    """The model trains without a plan: under torch's DDP, fully_shard, or as it is."""
+    """The model trains without a plan: under torch's DDP, fully_shard, or unchanged."""
 
 
 class LossyWarning(AutoparWarning):
-    """Values travel compressed, or a compressor's state starts anew."""
+    """Messages are compressed, or a compressor's state starts anew."""
 
 
 class MeasurementWarning(AutoparWarning):

@@ -18,12 +18,12 @@ from autopar.ir.placement import even_rows
 
 @dataclass(frozen=True)
 class BatchShard:
-    """A rank's share of the arguments of a call.
+    """A rank's shard of the arguments of a call.
 
     Attributes:
         call: the arguments as specs.
         tensors: the tensors among them, this rank's rows.
-        rows: rows of this rank.
+        rows: number of rows of this rank.
         total: rows of the global batch.
         count: number of slices that the global batch is cut into.
         index: place of this slice among them.
@@ -40,14 +40,14 @@ class BatchShard:
 
     @property
     def slices(self) -> BatchSlices:
-        """The slices of the batch, and which of them this is."""
+        """The slices of the batch, with the index of this one."""
         return BatchSlices(self.num_slices, self.slice_index, self.global_rows, self.in_time)
 
     def split_micro_batches(self, count: int) -> list[BatchShard]:
-        """The share cut into as many equal parts.
+        """The shard as equal micro-batches.
 
         Raises:
-            BatchError: its rows cannot be cut so.
+            BatchError: `count` does not divide the rows.
         """
         if count == 1:
             return [self]

@@ -25,8 +25,7 @@ def capture_slice(
 ) -> Capture:
     """The capture of one slice of a batch.
 
-    The call is captured at the whole batch, and its graph partitioned by proven rules: the slice
-    computes what one device would.
+    The call is captured at the whole batch, and its graph is partitioned by proven rules.
 
     Args:
         capture: captures a call.
@@ -57,7 +56,7 @@ def capture_slice(
 
 
 def written_outputs(capture: Capture) -> set[int]:
-    """The outputs that every call leaves in the model's attributes."""
+    """Outputs that every call writes to attributes of the model."""
     if not capture.writes:
         return set()
     indices = pytree.tree_unflatten(list(range(len(capture.leaves))), capture.structure)[1]

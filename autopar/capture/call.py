@@ -22,13 +22,13 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        """The spec of a tensor (the whole one, for a DTensor)."""
+        """The spec of a tensor; the global one for a DTensor."""
         return TensorSpec(
             tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()
         )
 
     def with_batch_size(self, rows: int) -> TensorSpec:
-        """The spec at another size of dim 0, dims in memory in the same order."""
+        """The spec at another size of dim 0, with the same order of dims in memory."""
         shape = (rows, *self.shape[1:])
         stride = None if self.stride is None else dense_strides(shape, self.stride)
         return replace(self, shape=shape, stride=stride)
@@ -47,11 +47,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model: its flattened arguments, tensors as specs, the rest as they are.
+    """One call of the model.
 
     Attributes:
-        leaves: flattened arguments; tensors are replaced by `TensorSpec`.
-        structure: how (args, kwargs) unflatten.
+        leaves: flattened arguments, tensors as `TensorSpec`.
+        structure: tree structure of (args, kwargs).
         has_rows: for each leaf, whether dim 0 runs over the rows of the batch.
     """
 
@@ -66,7 +66,7 @@ class Call:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A hashable key of the call; arguments that cannot be hashed enter by their repr."""
+        """A hashable key of the call; unhashable arguments enter by their repr."""
         leaves = tuple(x if _hashable(x) else repr(x) for x in self.leaves)
         return leaves, self.structure, self.has_batch_dim
 

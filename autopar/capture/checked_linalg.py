@@ -1,9 +1,8 @@
-"""Failed matrix factorisations in a graph: their results become NaN, as a graph cannot raise.
+"""Failed matrix factorisations in a graph give NaN, since a graph cannot raise.
 
-Eager `torch.linalg` functions raise where a matrix is singular or not positive definite, by reading
-the status `info` that a kernel returned. A captured graph does not look at values. So what the
-kernel computed of such a matrix becomes NaN, which no later loss hides. Whoever calls an operator
-such as `cholesky_ex` and reads `info` gets what the kernel computed.
+Eager `torch.linalg` functions raise for a singular or not positive definite matrix, by reading the
+status `info` of the kernel. A captured graph replaces the results of such a matrix by NaN.
+Operators whose `info` the model reads, such as `cholesky_ex`, keep the kernel's results.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ aten = torch.ops.aten
 
 
 def mark_failures(graph: fx.Graph) -> None:
-    """Replaces the results of every factorisation whose status nobody reads, where it failed."""
+    """Adds NaN to the results of every factorisation whose status the model does not read."""
     for node in list(graph.nodes):
         place = _status_place(node)
         if place is None:
@@ -36,7 +35,7 @@ def mark_failures(graph: fx.Graph) -> None:
 
 
 def _status_place(node: fx.Node) -> int | None:
-    """The place of `info` among the results of an operator."""
+    """The index of `info` among the results of an operator."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     names = [result.name for result in node.target._schema.returns]
@@ -48,7 +47,7 @@ def _has_nan(value: torch.Tensor) -> bool:
 
 
 def _mark(graph: fx.Graph, source: fx.Node, place: int, result: fx.Node) -> None:
-    """NaN in a result of each matrix whose status is not 0."""
+    """Replaces a result by NaN for each matrix with a status other than 0."""
     users, value, known = list(result.users), result.meta["val"], source.meta["val"][place]
 
     def op(target: Callable[..., Any], *args: Any) -> fx.Node:

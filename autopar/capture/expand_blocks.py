@@ -1,4 +1,4 @@
-"""`expand`: copies of what was traced of a repeated block, where only marks of the others stand."""
+"""`expand`: replaces the marks of repeated blocks by copies of the traced one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import fx
 from autopar.capture.repeated_blocks import MARK, BlocksDiffer
 
 _APART = 1_000_000
-"""Between the numbers by which autograd ties operators of one copy and of the next."""
+"""Distance between the autograd sequence numbers of one copy and the next."""
 
 
 def expand(graph: fx.Graph) -> None:
-    """Replaces marks by copies of what was traced between those of the first of their kind.
+    """Replaces marks by copies of the operators between the marks of the first equal call.
 
     Args:
-        graph: the joint graph as traced under `Repeats`; it is changed.
+        graph: joint graph traced under `RepeatedBlocks`; changed in place.
 
     Raises:
-        Unlike: something reads more than a block was given, or gradients differ.
+        BlocksDiffer: a block reads a tensor other than its inputs, or gradients differ.
     """
     marks: dict[tuple[str, int], fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=MARK):
@@ -28,19 +28,19 @@ def expand(graph: fx.Graph) -> None:
     bodies: dict[int, _Body] = {}
     for (what, number), node in marks.items():
         if what == "repeat":
-            first = _places(node)[0]
+            first = _indices(node)[0]
             if first not in bodies:
                 bodies[first] = _Body(graph, marks, first)
             bodies[first].copy(graph, number, node, marks.get(("repeat_back", number)))
     for (what, _), node in reversed(marks.items()):
         if not what.startswith("repeat"):
             for user in list(node.users):
-                user.replace_all_uses_with(_given(node)[user.args[1]])  # type: ignore[index]
+                user.replace_all_uses_with(_inputs(node)[user.args[1]])  # type: ignore[index]
     graph.eliminate_dead_code()
 
 
 class _Body:
-    """What was traced between the marks of a call."""
+    """The operators between the marks of a traced call."""
 
     def __init__(
         self, graph: fx.Graph, marks: Mapping[tuple[str, int], fx.Node], number: int
@@ -48,14 +48,14 @@ class _Body:
         self.enter, self.leave = marks["enter", number], marks["leave", number]
         self.enter_back = marks.get(("enter_back", number))
         self.leave_back = marks.get(("leave_back", number))
-        ends = [*_given(self.leave), *(_given(self.enter_back) if self.enter_back else ())]
+        ends = [*_inputs(self.leave), *(_inputs(self.enter_back) if self.enter_back else ())]
         inside: set[fx.Node] = set()
         while ends:
             node = ends.pop()
             if node in inside or node.op == "get_attr" or self.borders(node):
                 continue
             if node.op != "call_function" or node.target is MARK:
-                raise BlocksDiffer(f"a block reads {node.name}, which it is not given")
+                raise BlocksDiffer(f"a block reads {node.name}, which is not an input of it")
             inside.add(node)
             ends += node.all_input_nodes
         order = [node for node in graph.nodes if node in inside]
@@ -63,12 +63,12 @@ class _Body:
         self.backward = [node for node in order if _is_backward(node)]
 
     def borders(self, node: fx.Node) -> bool:
-        """Whether a node is what the block is given, or a gradient of what it returns."""
+        """Whether a node is an input of the block, or a gradient of an output."""
         source = node.args[0] if node.args else None
         return source is self.enter or (source is not None and source is self.leave_back)
 
     def copy(self, graph: fx.Graph, number: int, call: fx.Node, back: fx.Node | None) -> None:
-        """Copies it to where the marks of a call like it stand."""
+        """Inserts a copy at the marks of an equal call."""
         made = _paired(self.enter, call)
         block = call.meta["custom"]["module"]
         old = self.enter.meta["custom"]["module"]
@@ -80,24 +80,24 @@ class _Body:
                     made[node].meta = _meta(node, old, block, number)
 
         copied(self.forward, call)
-        _replace(call, [made.get(node, node) for node in _given(self.leave)])
+        _replace(call, [made.get(node, node) for node in _inputs(self.leave)])
         if back is None:
             return
-        places = _places(back)
-        middle = places.index(-1)
+        indices = _indices(back)
+        middle = indices.index(-1)
         if self.leave_back is None or self.enter_back is None:
             raise BlocksDiffer("the first of equal blocks has no backward")
-        if places[:middle] != _places(self.leave_back):
+        if indices[:middle] != _indices(self.leave_back):
             raise BlocksDiffer("gradients enter equal blocks by different results")
         made |= _paired(self.leave_back, back)
         copied(self.backward, back)
-        known = dict(zip(_places(self.enter_back), _given(self.enter_back), strict=True))
-        given = [known.get(place) for place in places[middle + 1 :]]
-        _replace(back, [made.get(node, node) if node else None for node in given])
+        known = dict(zip(_indices(self.enter_back), _inputs(self.enter_back), strict=True))
+        inputs = [known.get(index) for index in indices[middle + 1 :]]
+        _replace(back, [made.get(node, node) if node else None for node in inputs])
 
 
 def _meta(node: fx.Node, old: str, block: str, number: int) -> dict[str, Any]:
-    """The meta of a copy: another block, and numbers of its own for what belongs together."""
+    """The meta of a copy: the other block, and sequence numbers of its own."""
     meta = dict(node.meta)
     if note := meta.get("custom"):
         meta["custom"] = note | {"module": block + note["module"].removeprefix(old)}
@@ -107,7 +107,7 @@ def _meta(node: fx.Node, old: str, block: str, number: int) -> dict[str, Any]:
 
 
 def _replace(mark: fx.Node, results: Sequence[fx.Node | None]) -> None:
-    """Lets the users of a mark's results read others."""
+    """Replaces the results of a mark."""
     for user, result in zip(_results(mark), results, strict=True):
         if user is None or not user.users:
             continue
@@ -129,7 +129,7 @@ def _strides(node: fx.Node) -> object:
 
 
 def _results(mark: fx.Node) -> list[fx.Node | None]:
-    """The nodes that take the results out of a mark's list, None where nothing does."""
+    """The getitem node of each result of a mark, None if there is none."""
     found: list[fx.Node | None] = [None] * len(mark.args[1])  # type: ignore[arg-type]
     for user in mark.users:
         found[user.args[1]] = user  # type: ignore[index]
@@ -137,16 +137,16 @@ def _results(mark: fx.Node) -> list[fx.Node | None]:
 
 
 def _paired(mark: fx.Node, other: fx.Node) -> dict[fx.Node, fx.Node]:
-    """What stands inside of the first for what another is given."""
-    pairs = zip(_results(mark), _given(other), strict=True)
+    """Inputs of the traced call, mapped to those of another."""
+    pairs = zip(_results(mark), _inputs(other), strict=True)
     return {inner: outer for inner, outer in pairs if inner is not None}
 
 
-def _places(mark: fx.Node) -> list[int]:
+def _indices(mark: fx.Node) -> list[int]:
     return list(mark.args[2])  # type: ignore[arg-type]
 
 
-def _given(mark: fx.Node) -> list[fx.Node]:
+def _inputs(mark: fx.Node) -> list[fx.Node]:
     return list(mark.args[0])  # type: ignore[arg-type]
 
 

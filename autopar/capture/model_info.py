@@ -12,7 +12,7 @@ from autopar.ir.graph import ParameterInfo
 
 
 def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
-    """Name, whole shape and block of every parameter, tied ones once."""
+    """Every parameter by name, with its global shape and block; tied ones once."""
     blocks = find_blocks(model)
     return {
         name: ParameterInfo(name, tuple(p.shape), p.dtype, p.requires_grad, blocks[name])
@@ -26,7 +26,7 @@ def describe_buffers(model: nn.Module) -> str:
 
 
 def find_blocks(model: nn.Module) -> dict[str, str]:
-    """The block of every parameter name: the repeated layer that holds it, "" for the rest.
+    """The repeated block of every parameter, by name; "" for the rest.
 
     The blocks are the elements of the outermost ModuleLists, ModuleDicts and Sequentials.
     """
@@ -45,7 +45,7 @@ def find_blocks(model: nn.Module) -> dict[str, str]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's parameters; for meta ones, where they will be."""
+    """The device of a model's parameters; the default accelerator or CPU for meta ones."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type != "meta":
             return tensor.device
@@ -57,7 +57,7 @@ def device_of(model: nn.Module) -> torch.device:
 def find_separate_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks that share no parameter with the rest of the model, as modules.
 
-    Sharded block by block, a parameter that two of them share would come untied.
+    Sharding block by block would untie a parameter that two of them share.
     """
     blocks = [name for name in dict.fromkeys(find_blocks(model).values()) if name]
     holders: dict[nn.Parameter, set[str]] = {}
@@ -68,5 +68,5 @@ def find_separate_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def total_bytes(parameters: Iterable[ParameterInfo]) -> int:
-    """Bytes of whole parameters."""
+    """Bytes of unsharded parameters."""
     return sum(p.bytes for p in parameters)

@@ -1,4 +1,4 @@
-"""Where operators come from: the user's line and the block of the model, on every node."""
+"""Provenance of operators: the user's line and the block of the model, on every node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 class Annotate(TorchFunctionMode):
-    """Writes the user's line and the module's name beside every operator traced."""
+    """Annotates every traced operator with the user's line and the module's name."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -75,14 +75,14 @@ def user_position(frame: FrameType | None) -> tuple[str, int] | None:
 
 
 def user_frame(error: BaseException) -> str:
-    """The last line of the user that an error passed through, as " at FILE:LINE: CODE", or ""."""
+    """The innermost user line of an error, as " at FILE:LINE: CODE", or ""."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [f for f in frames if not is_library(f.filename) and not _is_standard(f.filename)]
     return f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it says nothing."""
+    """The first line of an error's message, or its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -93,7 +93,7 @@ def _is_standard(file: str) -> bool:
 
 
 def annotate_nodes(graph: fx.Graph, parameters: Mapping[str, ParameterInfo]) -> None:
-    """Sets phase, block and source of every node; a backward node takes its forward's."""
+    """Sets phase, block and source of every node; backward nodes inherit from their forward."""
     blocks = tuple(dict.fromkeys(info.block for info in parameters.values() if info.block))
     notes: dict[int, dict[str, Any]] = {}
     for node in graph.nodes:
@@ -114,7 +114,7 @@ def annotate_nodes(graph: fx.Graph, parameters: Mapping[str, ParameterInfo]) -> 
 
 
 def block_of(module: str, blocks: Sequence[str]) -> str:
-    """The block that a module lies in, "" for none."""
+    """The block that contains a module, "" for none."""
     for block in blocks:
         if module == block or module.startswith(block + "."):
             return block

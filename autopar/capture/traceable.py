@@ -1,6 +1,6 @@
-"""Functions of torch in forms that can be traced: other operators, the same results.
+"""Traceable forms of torch functions: other operators with the same results.
 
-Some of torch's functions look at values, keep hidden state while autograd records, or have strides
+Some torch functions read tensor values, keep hidden state while autograd records, or have strides
 that fake tensors predict wrongly.
 """
 
@@ -18,13 +18,13 @@ from autopar._torch import BatchNorm, without_onednn
 
 
 def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The form of a function of torch that can be traced; most are their own."""
+    """The traceable form of a torch function; the function itself for most."""
     return _FORMS.get(function, function)
 
 
 @contextlib.contextmanager
 def traceable_modules() -> Iterator[None]:
-    """Lets modules of torch's own compute in a traceable form."""
+    """Replaces forwards of torch modules by traceable ones."""
     before = BatchNorm.forward
     BatchNorm.forward = _norm_of_all_batches(before)  # type: ignore[method-assign]
     try:
@@ -36,7 +36,7 @@ def traceable_modules() -> Iterator[None]:
 def _norm_of_all_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A batch norm whose running statistics are means over all batches (`momentum=None`).
 
-    Torch computes the weight of a batch as a Python number, from the count in a buffer.
+    Torch reads the count from a buffer to compute the weight of a batch as a Python number.
     """
 
     def counted(self: Any, x: Tensor) -> Tensor:
@@ -58,10 +58,10 @@ def _norm_of_all_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def _batch_norm(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A batch norm of a contiguous input, to which a contiguous gradient returns.
+    """A batch norm of a contiguous input with a contiguous gradient.
 
-    Of other inputs torch's fake tensors predict strides that kernels do not give. A tensor in
-    channels-last format keeps it.
+    For other inputs, fake tensors predict strides that kernels do not give. Channels-last tensors
+    keep their format.
     """
 
     def contiguous(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -87,7 +87,7 @@ def _lstm(*args: Any, **kwargs: Any) -> Any:
 
 
 def _cov(x: Tensor, *, correction: int = 1, **weights: Any) -> Tensor:
-    """`torch.cov` of observations that weigh alike, which looks at the degrees of freedom."""
+    """`torch.cov` without weights; torch reads the degrees of freedom."""
     if x.dim() > 2 or x.dtype == torch.bool or any(w is not None for w in weights.values()):
         return torch.cov(x, correction=correction, **weights)
     rows = x if x.dim() == 2 else x.view(1, -1)
@@ -123,7 +123,7 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> T
 
 
 def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    """`torch.combinations`, which selects by a mask, by the places that it selects."""
+    """`torch.combinations` by index; torch selects by a mask."""
     if x.dim() != 1 or r < 1:
         return torch.combinations(x, r, with_replacement)
     pick = itertools.combinations_with_replacement if with_replacement else itertools.combinations
@@ -132,7 +132,7 @@ def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tens
 
 
 def _getitem(x: Tensor, index: Any) -> Tensor:
-    """An item by tensors of no dims, whose values torch would read to select a slice."""
+    """An item by 0-dim tensors, which torch would read to select a slice."""
     if (split := _scalars_apart(x, index)) is None:
         return torch.Tensor.__getitem__(x, index)
     view, places = split
@@ -140,7 +140,7 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
 
 
 def _setitem(x: Tensor, index: Any, value: Any) -> None:
-    """`_getitem`, to write there."""
+    """Assignment to an item by 0-dim tensors."""
     if (split := _scalars_apart(x, index)) is None:
         torch.Tensor.__setitem__(x, index, value)
         return
@@ -150,9 +150,9 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
 
 
 def _scalars_apart(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] | None:
-    """The view that the rest of an index gives, and the tensors without dims by its dims.
+    """The view by the other items of an index, and the 0-dim tensors by dim of the view.
 
-    None if there is no such tensor, or beside them anything but numbers, slices, None and `...`.
+    None without such a tensor, or with items other than numbers, slices, None and `...`.
     """
     items = index if isinstance(index, tuple) else (index,)
     scalars = [_is_scalar(item) for item in items]
@@ -176,7 +176,7 @@ def _is_basic(item: Any) -> bool:
 
 
 def _is_scalar(item: Any) -> bool:
-    """Whether an item of an index is a whole number in a tensor."""
+    """Whether an item of an index is a 0-dim integer tensor."""
     whole = isinstance(item, Tensor) and not item.dtype.is_floating_point
     return whole and item.dim() == 0 and item.dtype not in (torch.bool, torch.uint8)
 

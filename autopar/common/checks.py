@@ -11,13 +11,13 @@ from typing import Any
 from autopar.errors import AutoparError, StrategyError
 
 MAX_RANKS = 2**20
-"""Ranks of a world; plans for more are refused."""
+"""Largest world size."""
 
 MAX_BYTES = 2**62
-"""Bytes of memory, buckets and messages."""
+"""Largest memory, bucket and message, in bytes."""
 
 MAX_SECONDS = 1e8
-"""Seconds of limits and budgets: three years."""
+"""Largest time limit in seconds: three years."""
 
 UNITS: Mapping[str, int] = {
     "": 1,
@@ -26,11 +26,11 @@ UNITS: Mapping[str, int] = {
     **{letter + "ib": 1024 ** (power + 1) for power, letter in enumerate("kmgt")},
     **{letter: 1024 ** (power + 1) for power, letter in enumerate("kmgt")},
 }
-"""Bytes of each unit, in lower case: "KB" is 1000, "KiB" is 1024, and so is a bare "K"."""
+"""Bytes of each unit in lower case: "KB" is 1000; "KiB" and a bare "K" are 1024."""
 
 
 def short_repr(value: object) -> str:
-    """A value as errors show it: at most 60 characters of one line."""
+    """The repr of a value for error messages: one line of at most 60 characters."""
     try:
         text = " ".join(repr(value).split())
     except (ValueError, RecursionError):  # integers of thousands of digits, lists in themselves
@@ -41,7 +41,7 @@ def short_repr(value: object) -> str:
 def argument_error(
     name: str, value: object, wanted: str, error: type[AutoparError] = StrategyError
 ) -> AutoparError:
-    """The error of an argument: its name, its value and what to give instead."""
+    """The error for an argument, with its name, its value and the expected value."""
     return error(f"{name}={short_repr(value)}: {wanted}")
 
 
@@ -52,7 +52,7 @@ def count(
     maximum: int = MAX_RANKS,
     error: type[AutoparError] = StrategyError,
 ) -> int:
-    """A whole number from `least` to `most`."""
+    """A whole number from `minimum` to `maximum`."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not (whole and minimum <= value <= maximum):
         raise argument_error(name, value, f"give a whole number from {minimum} to {maximum}", error)
@@ -60,17 +60,17 @@ def count(
 
 
 def nbytes(name: str, value: Any, *, bare: bool = False, minimum: int = 1) -> int:
-    """A number of bytes, also as a text such as "24GiB".
+    """A number of bytes, as an int or a text such as "24GiB".
 
     Units are read in any case, with or without a space: "KB", "MB", "GB" and "TB" are powers of
     1000, "KiB" to "TiB" powers of 1024. A single letter is a power of 1024, as Docker has it: "20G"
     is 20 GiB (Kubernetes reads it as 20 GB).
 
     Args:
-        name: of the argument.
-        value: an int, or a text.
+        name: name of the argument.
+        value: int or text.
         bare: whether a text may lack its unit.
-        least: fewest bytes.
+        minimum: fewest bytes.
     """
     found: Any = _bytes_in(value, bare) if isinstance(value, str) else value
     whole = isinstance(found, int) and not isinstance(found, bool)
@@ -90,7 +90,7 @@ def _bytes_in(text: str, bare: bool) -> int | None:
 def seconds(
     name: str, value: Any, *, zero: bool = False, error: type[AutoparError] = StrategyError
 ) -> float:
-    """A positive number of seconds, or also zero."""
+    """A positive number of seconds, or zero if allowed."""
     wanted = f"give {'seconds from 0' if zero else 'a positive number of seconds'}"
     return number(name, value, wanted, MAX_SECONDS, zero=zero, error=error)
 
@@ -104,7 +104,7 @@ def number(
     zero: bool = False,
     error: type[AutoparError] = StrategyError,
 ) -> float:
-    """A positive finite number up to `most`, or also zero."""
+    """A positive finite number up to `maximum`, or zero if allowed."""
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (
         real and (value > 0 or (zero and value == 0)) and value <= maximum and value < math.inf
@@ -120,13 +120,13 @@ def choice(
     more: str = "",
     error: type[AutoparError] = StrategyError,
 ) -> Any:
-    """One of some names; the closest is suggested for another.
+    """One of some names; the error for another suggests the closest.
 
     Args:
-        name: of the argument.
-        value: which must be a name.
-        choices: the names.
-        more: what may be given beside them, for the error.
+        name: name of the argument.
+        value: value to check.
+        choices: allowed names.
+        more: other allowed values, for the error.
         error: class of the error.
     """
     names = tuple(choices)
@@ -138,21 +138,21 @@ def choice(
 
 
 def flag(name: str, value: Any, error: type[AutoparError] = StrategyError) -> bool:
-    """True or False, and nothing that merely counts as one."""
+    """True or False, not merely a truthy value."""
     if not isinstance(value, bool):
         raise argument_error(name, value, "give True or False", error)
     return value
 
 
 def text(name: str, value: Any, wanted: str, error: type[AutoparError] = StrategyError) -> str:
-    """A text that is not empty."""
+    """A text with other characters than spaces."""
     if not isinstance(value, str) or not value.strip():
         raise argument_error(name, value, wanted, error)
     return value
 
 
 def texts(name: str, value: Any, wanted: str) -> tuple[str, ...]:
-    """A list or tuple of names; a single text is none."""
+    """A list or tuple of names, not a single text."""
     plain = isinstance(value, (list, tuple))
     if not plain or not all(isinstance(each, str) and each for each in value):
         raise argument_error(name, value, wanted)
@@ -160,7 +160,7 @@ def texts(name: str, value: Any, wanted: str) -> tuple[str, ...]:
 
 
 def function(name: str, value: Any, wanted: str) -> Callable[..., Any]:
-    """Something that can be called."""
+    """A callable."""
     if not callable(value):
         raise argument_error(name, value, wanted)
     return value

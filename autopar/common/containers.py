@@ -1,7 +1,7 @@
-"""Arguments and results as flat lists, also of containers that torch's pytree does not know.
+"""`flatten`: arguments and results as flat lists, for more containers than torch's pytree.
 
-A dataclass, a `SimpleNamespace` or a `UserDict` is taken apart where it holds a tensor, and put
-together again when the list is unflattened.
+A dataclass, `SimpleNamespace` or `UserDict` that holds a tensor is unpacked, and rebuilt by
+`pytree.tree_unflatten`.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from autopar._torch import pytree
 from autopar.errors import BatchError
 
 _PLAIN = (torch.Tensor, nn.Module, int, float, str, bytes, type(None), torch.dtype, torch.device)
-_DEPTH = 4  # of containers inside containers
+_MAX_DEPTH = 4  # nested containers
 
 
-class _Opened:
-    """An object taken apart: its class, and its attributes by name."""
+class _Unpacked:
+    """An unpacked object: its class, and its attributes by name."""
 
     def __init__(self, kind: type, attributes: Mapping[str, Any]) -> None:
         self.kind, self.attributes = kind, attributes
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of a tree and its structure, by which `pytree.tree_unflatten` makes it again."""
+    """The leaves of a tree, and the structure for `pytree.tree_unflatten`."""
     leaves, structure = pytree.tree_flatten(tree)
-    if any(map(_can_be_opened, leaves)):
-        return pytree.tree_flatten(_opened(tree))
+    if any(map(_can_be_unpacked, leaves)):
+        return pytree.tree_flatten(_unpacked(tree))
     return leaves, structure
 
 
 def hidden_tensors(leaf: Any) -> list[torch.Tensor]:
-    """The tensors that an object holds as attributes, where `flatten` does not find them."""
+    """Tensors in attributes of an object that `flatten` does not unpack."""
     return list(_tensors(_attributes(leaf)))
 
 
 def check_no_hidden_tensors(leaves: Sequence[Any]) -> None:
-    """Raises BatchError if an argument hides tensors that may be rows of the batch."""
+    """Raises BatchError if an argument hides tensors that may run over the batch."""
     given = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
     for leaf in leaves:
         hidden = [t.shape[0] for t in hidden_tensors(leaf) if t.dim()]
@@ -55,17 +55,17 @@ def check_no_hidden_tensors(leaves: Sequence[Any]) -> None:
             )
 
 
-def _opened(tree: Any) -> Any:
+def _unpacked(tree: Any) -> Any:
     def opened(leaf: Any) -> Any:
-        if not _can_be_opened(leaf):
+        if not _can_be_unpacked(leaf):
             return leaf
-        return _Opened(type(leaf), _opened(_attributes(leaf)))
+        return _Unpacked(type(leaf), _unpacked(_attributes(leaf)))
 
     return pytree.tree_map(opened, tree)
 
 
-def _can_be_opened(leaf: Any) -> bool:
-    """Whether an object is of a kind that can be taken apart, and holds a tensor."""
+def _can_be_unpacked(leaf: Any) -> bool:
+    """Whether an object can be unpacked and holds a tensor."""
     if isinstance(leaf, (*_PLAIN, type)):
         return False
     known = dataclasses.is_dataclass(leaf) or isinstance(leaf, (SimpleNamespace, UserDict))
@@ -73,7 +73,7 @@ def _can_be_opened(leaf: Any) -> bool:
 
 
 def _attributes(leaf: Any) -> dict[str, Any]:
-    """The attributes of an object by name; none of what is no container."""
+    """The attributes of an object by name; empty for plain values."""
     if isinstance(leaf, (*_PLAIN, type)):
         return {}
     if dataclasses.is_dataclass(leaf):
@@ -81,7 +81,7 @@ def _attributes(leaf: Any) -> dict[str, Any]:
     return dict(getattr(leaf, "__dict__", {}))
 
 
-def _tensors(tree: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+def _tensors(tree: Any, depth: int = _MAX_DEPTH) -> Iterator[torch.Tensor]:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -89,12 +89,12 @@ def _tensors(tree: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
             yield from _tensors(attributes, depth - 1)
 
 
-def _flatten(opened: _Opened) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
+def _flatten(opened: _Unpacked) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
     return list(opened.attributes.values()), (opened.kind, tuple(opened.attributes))
 
 
-def _put_together(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
-    """An object of the same class with these attributes, also of a frozen dataclass."""
+def _rebuild(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
+    """An object of the class with these attributes, frozen dataclasses included."""
     kind, names = context
     made: Any = kind.__new__(kind)  # type: ignore[call-overload]
     for name, value in zip(names, values, strict=True):
@@ -102,4 +102,4 @@ def _put_together(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
     return made
 
 
-pytree.register_pytree_node(_Opened, _flatten, _put_together)
+pytree.register_pytree_node(_Unpacked, _flatten, _rebuild)

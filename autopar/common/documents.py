@@ -1,8 +1,8 @@
-"""Documents: JSON from files, checked against the class that it describes.
+"""JSON documents, checked against the class that they describe.
 
-msgspec reads the class: field names, types, and limits in `Annotated` types such as `Count`.
-`read` also refuses what no document holds: deep nesting, NaN, infinities, integers of more than 64
-bits, and unknown fields. Every error names the file, the path of the field and what it holds.
+msgspec checks field names, types, and limits in `Annotated` types such as `Count`. `read` also
+refuses deep nesting, NaN, infinities, integers of more than 64 bits, and unknown fields. Every
+error names the file, the path of the field and its value.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Duration = Annotated[float, msgspec.Meta(gt=0.0, le=1e12)]
 Rate = Annotated[float, msgspec.Meta(gt=0.0)]
 
 MAX_DEPTH = 32
-"""Levels of lists and objects in a document."""
+"""Most levels of lists and objects in a document."""
 
 MAX_INT_BITS = 63
-"""Bits of an integer in a document."""
+"""Most bits of an integer in a document."""
 
 
 class FieldError(ValueError):
     """A field that contradicts the rest of its document.
 
     Args:
-        path: of the field, such as "$.mesh[0]".
-        why: what it holds and what was expected.
+        path: path of the field, such as "$.mesh[0]".
+        why: its value and the expected one.
     """
 
     def __init__(self, path: str, why: str) -> None:
@@ -52,7 +52,7 @@ def load(path: str | Path, what: str, error: type[AutoparError]) -> Any:
     """The JSON values in a file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         what: kind of document, such as "plan", for errors.
         error: class of the errors.
 
@@ -88,11 +88,11 @@ def read(
         kind: dataclass or struct of the value.
         source: name of the document, for errors.
         error: class of the errors.
-        advice: what to do about a bad document.
+        advice: remedy for an invalid document, for errors.
         check: raises `FieldError` where fields contradict each other.
 
     Raises:
-        AutoparError: a field is missing or unknown, or holds what it may not.
+        AutoparError: a field is missing, unknown or invalid.
     """
     try:
         _check_plain(document)
@@ -107,7 +107,7 @@ def read(
 
 
 def _check_plain(document: Any) -> None:
-    """Raises where a document is too deep or holds a number or text that JSON cannot."""
+    """Raises if a document is too deep, or holds a number or text outside of JSON."""
     pending: list[tuple[Any, _Place | None, int]] = [(document, None, 0)]
     while pending:
         value, place, depth = pending.pop()
@@ -126,7 +126,7 @@ def _check_plain(document: Any) -> None:
 
 
 _Place = tuple[Any, Any]
-"""The place of what holds a value, and the key of the value there."""
+"""Location of a value: that of its container, and its key there."""
 
 
 def _path(place: _Place | None) -> str:
@@ -159,7 +159,7 @@ _AT = re.compile(r"(.*) - at `(.*)`", re.DOTALL)
 
 
 def _explained(failure: str, document: Any) -> str:
-    """The message of msgspec, with the path first and the value found there."""
+    """msgspec's message, with the path first and the value found there."""
     match = _AT.fullmatch(failure)
     what, path = (match[1], match[2]) if match else (failure, "$")
     found = _value_at(path, document)
@@ -169,7 +169,7 @@ def _explained(failure: str, document: Any) -> str:
 
 
 def _value_at(path: str, document: Any) -> Any:
-    """The value at a path of msgspec's; the closest one where the path leaves a key open."""
+    """The value at one of msgspec's paths; Ellipsis if the path leaves a key open."""
     for name, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
         if index == "...":
             return ...

@@ -1,4 +1,4 @@
-"""Warnings of autopar: each is given once a process, on rank 0, at the user's line."""
+"""`warn_once`: warnings of autopar, once a process, on rank 0, at the user's line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import distributed as dist
 from autopar.errors import AutoparWarning, NumericsWarning
 
 ISSUED: set[tuple[type[AutoparWarning], str]] = set()
-"""Warnings that this process has given."""
+"""Warnings issued by this process."""
 
 _ROOT = Path(__file__).resolve().parents[1]
 _INSIDE = tuple(
@@ -30,23 +30,23 @@ _INSIDE = tuple(
 
 
 class NumericsNote(str):
-    """A note on a graph that names a result other than the single device's.
+    """A note on a graph about a result that differs from the single device's.
 
-    `TrainingGraph.notes` and `Plan.notes` hold plain text and these. A difference also becomes a
-    NumericsWarning as soon as a module runs the graph.
+    `TrainingGraph.notes` and `Plan.notes` hold these beside plain text. A module that runs the
+    graph also issues it as a NumericsWarning.
     """
 
     __slots__ = ()
 
 
 def warn_once(category: type[AutoparWarning], message: str) -> None:
-    """Gives a warning on rank 0, once in this process, at the line that called autopar.
+    """Issues a warning on rank 0, once in this process, at the line that called autopar.
 
-    Every rank calls it. A filter that makes the warning an error raises on every rank.
+    Every rank calls it: a filter that turns the warning into an error raises on every rank.
 
     Args:
         category: class of the warning.
-        message: text, with the user's line where there is one.
+        message: text, with the user's line if known.
     """
     if (category, message) in ISSUED:
         return
@@ -59,14 +59,14 @@ def warn_once(category: type[AutoparWarning], message: str) -> None:
 
 
 def warn_of_numerics(notes: Iterable[str]) -> None:
-    """Gives a NumericsWarning for every note that is a `NumericsNote`."""
+    """Issues a NumericsWarning for every `NumericsNote`."""
     for note in notes:
         if isinstance(note, NumericsNote):
             warn_once(NumericsWarning, f"autopar differs from one device: {note}")
 
 
 def _rank() -> int:
-    """Rank of this process, also before the process group is made."""
+    """Rank of this process, also before process group initialisation."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))

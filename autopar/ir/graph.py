@@ -2,16 +2,16 @@
 
 The graph is in execution order, forward nodes first. Every node carries in `meta`:
 
-- `val`: the fake tensor (or tuple of them) that it yields: shape, dtype, strides, device;
+- `val`: fake tensor of the result, or a tuple of them: shape, dtype, strides, device;
 - `phase`: "forward" or "backward";
-- `block`: the repeated block of the model that it came from ("" outside of any);
-- `source`: the user's (file, line) that it came from, None if unknown;
+- `block`: repeated block of the model, "" outside of any;
+- `source`: user's (file, line), None if unknown;
 - `seq_nr`: autograd's number shared by a forward operator and its backward;
-- `stage`: the stage of a pipeline that it runs on, once placed;
-- `batch_dims`: for each element that it yields, the dims that run over the rows of the batch (more
-  than one rank only), and `placement`: how it lies over the data-parallel axis, once typed.
+- `stage`: pipeline stage, after `place_stages`;
+- `batch_dims`: dims of each result that run over the rows of the batch (several ranks only);
+- `placement`: placement of the result over the data axis, after propagation.
 
-A graph is a value: passes copy it (`TrainingGraph.copy`) and return a new one.
+Graphs are values: passes copy them (`TrainingGraph.copy`) and return new ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from autopar.ir.roles import InputRole, OutputRole, Parameter
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What is known of a parameter: its whole shape, and the block that it belongs to."""
+    """Name, global shape, dtype and repeated block of a parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,17 +49,17 @@ class ParameterInfo:
 
     @property
     def bytes(self) -> int:
-        """Size of the whole parameter, in bytes."""
+        """Size of the unsharded parameter in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class GraphProperty(enum.Enum):
-    """A fact about a graph that passes require of it, and ensure for those behind them."""
+    """A fact about a graph that passes require, or ensure for later passes."""
 
-    BATCH_SHARDED = "rows lie over the ranks of the data axis, and gradients are partial sums"
-    PARAMETERS_SHARDED = "parameters lie as `layouts` says, gathered before their first use"
-    GRADIENTS_SYNCHRONIZED = "gradients of parameters are whole sums, laid out as their parameters"
-    COLLECTIVES_BUCKETED = "collectives of one bucket are one"
+    BATCH_SHARDED = "rows are sharded over the data axis, and gradients are partial sums"
+    PARAMETERS_SHARDED = "parameters have the placements of `layouts`, and are gathered before use"
+    GRADIENTS_SYNCHRONIZED = "gradients are reduced, with the placements of their parameters"
+    COLLECTIVES_BUCKETED = "each bucket has one collective"
     COLLECTIVES_LOWERED = "collectives of the lowered axes are operators of torch"
     AXES_PARTITIONED = "parameters and values are one rank's parts along partitioned axes"
     STAGES_PLACED = "every operator has its stage of the pipeline"
@@ -70,20 +70,19 @@ class TrainingGraph:
     """Forward and backward of one rank.
 
     Attributes:
-        graph: the fx graph; placeholders in the order of `inputs`, outputs in that of `outputs`.
-        inputs: the role of every placeholder.
-        outputs: the role of every output; an output may be None (no gradient).
+        graph: fx graph.
+        inputs: role of every placeholder, in order.
+        outputs: role of every output, in order; an output may be None (no gradient).
         parameters: every parameter of the model by name, tied ones once.
-        axes: size of every mesh axis that the graph communicates over, and of the levels of these
-            (see `levels`).
-        partitioned: the axes that the graph was partitioned along: its parameters and values are
-            one rank's parts, and all conversions between them are written.
-        layouts: where it is not Replicate, how a parameter lies between steps.
-        constants: tensors that the model made in its code, by the name of their get_attr.
-        properties: facts that the passes applied so far ensure.
-        history: one line for every pass applied, for people.
-        notes: what passes declined to do, and limits the user should know of.
-        free: whether nobody else looks at it any more, so that a copy is not needed.
+        axes: size of every mesh axis that the graph communicates over, and of its levels
+            (`autopar.ir.mesh_levels`).
+        partitioned: axes that the graph is partitioned along, with redistributions written.
+        layouts: placement of every parameter that is not replicated between steps.
+        constants: tensors created by the model's code, by the name of their get_attr.
+        properties: facts ensured by the passes applied so far.
+        history: one line for every applied pass, for people.
+        notes: limits that the user should know.
+        disposable: whether `copy` may return this graph, since nothing else uses it.
     """
 
     graph: fx.Graph
@@ -100,20 +99,20 @@ class TrainingGraph:
     disposable: bool = False
 
     def copy(self) -> TrainingGraph:
-        """The same graph, nodes and all, free to be changed."""
-        own = self.graph if self.disposable else copy_graph(self.graph)
-        return replace(self, graph=own, disposable=False)
+        """A copy with nodes of its own."""
+        graph = self.graph if self.disposable else copy_graph(self.graph)
+        return replace(self, graph=graph, disposable=False)
 
     @property
     def fake_mode(self) -> FakeTensorMode:
-        """The mode of the fake tensors that it was captured with."""
+        """The mode of the graph's fake tensors."""
         sample = next(t for node in self.placeholders for t in tensors(node))
         assert isinstance(sample, FakeTensor)
         return sample.fake_mode
 
     @property
     def output_node(self) -> fx.Node:
-        """The node that returns."""
+        """The output node."""
         return next(iter(reversed(self.graph.nodes)))
 
     @property
@@ -158,7 +157,7 @@ class TrainingGraph:
     def with_results(
         self, results: Mapping[OutputRole, fx.Node | None], **changes: object
     ) -> TrainingGraph:
-        """This graph returning other nodes for some roles, and new roles after the old ones."""
+        """This graph with other results for some roles; new roles come last."""
         table = dict(zip(self.outputs, self.results, strict=True)) | dict(results)
         self.output_node.args = (list(table.values()),)
         return replace(self, outputs=tuple(table), **changes)  # type: ignore[arg-type]
@@ -172,8 +171,8 @@ class Value:
     """A tensor of a graph: one result of a node.
 
     Attributes:
-        node: what makes it.
-        place: which of its results.
+        node: node that computes it.
+        index: index among the node's results.
     """
 
     node: fx.Node
@@ -193,25 +192,25 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 
 def elements(node: fx.Node) -> tuple[Any, ...]:
-    """What a node yields, as a tuple: fake tensors, or None for results that it leaves out."""
+    """The fake tensors of a node's results; None for absent ones."""
     val = node.meta.get("val")
     return tuple(val) if isinstance(val, (tuple, list)) else (val,)
 
 
 def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """The fake tensors that a node yields, none if it yields no tensor."""
+    """The fake tensors among a node's results."""
     return tuple(v for v in elements(node) if isinstance(v, torch.Tensor))
 
 
 def has_batch_dim(node: fx.Node) -> bool:
-    """Whether something that a node yields runs over the rows of the batch."""
+    """Whether a result of a node runs over the rows of the batch."""
     return any(node.meta.get("batch_dims") or ())
 
 
 def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor of a shape, its dims in memory in the order of other strides.
+    """Strides of a dense tensor, its dims in memory in the order of other strides.
 
-    Dims of stride 0 keep it: they are expanded.
+    Expanded dims keep stride 0.
     """
     strides, size = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
@@ -221,7 +220,7 @@ def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements of a tensor, not of the storage behind it."""
+    """Bytes of the elements of a tensor, not of its storage."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -256,7 +255,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def render_node(node: fx.Node, role: InputRole | None = None) -> str:
-    """One line for a node: name, type, what it computes, and the user's line."""
+    """One line for a node: name, type, operator and arguments, and the user's line."""
     types = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors(node))
     if node.op == "placeholder":
         return f"{node.name}: {types} = input {role}"

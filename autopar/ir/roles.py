@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Parameter:
-    """Input: the parameter `name`, as it lies between steps."""
+    """Input: the parameter `name`, as stored between steps."""
 
     name: str
 
@@ -28,7 +28,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Tangent:
-    """Input: the gradient of the loss by the `index`-th flattened output."""
+    """Input: the gradient of the loss with respect to the `index`-th flattened output."""
 
     index: int
 
@@ -40,18 +40,18 @@ class BatchFraction:
 
 @dataclass(frozen=True)
 class BatchIndex:
-    """Input: int64 vector, the place of this rank's slice of the batch.
+    """Input: int64 vector, the position of this slice in the batch.
 
-    One number, the slice's own, where all slices have as many rows; else the numbers of its rows.
+    The index of the slice if all slices have equally many rows, else the indices of its rows.
     """
 
 
 @dataclass(frozen=True)
 class BatchChecksum:
-    """Input: float64 vector that the ranks of an axis add up to find out whether they agree.
+    """Input: float64 vector whose sum over an axis shows whether ranks have the right batch.
 
     Attributes:
-        axis: its name, or several; "" for the axis of the data.
+        axis: name of the axis, or of several; "" for the data axis.
     """
 
     axis: str = ""
@@ -62,8 +62,8 @@ class Accumulated:
     """Input: the gradient of parameter `name` from earlier steps or micro-batches.
 
     Attributes:
-        name: of the parameter.
-        reduced: whether it lies as the parameter does; otherwise it is this rank's own part.
+        name: name of the parameter.
+        reduced: whether it is reduced and placed as the parameter; otherwise a partial sum.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class State:
-    """Input of the backward: what compression keeps from one step to the next; written in place.
+    """Input of the backward: compression state kept between steps, written in place.
 
     Attributes:
-        kind: "residual": of this rank's gradient, what was not sent yet; "factor": the last right
-            factor of PowerSGD; "count": how often random places were drawn.
-        name: of the parameter, of the first of a bucket for a count.
+        kind: "residual", the unsent part of this rank's gradient; "factor", the last right factor
+            of PowerSGD; "count", the number of draws of random indices.
+        name: name of the parameter, of the first of a bucket for a count.
     """
 
     kind: str
@@ -86,14 +86,14 @@ class State:
 
 @dataclass(frozen=True)
 class UnshardedParam:
-    """Output of the first forward of a step, input of those behind: parameter `name`, gathered."""
+    """Output of the first forward of a step, input of later ones: parameter `name`, gathered."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class StageInput:
-    """Input of a stage: a value of another stage, by its number; it comes in a phase."""
+    """Input of a stage: a value of another stage, by number, received in a phase."""
 
     value: int
     phase: str
@@ -101,11 +101,11 @@ class StageInput:
 
 @dataclass(frozen=True)
 class BatchTotal:
-    """Input: a sum over the batch, of the parts of all micro-batches and ranks.
+    """Input: a sum over all micro-batches and ranks.
 
     Attributes:
-        index: which.
-        late: whether it is known only when all forwards have run.
+        index: index of the sum.
+        late: whether it is available only after all forwards.
     """
 
     index: int
@@ -128,21 +128,21 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Update:
-    """Output: the new value of a buffer, or of an input or state that is changed in place."""
+    """Output: the new value of a buffer, or of an input or state changed in place."""
 
     of: Buffer | Input | State
 
 
 @dataclass(frozen=True)
 class ChecksumSum:
-    """Output: the sum over the ranks of an axis, or of several, of `BatchChecksum`."""
+    """Output: the sum of `BatchChecksum` over an axis, or over several."""
 
     axis: str = ""
 
 
 @dataclass(frozen=True)
 class UnreducedGrad:
-    """Output: this rank's gradient of parameter `name`, not reduced (`no_sync`)."""
+    """Output: this rank's unreduced gradient of parameter `name` (`no_sync`)."""
 
     name: str
 
@@ -156,7 +156,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """Output of a stage: a value that another stage receives, by its number."""
+    """Output of a stage: a value for another stage, by number."""
 
     value: int
     phase: str
@@ -164,7 +164,7 @@ class StageOutput:
 
 @dataclass(frozen=True)
 class MicrobatchPartial:
-    """Output: what a micro-batch adds to the `BatchTotal` of this index."""
+    """Output: the summand of a micro-batch for the `BatchTotal` of this index."""
 
     index: int
 
