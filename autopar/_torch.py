@@ -96,6 +96,7 @@ __all__ = [
     "inductor_compile",
     "make_boxed_func",
     "mute_fake_tensor_log",
+    "patched",
     "pretend_compiling",
     "pytree",
     "skip_causal_mask_detection",
@@ -106,18 +107,22 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def pretend_compiling() -> Iterator[None]:
-    """Sets `torch.compiler.is_compiling()`, so that models do not read tensor values."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute inside, then restores it."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        setattr(owner, name, before)
 
 
-@contextlib.contextmanager
-def skip_causal_mask_detection() -> Iterator[None]:
+def pretend_compiling() -> contextlib.AbstractContextManager[None]:
+    """Sets `torch.compiler.is_compiling()`, so that models do not read tensor values."""
+    return patched(torch.compiler, "_is_compiling_flag", True)
+
+
+def skip_causal_mask_detection() -> contextlib.AbstractContextManager[None]:
     """Keeps torch's Transformer layers from comparing a mask with a causal one.
 
     The comparison only selects a faster kernel; without it the mask is applied unchanged.
@@ -129,12 +134,7 @@ def skip_causal_mask_detection() -> Iterator[None]:
     ) -> bool:
         return is_causal is True
 
-    before = transformer._detect_is_causal_mask
-    transformer._detect_is_causal_mask = is_causal_by_hint
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = before
+    return patched(transformer, "_detect_is_causal_mask", is_causal_by_hint)
 
 
 def decomposition(target: OpOverload) -> Callable[..., Any] | None:
@@ -155,30 +155,16 @@ def without_weight_references(model: nn.Module) -> Iterator[None]:
             layer._init_flat_weights()
 
 
-@contextlib.contextmanager
-def without_effect_tokens() -> Iterator[None]:
+def without_effect_tokens() -> contextlib.AbstractContextManager[None]:
     """Keeps torch from adding effect tokens to the checks of torch.linalg while tracing."""
     entry = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors")
     holder = getattr(entry, "effect", None)
-    if holder is None:
-        yield
-        return
-    before, holder._effect = holder._effect, None
-    try:
-        yield
-    finally:
-        holder._effect = before
+    return contextlib.nullcontext() if holder is None else patched(holder, "_effect", None)
 
 
-@contextlib.contextmanager
-def mute_fake_tensor_log() -> Iterator[None]:
+def mute_fake_tensor_log() -> contextlib.AbstractContextManager[None]:
     """Mutes torch's log of operators that fail on fake tensors."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 @contextlib.contextmanager
@@ -203,11 +189,8 @@ def count_checkpoint_calls() -> Iterator[list[object]]:
         calls.append(function)
         return begin(function, *args, **kwargs)
 
-    checkpoint._checkpoint_without_reentrant_generator = counted  # type: ignore[assignment]
-    try:
+    with patched(checkpoint, "_checkpoint_without_reentrant_generator", counted):
         yield calls
-    finally:
-        checkpoint._checkpoint_without_reentrant_generator = begin
 
 
 def inductor_compile(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import pytree
+from autopar._torch import patched, pytree
 from autopar.capture.state.contents import PLAIN
 
 MIN_BLOCKS = 4
@@ -130,7 +130,11 @@ class RepeatedBlocks:
                     return _repeated(known, self.calls, _tensors(leaves))
             entered = _Border.apply("enter", self.calls, *_tensors(leaves))
             state, args, kwargs = pytree.tree_unflatten(_filled(leaves, entered), structure)
-            with _hidden(kind, block), _unchanged(block, entered), _unpatched(block, forward):
+            with (
+                _hidden(kind, block),
+                _unchanged(block, entered),
+                patched(block, "forward", forward),
+            ):
                 before = dict(state)
                 result = torch.func.functional_call(block, state, args, kwargs, tie_weights=False)
             if any(state[name] is not tensor for name, tensor in before.items()):
@@ -214,16 +218,6 @@ def _type(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return (type(leaf), leaf)
     return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
-
-
-@contextlib.contextmanager
-def _unpatched(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Restores the forward of a block inside."""
-    patched, block.forward = block.forward, forward
-    try:
-        yield
-    finally:
-        block.forward = patched
 
 
 @contextlib.contextmanager

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import BatchNorm, without_onednn
+from autopar._torch import BatchNorm, patched, without_onednn
 
 
 def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,15 +22,9 @@ def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     return _FORMS.get(function, function)
 
 
-@contextlib.contextmanager
-def traceable_modules() -> Iterator[None]:
+def traceable_modules() -> contextlib.AbstractContextManager[None]:
     """Replaces forwards of torch modules by traceable ones."""
-    before = BatchNorm.forward
-    BatchNorm.forward = _norm_of_all_batches(before)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        BatchNorm.forward = before  # type: ignore[method-assign]
+    return patched(BatchNorm, "forward", _norm_of_all_batches(BatchNorm.forward))
 
 
 def _norm_of_all_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
