@@ -1,9 +1,9 @@
-"""What of a call's arguments a rank takes, and how ranks find out that they were given alike."""
+"""`BatchShard`: the rows of a call's arguments that a rank computes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ class BatchShard:
     """A rank's shard of the arguments of a call.
 
     Attributes:
-        call: the arguments as specs.
-        tensors: the tensors among them, this rank's rows.
-        rows: number of rows of this rank.
-        total: rows of the global batch.
-        count: number of slices that the global batch is cut into.
-        index: place of this slice among them.
+        call: arguments of the shard, tensors as specs.
+        tensors: tensors among the arguments, at this rank's rows.
+        rows: number of rows of the shard.
+        global_rows: number of rows of the global batch.
+        num_slices: number of slices of the global batch.
+        slice_index: index of this slice.
         in_time: whether the slice is one of several micro-batches of a rank.
     """
 
@@ -57,28 +57,20 @@ class BatchShard:
                 f"cut into {count} equal micro-batches on each of {self.num_slices} ranks. Give a "
                 f"multiple of {count * self.num_slices} rows, or other micro_batches."
             )
-        rows, found = self.rows // count, []
-        split = [h for h, x in zip(self.call.has_batch_dim, self.call.leaves, strict=True)
-                 if isinstance(x, TensorSpec)]  # fmt: skip
-        for place in range(count):
-            begin = place * rows
-            taken = tuple(
-                x[begin : begin + rows] if has_rows else x
-                for x, has_rows in zip(self.tensors, split, strict=True)
-            )
-            parts = iter(taken)
-            leaves = tuple(
-                TensorSpec.of(next(parts)) if isinstance(x, TensorSpec) else x
-                for x in self.call.leaves
-            )
-            call = Call(leaves, self.call.structure, self.call.has_batch_dim)
-            index = self.slice_index * count + place
-            found.append(
-                BatchShard(
-                    call, taken, rows, self.global_rows, self.num_slices * count, index, True
-                )
-            )
-        return found
+        return [self._micro_batch(index, count) for index in range(count)]
+
+    def _micro_batch(self, index: int, count: int) -> BatchShard:
+        rows, indices = self.rows // count, self.call.tensor_indices
+        tensors = tuple(
+            x[index * rows : (index + 1) * rows] if self.call.has_batch_dim[i] else x
+            for i, x in zip(indices, self.tensors, strict=True)
+        )
+        leaves = list(self.call.leaves)
+        for i, tensor in zip(indices, tensors, strict=True):
+            leaves[i] = TensorSpec.of(tensor)
+        call = replace(self.call, leaves=tuple(leaves))
+        slices = self.num_slices * count, self.slice_index * count + index
+        return BatchShard(call, tensors, rows, self.global_rows, *slices, True)
 
 
 def batch_shard_of(
@@ -86,47 +78,49 @@ def batch_shard_of(
 ) -> BatchShard:
     """This rank's rows of the flattened arguments of a call.
 
-    The number of rows is the size of dim 0 of the first tensor that has a dim; every tensor
-    with that size of dim 0 is taken to run over the rows.
+    The number of rows is the size of dim 0 of the first tensor with a dim. Every tensor with the
+    same size of dim 0 runs over the rows.
 
     Raises:
         BatchError: fewer rows than ranks.
     """
-    sized = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
-    given = sized[0] if sized else 0
-    has_rows = tuple(
-        isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == given for x in leaves
+    sizes = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
+    batch_rows = sizes[0] if sizes else 0
+    has_batch_dim = tuple(
+        isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == batch_rows for x in leaves
     )
-    if not sized:
-        rows, total, begin = 1, ranks, 0
+    if not sizes:
+        rows, global_rows, begin = 1, ranks, 0
     elif mode == "local" or ranks == 1:
-        rows, total, begin = given, given * ranks, 0
+        rows, global_rows, begin = batch_rows, batch_rows * ranks, 0
     else:
-        if given < ranks:
+        if batch_rows < ranks:
             raise BatchError(
-                f"a batch of {given} rows cannot be split over {ranks} ranks: every rank needs a "
-                f"row. Give at least {ranks} rows, drop the last small batch (drop_last=True), or "
-                "run fewer ranks."
+                f"a batch of {batch_rows} rows cannot be split over {ranks} ranks: every rank "
+                f"needs a row. Give at least {ranks} rows, drop the last small batch "
+                "(drop_last=True), or run fewer ranks."
             )
-        sizes = even_rows(given, ranks)
-        rows, total, begin = sizes[rank], given, sum(sizes[:rank])
-    taken = [
-        x[begin : begin + rows] if split and rows != given else x
-        for x, split in zip(leaves, has_rows, strict=True)
+        rows_of_ranks = even_rows(batch_rows, ranks)
+        rows, global_rows, begin = rows_of_ranks[rank], batch_rows, sum(rows_of_ranks[:rank])
+    shard = [
+        x[begin : begin + rows] if split and rows != batch_rows else x
+        for x, split in zip(leaves, has_batch_dim, strict=True)
     ]
-    specs = tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in taken)
-    tensors = tuple(x for x in taken if isinstance(x, torch.Tensor))
-    return BatchShard(Call(specs, structure, has_rows), tensors, rows, total, ranks, rank)
+    specs = tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in shard)
+    tensors = tuple(x for x in shard if isinstance(x, torch.Tensor))
+    return BatchShard(
+        Call(specs, structure, has_batch_dim), tensors, rows, global_rows, ranks, rank
+    )
 
 
 def last_part(inputs: Any, parts: int) -> Any:
-    """The last of so many parts of the rows of a batch, in the same structure.
+    """The last of `parts` parts of a batch, in the same structure.
 
     Raises:
         BatchError: fewer rows than parts.
     """
     leaves, structure = flatten(inputs)
-    share = batch_shard_of(leaves, structure, mode="global", rank=parts - 1, ranks=parts)
-    tensors = iter(share.tensors)
-    taken = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
-    return pytree.tree_unflatten(taken, structure)
+    shard = batch_shard_of(leaves, structure, mode="global", rank=parts - 1, ranks=parts)
+    tensors = iter(shard.tensors)
+    rows = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return pytree.tree_unflatten(rows, structure)
