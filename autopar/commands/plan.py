@@ -127,20 +127,20 @@ def run(options: argparse.Namespace) -> None:
 def strategy_of(options: argparse.Namespace) -> Strategy:
     """The strategy that the options describe."""
     found = Strategy.of(options.strategy)
-    given: dict[str, Any] = {name: getattr(options, name) for name in FIXED}
-    given = {name: value for name, value in given.items() if value is not None}
+    fields: dict[str, Any] = {name: getattr(options, name) for name in FIXED}
+    fields = {name: value for name, value in fields.items() if value is not None}
     if options.search is not None:
-        given["search"] = tuple(options.search.split(",")) if options.search else ()
-    elif any(axis in given for axis in ("pp", *MESH)):
-        given["search"] = ()  # the options fix the mesh
+        fields["search"] = tuple(options.search.split(",")) if options.search else ()
+    elif any(axis in fields for axis in ("pp", *MESH)):
+        fields["search"] = ()  # the options fix the mesh
     if options.zero:
-        given["zero"] = {block: int(stage) for block, stage in _pairs("--zero", options.zero)}
+        fields["zero"] = {block: int(stage) for block, stage in _pairs("--zero", options.zero)}
     if options.pin:
         pins = _pairs("--pin", options.pin)
-        given["placements"] = {name: placement_of(text) for name, text in pins}
+        fields["placements"] = {name: placement_of(text) for name, text in pins}
     if options.split_points:
-        given["split_points"] = tuple(options.split_points.split(","))
-    return replace(found, **given)
+        fields["split_points"] = tuple(options.split_points.split(","))
+    return replace(found, **fields)
 
 
 def _pairs(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:

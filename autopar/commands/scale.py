@@ -168,9 +168,9 @@ def strategy_of(text: str) -> Strategy:
                 f"--strategies: {part!r} of {text!r} is none of {known}, nor tp8, pp4 or m16 (that "
                 "many micro-batches)"
             )
-        given: dict[str, Any] = {_FIELDS[match[1]]: int(match[2])}
+        fields: dict[str, Any] = {_FIELDS[match[1]]: int(match[2])}
         try:
-            found = replace(found, **given)
+            found = replace(found, **fields)
         except StrategyError as error:
             raise StrategyError(f"--strategies: {text!r}: {error}") from error
     return found

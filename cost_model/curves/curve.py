@@ -75,8 +75,8 @@ class Curve:
         level = [math.exp(y) for y in _isotonic([math.log(t) for t in seconds])]
         moved = [2 * abs(new - old) for new, old in zip(level, seconds, strict=True)]
         widths = spread or [0.0] * len(moved)
-        kept = [width + more for width, more in zip(widths, moved, strict=True)]
-        return cls(tuple(sizes), tuple(level), tuple(kept) if spread or any(kept) else ())
+        spreads = [width + more for width, more in zip(widths, moved, strict=True)]
+        return cls(tuple(sizes), tuple(level), tuple(spreads) if spread or any(spreads) else ())
 
     def __call__(self, nbytes: float) -> float:
         """Seconds for a message of `nbytes` bytes."""

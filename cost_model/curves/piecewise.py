@@ -27,8 +27,8 @@ def fit_pieces(sizes: Sequence[int], seconds: Sequence[float], most: int = 3) ->
     suffice for NCCL, whose protocols LL, LL128 and Simple are one line each.
     """
     if len(sizes) > _MOST:
-        kept = [i * (len(sizes) - 1) // (_MOST - 1) for i in range(_MOST)]
-        sizes, seconds = [sizes[i] for i in kept], [seconds[i] for i in kept]
+        indices = [i * (len(sizes) - 1) // (_MOST - 1) for i in range(_MOST)]
+        sizes, seconds = [sizes[i] for i in indices], [seconds[i] for i in indices]
     count = len(sizes)
     if count == 1:
         return (Piece(0.0, seconds[0] / sizes[0]),)

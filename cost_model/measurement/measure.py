@@ -173,9 +173,9 @@ def _check(
         raise argument_error("tell", tell, "give a function", ClusterError)
 
 
-def _check_list(name: str, given: Any) -> None:
-    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or not given:
-        raise argument_error(name, given, "give a list or tuple, not an empty one", ClusterError)
+def _check_list(name: str, value: Any) -> None:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not value:
+        raise argument_error(name, value, "give a list or tuple, not an empty one", ClusterError)
 
 
 def _agree(bench: Bench, request: Request) -> None:
