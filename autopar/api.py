@@ -8,8 +8,7 @@ A model becomes a program in five steps:
 4. transform: `autopar.passes` rewrite the graph as the plan says;
 5. emit: `autopar.runtime.codegen` generates Python code from the graph.
 
-`autopar.driver` runs the first three, on live ranks or offline. `autopar.runtime` repeats the last
-two for every new kind of call.
+`autopar.driver` runs steps 1 to 3; `autopar.runtime` repeats 4 and 5 for every new kind of call.
 """
 
 from __future__ import annotations

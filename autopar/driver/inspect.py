@@ -31,49 +31,44 @@ def program_text(
     rank: int = 0,
     disable: Sequence[str] = (),
 ) -> str:
-    """The program of one rank under a plan: provenance, then one line per operator."""
-    parameters = describe_parameters(model)
-    plan.check(model, parameters.values(), plan.world_size)
+    """The program of one rank under a plan: provenance, then one line per operator.
+
+    Raises:
+        PlanError: the plan is for another model.
+    """
+    plan.check(model, describe_parameters(model).values(), plan.world_size)
     backend = "gloo" if device_of(model).type == "cpu" else "nccl"
-    place = plan.mesh_coordinate(rank)
-    graph = _capture_under(plan, model, example_inputs, place[DATA_AXIS])
+    coordinate = plan.mesh_coordinate(rank)
+    graph = _capture_under(plan, model, example_inputs, coordinate[DATA_AXIS])
     planned = {
-        axis: (g, op_strategies)
-        for axis, g, op_strategies in planned_strategies(model, example_inputs, plan)
+        axis: (before, op_strategies)
+        for axis, before, op_strategies in planned_strategies(model, example_inputs, plan)
     }
 
-    def as_planned(axis: str, graph: TrainingGraph) -> NodeStrategies:
+    def rescaled(axis: str, graph: TrainingGraph) -> NodeStrategies:
         first, op_strategies = planned[axis]
         return rescale_interleave(op_strategies, first, rows_of(first), rows_of(graph))
 
-    turns = partition_in_order(planned, with_axes(graph, plan), place, as_planned)
-    own = [op_strategies for _, _, op_strategies in turns]
+    whole = with_axes(graph, plan)
+    strategies = [found for _, _, found in partition_in_order(planned, whole, coordinate, rescaled)]
     if plan.pipeline is None:
-        return str(
-            run_passes(
-                with_axes(graph, plan),
-                build_pass_pipeline(plan, rank, backend, op_strategies=own, disable=disable),
-            )
-        )
-    stages = split_plan_stages(graph, plan, rank, own, plan.pipeline.micro_batches).stages
+        passes = build_pass_pipeline(plan, rank, backend, op_strategies=strategies, disable=disable)
+        return str(run_passes(whole, passes))
+    stages = split_plan_stages(graph, plan, rank, strategies, plan.pipeline.micro_batches).stages
     passes = build_stage_pipeline(plan, rank, backend, disable=disable)
-    zero = dict(plan.zero_stages)
-    once = (
-        "; what ZeRO 1 and 2 gather, the first for all"
-        if {*GATHER_ONCE_STAGES} & {*zero.values()}
-        else ""
-    )
+    gathers_once = {*GATHER_ONCE_STAGES} & {*dict(plan.zero_stages).values()}
+    once = "; what ZeRO 1 and 2 gather, the first for all" if gathers_once else ""
     return "\n\n".join(
         f"# stage {stage} of {plan.pipeline.stages}, for each micro-batch{once}\n"
         f"{run_passes(stages[stage], passes)}"
-        for stage in plan.pipeline.stages_of(place.get("pp", 0))
+        for stage in plan.pipeline.stages_of(coordinate.get("pp", 0))
     )
 
 
 def planned_strategies(
     model: nn.Module, example_inputs: Any, plan: Plan
 ) -> Iterator[tuple[str, TrainingGraph, NodeStrategies]]:
-    """Each axis that a plan partitions a model along, the first rank's graph before, its ways."""
+    """Yields each partitioned axis, the first rank's graph before it, and its strategies."""
     partitions = {partition.axis: partition for partition in plan.partitions}
 
     def find(axis: str, graph: TrainingGraph) -> NodeStrategies:
@@ -87,8 +82,13 @@ def planned_strategies(
 def _capture_under(
     plan: Plan, model: nn.Module, example_inputs: Any, data_rank: int
 ) -> TrainingGraph:
-    autocast = getattr(torch, plan.precision) if plan.precision else None
-    ranks, batch = plan.dp_size, plan.batch
-    count = plan.pipeline.micro_batches if plan.pipeline is not None else 1
-    own = model, example_inputs, data_rank, ranks, batch, autocast, None, count
-    return capture_of_rank(*own, local=plan.batch_semantics == "local")
+    return capture_of_rank(
+        model,
+        example_inputs,
+        data_rank,
+        plan.dp_size,
+        plan.batch,
+        autocast=getattr(torch, plan.precision) if plan.precision else None,
+        micro_batches=plan.pipeline.micro_batches if plan.pipeline is not None else 1,
+        local=plan.batch_semantics == "local",
+    )
