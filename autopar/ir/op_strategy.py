@@ -9,12 +9,12 @@ from autopar.ir.placement import Placement
 
 @dataclass(frozen=True)
 class OpStrategy:
-    """One way to compute an operator along an axis.
+    """Placements of one operator along an axis.
 
     Attributes:
-        operands: where each tensor among the arguments must lie.
-        results: where each result then lies.
-        own: the lowering that does it (`own.OWN`), "" if the operator is run on shards.
+        operands: required placement of each tensor argument.
+        results: placement of each result.
+        lowering: name in `CUSTOM_LOWERINGS`; "" to run the operator on shards.
     """
 
     operands: tuple[Placement, ...]

@@ -1,4 +1,4 @@
-"""What differs between two plans, as people read it: a line for each field that does."""
+"""`diff_lines`: the differences of two plans, a line for each field."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from autopar.plan.spec import PlanSpec
 
 NAMED = 3
-"""How many of those that changed alike are named."""
+"""Number of names listed for one change."""
 
 
 def diff_lines(one: PlanSpec, other: PlanSpec) -> list[str]:
-    """A line for each field that differs, in the order of the fields of a plan."""
+    """A line for each different field, in the order of the fields."""
     found = []
     for name in (field.name for field in fields(one)):
         before, after = getattr(one, name), getattr(other, name)
@@ -41,7 +41,7 @@ def _short(value: Any) -> str:
 
 
 def _tables(before: Iterable[tuple[str, Any]], after: Iterable[tuple[str, Any]]) -> str:
-    """What changed alike, with the names of which it did."""
+    """Names grouped by equal change."""
     first, second = dict(before), dict(after)
     changed: dict[str, list[str]] = {}
     for name in dict.fromkeys((*first, *second)):
@@ -66,7 +66,7 @@ def _mesh(before: Iterable[tuple[str, int]], after: Iterable[tuple[str, int]]) -
 
 
 def _buckets(before: Buckets, after: Buckets) -> str:
-    """How many groups of each kind travel together."""
+    """Number of buckets of each kind."""
     parts = []
     for kind in (field.name for field in fields(before)):
         old, new = len(getattr(before, kind)), len(getattr(after, kind))
@@ -78,7 +78,7 @@ def _buckets(before: Buckets, after: Buckets) -> str:
 
 
 def _compressions(before: Compressions, after: Compressions) -> str:
-    """How many of each kind are compressed by which method; "" if only whole ones are others."""
+    """Count of each method by kind; "" if only uncompressed buckets differ."""
     texts = [
         {f.name: _methods(getattr(own, f.name)) for f in fields(own)} for own in (before, after)
     ]
@@ -93,7 +93,7 @@ def _methods(given: str | Sequence[str]) -> str:
 
 
 def _partitions(before: Sequence[Partition], after: Sequence[Partition]) -> str:
-    """Along each axis, the parameters that lie otherwise, or what else is other."""
+    """Parameters with other placements along each axis, or the other difference."""
     first, second = ({own.axis: own for own in each} for each in (before, after))
     parts = []
     for axis in dict.fromkeys((*first, *second)):
@@ -110,7 +110,7 @@ def _partitions(before: Sequence[Partition], after: Sequence[Partition]) -> str:
 
 
 def _whole(one: Partition, other: Partition) -> Iterable[tuple[str, str]]:
-    """Where the parameters of either lie."""
+    """Placements of the parameters that either partition shards."""
     both = (name for name, _ in (*one.parameters, *other.parameters))
     return (dict.fromkeys(both, "R") | dict(one.parameters)).items()
 

@@ -27,11 +27,11 @@ class PredictionInterval:
     source: str
 
     def of(self, value: float) -> tuple[float, float]:
-        """From where to where a predicted value lies."""
+        """Bounds of a predicted value."""
         return value * self.low, value * self.high
 
     def of_rate(self, value: float) -> tuple[float, float]:
-        """The same of what is the smaller the larger the predicted value is."""
+        """Bounds of a rate, which is inverse to the predicted value."""
         return value / self.high, value / self.low
 
 
@@ -41,21 +41,21 @@ STEPS = {
         0.94, 1.26, "19 published runs of Megatron-LM on A100s and H100s"
     ),
 }
-"""Of seconds of steps, by what most of their figures are."""
+"""Intervals of step seconds, by the source of most figures."""
 
 MEMORY = {
     "measured": PredictionInterval(1.0, 1.0, "408 plans counted on CPUs"),
     "modelled": PredictionInterval(0.977, 1.0, "8 published figures of activations alone"),
 }
-"""Of bytes: measured on a CPU, where allocations were counted; modelled for a GPU."""
+"""Intervals of bytes: measured on a CPU, where allocations are counted; modelled for a GPU."""
 
 
 def step_interval(p: Prediction) -> PredictionInterval:
-    """How far off the seconds of a step may be."""
+    """Interval of the seconds of a step."""
     known = p.provenance.get("measured", 0)
     return STEPS["measured" if 2 * known > sum(p.provenance.values()) else "modelled"]
 
 
 def memory_interval(p: Prediction) -> PredictionInterval:
-    """How far off the bytes of a rank may be."""
+    """Interval of the bytes of a rank."""
     return MEMORY["modelled" if p.context_bytes else "measured"]

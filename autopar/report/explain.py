@@ -1,4 +1,4 @@
-"""Why a plan: what bounds its step, what would change the choice, and why the others lost."""
+"""`explain`: the bottleneck of a plan, what would change it, and why other plans lost."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ if TYPE_CHECKING:
     from autopar.plan.prediction import Prediction, RunnerUp
     from autopar.plan.spec import PlanSpec
 
-Rates = tuple[tuple[float, float], ...]
-
 
 def with_reasons(plan: PlanSpec) -> str:
-    """What a plan is, and why: the table, but for figures that the explanation has."""
+    """The table of a plan, with the explanation in place of its figures."""
     return printable("\n".join([*layout(plan), *notes(plan), explain(plan)]))
 
 
 def explain(plan: PlanSpec) -> str:
-    """What bounds the step, what would change the choice, and why each runner-up lost."""
+    """The bottleneck of the step, what would change the choice, and why each runner-up lost."""
     lines = [f"Chosen: {plan.name}.", *levels(plan), *predicted(plan)]
     p = plan.prediction
     if p is not None:
@@ -45,7 +43,7 @@ def explain(plan: PlanSpec) -> str:
 
 
 def _bound(p: Prediction) -> Iterator[str]:
-    """What most of the step goes to."""
+    """The largest part of the step."""
     idle_s = p.bubble * p.step_s
     parts = {
         "computation": p.compute_s,
@@ -72,7 +70,7 @@ def _bound(p: Prediction) -> Iterator[str]:
 
 
 def _recomputed(plan: PlanSpec) -> Iterator[str]:
-    """What is computed twice to fit."""
+    """Blocks that are checkpointed to fit."""
     again = Counter(level for _, level in plan.recompute if level != "none")
     if again and plan.memory_cap is not None:
         parts = ", ".join(f"{level} in {count}" for level, count in again.items())
@@ -81,7 +79,7 @@ def _recomputed(plan: PlanSpec) -> Iterator[str]:
 
 
 def _memory(plan: PlanSpec, p: Prediction) -> Iterator[str]:
-    """From which cap on another plan would be taken."""
+    """Memory caps at which another plan would be chosen."""
     cap, least = plan.memory_cap, p.step_s
     larger = [o for o in plan.runners_up if cap is not None and o.needed_bytes > cap]
     for other in sorted(larger, key=lambda other: (other.needed_bytes, other.step_s)):
@@ -98,7 +96,7 @@ def _memory(plan: PlanSpec, p: Prediction) -> Iterator[str]:
 
 
 def _links(plan: PlanSpec, p: Prediction) -> Iterator[str]:
-    """Over which links another plan would be taken."""
+    """Link bandwidths at which another plan would be chosen."""
     if not p.at_rates:
         return
     steps = ", ".join(f"{_ms(s)} at {rate:g} of it" for rate, s in p.at_rates)
@@ -118,12 +116,12 @@ def _links(plan: PlanSpec, p: Prediction) -> Iterator[str]:
 
 
 def _may_win(plan: PlanSpec, other: RunnerUp) -> bool:
-    """Whether nothing but its time keeps a plan from being chosen."""
+    """Whether a plan fits, so that only its time rules it out."""
     return plan.memory_cap is None or other.needed_bytes <= plan.memory_cap
 
 
 def _crossings(plan: PlanSpec, other: RunnerUp) -> Iterator[float]:
-    """The rates at which another plan begins to be faster, seen from the rate that there is.
+    """Factors of bandwidth at which another plan becomes faster, nearest to 1 first.
 
     Between the rates that were priced, time is taken to be linear in what a byte takes.
     """

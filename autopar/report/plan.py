@@ -1,4 +1,4 @@
-"""`Plan`: a `PlanSpec` with its texts, its page and its trace."""
+"""`Plan`: a `PlanSpec` with text, HTML report and trace."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from autopar.report.trace import trace
 
 
 class Plan(PlanSpec):
-    """How a model is trained over the ranks; `PlanSpec` lists the fields."""
+    """A plan for training a model over the ranks; `PlanSpec` lists the fields."""
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Reads a plan that `save` wrote.
 
         Raises:
-            PlanError: the file is not a plan, or of another schema version; names the field.
+            PlanError: The file is no plan, or its schema cannot be read; names the field.
         """
         return Plan.from_dict(load(path, "plan", PlanError), str(path))
 
@@ -36,7 +36,7 @@ class Plan(PlanSpec):
         """The plan in a document of `to_dict`.
 
         Raises:
-            PlanError: a field is unknown, missing, of another type or out of range.
+            PlanError: A field is unknown, missing, of another type or out of range.
         """
         return read_plan(document, Plan, source)
 
@@ -46,14 +46,14 @@ class Plan(PlanSpec):
         return printable("\n".join(diff_lines(self, other)))
 
     def explain(self) -> str:
-        """Why this plan: its bottleneck, what would change it, and why each runner-up lost."""
+        """Explains the choice: its bottleneck, what would change it, and why runners-up lost."""
         return explain(self)
 
     def timeline(self, path: str | Path) -> None:
         """Writes the predicted step as a Chrome trace for ui.perfetto.dev.
 
         Raises:
-            PlanError: nothing was predicted, since the strategy left nothing to choose.
+            PlanError: The plan has no prediction, because the strategy left nothing to choose.
         """
         write_trace(path, trace(self))
 

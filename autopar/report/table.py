@@ -1,4 +1,4 @@
-"""A plan as people read it: the table."""
+"""`table`: a plan as a text table."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 def table(plan: PlanSpec) -> str:
-    """The plan as tables: what it is, then what it is predicted to cost."""
+    """The plan and its predicted cost as text tables."""
     lines = [*layout(plan), *levels(plan), *predicted(plan)]
     lines += exposures(plan.prediction, 5) if plan.prediction else []
     return printable("\n".join([*lines, *notes(plan)]))
 
 
 def notes(plan: PlanSpec) -> list[str]:
-    """What there is to know beside."""
+    """The notes of a plan."""
     return [f"note: {note}" for note in plan.notes]
 
 
 def layout(plan: PlanSpec) -> list[str]:
-    """What each rank holds and sends: one row a run of alike blocks, one a stage."""
+    """Storage and messages of a rank: one row for each run of equal blocks, and each stage."""
     sizes = dict(plan.parameter_bytes)
     grid = Table(
         title=f"{plan.model} on {plan.world_size} rank(s): {plan.name}", title_justify="left"
@@ -54,7 +54,7 @@ def layout(plan: PlanSpec) -> list[str]:
 
 
 def levels(plan: PlanSpec) -> list[str]:
-    """What goes by level, and where shards have copies."""
+    """Messages sent by level, and replicated shards."""
     found = []
     if plan.hybrid:
         copies = dict(plan.storage)[DATA_STORAGE_AXES[0]]
@@ -67,7 +67,7 @@ def levels(plan: PlanSpec) -> list[str]:
 
 
 def predicted(plan: PlanSpec) -> list[str]:
-    """What a plan is predicted to cost."""
+    """The predicted cost of a plan."""
     p = plan.prediction
     if p is None:
         return ["predicted: not asked for (nothing was left to choose)"]
@@ -88,7 +88,7 @@ def predicted(plan: PlanSpec) -> list[str]:
 
 
 def _bars(plan: PlanSpec, p: Prediction) -> list[str]:
-    """How far off the figures may be, as far as validations tell."""
+    """Prediction intervals of step time and memory."""
     step, memory = step_interval(p), memory_interval(p)
     low, high = (seconds * 1e3 for seconds in step.of(p.step_s))
     parts = [f"step {low:.1f} to {high:.1f} ms"]
@@ -106,7 +106,7 @@ def _bars(plan: PlanSpec, p: Prediction) -> list[str]:
 
 
 def _throughput(plan: PlanSpec, p: Prediction) -> list[str]:
-    """What a second of all ranks brings, and how much of what they could do that is."""
+    """Throughput of all ranks, and their hardware utilisation."""
     if p.work is None or not p.step_s:
         return []
     rows, tokens = p.work.rows / p.step_s, p.work.tokens / p.step_s
@@ -121,12 +121,12 @@ def _throughput(plan: PlanSpec, p: Prediction) -> list[str]:
 
 
 def _causes(p: Prediction) -> str:
-    """The seconds of exposed communication by cause, those that there are."""
+    """Seconds of exposed communication by cause."""
     return ", ".join(f"{cause} {s * 1e3:.1f}" for cause, s in p.causes.items() if s * 1e3 >= 0.05)
 
 
 def exposures(p: Prediction, most: int) -> list[str]:
-    """The collectives that are exposed most, at most so many: how much, and why."""
+    """The most exposed collectives and their causes."""
     if not p.exposures:
         return []
     grid = Table(title="Collectives that computation waits for", title_justify="left")
@@ -141,7 +141,7 @@ def exposures(p: Prediction, most: int) -> list[str]:
 
 
 def _sent(plan: PlanSpec) -> list[str]:
-    """What travels, and what of it is compressed."""
+    """Bytes sent in a step, and their compression."""
     lines = compressed(plan)
     if plan.sent_bytes:
         sizes = ", ".join(f"{human_bytes(size)} over {axis}" for axis, size in plan.sent_bytes)
@@ -152,7 +152,7 @@ def _sent(plan: PlanSpec) -> list[str]:
 
 
 def compressed(plan: PlanSpec) -> list[str]:
-    """A line for each kind of tensor that travels compressed, with the methods."""
+    """A line for each kind of compressed message, with its methods."""
     lines, chosen = [], plan.compressions
     whats = {"gradients": chosen.reduce, "parameters": (*chosen.gather, *chosen.regather)}
     for what, texts in {**whats, "activations": (chosen.activations,)}.items():
@@ -166,7 +166,7 @@ def compressed(plan: PlanSpec) -> list[str]:
 
 
 def _stages(plan: PlanSpec) -> list[str]:
-    """A row for each stage of a pipeline: what it holds, takes and sends."""
+    """A row for each pipeline stage: memory, seconds and messages."""
     pipeline = plan.pipeline
     if pipeline is None:
         return []
@@ -190,7 +190,7 @@ def _stages(plan: PlanSpec) -> list[str]:
 
 
 def _runs(plan: PlanSpec) -> Iterable[tuple[list[str], int, str]]:
-    """Neighbouring blocks with equal stage and recomputation."""
+    """Consecutive blocks with the same ZeRO stage and checkpointing."""
     levels = dict(plan.recompute)
     run: list[str] = []
     key: tuple[int, str] | None = None

@@ -1,4 +1,4 @@
-"""Pins: where the user says that parameters lie along an axis."""
+"""`resolve_constraints`: placements of parameters that the user requires along an axis."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from autopar.ir.placement import Placement, Replicate, Shard, can_cut
 def resolve_constraints(
     pins: Mapping[str, Placement], parameters: Mapping[str, ParameterInfo], ranks: int
 ) -> dict[str, Placement]:
-    """The pinned placement of each parameter.
+    """The required placement of each parameter.
 
     Args:
-        pins: by pattern of names, as `fnmatch` has it; of several that match the last counts.
-        parameters: of the model, at their shapes before the axis.
-        ranks: of the axis.
+        pins: placements by `fnmatch` pattern of names; the last match counts.
+        parameters: parameters with their shapes before this axis.
+        ranks: size of the axis.
 
     Raises:
-        StrategyError: a pattern matches no parameter, or a parameter cannot lie so; says why.
+        StrategyError: A pattern matches no parameter, or a placement is impossible.
     """
     found: dict[str, Placement] = {}
     for pattern, placement in pins.items():
@@ -39,7 +39,7 @@ def resolve_constraints(
 
 
 def _checked(pattern: str, placement: Placement, parameter: ParameterInfo, ranks: int) -> Placement:
-    """The placement, if the parameter can lie so."""
+    """The placement, if it is possible."""
 
     def refuse(why: str) -> StrategyError:
         shape = list(parameter.shape)

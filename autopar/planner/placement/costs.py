@@ -1,4 +1,4 @@
-"""`PlacementCosts`: what conversions and operators cost along an axis, from the cost model."""
+"""`PlacementCosts`: seconds of redistributions and operators along an axis."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _LEAST_BYTES = 2**20
 
 @dataclass(frozen=True)
 class PlacementCosts:
-    """Times of conversions, operators and the optimizer's step along one axis.
+    """Times of redistributions, operators and the optimizer's step along one axis.
 
     Attributes:
-        shape: the groups of ranks along the axis.
-        others: those along axes that the graph was partitioned along before.
+        shape: process groups along the axis.
+        others: process groups of axes that the graph was partitioned along before.
         cluster: times of collectives.
         operators: times of operators.
         update: time of the optimizer's step, None for none.
-        seen: what was asked before.
+        seen: cache of costs.
     """
 
     shape: GroupShape
@@ -53,7 +53,7 @@ class PlacementCosts:
     seen: dict[object, Cost] = field(default_factory=dict, compare=False, repr=False)
 
     def redistribution(self, value: Value, before: Placement, after: Placement) -> Cost:
-        """The time of a conversion: its collectives, and the copies around them."""
+        """Time of a redistribution: its collectives, and the copies around them."""
         tensor = value.tensor
         key = (tuple(tensor.shape), tensor.dtype, before, after)
         if key not in self.seen:

@@ -1,9 +1,9 @@
-"""The placement program: of all ways to lay a graph along an axis, the cheapest.
+"""`solve`: the cheapest operator strategies of a graph along an axis, as an integer program.
 
-A 0/1 program. A variable for each way of each operator, of which one is chosen; for each value,
-each placement that it may be made in and each that somebody reads it in, a variable for the
-conversion between the two, paid once however many read it. Repeated blocks share their variables,
-so that size does not grow with depth. HiGHS solves it (scipy.optimize.milp).
+Each strategy of each operator has a 0/1 variable, and one is chosen. Each value has a variable for
+every redistribution between a placement it is made in and one it is read in, paid once for all
+readers. Repeated blocks share their variables, so the size does not grow with depth. HiGHS solves
+it (scipy.optimize.milp).
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from autopar.planner.placement.redistributions import PlannedRedistribution, red
 from autopar.planner.placement.strategies import StrategyChoices, strategy_choices
 
 Price = Callable[[Value, Placement, Placement], float]
-"""Seconds to convert a value from one placement to another; infinitely many if that must not be."""
+"""Seconds to redistribute a value between two placements; infinite if forbidden."""
 
 Work = Callable[[fx.Node, OpStrategy], float]
-"""Seconds of an operator computed in some way."""
+"""Seconds of an operator under a strategy."""
 
 GAP = 1e-3
 INFEASIBLE = 2  # scipy's status
 WHOLE = Replicate()
 
 Wanted = tuple[tuple[Placement, tuple[int, ...]], ...]
-"""The variables of the ways of a reader, by the placement that they want a value in."""
+"""Strategy variables of a reader, by the placement in which they read a value."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Where everything lies.
+    """Chosen strategies of a graph.
 
     Attributes:
-        op_strategies: the way of every operator and placeholder.
-        seconds: predicted time of computation and conversions, in seconds.
-        gap: by which fraction a better one could exist.
-        took_s: seconds that it took to find, from the captured graph.
-        conversions: what is converted.
-        nbytes: bytes that are held on a rank, as `Weight` counts them; 0 if it was not asked.
+        op_strategies: strategy of every operator and placeholder.
+        seconds: predicted seconds of compute and redistributions.
+        gap: relative optimality gap.
+        took_s: seconds to build and solve the program.
+        conversions: redistributions of values.
+        nbytes: bytes stored on a rank, as `Weight` counts them; 0 without a weight.
     """
 
     op_strategies: Mapping[fx.Node, OpStrategy]
@@ -66,12 +66,12 @@ class Solution:
 
 @dataclass(frozen=True)
 class Weight:
-    """Memory as rows of the program.
+    """Memory constraint of the program.
 
     Attributes:
-        op_strategy: bytes that an operator or placeholder holds on a rank, computed in some way.
-        conversion: bytes that a converted value holds.
-        cap: at most so many bytes in all; if there is no such solution, the least possible.
+        op_strategy: bytes of an operator or placeholder on a rank under a strategy.
+        conversion: bytes of a redistributed value.
+        cap: limit of all bytes; if it is infeasible, bytes are minimised.
     """
 
     op_strategy: Work
@@ -125,7 +125,7 @@ def solve(
 
 @dataclass
 class _Rows:
-    """Rows of a sparse matrix and their bounds."""
+    """Constraints of the program: rows of a sparse matrix and their bounds."""
 
     columns: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -147,7 +147,7 @@ class _Rows:
 
 
 class _Program:
-    """Variables, their costs, and the rows that tie them."""
+    """Variables, costs and constraints."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Program:
             self.flow(value, readers, count)
 
     def wrap(self, seconds: float) -> None:
-        """Counts some seconds once if any parameter is not whole."""
+        """Adds a fixed cost if any parameter is sharded."""
         wrapped = self.variable(seconds, False)
         for node, variables in self.op_strategies.items():
             op_strategies = zip(variables, self.found.op_strategies[node], strict=True)
@@ -198,7 +198,7 @@ class _Program:
         return len(self.costs) - 1
 
     def readers(self, always: int) -> Counter[tuple[Value, tuple[Wanted, ...]]]:
-        """The values, each with those who read it, and how many are alike in both."""
+        """Values with their readers, and the number of equal pairs."""
         found = self.found
         by_value: dict[Value, dict[Wanted, None]] = {}
         for node, reads in found.reads.items():
@@ -217,7 +217,7 @@ class _Program:
         return Counter((found.alike(v), tuple(readers)) for v, readers in by_value.items())
 
     def placed(self, node: fx.Node, place: int | None) -> Wanted:
-        """The variables of a node's ways by where they want an operand, None for where it lies."""
+        """Strategy variables of a node by placement of an operand; None for its own result."""
         wanted: dict[Placement, list[int]] = {}
         for variable, op_strategy in zip(
             self.op_strategies[node], self.found.op_strategies[node], strict=True
@@ -227,7 +227,7 @@ class _Program:
         return tuple((p, tuple(v)) for p, v in wanted.items())
 
     def flow(self, value: Value, readers: Sequence[Wanted], count: int) -> None:
-        """What is made in one placement flows to where each reader wants it."""
+        """Flow constraints from the placement of a value to the placement of each reader."""
         made: dict[Placement, list[int]] = {}
         for variable, op_strategy in zip(
             self.op_strategies[value.node], self.found.op_strategies[value.node], strict=True
@@ -257,7 +257,7 @@ class _Program:
     def converted(
         self, paid: dict[tuple[Placement, Placement], int], conversion: PlannedRedistribution
     ) -> int:
-        """The variable of a conversion, paid once for all who read the value."""
+        """Variable of a redistribution, paid once for all readers."""
         key = (conversion.before, conversion.after)
         if key not in paid:
             cost = self.price(conversion.value, *key) * conversion.count
@@ -308,7 +308,7 @@ class _Program:
         return result
 
     def solution(self, result: OptimizeResult, held: Sequence[float], took_s: float) -> Solution:
-        """What the chosen variables mean."""
+        """The solution of the chosen variables."""
         chosen = result.x > 0.5
         nbytes = float(sum(h for h, taken in zip(held, chosen, strict=False) if taken))
         op_strategy = {

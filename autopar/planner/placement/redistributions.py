@@ -1,4 +1,4 @@
-"""Which values of a graph are converted, given the way of every operator."""
+"""`redistributions`: values that a choice of strategies redistributes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.passes.core.collective_ops import is_name, value_of
 
 @dataclass(frozen=True)
 class PlannedRedistribution:
-    """A conversion of a value and of those like it in repeated blocks.
+    """Redistribution of a value, and of equal values in repeated blocks.
 
     Attributes:
         value: the first of them.
@@ -37,7 +37,7 @@ def redistributions(
     same: Mapping[fx.Node, fx.Node],
     op_strategies: Mapping[fx.Node, OpStrategy],
 ) -> tuple[PlannedRedistribution, ...]:
-    """What is converted, each value once to each placement that it is read in.
+    """Redistributions of each value to each placement in which it is read.
 
     Args:
         graph: as captured, on whole tensors.

@@ -1,4 +1,4 @@
-"""Which nodes of a graph are chosen alike: those of blocks that repeat."""
+"""`repeated`: nodes of repeated blocks, which share one strategy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def block_of_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
 
 
 def _likeness(node: fx.Node) -> Likeness:
-    """What the ways of a node depend on: its operator, tensors and other arguments."""
+    """Everything that the strategies of a node depend on: operator, tensors and arguments."""
     if node.op != "call_function":
         return (node.op, _types(node))
     arguments = fx.map_arg((node.args, dict(node.kwargs)), _types)

@@ -1,4 +1,4 @@
-"""Partitioning along an axis: which way every operator is computed, at real prices."""
+"""`partition`: the fastest operator strategies along an axis, at measured costs."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ def partition(
     sequence: bool = True,
     time_limit_s: float = 30.0,
 ) -> Solution:
-    """The cheapest placements of a graph along an axis.
+    """The cheapest strategies of a graph along an axis.
 
     Args:
-        graph: captured, on whole tensors.
-        ranks: of the axis.
+        graph: captured graph, on unsharded tensors.
+        ranks: size of the axis.
         machine: times of collectives, operators and the optimizer's step.
         mesh: size of each axis, outermost first; by default data-parallel ranks around this axis.
-        axis: the name of this axis there.
-        pins: where parameters must lie, by pattern of their names.
-        memory: cap in bytes per rank on parameters, gradients, optimizer state and activations
-            saved for the backward; if it cannot be met, the solution holds the least possible.
-        copies: bytes of a trained parameter with its gradient and optimizer state, by its own; less
-            where ZeRO divides them.
-        wrapped: whether parameters are DTensors even if all of them are whole.
-        as_placed: whether pinned parameters are used as they lie.
-        sequence: whether what is whole may be cut, and partial sums scattered.
-        time_limit_s: after which the best known solution is taken.
+        axis: name of this axis in the mesh.
+        pins: required placements of parameters, by name pattern.
+        memory: limit of a rank's parameters, gradients, optimizer state and saved activations, in
+            bytes; if it is infeasible, bytes are minimised.
+        copies: bytes of a trained parameter with gradient and optimizer state, relative to its
+            own; less where ZeRO shards them.
+        wrapped: whether parameters are DTensors even if all are replicated.
+        as_placed: whether pinned parameters are never gathered.
+        sequence: whether replicated activations may be sharded, and partial sums scattered.
+        time_limit_s: seconds after which the best known solution is used.
 
     Raises:
-        StrategyError: a pin cannot hold.
-        PlanError: no solution was found in time.
+        StrategyError: A required placement is impossible.
+        PlanError: No solution was found in time.
     """
     prices = costs_along(ranks, machine, mesh=mesh, axis=axis)
     held = MeasuredCosts.of(graph, ranks, copies)
@@ -92,7 +92,7 @@ def partition(
 
 
 def _views_of(graph: TrainingGraph, names: Iterable[str]) -> frozenset[fx.Node]:
-    """The placeholders of parameters, and what looks at them in another way."""
+    """Placeholders of parameters, and views of them."""
     wanted = set(names)
     found = {
         node
@@ -108,7 +108,7 @@ def _views_of(graph: TrainingGraph, names: Iterable[str]) -> frozenset[fx.Node]:
 def costs_along(
     ranks: int, machine: Machine, *, mesh: Mapping[str, int] | None = None, axis: str = AXIS
 ) -> PlacementCosts:
-    """What things cost along an axis of a mesh, as `partition` describes them."""
+    """Costs along an axis of a mesh; arguments as of `partition`."""
     cluster = machine.cluster
     mesh = mesh or {DATA_AXIS: max(1, cluster.world_size // ranks), axis: ranks}
     shapes = {name: GroupShape.of_axis(mesh, name, cluster.ranks_per_node) for name in mesh}
@@ -138,7 +138,7 @@ class MeasuredCosts:
 
     @classmethod
     def of(cls, graph: TrainingGraph, ranks: int, copies: float) -> MeasuredCosts:
-        """Of a captured graph."""
+        """The costs of a captured graph."""
         inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
         names = {node: role.name for node, role in inputs.items() if isinstance(role, Parameter)}
         trained = {node for node, name in names.items() if graph.parameters[name].requires_grad}
@@ -162,7 +162,7 @@ class MeasuredCosts:
 
 
 def _only_returned(graph: TrainingGraph) -> frozenset[Value]:
-    """The gradients of parameters that nothing but the optimizer reads."""
+    """Gradients of parameters that only the optimizer reads."""
     return frozenset(
         value_of(node)
         for role, node in zip(graph.outputs, graph.results, strict=True)

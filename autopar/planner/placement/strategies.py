@@ -1,4 +1,4 @@
-"""What a placement program chooses from: the ways of every operator, and who reads whose values."""
+"""`strategy_choices`: the strategies that each operator may have along an axis."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class StrategyChoices:
     reads: Mapping[fx.Node, Sequence[Value]]
 
     def alike(self, value: Value) -> Value:
-        """The value that stands for this one."""
+        """The value that represents this one."""
         return Value(self.same[value.node], value.index)
 
 
 def strategy_choices(
     graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
 ) -> StrategyChoices:
-    """The ways of a graph: every loop of every operator, interleaved as views ask for.
+    """Strategies of a graph: every loop of every operator, interleaved as views need it.
 
     Args:
         graph: a captured graph, on whole tensors.
@@ -104,7 +104,7 @@ def strategy_choices(
 
 
 def _ways(node: fx.Node, loops: Sequence[Loop]) -> Sequence[OpStrategy]:
-    """All ways of an operator whose loops are split in so many pieces."""
+    """All strategies of an operator with these loops."""
     operator = Operator.of(node)
     return list(
         dict.fromkeys([replicated(operator), *map(split_loop, loops), *linear_strategies(operator)])
@@ -148,7 +148,7 @@ def _whole(node: fx.Node, reads: Mapping[fx.Node, Sequence[Value]]) -> OpStrateg
 
 
 def _shards(node: fx.Node, ranks: int, even: bool) -> list[Placement]:
-    """Every dim of a parameter that ranks can cut: it may lie so and be gathered."""
+    """Shard placements of a parameter, which may be stored so and gathered."""
     return [
         Shard(dim)
         for dim, size in enumerate(tensors(node)[0].shape)
@@ -157,7 +157,7 @@ def _shards(node: fx.Node, ranks: int, even: bool) -> list[Placement]:
 
 
 def _wanted(found: StrategyChoices) -> dict[fx.Node, list[Placement]]:
-    """The shards in which the readers of each value would have it."""
+    """Shard placements in which readers use each value."""
     wanted: dict[fx.Node, list[Placement]] = {}
     for node, reads in found.reads.items():
         for place, value in enumerate(reads):
@@ -240,7 +240,7 @@ class _Spread:
 
 
 def _places(node: fx.Node, reads: Sequence[Value], loop: Loop) -> Iterator[tuple[Value, DimAccess]]:
-    """The values that a loop of a node runs over, and where."""
+    """Values that a loop of a node runs over, and their dims."""
     results: list[Any] = [Value(node, place) for place in range(len(loop.results))]
     for value, at in [
         *zip(reads, loop.operands, strict=True),

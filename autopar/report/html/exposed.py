@@ -1,4 +1,4 @@
-"""What computation waits for: the collectives that are not hidden, and why they are not."""
+"""Section on exposed collectives and their causes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEANS = {
 
 
 def exposed(plan: PlanSpec) -> Markup:
-    """The section; nothing if nothing waits."""
+    """The section; empty if nothing waits."""
     p = plan.prediction
     if p is None or not p.exposures:
         return Markup("")

@@ -1,4 +1,4 @@
-"""Figures as people read them, and where to mark the scales of a drawing."""
+"""Formatted figures, and tick marks of scales."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def even_ticks(most: float, about: int = 5) -> list[float]:
 
 
 def byte_ticks(most: float, about: int = 4) -> list[float]:
-    """The same in powers of 1024."""
+    """Tick marks of bytes, in powers of 1024."""
     unit = 1024.0 ** max(0, math.floor(math.log(max(1.0, most), 1024)))
     return [tick * unit for tick in even_ticks(most / unit, about)]
 
 
 def log_ticks(least: float, most: float, base: int, about: int = 4) -> list[float]:
-    """Powers of `base` between two values, few enough to be written; finer ones if need be."""
+    """Powers of `base` between two values, few enough for labels."""
     first = math.ceil(math.log(least, base) - 1e-9)
     last = math.floor(math.log(most, base) + 1e-9)
     every = max(1, math.ceil((last - first + 1) / about))
@@ -81,6 +81,6 @@ def log_ticks(least: float, most: float, base: int, about: int = 4) -> list[floa
 
 
 def tick_text(value: float) -> str:
-    """A time without the zeros that do not count."""
+    """A time without trailing zeros."""
     number, unit = seconds_text(value).split(" ")
     return f"{float(number):g} {unit}"

@@ -1,4 +1,4 @@
-"""`Lane`: what one row of a timeline shows, few enough pieces to be drawn."""
+"""`Lane`: one row of a timeline, with pieces merged until they can be drawn."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from autopar.cost_model.simulator.streams import COMPUTE
 from autopar.plan.prediction import Prediction
 
 WIDTH = 1_000_000
-"""Units that a step is divided into along a timeline."""
+"""Units of a step along a timeline."""
 
 MOST_PIECES = 6000
-"""Of a whole timeline: neighbours are merged, the shortest first, until there are no more."""
+"""Limit of pieces of a timeline; the shortest neighbours are merged beyond it."""
 
 HUES = 12
-"""Colours of micro-batches, one after the other and from the start again."""
+"""Number of colours that micro-batches cycle through."""
 
 Row = tuple[str, str, float, float, str]
 """An event of a prediction: name, stream, start, end, kind."""
@@ -25,7 +25,7 @@ Row = tuple[str, str, float, float, str]
 
 @dataclass(frozen=True)
 class Piece:
-    """Something that runs for a while.
+    """One interval of a lane.
 
     Attributes:
         start: in units of the timeline.
@@ -56,7 +56,7 @@ class Lane:
 
 
 def lanes_of(p: Prediction) -> tuple[Lane, ...]:
-    """The rows of a predicted step, merged as far as they must be."""
+    """Lanes of a predicted step, with pieces merged up to `MOST_PIECES`."""
     rows = _stages(p) if p.stages else _streams(p)
     least = 0
     while sum(len(row.pieces) for row in rows) > MOST_PIECES:
@@ -66,12 +66,12 @@ def lanes_of(p: Prediction) -> tuple[Lane, ...]:
 
 
 def place(at_s: float, step_s: float) -> int:
-    """Where a time is on a timeline."""
+    """Units of a time on a timeline."""
     return round(at_s / step_s * WIDTH) if step_s else 0
 
 
 def _streams(p: Prediction) -> list[Lane]:
-    """Blocks, compute, and every axis that is communicated over."""
+    """Lanes of blocks, compute and each mesh axis."""
     turn_s = min((s for _, phase, s, _ in p.report_data.spans if phase == "backward"), default=None)
 
     def look(row: Row) -> str:
@@ -94,7 +94,7 @@ def _streams(p: Prediction) -> list[Lane]:
 
 
 def _stages(p: Prediction) -> list[Lane]:
-    """Each rank of a pipeline, under it what it sends to the next and to the one before."""
+    """Lanes of each pipeline rank, and of its messages to its neighbours."""
 
     def look(row: Row) -> str:
         action = re.fullmatch(r"\d+([FBIW])(\d+)", row[0])
@@ -123,7 +123,7 @@ def _piece(name: str, start_s: float, end_s: float, look: str, step_s: float) ->
 
 
 def _merged(pieces: Sequence[Piece], least: int) -> Iterable[Piece]:
-    """Neighbours of one look that are both shorter than `least`, as one."""
+    """Pieces with neighbours of the same look merged where they are shorter than `least`."""
     for (short, _), run in groupby(pieces, key=lambda p: (p.width < least, p.look)):
         own = list(run)
         if not short:

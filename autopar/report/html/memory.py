@@ -1,4 +1,4 @@
-"""Memory: its curve over the step, and what it is made of at the peak."""
+"""Section on memory: curve over the step, and categories at the peak."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MEANS = {
     "saved": "activations that the backward reads",
     "transient": "everything else, while it is used",
 }
-"""Every category, from the bottom of the curve up: what lasts comes first."""
+"""Categories from the bottom of the curve up; lasting ones come first."""
 
 
 def memory(plan: PlanSpec) -> Markup:
-    """The section on the peak; nothing if nothing was predicted."""
+    """The section on the peak; empty without a prediction."""
     p = plan.prediction
     if p is None:
         return Markup("")
@@ -122,13 +122,13 @@ def curve(plan: PlanSpec) -> Markup | None:
 
 
 def layers_legend(p: Prediction) -> Markup:
-    """What the colours of the curve mean."""
+    """Legend of the curve."""
     items = (tag("li", _swatch(name), name) for name, _ in reversed(_layers(p)[1]))
     return tag("ul", tag("li", "memory:"), *items, class_="legend")
 
 
 def curve_data(p: Prediction) -> dict[str, Any]:
-    """What the script reads: points of time, and bytes by category."""
+    """Data for the script: times, and bytes by category."""
     times, layers = _layers(p)
     return {
         "at": [place(at, p.step_s) for at in times],
@@ -139,7 +139,7 @@ def curve_data(p: Prediction) -> dict[str, Any]:
 def _area(
     name: str, times: Sequence[float], tops: Sequence[int], step_s: float, most: float
 ) -> Markup:
-    """What lies below a line of steps, drawn from its first point on and to the end."""
+    """Path of the area below a step function."""
     last = _y(tops[0], most)
     path = [f"M0 {_HEIGHT}V{last}"]
     for at, top in zip(times[1:], tops[1:], strict=True):

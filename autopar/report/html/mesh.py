@@ -1,4 +1,4 @@
-"""The mesh: which axes there are, where each rank stands on them, and what it holds."""
+"""Section on the mesh: axes, coordinates of ranks, and their parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DOES = {
 
 @dataclass(frozen=True)
 class Portion:
-    """Parameters that lie alike.
+    """Parameters of one stage with the same layout.
 
     Attributes:
         stage: of the pipeline, that holds them.
@@ -41,7 +41,7 @@ class Portion:
     nbytes: int
 
     def interval(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[float, float]:
-        """From where to where, of 0 to 1, a rank holds them, as if they were cut from one piece.
+        """Interval within 0 to 1 that a rank stores, as if the parameters were one piece.
 
         Args:
             place: of the rank on each axis.
@@ -103,7 +103,7 @@ def held_bytes(plan: PlanSpec, portions: Iterable[Portion], rank: int) -> float:
 
 
 def stored(plan: PlanSpec, rank: int) -> dict[str, int]:
-    """Where a rank stands on each axis of `Plan.storage`."""
+    """Coordinate of a rank on each axis of `Plan.storage`."""
     place, found = plan.mesh_coordinate(rank), {}
     sizes = dict(plan.storage)
     for axis, at in place.items():
@@ -116,7 +116,7 @@ def stored(plan: PlanSpec, rank: int) -> dict[str, int]:
 
 
 def _own(plan: PlanSpec, portions: Iterable[Portion], place: Mapping[str, int]) -> list[Portion]:
-    """Those of the stages that a rank runs."""
+    """Portions of the stages that a rank runs."""
     pipeline = plan.pipeline
     if pipeline is None:
         return list(portions)
@@ -145,7 +145,7 @@ def _divides(plan: PlanSpec, axis: str) -> str:
 
 
 def _shown(axes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
-    """The places on each axis that are drawn: the first ones and the last one.
+    """Coordinates drawn on each axis: the first ones and the last one.
 
     Ranks with other rows are the most alike, those of other stages the least.
     """
@@ -166,7 +166,7 @@ def _level(
     axes: Sequence[tuple[str, int]],
     place: dict[str, int],
 ) -> Iterable[Markup]:
-    """The places on the outermost of these axes, each with those of the others inside."""
+    """Groups along the outermost axis, with the inner axes nested."""
     (axis, _), inner = axes[0], axes[1:]
     places = shown[axis]
     for index, at in enumerate(places):
@@ -182,7 +182,7 @@ def _level(
 
 
 def _stage_names(plan: PlanSpec, axis: str, at: int) -> str:
-    """What the stages of a rank of a pipeline begin with."""
+    """First parameter of each stage of a pipeline rank."""
     if axis != "pp" or plan.pipeline is None:
         return ""
     owners = plan.pipeline.owners
@@ -213,7 +213,7 @@ def _rank(
 
 
 def _holds(plan: PlanSpec, portions: Sequence[Portion], rank: int, said: str) -> Markup:
-    """The model as a bar, with what a rank holds of it filled."""
+    """The model as a bar, with the part that a rank stores filled."""
     sizes, place = dict(plan.storage), stored(plan, rank)
     own = _own(plan, portions, plan.mesh_coordinate(rank))
     whole, x, path = sum(p.nbytes for p in portions) or 1, 0.0, []

@@ -1,4 +1,4 @@
-"""`page`: a plan as one HTML file that needs nothing else."""
+"""`page`: a plan as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECTIONS = {
     "sources": ("Sources", sources),
     "text": ("Text", texts),
 }
-"""Every section by its id: what it is called in the navigation, and what makes it."""
+"""Title and function of every section, by id."""
 
 
 def page(plan: PlanSpec) -> str:

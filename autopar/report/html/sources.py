@@ -1,4 +1,4 @@
-"""Where the figures come from, and the plan itself, for copying."""
+"""Sections on the sources of figures, and on the plan as text and JSON."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _text(name: str, text: str, note: str) -> Markup:
 
 
 def _document(plan: PlanSpec) -> tuple[str, tuple[str, ...]]:
-    """The plan as JSON that `Plan.from_dict` reads, and what of it was left out."""
+    """JSON that `Plan.from_dict` reads, and the names of fields left out."""
     text = json.dumps(document := plan.to_dict())
     if len(text) <= _MOST_JSON or document["prediction"] is None:
         return text, ()

@@ -1,4 +1,4 @@
-"""The head of the page: the plan in five figures, and where a step goes."""
+"""Head of the page: the plan in five figures, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _predicted(plan: PlanSpec, p: Prediction) -> list[Markup]:
 
 
 def _throughput(plan: PlanSpec, p: Prediction) -> list[Markup]:
-    """What a second of all ranks brings, and how much of what they could do that is."""
+    """Throughput of all ranks, and their hardware utilisation."""
     if p.work is None or not p.step_s:
         return []
     done, kind = (p.work.tokens, "Tokens") if p.work.tokens else (p.work.rows, "Rows")
@@ -61,14 +61,14 @@ def _throughput(plan: PlanSpec, p: Prediction) -> list[Markup]:
 
 
 def _within(p: Prediction) -> tuple[object, ...]:
-    """The error bar of the step."""
+    """Prediction interval of the step."""
     bar = step_interval(p)
     low, high = map(seconds, bar.of(p.step_s))
     return low, " to ", high, f" as nine in ten of {bar.source}; "
 
 
 def _held(p: Prediction) -> tuple[object, ...]:
-    """The error bar of the bytes."""
+    """Prediction interval of the memory."""
     bar = memory_interval(p)
     low, high = map(size, bar.of(p.peak_bytes))
     return "; ", low, " to ", high, f" as nine in ten of {bar.source}"
@@ -97,7 +97,7 @@ def _nothing() -> Markup:
 
 
 def _goes(plan: PlanSpec, p: Prediction) -> Markup:
-    """A bar of what the step is made of."""
+    """A bar of the parts of the step."""
     parts = {"compute": p.compute_s, "optimizer": p.update_s}
     rest = max(0.0, p.step_s - p.compute_s - p.update_s)
     if p.stages:

@@ -1,4 +1,4 @@
-"""The timeline of a step: rows that a person can zoom into, the memory curve under them."""
+"""Section on the timeline of a step, with zoom, above the memory curve."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOOKS = {
 
 
 def timeline(plan: PlanSpec) -> Markup:
-    """The section; nothing if nothing was predicted."""
+    """The section; empty without a prediction."""
     p = plan.prediction
     if p is None or not p.events:
         return Markup("")
@@ -137,7 +137,7 @@ def _track(track: list[Lane]) -> Markup:
 
 
 def _paths(lane: Lane) -> Iterable[Markup]:
-    """A path for each look, and one for every other piece, so that neighbours can be told apart."""
+    """Paths by look, alternating so that neighbours can be distinguished."""
     top, tall = _top(lane), _THIN if lane.part else _TALL
     numbered = sorted(enumerate(lane.pieces), key=lambda item: (item[1].look, item[0] % 2))
     for (look, odd), own in groupby(numbered, key=lambda item: (item[1].look, item[0] % 2)):
@@ -160,7 +160,7 @@ def _row(piece: Piece, looks: list[str]) -> list[object]:
 
 
 def _legend(lanes: Iterable[Lane]) -> Markup:
-    """What the colours mean."""
+    """Legend of the colours."""
     looks = dict.fromkeys(piece.look for lane in lanes for piece in lane.pieces)
     known = [(look, text) for look, text in _LOOKS.items() if look in looks]
     micro = sorted({int(look.split("m")[-1]) for look in looks if " m" in look})
@@ -170,5 +170,5 @@ def _legend(lanes: Iterable[Lane]) -> Markup:
 
 
 def _script_safe(data: object) -> str:
-    """JSON that may stand in a script element."""
+    """JSON that is safe inside a script element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

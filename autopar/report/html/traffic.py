@@ -1,4 +1,4 @@
-"""What is sent: the curve of each collective, what was measured of it, and the messages of a step.
+"""Section on messages: cost curve of each collective, measured points, messages of a step.
 
 Bytes over seconds rise with the size of a message until the link is full: as under a roof.
 """
@@ -21,7 +21,7 @@ Scale = Callable[[float], float]
 
 
 def traffic(plan: PlanSpec) -> Markup:
-    """The section; nothing if nothing is sent or nothing was predicted."""
+    """The section; empty without messages or a prediction."""
     p = plan.prediction
     items = p.report_data.traffic if p is not None else ()
     if not items:
@@ -104,7 +104,7 @@ def _line(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _band(item: Traffic, x: Scale, y: Scale) -> Markup | None:
-    """Where the curve may be, by its error bars."""
+    """The area within the error of the curve."""
     if not any(error for _, _, error in item.modelled):
         return None
     upper = [(x(n), y(n / s * (1 + error))) for n, s, error in item.modelled]
