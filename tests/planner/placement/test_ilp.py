@@ -131,7 +131,7 @@ class Every:
     def pay(self, cost, paid, needs):  # type: ignore[no-untyped-def]
         """What it costs to have values in some placements, each conversion once."""
         for value, after in needs:
-            before = self.op_strategies[value.node].results[value.place]
+            before = self.op_strategies[value.node].results[value.index]
             if redistribute_steps(before, after) is None:
                 return inf, paid
             if before != after and (value, after) not in paid:
