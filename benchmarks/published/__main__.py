@@ -98,7 +98,7 @@ def overlapped(plan: Plan, run: Run) -> float:
     """
     p = plan.prediction
     assert p is not None
-    if not run.behind_products:
+    if not run.tp_overlap:
         return 0.0
     tp = run.strategy.tp or 1
     traffic = [item for item in p.report_data.traffic if item.axis == "tp"]
