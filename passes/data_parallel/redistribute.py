@@ -156,7 +156,8 @@ class BatchRedistributor:
     def reduce(self, values: Iterable[fx.Node], op: str = "sum") -> list[fx.Node]:
         """Reduces values over all slices, in one message for each dtype sent."""
         if op == "min":
-            return [self._negated(made) for made in self.reduce(map(self._negated, values), "max")]
+            maxima = self.reduce(map(self._negated, values), "max")
+            return [self._negated(maximum) for maximum in maxima]
         values = list(values)
         sent = [self._widened(value, op) for value in values]
         found: dict[int, fx.Node] = {}
@@ -164,8 +165,8 @@ class BatchRedistributor:
             places = [i for i, node in enumerate(sent) if _fake(node).dtype == dtype]
             options = () if op == "sum" else (op,)
             operands = [sent[i] for i in places]
-            made = collective(self.graph, self.like, start_all_reduce, operands, BATCH, *options)
-            found |= dict(zip(places, made, strict=True))
+            reduced = collective(self.graph, self.like, start_all_reduce, operands, BATCH, *options)
+            found |= dict(zip(places, reduced, strict=True))
         return [self._cast(found[i], _fake(value).dtype) for i, value in enumerate(values)]
 
     def share(self, value: fx.Node) -> fx.Node:
@@ -204,8 +205,8 @@ class BatchRedistributor:
         local = [*split[:dim], self.slices.local_units, *split[dim + 1 :]]
         zeros = self.op(aten.new_zeros.default, value, split)
         part = self._view(value, local)
-        made = self.op(aten.index_copy.default, zeros, dim, self.batch_index(), part)
-        return self._view(made, list(whole))
+        spread = self.op(aten.index_copy.default, zeros, dim, self.batch_index(), part)
+        return self._view(spread, list(whole))
 
     def _gather_uneven(self, value: fx.Node, shard: Shard, whole: tuple[int, ...]) -> fx.Node:
         """Gathers slices padded to the rows of the largest, and drops the padding."""

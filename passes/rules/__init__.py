@@ -1,1 +1,1 @@
-"""How each operator may be split along a mesh axis: rules, their table, and the oracle."""
+"""Rules that split operators along a mesh axis, their registry, and the oracle."""

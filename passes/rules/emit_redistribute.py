@@ -66,8 +66,8 @@ class RedistributeEmitter:
                 if padded == list(whole):
                     return self.all_to_all(value, before, after)
                 value = self.pad(value, local_shape(padded, before, self.ranks))
-                made, shape = self.all_to_all(value, before, after), self.local(whole, after)
-                return self.cut(made, {p.dim: shape[p.dim] for p in (before, after)})
+                moved_value, shape = self.all_to_all(value, before, after), self.local(whole, after)
+                return self.cut(moved_value, {p.dim: shape[p.dim] for p in (before, after)})
             case RedistributeStep("slice", _, Shard() as after):
                 return self.slice(value, after)
             case RedistributeStep("keep_first"):

@@ -94,12 +94,12 @@ def local_arguments(
     if place is not None:
         args[place] = local_shape(operator.results[0].shape, op_strategy.results[0], ranks, rank)
     if operator.target in (start_all_gather, start_reduce_scatter):
-        made = zip(operator.results, op_strategy.results, strict=True)
-        args[1] = [local_shape(t.shape, p, ranks, rank)[0] for t, p in made]
-    for place, of, dim in COUNT_ARGUMENTS.get(operator.target, ()):
-        lies = op_strategy.operands[of]
-        if isinstance(lies, Shard) and lies.dim == dim:
-            args[place] = _share(args[place], ranks, rank)
+        pairs = zip(operator.results, op_strategy.results, strict=True)
+        args[1] = [local_shape(t.shape, p, ranks, rank)[0] for t, p in pairs]
+    for index, operand, dim in COUNT_ARGUMENTS.get(operator.target, ()):
+        placement = op_strategy.operands[operand]
+        if isinstance(placement, Shard) and placement.dim == dim:
+            args[index] = _share(args[index], ranks, rank)
     return replace(operator, args=tuple(args), kwargs=kwargs)
 
 

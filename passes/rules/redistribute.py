@@ -58,10 +58,10 @@ class RedistributeStep:
 
     def padded(self, shape: Sequence[int], ranks: int) -> list[int]:
         """The whole shape with every chunk padded to the largest."""
-        made = list(shape)
+        padded = list(shape)
         for shard in self.shards:
-            made[shard.dim] += -made[shard.dim] % ranks
-        return made
+            padded[shard.dim] += -padded[shard.dim] % ranks
+        return padded
 
     @property
     def shards(self) -> list[Shard]:

@@ -1,4 +1,4 @@
-"""The registry of rules: the loops of each operator."""
+"""`loops_of`: the loops of an operator, by a registry of rules."""
 
 from __future__ import annotations
 

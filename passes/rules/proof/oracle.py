@@ -1,4 +1,4 @@
-"""The oracle: a strategy is correct if the operator on shards computes the whole result."""
+"""`is_correct`: the oracle, which compares an operator on shards with the whole."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ WHOLE = Replicate()
 
 
 def together(graph: TrainingGraph, values: Sequence[Tensor], find: Find) -> list[Tensor | None]:
-    """What ranks return that partition a graph along its axes in turn, as the first one decides.
+    """The results of ranks that partition a graph along its axes by the strategies of rank 0.
 
     Args:
-        graph: on whole tensors, with the sizes of its axes, outermost first.
-        values: of its placeholders.
-        find: the ways of a graph along an axis.
+        graph: graph on whole tensors, with the sizes of its axes, outermost first.
+        values: values of its placeholders.
+        find: finds the strategies of a graph along an axis.
     """
     axes, ranks = graph.axes, list(product(*map(range, graph.axes.values())))
     turns = partition_in_order(axes, graph, dict.fromkeys(axes, 0), find)
