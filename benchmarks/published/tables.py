@@ -93,7 +93,7 @@ def h100(row: Mapping[str, str]) -> Iterator[Run]:
     tp, pp, dp, rows = (int(row[key]) for key in ("tp", "pp", "dp", "global_batch"))
     sizes = Sizes(
         hidden, layers, heads, H100["vocabulary"], H100["length"],
-        tied=False, flash=True, dropped=False,
+        tied=False, flash=True, dropout=False,
     )  # fmt: skip
     local = layers // pp
     each = max(n for n in range(1, MOST_LAYERS + 1) if local % n == 0) if pp > 1 else local
