@@ -129,7 +129,7 @@ class Link:
     Attributes:
         launch_s: seconds before the first message.
         step_s: latency of a message, in seconds.
-        bytes_per_s: bytes per second that a rank sends while it receives as many.
+        bytes_per_s: bandwidth of a rank that sends and receives, in bytes/s.
     """
 
     launch_s: Amount

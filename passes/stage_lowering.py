@@ -1,4 +1,4 @@
-"""How a captured micro-batch becomes the programs of stages: the same for plans and what runs."""
+"""Lowering of a captured micro-batch to the programs of stages, for planner and runtime."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def build_microbatch_pipelines(
     compiled: bool = False,
     disable: Sequence[str] = (),
 ) -> tuple[PassPipeline, PassPipeline]:
-    """What lowers a stage for the last micro-batch, and for those before it.
+    """The pass pipelines of a stage, for the last micro-batch and for the ones before.
 
     The last one also reduces the gradients that were kept until then.
 
@@ -121,13 +121,13 @@ class MicrobatchPrograms:
     last: TrainingGraph
 
     def of_each(self, run: Callable[[TrainingGraph], T]) -> tuple[T, T, T]:
-        """What a function gives for the first, more and last, once where they are the same."""
+        """The results of a function for first, more and last, computed once where they are equal."""
         last = run(self.last)
         more = last if self.more is self.last else run(self.more)
         return (more if self.first is self.more else run(self.first)), more, last
 
     def counted(self, micro_batches: int) -> Iterator[tuple[TrainingGraph, int]]:
-        """What so many micro-batches run, and how often: one alone is the last."""
+        """The graphs of `micro_batches` micro-batches, each with its count; a single one is the last."""
         yield self.last, 1
         if micro_batches > 1:
             yield self.more, micro_batches - 2

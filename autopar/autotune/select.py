@@ -88,7 +88,7 @@ def with_measured_times(plans: Sequence[Plan], seconds: Sequence[float], rounds:
 
     Args:
         plans: benchmarked plans, the one with the best prediction first.
-        seconds: measured step time of each plan.
+        seconds: measured step time of each plan, in seconds.
         rounds: number of steps that the fastest were timed for.
     """
     least = min(seconds)

@@ -24,7 +24,7 @@ INTER_NODE, INTRA_NODE = "inter_node", "intra_node"
 
 @dataclass(frozen=True)
 class Levels:
-    """How the ranks of an axis lie, and what is sent over its levels.
+    """Ranks of a mesh axis within and between nodes, and the collectives that use both levels.
 
     Attributes:
         axis: name of the mesh axis.
@@ -58,7 +58,7 @@ class Levels:
 
 
 def level(axis: str, name: str) -> str:
-    """What a level of an axis is called where axes are: "dp.intra_node"."""
+    """The name of a level of an axis among mesh axes: "dp.intra_node"."""
     return f"{axis}.{name}"
 
 

@@ -118,7 +118,7 @@ def can_cut(size: int, parts: int, interleave: int = 1) -> bool:
 
 
 def chunk_of(rows: int, parts: int, part: int) -> tuple[int, int]:
-    """Where one of the chunks of `chunk_rows` begins, and its size.
+    """The first row and the number of rows of one chunk of `chunk_rows`.
 
     >>> chunk_of(10, 4, 3)
     (9, 1)

@@ -14,7 +14,7 @@ from autopar.plan.prediction import Prediction
 
 @dataclass(frozen=True)
 class PredictionInterval:
-    """Where nine in ten cases lie.
+    """The interval of nine in ten measured cases, relative to the prediction.
 
     Attributes:
         low: what came true, by what was predicted, at the lower end.

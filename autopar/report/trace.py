@@ -41,7 +41,7 @@ def trace(plan: PlanSpec) -> dict[str, Any]:
 
 
 def _of_rank(p: Prediction, rank: int) -> Iterator[Event]:
-    """What a rank of a pipeline runs, and what it sends to others."""
+    """The programs that a rank of a pipeline runs, and the messages that it sends."""
     own = f"rank {rank}"
     for name, stream, start_s, end_s, kind in p.events:
         if stream == own:

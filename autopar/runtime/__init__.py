@@ -1,1 +1,1 @@
-"""What runs on a rank: process groups, parameters, programs, and the module around them."""
+"""Process groups, parameters, programs and the module around them, on one rank."""

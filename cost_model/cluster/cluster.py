@@ -72,8 +72,8 @@ class Cluster:
         topology: devices, switches, NICs and links (see `topology`); None if unknown.
         figures: peak rates of a device; None if unknown.
         link: round figures for collectives without a curve; None to refuse these.
-        device_memory_bytes: memory that one rank may fill, if known.
-        host_memory_bytes: memory of one node, if known.
+        device_memory_bytes: memory that one rank may fill, in bytes, if known.
+        host_memory_bytes: memory of one node, in bytes, if known.
         schema_version: version of the JSON document.
     """
 

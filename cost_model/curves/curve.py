@@ -32,7 +32,7 @@ class Curve:
 
     Attributes:
         bytes: message sizes, ascending.
-        seconds: time at each size, non-decreasing.
+        seconds: time at each size, in seconds, non-decreasing.
         spread: interquartile range of the measurements at each size in seconds; may be empty.
     """
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from datetime import date
 
 import torch
-from torch.utils import _pytree as pytree
 
+from autopar._torch import pytree
 from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.errors import StrategyError
 from autopar.ir.graph import tensor_bytes

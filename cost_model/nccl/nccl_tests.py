@@ -38,8 +38,8 @@ class NcclTestsTable:
         ranks_per_node: ranks on each node.
         dtype: dtype of the tensors, such as "float32".
         bytes: message sizes, ascending.
-        seconds: median time out of place of each size.
-        in_place_s: median time in place of each size; out of place where the file has none.
+        seconds: median time out of place of each size, in seconds.
+        in_place_s: median seconds in place of each size; out of place where the file has none.
         least_bytes: smallest usable size, by the file.
         device: name of the GPUs; empty if unknown.
         version: version of the library.

@@ -63,8 +63,8 @@ def apportion(
     Args:
         exposed_s: seconds that compute stalls for a collective.
         delayed_s: delay of its end by other messages, in seconds.
-        postponed_s: time between when it could have been issued on an idle axis and when it was.
-        late_s: part of the stall in which it had ended, but other ranks were late.
+        postponed_s: seconds between its earliest issue on an idle axis and its issue.
+        late_s: seconds of the stall after its end, waiting for late ranks.
     """
     stalled_s = max(0.0, exposed_s - late_s)
     memory_s = min(stalled_s, max(0.0, postponed_s))

@@ -51,8 +51,8 @@ class Flight:
         transfer: the message.
         left_s: remaining seconds, if it were alone.
         issued_s: when it was issued, in seconds from the start of the step.
-        start_s: when its axis was free for it.
-        end_s: when it ended; `issued_s` until then.
+        start_s: time at which its axis was free for it, in seconds.
+        end_s: time of its end, in seconds; `issued_s` until then.
         on_compute: its slowdown of compute.
         beside_compute: the slowdown of it by compute.
     """

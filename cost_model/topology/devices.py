@@ -18,8 +18,8 @@ class Device:
     Attributes:
         name: name as of torch.cuda.get_device_name, or a part of it.
         memory_bytes: size of its memory in bytes.
-        memory_bytes_per_s: peak bandwidth of its memory.
-        flops_per_s: peak of dense matrix products by dtype ("float32", "bfloat16", ...);
+        memory_bytes_per_s: peak bandwidth of its memory, in bytes/s.
+        flops_per_s: peak FLOP/s of dense matrix products by dtype ("float32", "bfloat16", ...);
             "tfloat32" is for float32 where torch may round to TF32.
         source: origin of the figures, starting with measured, imported or modelled.
     """

@@ -26,7 +26,7 @@ class Wire:
     """A kind of link.
 
     Attributes:
-        bytes_per_s: bytes per second in each direction.
+        bytes_per_s: bandwidth in each direction, in bytes/s.
         latency_s: latency of an empty message, in seconds.
         provenance: origin of the figures: "measured ...", "imported ...", "modelled ...".
     """

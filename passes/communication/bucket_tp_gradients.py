@@ -25,7 +25,7 @@ class BucketTpGradients(Pass):
 
     Attributes:
         axis: the mesh axis.
-        nbytes: a bucket is full before it would be larger.
+        nbytes: size of a bucket at most, in bytes.
     """
 
     axis: str

@@ -127,7 +127,7 @@ class GlooLowering(Lowering):
     # Pieces.
 
     def pieces(self, chunks: Sequence[fx.Node]) -> list[list[Segment]]:
-        """How the flat chunks of one rank, one behind the other, are cut into messages."""
+        """Messages that one rank's flat chunks are cut into, one after the other."""
         fakes = [tensors(x)[0] for x in chunks]
         sizes = [fake.numel() for fake in fakes]
         nbytes = sum(sizes) * fakes[0].element_size() * self.ranks
@@ -157,7 +157,7 @@ class GlooLowering(Lowering):
         return found
 
     def parts(self, flat: fx.Node, segments: Sequence[Segment]) -> list[fx.Node]:
-        """What stands one behind the other in a message."""
+        """Concatenated parts of a message."""
         found, offset = [], 0
         for segment in segments:
             found.append(self.part(flat, offset, segment.size))

@@ -1,4 +1,4 @@
-"""What can move beside the main compute: collectives, and what belongs to them alone.
+"""Units that can overlap with compute: collectives, and the operators only they need.
 
 Each half of a graph is its main compute, in order, and units that are placed between its nodes:
 
@@ -156,7 +156,7 @@ class _Assembly:
         self.mark = {group: i for i, (_, _, group) in enumerate(meetings, 1) if group is not None}
 
     def place(self, group: _Group) -> int:
-        """Where it is needed, or where all is there that main compute gives it."""
+        """The position where a unit is needed, or where its inputs are ready."""
         if group.kind == "late":
             return max((self.at[n] + 1 for n in _given(group) if n in self.at), default=0)
         users = (user for node in group.nodes for user in node.users)

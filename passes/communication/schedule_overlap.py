@@ -53,7 +53,7 @@ class ScheduleOverlap(Pass):
         return PassResult(graph)
 
     def overlap(self, graph: TrainingGraph) -> Overlap:
-        """What was planned for a graph."""
+        """The planned schedule of a graph."""
         stage = stage_of(graph)
         return next((item for item in self.overlaps if item.stage == stage), Overlap())
 

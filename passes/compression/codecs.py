@@ -1,4 +1,4 @@
-"""How rows of numbers are written as smaller messages, and read: plain functions of tensors.
+"""Codecs: rows of numbers encoded as smaller messages, and decoded, by plain tensor functions.
 
 A codec turns a table [n, width], of a width that fits, into messages [n, ...], each of which can be
 read alone, and back into numbers; `total` adds up what several messages say. What is inf or nan
@@ -44,12 +44,12 @@ class Codec(Protocol):
         ...
 
     def lost(self, table: Tensor, messages: Tensor) -> Tensor:
-        """What a table says beyond its messages."""
+        """Facts about a table beside its messages."""
         ...
 
 
 def codec(given: Compression) -> Codec:
-    """What writes and reads the messages of a compression, PowerSGD and random-k apart."""
+    """Encodes and decodes the messages of a compression method, except PowerSGD and random-k."""
     match given.method:
         case "bf16":
             return Cast(torch.bfloat16)
@@ -67,7 +67,7 @@ def codec(given: Compression) -> Codec:
 
 
 class _Read:
-    """What sums, and knows what is lost, by reading everything."""
+    """Sums messages, and computes the loss of encoding, by decoding all of them."""
 
     def total(self: Codec, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         return self.decode(messages, width, dtype).sum(0)

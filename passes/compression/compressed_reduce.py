@@ -98,7 +98,7 @@ class CompressedReduce:
         return done, found
 
     def beside(self, done: fx.Node, function: Any, *arguments: Any) -> Any:
-        """What can be computed while `done` is waited for."""
+        """Computes what does not depend on `done`, while it is in flight."""
         with self.graph.graph.inserting_before(done):
             return self.inline(function, *arguments)
 
@@ -111,7 +111,7 @@ class CompressedReduce:
         return node
 
     def residuals(self) -> list[fx.Node]:
-        """What was not sent of each operand; none without feedback."""
+        """The unsent remainder of each operand; None without error feedback."""
         if not self.compression.feeds_back:
             return []
         pairs = zip(self.names, self.shapes, strict=True)
@@ -127,7 +127,7 @@ class CompressedReduce:
         return self.inline(lambda own: own.view(self.parts, self.width), own)
 
     def share(self, own: fx.Node) -> fx.Node:
-        """What neighbours have got of an all-reduce, [rows, ...] each, one behind the other."""
+        """Neighbours' results of an all-reduce, [rows, ...] each, concatenated."""
         if self.neighbours == 1:
             return own
         rows = self.neighbours * tensors(own)[0].shape[0]
@@ -169,7 +169,7 @@ class CompressedReduce:
 
     @property
     def width(self) -> int:
-        """Of the table."""
+        """Rows of the table."""
         if self.scatters:
             pairs = zip(self.sizes, self.shapes, strict=True)
             return self.fit(sum(size * math.prod(shape[1:]) for size, shape in pairs))
@@ -244,7 +244,7 @@ class CompressedReduce:
         return [piece.to(self.dtype) for piece in self.pieces(whole)]
 
     def settle(self, left: Tensor, whole: Tensor, residuals: Sequence[Tensor]) -> list[Tensor]:
-        """What was not sent takes the place of what had not been, unless the sum overflowed."""
+        """Replaces the old residual by the new one, unless the sum overflowed."""
         fine = whole.sum().isfinite() & left.sum().isfinite()
         pairs = zip(residuals, self.pieces(left), strict=True)
         return [old.copy_(torch.where(fine, new, old)) for old, new in pairs]

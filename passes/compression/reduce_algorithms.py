@@ -1,4 +1,4 @@
-"""What a bucket's sum becomes when it is compressed: one way of sending it for each kind of method.
+"""Algorithms for compressed sums of buckets: one for each kind of method.
 
 All sum what ranks send in the gradients' own precision, float32 at least, and give every rank the
 same result: what a rank keeps for itself has gone through the same messages. What was not sent is
@@ -59,7 +59,7 @@ class AllToAllReduce(CompressedReduce):
         return self.end(whole, left, residuals)
 
     def _owned(self, codec_: Codec, left: Tensor, own: Tensor, again: Tensor) -> Tensor:
-        """What is lost on the way to the others of this rank's chunk, beside what was before."""
+        """The loss of encoding this rank's chunk for the others, with the residual before."""
         mine = left[self.place] + codec_.lost(own.unsqueeze(0), again)
         return torch.cat([left[: self.place], mine, left[self.place + 1 :]])
 
@@ -198,7 +198,7 @@ class LowRankReduce(CompressedReduce):
 def kept_of(
     compression: Compression, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> Iterator[tuple[State, Tensor]]:
-    """What a bucket keeps from step to step, as tensors of the meta device.
+    """State of a bucket from step to step, as tensors on the meta device.
 
     Args:
         compression: how it is sent.

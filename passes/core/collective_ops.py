@@ -95,7 +95,7 @@ def message_bytes(start: fx.Node) -> int:
 
 
 def kind_of(start: fx.Node) -> str:
-    """Which collective is started, as `cost_model.collectives` calls it."""
+    """The name of the started collective, as in `cost_model.collectives`."""
     return str(start.target.__name__).removeprefix("start_")  # type: ignore[union-attr]
 
 
@@ -127,7 +127,7 @@ def results_of(start: fx.Node) -> list[fx.Node | None]:
 
 
 def tagged(start: fx.Node, tag: str) -> list[str]:
-    """What the results of a collective are called under a key of their meta."""
+    """Meta entries of the results of a collective under a key."""
     return [r.meta[tag] for r in results_of(start) if r is not None and tag in r.meta]
 
 

@@ -31,7 +31,7 @@ def call(graph: fx.Graph, like: fx.Node, target: Target, *args: Any, **kwargs: A
 
 
 def result_of(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator gives for fake arguments; once for each kind of them.
+    """The results of an operator for fake arguments, cached by their kind.
 
     Torch's own cache of that takes a fraction of a millisecond, which of the operators that passes
     write for a large model makes most of their time.

@@ -13,7 +13,7 @@ from autopar.ir.graph import GraphProperty, TrainingGraph
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass made.
+    """The result of a pass.
 
     Attributes:
         graph: the new graph; the old one if the pass declined.

@@ -1,4 +1,4 @@
-"""What every graph must satisfy between passes, as a table."""
+"""Rules that every graph satisfies between passes, as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which forward values the backward reads, and which it computes again."""
+"""Activation checkpointing: forward values that the backward reads, or computes again."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class MinCut:
         ]
 
     def price(self, node: fx.Node, unit: int, infinite: int) -> int:
-        """What keeping a value costs: nothing for inputs, its bytes for a tensor."""
+        """The cost of keeping a value: 0 for inputs, its bytes for a tensor."""
         if node.op == "placeholder":
             return 0
         if not isinstance(node.meta["val"], (tuple, list)):

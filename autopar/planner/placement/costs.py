@@ -156,7 +156,7 @@ class PlacementCosts:
         )
 
     def _cut(self, tensor: torch.Tensor | None, placement: Placement) -> object:
-        """What the time depends on: the local shape alone."""
+        """The key of a time: the local shape."""
         if tensor is None:
             return None
         return tuple(local_shape(tensor.shape, placement, self.shape.ranks))
@@ -215,7 +215,7 @@ def _all(node: fx.Node) -> Sequence[Any]:
 
 
 def _shard(tensor: Any, placement: Placement, ranks: int) -> Any:
-    """What one rank holds of a tensor, its dims in memory in the same order."""
+    """One rank's shard of a tensor, with its dims in the same memory order."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     shape = local_shape(tensor.shape, placement, ranks)

@@ -102,7 +102,7 @@ def solve(
         pins: where parameters must lie, by name.
         weight: what is held, and how much may be.
         wrapping: seconds that a step takes longer if any parameter is not whole.
-        time_limit_s: after which the best known is taken.
+        time_limit_s: seconds after which the best known solution is taken.
 
     Raises:
         PlanError: nothing was found in time.

@@ -118,7 +118,7 @@ def costs_along(
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """What stays in memory on a rank over a step, in bytes.
+    """Bytes that stay in memory on a rank during a step.
 
     Attributes:
         ranks: of the axis.

@@ -1,4 +1,4 @@
-"""What `autopar show --placements` prints: where everything lies, and what is converted."""
+"""Tables of `autopar show --placements`: placements, and redistributions between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a graph is partitioned where nothing was measured, or a plan has fixed the parameters."""
+"""Partitions without measured costs, or with the placements of parameters fixed by a plan."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def repartition(graph: TrainingGraph, partition: Partition) -> NodeStrategies:
 
 
 def _iterations(node: fx.Node) -> int:
-    """How often the loops of an operator run."""
+    """The number of iterations of the loops of an operator."""
     if node.op != "call_function":
         return 0
     operator = Operator.of(node)

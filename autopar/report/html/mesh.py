@@ -33,7 +33,7 @@ class Portion:
     Attributes:
         stage: of the pipeline, that holds them.
         layout: along each axis of `Plan.storage`.
-        nbytes: of the whole of them.
+        nbytes: size of all of them, in bytes.
     """
 
     stage: int
