@@ -121,13 +121,13 @@ class MicrobatchPrograms:
     last: TrainingGraph
 
     def of_each(self, run: Callable[[TrainingGraph], T]) -> tuple[T, T, T]:
-        """The results of a function for first, more and last, computed once where they are equal."""
+        """The results of a function for first, more and last, computed once if equal."""
         last = run(self.last)
         more = last if self.more is self.last else run(self.more)
         return (more if self.first is self.more else run(self.first)), more, last
 
     def counted(self, micro_batches: int) -> Iterator[tuple[TrainingGraph, int]]:
-        """The graphs of `micro_batches` micro-batches, each with its count; a single one is the last."""
+        """The graphs of a number of micro-batches, each with its count; a single one is last."""
         yield self.last, 1
         if micro_batches > 1:
             yield self.more, micro_batches - 2

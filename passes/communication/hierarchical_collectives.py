@@ -134,7 +134,7 @@ class _Split:
         return [self.take(x, n) for x, n in zip(self.cut(own, chunks), rows, strict=True)]
 
     def all_gather(self) -> list[fx.Node]:
-        """Gathers a table by neighbour and node, and reorders it by node and neighbour, as ranks are."""
+        """Gathers a table by neighbour and node, and reorders it by node and neighbour."""
         rows: list[int] = self.start.args[1]  # type: ignore[assignment]
         chunks = self.chunks(rows)
         padded = [self.pad(x, size) for x, (size, *_) in zip(self.operands, chunks, strict=True)]

@@ -16,13 +16,13 @@ from autopar.report.error_bars import (
 )
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+PUBLISHED, PREDICTION = RESULTS / "published", RESULTS / "prediction"
 
 
 def published(*names):
     """Predicted by published; steps are the shorter the more TFLOP/s there are."""
     tables = [
-        json.loads((RESULTS / "published" / f"published-{name}.json").read_text())["tables"]
-        for name in names
+        json.loads((PUBLISHED / f"published-{name}.json").read_text())["tables"] for name in names
     ]
     return [
         row["predicted"] / row["published"] for t in tables for rows in t.values() for row in rows
@@ -30,9 +30,7 @@ def published(*names):
 
 
 def counted(name):
-    groups = json.loads((RESULTS / "prediction" / name).read_text())[
-        "predicted_and_measured"
-    ].values()
+    groups = json.loads((PREDICTION / name).read_text())["predicted_and_measured"].values()
     return [measured / predicted for pairs in groups for predicted, measured in pairs]
 
 
