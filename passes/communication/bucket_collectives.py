@@ -52,9 +52,9 @@ class BucketCollectives(Pass):
             for name, start in select:
                 by_name.setdefault(name, []).append(start)
             for group in groups:
-                members = [start for name in group for start in by_name.get(name, ())]
+                members = dict.fromkeys(s for name in group for s in by_name.get(name, ()))
                 for alike in _by_kind(members):
-                    merged += len(alike) > 1 and bool(merge(graph.graph, alike))
+                    merged += len(alike) > 1 and bool(merge_collectives(graph.graph, alike))
         merged += merge_statistics(graph)
         reason = "" if merged else "no two collectives can travel together"
         return PassResult(graph, reason)
@@ -83,7 +83,7 @@ def reductions(graph: TrainingGraph) -> list[tuple[str, fx.Node]]:
     return [(name, start) for start in starts(graph) for name in tagged(start, "gradient")]
 
 
-def merge(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
+def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     """Joins collectives of one kind into one, and returns its start."""
     members = sorted(members)
     first = members[0]
@@ -98,7 +98,7 @@ def merge(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     done = new[0].args[0]
     start = done.args[0]  # type: ignore[union-attr]
     for item in (start, done):
-        item.meta |= {k: first.meta[k] for k in KEPT if k in first.meta}  # type: ignore
+        item.meta |= {k: first.meta[k] for k in COPIED_META if k in first.meta}  # type: ignore
     for before, after in zip(old, new, strict=True):
         if before is None:
             graph.erase_node(after)
@@ -113,26 +113,27 @@ def merge(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     return start
 
 
-KEPT = ("placement", "batch_dims", "gradient", "summed")
+COPIED_META = ("placement", "batch_dims", "gradient", "summed")
 
 
 def merge_statistics(graph: TrainingGraph) -> int:
     """Joins a small all-reduce with a later one that does not need its result."""
-    count, held = 0, None
+    count, previous = 0, None
     for start in list(starts(graph)):
         small = start.target is start_all_reduce and "gradient" not in start.meta
         if not small:
             continue
-        if held is not None and held.meta["phase"] == start.meta["phase"] and _can(held, start):
-            held = merge(graph.graph, [held, start])
+        if previous is not None and can_merge(previous, start):
+            previous = merge_collectives(graph.graph, [previous, start])
             count += 1
         else:
-            held = start
+            previous = start
     return count
 
 
-def _can(earlier: fx.Node, later: fx.Node) -> bool:
-    kinds = {(tensors(n)[0].dtype, axis_of(n), op_of(n)) for n in (earlier, later)}
+def can_merge(earlier: fx.Node, later: fx.Node) -> bool:
+    """Whether two all-reduces of a phase are alike and nothing reads the earlier one in between."""
+    kinds = {(tensors(n)[0].dtype, axis_of(n), op_of(n), n.meta["phase"]) for n in (earlier, later)}
     uses = [user for result in results_of(earlier) if result for user in result.users]
     return len(kinds) == 1 and all(later < user for user in uses)
 
@@ -156,7 +157,7 @@ def _fill(items: Iterable[tuple[str, fx.Node]], limit: int) -> Iterable[Group]:
         yield tuple(group)
 
 
-def _by_kind(members: list[fx.Node]) -> list[list[fx.Node]]:
+def _by_kind(members: Iterable[fx.Node]) -> list[list[fx.Node]]:
     kinds: dict[object, list[fx.Node]] = {}
     for member in members:
         kind = (member.target, tensors(member)[0].dtype, axis_of(member))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
-from autopar.passes.communication.bucket_collectives import merge
+from autopar.passes.communication.bucket_collectives import merge_collectives
 from autopar.passes.core.collective_ops import axis_of, op_of, results_of, starts
 from autopar.passes.core.node_builder import is_view
 from autopar.passes.core.pass_base import Pass, PassResult
@@ -37,7 +37,7 @@ class BucketTpGradients(Pass):
         buckets = [bucket for bucket in self.buckets(graph) if len(bucket) > 1]
         for members in buckets:
             tails = [node for member in members for node in _tail(member)]
-            place = max(_results(merge(graph.graph, members)))
+            place = max(_results(merge_collectives(graph.graph, members)))
             for node in tails:
                 place.append(node)
                 place = node

@@ -22,6 +22,7 @@ from torch import fx
 
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.core.collective_ops import STARTS, results_of, start_all_gather, wait, wait_of
+from autopar.passes.core.node_builder import ancestors
 
 Kind = Literal["early", "late", "needed"]
 """needed: the last wait for what is gathered early."""
@@ -208,26 +209,16 @@ def _early(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
         if all(n not in inside or n in free for n in node.all_input_nodes):
             free.add(node)
     gathers = [n for n in nodes if n.target is start_all_gather and n in free]
-    ours = _ancestors(gathers, inside).union(gathers)
+    ours = ancestors(gathers, inside).union(gathers)
     shared = set[fx.Node]()  # with main compute, itself or what it is made of
     for node in filter(ours.__contains__, nodes):
         if not shared.isdisjoint(node.all_input_nodes) or not ours.issuperset(node.users):
             shared.add(node)
     alone = [s for s in gathers if shared.isdisjoint(s.all_input_nodes)]
     alone = [s for s in alone if not any(u in late for r in results_of(s) if r for u in r.users)]
-    found = _ancestors(alone, inside).union(alone)
+    found = ancestors(alone, inside).union(alone)
     for start in alone:
         found |= {n for n in (wait_of(start), *results_of(start)) if n is not None}
-    return found
-
-
-def _ancestors(nodes: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-    found, todo = set[fx.Node](), list(nodes)
-    while todo:
-        for given in todo.pop().all_input_nodes:
-            if given in inside and given not in found:
-                found.add(given)
-                todo.append(given)
     return found
 
 
@@ -237,7 +228,7 @@ def _groups(nodes: list[fx.Node], own: set[fx.Node], kind: Kind) -> list[_Group]
     found: list[_Group] = []
     group_of: dict[fx.Node, int] = {}
     for start in (node for node in order if node.target in STARTS):
-        needs = {n for n in _ancestors([start], own) if n not in group_of} | {start}
+        needs = {n for n in ancestors([start], own) if n not in group_of} | {start}
         group_of |= dict.fromkeys(needs, len(found))
         found.append(_Group(kind, sorted(needs, key=order.__getitem__), start))
     for node in (node for node in order if node not in group_of):

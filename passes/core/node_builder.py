@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -79,18 +79,15 @@ def fake_like(graph: TrainingGraph, shape: tuple[int, ...], dtype: torch.dtype) 
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def first_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> fx.Node:
-    """The node that comes first in the graph."""
-    return min(nodes)
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All nodes that some nodes depend on."""
-    found, todo = set[fx.Node](), list(nodes)
-    while todo:
-        new = set(todo.pop().all_input_nodes) - found
+def ancestors(nodes: Iterable[fx.Node], within: Set[fx.Node] | None = None) -> set[fx.Node]:
+    """All nodes that some nodes depend on, by paths inside `within` if it is given."""
+    found, pending = set[fx.Node](), list(nodes)
+    while pending:
+        new = set(pending.pop().all_input_nodes) - found
+        if within is not None:
+            new &= within
         found |= new
-        todo += new
+        pending += new
     return found
 
 

@@ -50,15 +50,13 @@ class Reproducer:
     """A failed run of passes.
 
     Attributes:
-        graph: the graph before the pass that failed.
+        graph: the graph before the pass that failed; its history names the passes before.
         pipeline: that pass and those behind it.
-        before: one line for each pass before it, for people.
         error: the first line of the error.
     """
 
     graph: TrainingGraph
     pipeline: PassPipeline
-    before: tuple[str, ...] = ()
     error: str = ""
 
 
@@ -86,7 +84,6 @@ def save(reproducer: Reproducer) -> Path:
     graph = reproducer.graph
     document = {
         "error": reproducer.error,
-        "before": reproducer.before,
         "pipeline": str(reproducer.pipeline).splitlines(),
         "graph": {
             field.name: write(getattr(graph, field.name), _written)
@@ -117,7 +114,7 @@ def load(path: str | Path) -> Reproducer:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         pipeline = PassPipeline.parse("\n".join(document["pipeline"]))
         graph = _load_graph(document["nodes"], document["graph"])
-        return Reproducer(graph, pipeline, tuple(document["before"]), document["error"])
+        return Reproducer(graph, pipeline, document["error"])
     except (OSError, ValueError, KeyError, TypeError) as failure:
         raise PassError(f"{path} is no reproducer of autopar: {failure!r}") from failure
 

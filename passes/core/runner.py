@@ -41,7 +41,7 @@ def run_passes(
         except Exception as error:
             before = ", ".join(pipeline.names[:index]) or "none"
             raise PassError(
-                f"pass {describe(item)} failed: {error}\n"
+                f"pass {describe(item)} failed: {str(error) or type(error).__name__}\n"
                 f"passes before it: {before}\n{_reproducer(captured, pipeline, index, error)}"
             ) from error
         if observe is not None:
@@ -73,13 +73,11 @@ def _reproducer(
     captured: TrainingGraph, pipeline: PassPipeline, index: int, error: Exception
 ) -> str:
     """Saves a reproducer; the line of the message that names it."""
-    before, rest = pipeline[:index], pipeline[index:]
+    graph, rest = captured, pipeline[index:]
     try:
-        graph = captured
-        for item in before:  # again: the failed pass may have changed the graph of the last one
-            graph = apply_pass(item, replace(graph, disposable=False))
-        first_line = str(error).partition("\n")[0]
-        path = save(Reproducer(graph, rest, tuple(map(describe, before)), first_line))
+        for item in pipeline[:index]:  # again, since the failed pass may have changed their graph
+            graph = apply_pass(item, replace(graph, free=False))
+        path = save(Reproducer(graph, rest, str(error).partition("\n")[0]))
     except Exception as failure:
         return f"no reproducer was saved: {failure}"
     return f"to run it again: {command(path, rest)}"

@@ -54,7 +54,6 @@ def test_a_failed_pass_fails_again_from_its_file(tmp_path: Path) -> None:
 
     document = json.loads(path.read_text())
     assert document["error"] == error
-    assert len(document["before"]) == 4
     document["pipeline"] = ["broken_pass(fails=False)", "lower_collectives('gloo', 0)"]
     mended = tmp_path / "mended.json"
     mended.write_text(json.dumps(document))
