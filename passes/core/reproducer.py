@@ -88,7 +88,7 @@ def save(reproducer: Reproducer) -> Path:
         "graph": {
             field.name: write(getattr(graph, field.name), _written)
             for field in fields(graph)
-            if field.name not in ("graph", "free")
+            if field.name not in ("graph", "disposable")
         },
         "nodes": [_node_record(node) for node in graph.graph.nodes],
     }

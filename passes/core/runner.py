@@ -76,7 +76,7 @@ def _reproducer(
     graph, rest = captured, pipeline[index:]
     try:
         for item in pipeline[:index]:  # again, since the failed pass may have changed their graph
-            graph = apply_pass(item, replace(graph, free=False))
+            graph = apply_pass(item, replace(graph, disposable=False))
         path = save(Reproducer(graph, rest, str(error).partition("\n")[0]))
     except Exception as failure:
         return f"no reproducer was saved: {failure}"

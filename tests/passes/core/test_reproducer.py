@@ -95,7 +95,7 @@ def survives(graph: TrainingGraph) -> None:
     again = load(path).graph
     path.unlink()
     assert render(again) == render(graph)
-    assert replace(again, graph=graph.graph, constants={}, free=graph.free) == replace(
+    assert replace(again, graph=graph.graph, constants={}, disposable=graph.disposable) == replace(
         graph, constants={}
     )
     assert again.constants.keys() == graph.constants.keys()
