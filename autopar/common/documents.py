@@ -159,7 +159,7 @@ _AT = re.compile(r"(.*) - at `(.*)`", re.DOTALL)
 
 
 def _explained(failure: str, document: Any) -> str:
-    """msgspec's message, with the path first and the value found there."""
+    """Msgspec's message, with the path first and the value found there."""
     match = _AT.fullmatch(failure)
     what, path = (match[1], match[2]) if match else (failure, "$")
     found = _value_at(path, document)

@@ -63,8 +63,10 @@ def _runs(
 
 
 class _Sums:
-    """Sums for a fit of a + b x to t by least relative error: a u + b v = 1 for u = 1/t, v = x/t,
-    with a and b not negative."""
+    """Sums for a fit of a + b x to t by least relative error, with a and b not negative.
+
+    The fit solves a u + b v = 1 for u = 1/t and v = x/t.
+    """
 
     def __init__(self) -> None:
         self.count = 0

@@ -236,7 +236,7 @@ def _ranks_per_node(run: RawRun, facts: _Facts, ranks: int) -> int:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """busbw / algbw of nccl-tests: bytes over the busiest link for each byte of the message."""
+    """Busbw / algbw of nccl-tests: bytes over the busiest link for each byte of the message."""
     if collective == "all_reduce":
         return 2 * (ranks - 1) / ranks
     if collective in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):

@@ -27,8 +27,10 @@ class Codec(Protocol):
     """Writes and reads messages."""
 
     def fit(self, width: int) -> int:
-        """The least width of a table that holds this one: inductor miscompiles tables that are
-        filled up and cut here."""
+        """The least width of a padded table.
+
+        Callers pad and cut, because inductor miscompiles tables padded and cut in a codec.
+        """
         ...
 
     def encode(self, table: Tensor) -> Tensor:

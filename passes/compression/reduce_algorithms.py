@@ -125,8 +125,9 @@ class RandomKReduce(CompressedReduce):
 
 
 class LowRankReduce(CompressedReduce):
-    """Matrices as products of two narrow ones, sums of which are enough (Vogels et al., PowerSGD,
-    2019). Vectors, and matrices that would not become smaller, are sent as they are.
+    """PowerSGD (Vogels et al., 2019): matrices sent as products of two narrow ones.
+
+    Vectors, and matrices that would not become smaller, are sent uncompressed.
     """
 
     def write(self) -> list[fx.Node]:

@@ -136,7 +136,7 @@ class _Rows:
     def add(
         self, plus: Iterable[int], minus: Iterable[int], low: float, high: float | None = None
     ) -> None:
-        """sum of `plus` - sum of `minus` lies from `low` to `high` (by default is `low`)."""
+        """Sum of `plus` - sum of `minus` lies from `low` to `high` (by default is `low`)."""
         for sign, columns in ((1.0, plus), (-1.0, minus)):
             for column in columns:
                 self.columns.append(column)

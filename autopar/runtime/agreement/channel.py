@@ -139,7 +139,10 @@ class Channel:
         """Starts an exchange; `finish_exchange` must run before the ranks communicate otherwise.
 
         Args:
-            event, entries, payload, samples: as for `exchange`.
+            event: the event, as for `exchange`.
+            entries: values that must be equal on all ranks.
+            payload: bytes for every rank.
+            samples: numbers for every rank.
             then: callback for the data of all ranks.
 
         Raises:

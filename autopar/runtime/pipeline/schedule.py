@@ -78,7 +78,7 @@ class Schedule:
 
     @cached_property
     def _runtime(self) -> PipelineRuntime:
-        """torch's runtime, with the actions of the schedule and transfers between them."""
+        """Torch's runtime, with the actions of the schedule and transfers between them."""
         ranks = len(self.orders)
         count = 1 + max(action.stage for order in self.orders for action in order)
         stages = [

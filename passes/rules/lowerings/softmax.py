@@ -31,7 +31,7 @@ def _dim_of(index: int) -> Rule:
 def _exponentials(
     ctx: LoweringContext, x: fx.Node, top: fx.Node, dims: list[int]
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """x less the maximum, the exponentials of that, and their sum over the whole dims."""
+    """X less the maximum, the exponentials of that, and their sum over the whole dims."""
 
     def shifted_exp(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shifted = x - top
