@@ -97,7 +97,7 @@ def test_gathered_shards_are_the_whole(shapes: Shapes, n: int, backend: str, pie
     tensors = [whole(shape) for shape in shapes]
     parts = list(zip(*(chunks(t, n) for t in tensors), strict=True))
     rows = [[t.shape[0] for t in tensors]] * n
-    with mock.patch("autopar.cost_model.algorithms.gloo_chunks.PIECE_BYTES", piece):
+    with mock.patch("autopar.cost_model.algorithms.gloo_chunks.CHUNK_BYTES", piece):
         answers = run(backend, parts, start_all_gather, rows)
     for found in answers:
         assert all(map(torch.equal, found, tensors))
@@ -119,7 +119,7 @@ def test_scattered_sums_are_shards_of_the_sum(
 ) -> None:
     parts = [[whole(shape, rank) for shape in shapes] for rank in range(n)]
     rows = [[chunk_rows(shape[0], n)[rank] for shape in shapes] for rank in range(n)]
-    with mock.patch("autopar.cost_model.algorithms.gloo_chunks.PIECE_BYTES", piece):
+    with mock.patch("autopar.cost_model.algorithms.gloo_chunks.CHUNK_BYTES", piece):
         found = run(backend, parts, start_reduce_scatter, rows)
     for index, shape in enumerate(shapes):
         total = sum(part[index] for part in parts)
