@@ -52,7 +52,7 @@ class Call:
     Attributes:
         leaves: flattened arguments, tensors as `TensorSpec`.
         structure: tree structure of (args, kwargs).
-        has_rows: for each leaf, whether dim 0 runs over the rows of the batch.
+        has_batch_dim: for each leaf, whether dim 0 runs over the rows of the batch.
     """
 
     leaves: tuple[Any, ...]

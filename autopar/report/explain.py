@@ -101,16 +101,16 @@ def _links(plan: PlanSpec, p: Prediction) -> Iterator[str]:
         return
     steps = ", ".join(f"{_ms(s)} at {rate:g} of it" for rate, s in p.at_rates)
     yield f"  at another rate of all links the step takes: {steps}"
-    rivals = [other for other in plan.runners_up if other.at_rates and _may_win(plan, other)]
-    found = [(rate, other) for other in rivals for rate in _crossings(plan, other)]
+    alternatives = [other for other in plan.runners_up if other.at_rates and _may_win(plan, other)]
+    found = [(rate, other) for other in alternatives for rate in _crossings(plan, other)]
     slow = max((item for item in found if item[0] < 1.0), key=lambda item: item[0], default=None)
     fast = min((item for item in found if item[0] > 1.0), key=lambda item: item[0], default=None)
     if slow is not None:
         yield f"  with links at {slow[0]:.2g} of their rate or less: {slow[1].name}"
     if fast is not None:
         yield f"  with links {fast[0]:.2g} times as fast or faster: {fast[1].name}"
-    if rivals and slow is None and fast is None:
-        names, rates = ", ".join(o.name for o in rivals), [rate for rate, _ in p.at_rates]
+    if alternatives and slow is None and fast is None:
+        names, rates = ", ".join(o.name for o in alternatives), [rate for rate, _ in p.at_rates]
         low, high = rates[0], rates[-1]
         yield f"  from {low:g} to {high:g} of the links' rate it stays ahead of {names}"
 

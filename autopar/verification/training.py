@@ -45,8 +45,8 @@ class ComparedBatch:
             by_rank = dict(gather_objects((dp_rank, leaves)))
             columns = zip(*(by_rank[index] for index in range(ranks)), strict=True)
             joined = [
-                torch.cat(column) if has_rows else column[0]
-                for has_rows, column in zip(shard.call.has_batch_dim, columns, strict=True)
+                torch.cat(column) if has_batch_dim else column[0]
+                for has_batch_dim, column in zip(shard.call.has_batch_dim, columns, strict=True)
             ]
             whole = pytree.tree_unflatten(joined, structure)
         peers = world_size() / ranks

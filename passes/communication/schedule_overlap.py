@@ -19,21 +19,20 @@ from autopar.plan.overlap import Overlap
 class ScheduleOverlap(Pass):
     """Issues collectives early and waits for them late, as a plan says or by two numbers.
 
-    Before: each collective is waited for at once. After: a gather starts so many stretches before
-    it is needed, and is waited for there; the sum of a gradient starts and is waited for so many
-    after it could. Where the graph has other units than were planned for (another kind of call),
-    and where nothing was planned: a gather starts when the one `prefetch` before it is needed;
-    a sum is waited for when `in_flight` later ones have started, or at the end. Collectives of main
-    compute are waited for at their first use. What is computed between two collectives moves with
-    the second; other compute keeps its order. Tier: exact.
+    Before: each collective is awaited where it starts. After: a gather starts the planned number of
+    stretches before its use, and the sum of a gradient starts and is awaited the planned number
+    after its inputs are ready. Without a plan for the graph, a gather starts with the `prefetch`-th
+    gather before it. A sum is then awaited when `in_flight` later ones have started, or at the end.
+    Collectives of main compute are awaited at their first use. Compute between two collectives moves
+    with the second; other compute keeps its order. Tier: exact.
 
-    All ranks start collectives in one order: it follows from the plan and from the order of the
-    marks of `chains.Half`, which are places of collectives, and so the same on all ranks.
+    All ranks start collectives in one order, which follows from the plan and from the sync points
+    of the graph (`overlap_units`). Both are the same on all ranks.
 
     Attributes:
-        prefetch: how many gathers are under way ahead of the one needed; 0 for none.
-        in_flight: how many reductions may be under way; 0 for any number.
-        overlaps: what was planned, for each stage of a pipeline.
+        prefetch: number of gathers in flight ahead of the one in use; 0 for none.
+        in_flight: most reductions in flight; 0 for any number.
+        overlaps: planned schedule of each pipeline stage.
     """
 
     prefetch: int = 1

@@ -45,11 +45,11 @@ class LocalBatch(Pass):
 
     Attributes:
         slices: the slices of the batch.
-        has_rows: for each flattened argument, whether its dim 0 is the batch dim.
+        has_batch_dim: for each flattened argument, whether its dim 0 is the batch dim.
     """
 
     slices: BatchSlices
-    has_rows: tuple[bool, ...]
+    has_batch_dim: tuple[bool, ...]
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
@@ -86,7 +86,7 @@ class LocalBatch(Pass):
                 result.meta |= {"placement": PARTIAL, "batch_dims": ((),) * len(elements(result))}
 
     def _is_batched(self, role: InputRole) -> bool:
-        return isinstance(role, Input) and self.has_rows[role.index]
+        return isinstance(role, Input) and self.has_batch_dim[role.index]
 
 
 def _scale_tangents(graph: TrainingGraph, fraction: fx.Node) -> None:

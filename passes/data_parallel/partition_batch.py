@@ -58,17 +58,17 @@ class PartitionBatch(Pass):
 
     Attributes:
         slices: the slices of the batch.
-        has_rows: for each flattened argument, whether its dim 0 is the batch dim.
+        has_batch_dim: for each flattened argument, whether its dim 0 is the batch dim.
         whole_outputs: indices of outputs that the model keeps, so that each rank needs all rows.
     """
 
     slices: BatchSlices
-    has_rows: tuple[bool, ...]
+    has_batch_dim: tuple[bool, ...]
     whole_outputs: tuple[int, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to `graph`, which stays as it is."""
-        placements = propagate(graph, self.slices, self.has_rows, self.whole_outputs)
+        placements = propagate(graph, self.slices, self.has_batch_dim, self.whole_outputs)
         return PassResult(_BatchPartitioner(graph, self.slices, placements).run())
 
 

@@ -52,7 +52,7 @@ class BatchPlacements:
 def propagate(
     graph: TrainingGraph,
     slices: BatchSlices,
-    has_rows: Sequence[bool],
+    has_batch_dim: Sequence[bool],
     whole_outputs: Sequence[int] = (),
 ) -> BatchPlacements:
     """Placements of every value of a graph of the whole batch.
@@ -60,10 +60,10 @@ def propagate(
     Args:
         graph: forward and backward of the whole batch.
         slices: the slices of the batch.
-        has_rows: for each flattened argument, whether its dim 0 is the batch dim.
+        has_batch_dim: for each flattened argument, whether its dim 0 is the batch dim.
         whole_outputs: indices of outputs that are returned whole.
     """
-    return _Propagation(graph, slices, has_rows, whole_outputs).run()
+    return _Propagation(graph, slices, has_batch_dim, whole_outputs).run()
 
 
 class _Propagation:
@@ -73,14 +73,16 @@ class _Propagation:
         self,
         graph: TrainingGraph,
         slices: BatchSlices,
-        has_rows: Sequence[bool],
+        has_batch_dim: Sequence[bool],
         whole_outputs: Sequence[int],
     ) -> None:
         self.graph, self.slices, self.whole_outputs = graph, slices, whole_outputs
         self.chooser = StrategyChooser(slices)
         self.roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
         self.placements: dict[Value, Placement] = {
-            Value(node): Shard(0) if isinstance(role, Input) and has_rows[role.index] else WHOLE
+            Value(node): Shard(0)
+            if isinstance(role, Input) and has_batch_dim[role.index]
+            else WHOLE
             for node, role in self.roles.items()
         }
         self.available: dict[Value, set[Placement]] = {}

@@ -192,13 +192,13 @@ def check_replicas(ranks: Sequence[Rank]) -> None:
     programs = [[(n.name, n.target) for n in rank.graph.graph.nodes] for rank in ranks]
     if any(program != programs[0] for program in programs):
         return  # ranks whose chunks are smaller pad them
-    for twins in zip(*(rank.graph.graph.nodes for rank in ranks), strict=True):
-        if not isinstance(twins[0].meta.get("placement"), Replicate) or is_pending(twins[0]):
+    for peers in zip(*(rank.graph.graph.nodes for rank in ranks), strict=True):
+        if not isinstance(peers[0].meta.get("placement"), Replicate) or is_pending(peers[0]):
             continue
-        first, *others = (as_list(r.values[n]) for r, n in zip(ranks, twins, strict=True))
+        first, *others = (as_list(r.values[n]) for r, n in zip(ranks, peers, strict=True))
         for other in others:
             same = all(map(close, first, other))
-            assert same, f"{twins[0].name} is typed Replicate and differs between ranks"
+            assert same, f"{peers[0].name} is typed Replicate and differs between ranks"
 
 
 def close(a: Any, b: Any) -> bool:

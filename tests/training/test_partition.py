@@ -100,7 +100,7 @@ def few_rows(rank: int, world_size: int) -> Reference:
 
 def repeated(rank: int, world_size: int, level: str) -> None:
     """What ranks sent each other in the forward is sent again in the backward."""
-    pair = Pair("gpt", strategy=fixed(0, level, tp=2, placements=FUSED, as_placed=True))
+    pair = Pair("gpt", strategy=fixed(0, level, tp=2, placements=FUSED, keep_sharded=True))
     for step in range(2):
         args, _ = batch_of("gpt", step, 8)
         for model in pair.models:

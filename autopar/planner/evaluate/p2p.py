@@ -115,7 +115,7 @@ def _tied_parameter_s(
     stages: PipelineStages, pipeline: Pipeline, link: P2PCost
 ) -> tuple[float, float]:
     """Seconds to send tied parameters, and to return their gradients, on parallel links."""
-    lent, back = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    tied, back = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for index, graph in enumerate(stages.stages):
         user = pipeline.rank_of(index)
         for role, node in zip(graph.inputs, graph.placeholders, strict=True):
@@ -124,7 +124,7 @@ def _tied_parameter_s(
             owner = pipeline.rank_of(pipeline.owners[role.name])
             if owner != user:
                 nbytes = tensor_bytes(tensors(node)[0])
-                lent[owner, user] += nbytes
+                tied[owner, user] += nbytes
                 back[user, owner] += nbytes * (graph.result(Gradient(role)) is not None)
-    times = [[link.seconds(n) for n in table.values()] for table in (lent, back)]
+    times = [[link.seconds(n) for n in table.values()] for table in (tied, back)]
     return max(times[0], default=0.0), max(times[1], default=0.0)

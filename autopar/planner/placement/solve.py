@@ -37,7 +37,7 @@ def partition(
     memory: int | None = None,
     copies: float = 4.0,
     wrapped: bool = True,
-    as_placed: bool = False,
+    keep_sharded: bool = False,
     sequence: bool = True,
     time_limit_s: float = 30.0,
 ) -> Solution:
@@ -55,7 +55,7 @@ def partition(
         copies: bytes of a trained parameter with gradient and optimizer state, relative to its
             own; less where ZeRO shards them.
         wrapped: whether parameters are DTensors even if all are replicated.
-        as_placed: whether pinned parameters are never gathered.
+        keep_sharded: whether pinned parameters are never gathered.
         sequence: whether replicated activations may be sharded, and partial sums scattered.
         time_limit_s: seconds after which the best known solution is used.
 
@@ -67,7 +67,7 @@ def partition(
     held = MeasuredCosts.of(graph, ranks, copies)
     weight = None if memory is None else Weight(held.op_strategy, held.conversion, memory)
     late, found = _only_returned(graph), resolve_constraints(pins or {}, graph.parameters, ranks)
-    fixed = _views_of(graph, found) if as_placed else frozenset[fx.Node]()
+    fixed = _views_of(graph, found) if keep_sharded else frozenset[fx.Node]()
 
     def price(value: Value, before: Placement, after: Placement) -> float:
         cut = isinstance(after, Shard) and not isinstance(before, Shard)

@@ -109,7 +109,7 @@ def solve_axis(
         memory=memory,
         copies=(2.0 + problem.state_ratio) / shards,
         wrapped=sharded or shards > 1,
-        as_placed=problem.strategy.keep_sharded,
+        keep_sharded=problem.strategy.keep_sharded,
         sequence=problem.strategy.sequence_parallel,
     )
     return by_node_name(solution.op_strategies)

@@ -28,7 +28,7 @@ def example_plan() -> Plan:
         ((8, 1e-4, 0.1),),
         ((8, 1, 1e-4),),
     )
-    picture = ReportData(
+    report_data = ReportData(
         8, (("blocks.0", "forward", 0.0, 0.1),), (0.0, 0.1), (("parameters", (5, 6)),), (traffic,)
     )
     exposure = Exposure("a", "blocks.0", "all_reduce", "tp", 8, 0.1, 0.01, 0.01, 0.01)
@@ -52,7 +52,7 @@ def example_plan() -> Plan:
         memory_curve=((0.0, 100),),
         stages=(stage, stage),
         idle=(0.1, 0.2),
-        report_data=picture,
+        report_data=report_data,
         work=Work(8, 64, 1e6, 1e12, "float32"),
         at_rates=((0.5, 0.4),),
     )

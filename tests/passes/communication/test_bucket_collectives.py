@@ -67,7 +67,7 @@ def test_unlike_collectives_of_a_bucket_stay_apart() -> None:
 
 
 def test_statistics_that_can_wait_join_the_next_one() -> None:
-    """Evidence and loss are one message."""
+    """Checksums and loss are one message."""
     after = bucketed(two_layers(), Buckets())
     small = [s for s in starts(after) if s.target is start_all_reduce and "gradient" not in s.meta]
     assert [len(start.args[0]) for start in small] == [2]  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None
     assert graph.history == (
         "captured from TwoLayers",
         "partition_batch(slices=BatchSlices(count=2, index=0, rows=4, over_time=False), "
-        "has_rows=(True,), whole_outputs=())",
+        "has_batch_dim=(True,), whole_outputs=())",
         "assign_batch_axis(axis='dp', agree=True)",
         "shard_parameters(axis='dp', rank=1, stages=(('blocks.0', 0), ('blocks.1', 0))): declined, "
         "every block is stage 0: parameters stay whole",
@@ -120,7 +120,7 @@ def test_a_pass_ensures_its_properties_where_it_declines_too() -> None:
     assert graph.properties == {GraphProperty.PARAMETERS_SHARDED}
 
 
-# -- legality ----------------------------------------------------------------------------------
+# -- verifier ----------------------------------------------------------------------------------
 
 
 def claims_to_sum(graph: TrainingGraph) -> TrainingGraph:
