@@ -21,7 +21,7 @@ class ScheduleOverlap(Pass):
 
     Before: each collective is awaited where it starts. After: a gather starts the planned number of
     stretches before its use, and the sum of a gradient starts and is awaited the planned number
-    after its inputs are ready. Without a plan for the graph, a gather starts with the `prefetch`-th
+    after its inputs are ready. Without a plan for the graph, a gather starts with the `prefetch`th
     gather before it. A sum is then awaited when `in_flight` later ones have started, or at the end.
     Collectives of main compute are awaited at their first use. Compute between two collectives moves
     with the second; other compute keeps its order. Tier: exact.
