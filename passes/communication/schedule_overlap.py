@@ -23,7 +23,7 @@ class ScheduleOverlap(Pass):
     stretches before its use, and the sum of a gradient starts and is awaited the planned number
     after its inputs are ready. Without a plan for the graph, a gather starts with the `prefetch`th
     gather before it. A sum is then awaited when `in_flight` later ones have started, or at the end.
-    Collectives of main compute are awaited at their first use. Compute between two collectives moves
+    gather before it. A sum is then awaited when `in_flight` later ones started, or at the end.
     with the second; other compute keeps its order. Tier: exact.
 
     All ranks start collectives in one order, which follows from the plan and from the sync points
