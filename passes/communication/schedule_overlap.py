@@ -23,8 +23,8 @@ class ScheduleOverlap(Pass):
     stretches before its use, and the sum of a gradient starts and is awaited the planned number
     after its inputs are ready. Without a plan for the graph, a gather starts with the `prefetch`th
     gather before it. A sum is then awaited when `in_flight` later ones have started, or at the end.
-    gather before it. A sum is then awaited when `in_flight` later ones started, or at the end.
-    with the second; other compute keeps its order. Tier: exact.
+    Collectives of main compute are awaited at their first use. Other compute between two
+    collectives moves with the second and keeps its order. Tier: exact.
 
     All ranks start collectives in one order, which follows from the plan and from the sync points
     of the graph (`overlap_units`). Both are the same on all ranks.
