@@ -1,8 +1,9 @@
-"""Codecs: rows of numbers encoded as smaller messages, and decoded, by plain tensor functions.
+"""Codecs: encode rows of numbers as smaller messages and decode them, with plain tensor functions.
 
-A codec turns a table [n, width], of a width that fits, into messages [n, ...], each of which can be
-read alone, and back into numbers; `total` adds up what several messages say. What is inf or nan
-comes out as inf or nan, if need be with its neighbours: nothing hides an overflow.
+A codec encodes a table [n, width] as n messages [n, ...]. Each message decodes on its own, and
+`total` sums several. Codecs accept only the widths that `fit` returns.
+
+Codecs never hide an overflow: inf and NaN decode to inf or NaN and may spread within their block.
 """
 
 from __future__ import annotations
@@ -17,41 +18,41 @@ from torch import Tensor
 from autopar.plan.compression import Compression
 
 ROW = 2**16
-"""Elements among which top-k selects: their places fit into two bytes."""
+"""Greatest number of elements in a row of top-k: their indices fit in two bytes."""
 
 GROUP = 8
-"""Elements of which top-k first looks at the largest alone."""
+"""Number of elements in a group: top-k first selects groups by their largest element."""
 
 
 class Codec(Protocol):
-    """Writes and reads messages."""
+    """Encodes and decodes messages."""
 
     def fit(self, width: int) -> int:
-        """The least width of a padded table.
+        """Least width, at or above `width`, that the codec accepts.
 
-        Callers pad and cut, because inductor miscompiles tables padded and cut in a codec.
+        Callers pad and cut tables, because inductor miscompiles codecs that do so.
         """
         ...
 
     def encode(self, table: Tensor) -> Tensor:
-        """The message of each row of a table [n, width]."""
+        """Encodes each row of a table [n, width] as a message."""
         ...
 
     def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """The table [n, width] that messages stand for."""
+        """Decodes messages into a table [n, width]."""
         ...
 
     def total(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """The sum [width] of the rows that messages stand for."""
+        """Sums the decoded rows of messages: [width]."""
         ...
 
     def lost(self, table: Tensor, messages: Tensor) -> Tensor:
-        """Facts about a table beside its messages."""
+        """Encoding error: the table minus its decoded messages."""
         ...
 
 
 def codec(given: Compression) -> Codec:
-    """Encodes and decodes the messages of a compression method, except PowerSGD and random-k."""
+    """Codec of a compression method; PowerSGD and random-k have none."""
     match given.method:
         case "bf16":
             return Cast(torch.bfloat16)
@@ -69,7 +70,7 @@ def codec(given: Compression) -> Codec:
 
 
 class _Read:
-    """Sums messages, and computes the loss of encoding, by decoding all of them."""
+    """Computes sums and encoding errors from decoded messages."""
 
     def total(self: Codec, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         return self.decode(messages, width, dtype).sum(0)
@@ -80,7 +81,7 @@ class _Read:
 
 @dataclass(frozen=True)
 class Cast(_Read):
-    """A narrower floating type."""
+    """Casts to a narrower floating type."""
 
     narrow: torch.dtype
 
@@ -96,9 +97,9 @@ class Cast(_Read):
 
 @dataclass(frozen=True)
 class Int8(_Read):
-    """127 steps to either side; each block has a scale, in float32.
+    """Symmetric int8 quantization, with one float32 scale per block.
 
-    (Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016; in blocks as ZeRO++.)
+    (Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016; blocks as in ZeRO++.)
     """
 
     block: int
@@ -120,7 +121,7 @@ class Int8(_Read):
 
 @dataclass(frozen=True)
 class Sign(_Read):
-    """A bit an element; each block has its mean magnitude, in float32.
+    """One sign bit per element, with one float32 mean magnitude per block.
 
     (Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
     """
@@ -143,13 +144,13 @@ class Sign(_Read):
 
 @dataclass(frozen=True)
 class TopK:
-    """The largest elements of every row, each as a bfloat16 and its place in two bytes.
+    """Largest elements of each row, as bfloat16 values and two-byte indices.
 
     (Stich, Cordonnier & Jaggi, Sparsified SGD with Memory, 2018.)
 
     Attributes:
-        density: part of the elements that are sent, one of every row at least.
-        threshold: those not larger than this are not sent; their places in the message are zero.
+        density: fraction of the elements to send, at least one per row.
+        threshold: magnitude up to which selected elements are sent as zeros.
     """
 
     density: float
@@ -172,7 +173,7 @@ class TopK:
         return torch.stack([self._read(message, width, dtype) for message in messages.unbind()])
 
     def total(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """One message after the other, so that all ranks add in the same order."""
+        """Sums messages one after the other, so that all ranks add in the same order."""
         first, *rest = messages.unbind()
         found = self._read(first, width, dtype, whole=True)
         for message in rest:
@@ -207,10 +208,10 @@ class TopK:
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:
-    """The places of the largest elements of each row.
+    """Indices of the `count` largest elements of each row.
 
-    They lie in the groups that are first by their largest elements, of which no more are needed
-    than elements: what is sorted is a fraction of the row.
+    The `count` groups with the largest maxima contain all of them, so top-k runs on those groups
+    instead of the whole row.
     """
     groups = sizes.shape[-1] // GROUP
     if count >= groups:
@@ -223,12 +224,14 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
 
 
 def random_places(count: Tensor, width: int, density: float) -> Tensor:
-    """One place of every stretch of `width`, another at every count, the same on all ranks.
+    """Pseudo-random column indices, one per stretch of `1 / density` columns.
+
+    All ranks draw the same indices, and each value of `count` draws new ones.
 
     Args:
-        count: int64 scalar, how often this was done before.
-        width: of the rows.
-        density: part of the places that is taken.
+        count: number of earlier draws, an int64 scalar.
+        width: number of columns.
+        density: fraction of the columns to draw.
     """
     stretch = max(1, min(width, round(1 / density)))
     starts = torch.arange(0, width, stretch, device=count.device)
@@ -239,7 +242,7 @@ def random_places(count: Tensor, width: int, density: float) -> Tensor:
 
 
 def _joined(bodies: Tensor, scales: Tensor) -> Tensor:
-    """Bytes: those of the bodies, then those of the scales."""
+    """Concatenates the bytes of bodies and scales: [n, bytes]."""
     return torch.cat([_bytes(bodies), _bytes(scales)], 1)
 
 
@@ -248,23 +251,23 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _parted(messages: Tensor, blocks: int, body: int) -> tuple[Tensor, Tensor]:
-    """Bodies [n, blocks * body] of bytes, and scales [n, blocks, 1]."""
+    """Splits messages into bodies [n, blocks * body] of bytes and scales [n, blocks, 1]."""
     bodies, scales = messages.split([blocks * body, blocks * 4], 1)
     return bodies.contiguous(), scales.contiguous().view(torch.float32).unsqueeze(-1)
 
 
 _GATHER = 0x0102040810204080
-"""Of eight bytes that are 0 or 1, seen as one integer, puts every bit into the highest byte."""
+"""Multiplier that packs eight bytes of 0 or 1, viewed as one int64, into its highest byte."""
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """Booleans [n, ...] as bits [n, an eighth of them]."""
+    """Packs booleans [n, ...] into bytes [n, elements / 8]."""
     eights = bits.flatten(1).view(torch.int64)
     return ((eights * _GATHER) >> 56).to(torch.uint8)
 
 
 def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 or -1 for each bit [eight times as many], read from a table of all bytes."""
+    """Unpacks each bit to 1 or -1 by a table of all bytes: [bytes, 8]."""
     bytes_, bits = torch.arange(256, device=packed.device), torch.arange(8, device=packed.device)
     table = ((bytes_.unsqueeze(1) >> bits) & 1).to(dtype) * 2 - 1
     return table.index_select(0, packed.reshape(-1).int())

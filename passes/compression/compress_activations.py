@@ -1,4 +1,4 @@
-"""Sends what travels between the parts and stages of a model in a narrower floating type."""
+"""Casts messages between partitions and stages to a narrower floating type."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from autopar.plan.compression import Compression
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 16
-"""Of the last dim of what is cast: what is narrower are statistics, such as a softmax's sums."""
+"""Least size of the last dim to cast; narrower tensors are statistics, such as softmax sums."""
 
 
 @dataclass(frozen=True)
 class CompressActivations(Pass):
-    """Casts what is sent along the axes that a model is partitioned along, and between its stages.
+    """Casts collectives of partitioned axes, and messages between stages, to a narrow type.
 
-    Before: collectives of partitioned axes, and values that stages send, in the model's own types.
-    After: those of matrices in wider floating types are cast before, and back after: sums over the
-    ranks of an axis are then made in the narrow type. Tier: lossy.
+    Before: collectives of partitioned axes and messages between stages have the model's own types.
+    After: floating matrices are cast to the narrow type before they are sent, and back afterwards.
+    Sums over the ranks of an axis accumulate in the narrow type. Tier: lossy.
 
     Attributes:
         compression: "bf16" or "fp16".
@@ -59,7 +59,7 @@ class CompressActivations(Pass):
 
 
 def _is_wide(nodes: Iterable[fx.Node], narrow: torch.dtype) -> bool:
-    """Whether these are matrices of a wider floating type, and so worth a cast."""
+    """Whether all values are matrices of a wider floating type."""
     kept = [tensor for node in nodes for tensor in tensors(node)]
     return all(
         t.is_floating_point() and t.itemsize > narrow.itemsize and t.dim() > 1
@@ -101,7 +101,7 @@ def _cast_received(graph: TrainingGraph, node: fx.Node, phase: str, narrow: torc
 
 
 def _stays(user: fx.Node) -> bool:
-    """Whether something of the forward may be meant, not of the backward alone."""
+    """Whether a user is the output or a node of the forward."""
     return user.op == "output" or user.meta["phase"] == "forward"
 
 

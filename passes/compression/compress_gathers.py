@@ -1,4 +1,4 @@
-"""Gathers parameters as smaller messages."""
+"""Compresses gathers of parameters, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from autopar.plan.compression import Compression
 
 @dataclass(frozen=True)
 class CompressGathers(Pass):
-    """Gathers the parameters of some buckets as smaller messages (ZeRO++'s quantised weights).
+    """Compresses the gathers of parameter buckets, as ZeRO++ does with quantized weights.
 
-    Before: gathers of whole buckets. After: a rank encodes its chunks, and decodes those of all,
-    its own included: every rank computes with the same parameters, and each keeps its own chunk
-    as it is. Tier: lossy.
+    Before: each gather sends the parameters of a bucket in their own type. After: each rank
+    encodes its chunks and decodes the chunks of all ranks, its own included, so that all ranks
+    compute with the same parameters. The stored chunks stay exact. Tier: lossy.
 
     Attributes:
-        gather: names and text of a `Compression` of each bucket of the forward that has one.
-        regather: the same, of the backward.
+        gather: parameter names and `Compression` text of each bucket compressed in the forward.
+        regather: parameter names and `Compression` text of each bucket compressed in the backward.
     """
 
     gather: tuple[tuple[Group, str], ...]
@@ -66,7 +66,7 @@ class CompressGathers(Pass):
 
 
 class _Gather:
-    """Writes what one gather becomes."""
+    """Compresses one gather."""
 
     def __init__(self, graph: TrainingGraph, start: fx.Node, compression: Compression) -> None:
         self.graph, self.start, self.codec = graph.graph, start, codec(compression)
@@ -78,7 +78,7 @@ class _Gather:
         self.sizes = [math.ceil(rows / self.ranks) for rows in self.rows]
 
     def run(self) -> None:
-        """Replaces start, wait and results."""
+        """Replaces the start, the wait and the results."""
         self.graph.inserting_before(self.start)
         message = inline(self.graph, self.start, self.message, self.chunks)
         axis = axis_of(self.start)
@@ -88,13 +88,13 @@ class _Gather:
         )
 
     def message(self, chunks: Sequence[Tensor]) -> Tensor:
-        """This rank's chunks."""
+        """Encodes this rank's chunks as one message."""
         pairs = zip(chunks, self.sizes, strict=True)
         row = torch.cat([filled(chunk, size).reshape(-1) for chunk, size in pairs])
         return self.codec.encode(filled(row, self.codec.fit(len(row))).unsqueeze(0))
 
     def whole(self, messages: Tensor) -> list[Tensor]:
-        """The parameters that the messages of all ranks hold."""
+        """Decodes the messages of all ranks into whole parameters."""
         widths = [size * math.prod(rest) for size, rest in zip(self.sizes, self.rests, strict=True)]
         table = self.codec.decode(messages, self.codec.fit(sum(widths)), self.dtype)
         parts = zip(table[:, : sum(widths)].split(widths, 1), self.rows, self.rests, strict=True)

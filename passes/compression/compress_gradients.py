@@ -1,4 +1,4 @@
-"""Compresses the sums of gradients, bucket by bucket."""
+"""Compresses reductions of gradients, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from autopar.plan.compression import Compression
 
 @dataclass(frozen=True)
 class CompressGradients(Pass):
-    """Sends the sums of gradients as smaller messages.
+    """Compresses the all-reduces and reduce-scatters of gradient buckets.
 
-    Before: sums of gradients are collectives of whole buckets. After: those of the buckets that
-    are compressed are encoded, sent, summed and decoded, as `compressed` says; what was not sent
-    is state of the graph, by parameter, so that buckets may change. Where ZeRO shards over
-    neighbours only, their sums are sent as they are, those between them compressed. So they are
-    where a method goes by level. Tier: lossy.
+    Before: one collective sums each bucket. After: the algorithm in `reduce_algorithms` encodes,
+    sends, sums and decodes the bucket. Residuals of error feedback are graph state by parameter, so
+    that buckets may change between steps. If ZeRO shards within nodes only, or the method uses both
+    levels of the axis, only sums between nodes are compressed. Tier: lossy.
 
     Attributes:
-        buckets: names of parameters whose gradients travel together.
-        compressions: text of a `Compression` for each bucket, "" for none.
-        rank: this rank's place on the axis that gradients are summed over.
-        levels: of that axis, and from which size of a bucket on each method goes by them.
+        buckets: names of the parameters of each bucket.
+        compressions: `Compression` text of each bucket, "" for none.
+        rank: this rank's coordinate on the axis that gradients are summed over.
+        levels: levels of that axis, with the bucket size in bytes from which each method uses
+            them.
     """
 
     buckets: tuple[Group, ...]
@@ -79,7 +79,7 @@ class CompressGradients(Pass):
 
 
 def _impossible(start: fx.Node) -> str:
-    """Why a sum cannot be compressed, "" if it can."""
+    """Reason why a sum cannot be compressed, "" if it can."""
     given = [tensors(node)[0] for node in start.args[0]]  # type: ignore[union-attr,arg-type]
     if op_of(start) != "sum":
         return f"it is reduced by {op_of(start)}"

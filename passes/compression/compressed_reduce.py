@@ -1,4 +1,4 @@
-"""`CompressedReduce`: what all ways of sending a bucket's sum compressed have in common."""
+"""`CompressedReduce`: the base class of the algorithms that sum a bucket compressed."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ from autopar.plan.compression import Compression
 
 
 class CompressedReduce:
-    """Writes what one started sum becomes.
+    """Replaces one all-reduce or reduce-scatter by compressed messages.
 
-    By level, neighbours first sum what they have as it is, each a part of it; the parts travel
-    compressed, between the ranks that have the same one; and neighbours share what came of them.
-    What was not sent of a part is left with the rank that has the part.
+    With `by_level`, the ranks of a node first reduce-scatter the bucket uncompressed. Each part is
+    then summed compressed, between the ranks of all nodes that own it. An all-reduce ends with an
+    all-gather within the node. The owner of a part keeps the residual of that part.
 
     Attributes:
-        graph: what is written into; inputs are added to it.
-        updates: the new values of state, as results of the graph.
-        ranks: how many sum, of which `rank` is this one.
-        senders: how many of them send each other messages, of which `place` is this one.
-        neighbours: how many sum before; 1 if not by level.
-        near: this one's place among them.
+        graph: graph to rewrite; state becomes new inputs.
+        updates: nodes with the new values of state, by output role.
+        ranks: number of ranks that sum.
+        rank: this rank's coordinate among `ranks`.
+        senders: number of ranks that exchange compressed messages.
+        place: this rank's coordinate among `senders`.
+        neighbours: number of ranks that first sum uncompressed; 1 unless `by_level`.
+        near: this rank's coordinate among `neighbours`.
+        wide: dtype of sums and residuals, float32 or wider.
     """
 
     def __init__(
@@ -69,12 +72,12 @@ class CompressedReduce:
         self.updates: dict[OutputRole, fx.Node] = {}
 
     def run(self) -> None:
-        """Replaces start, wait and results."""
+        """Replaces the start, the wait and the results."""
         self.graph.graph.inserting_before(self.start)
         replace_collective(self.graph.graph, self.start, self.write())
 
     def write(self) -> list[fx.Node]:
-        """Writes at the insertion point; returns what stands for each result."""
+        """Writes the algorithm at the insertion point; returns a node for each result."""
         raise NotImplementedError
 
     # Pieces.
@@ -85,7 +88,7 @@ class CompressedReduce:
     def send(
         self, kind: Any, given: Sequence[fx.Node], *options: Any, over: str = ""
     ) -> tuple[fx.Node, list[Any]]:
-        """A collective between senders, or over another axis; returns its wait, and its results."""
+        """Writes a collective over the senders or the axis `over`; returns its wait and results."""
         axis = over or self.between
         if kind in (start_all_reduce, start_reduce_scatter):
             for operand in given:
@@ -98,12 +101,12 @@ class CompressedReduce:
         return done, found
 
     def beside(self, done: fx.Node, function: Any, *arguments: Any) -> Any:
-        """Computes what does not depend on `done`, while it is in flight."""
+        """Inlines `function` before the wait `done`, to run while the collective is in flight."""
         with self.graph.graph.inserting_before(done):
             return self.inline(function, *arguments)
 
     def state(self, kind: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        """The input that holds what is kept from step to step."""
+        """Input for a tensor kept between steps."""
         fake = fake_like(self.graph, tuple(shape), dtype)
         known_as = f"{kind}_{len(self.graph.inputs)}"
         self.graph, node = add_input(self.graph, State(kind, name), known_as, fake)
@@ -111,14 +114,14 @@ class CompressedReduce:
         return node
 
     def residuals(self) -> list[fx.Node]:
-        """The unsent remainder of each operand; None without error feedback."""
+        """Residual of each operand; empty without error feedback."""
         if not self.compression.feeds_back:
             return []
         pairs = zip(self.names, self.shapes, strict=True)
         return [self.state("residual", name, shape, self.wide) for name, shape in pairs]
 
     def begin(self, residuals: Sequence[fx.Node]) -> fx.Node:
-        """The table of what this rank has to send: [a row for each part of it, width]."""
+        """Table of the values that this rank sends: [parts, width]."""
         table = self.inline(self.table, self.operands, residuals)
         if self.neighbours == 1:
             return table
@@ -127,7 +130,7 @@ class CompressedReduce:
         return self.inline(lambda own: own.view(self.parts, self.width), own)
 
     def share(self, own: fx.Node) -> fx.Node:
-        """Neighbours' results of an all-reduce, [rows, ...] each, concatenated."""
+        """All-gathers the result [rows, ...] of each neighbour: [neighbours * rows, ...]."""
         if self.neighbours == 1:
             return own
         rows = self.neighbours * tensors(own)[0].shape[0]
@@ -136,12 +139,13 @@ class CompressedReduce:
     def end(
         self, whole: fx.Node, left: fx.Node | None, residuals: Sequence[fx.Node]
     ) -> list[fx.Node]:
-        """Writes what was not sent into the residuals; returns what stands for each result.
+        """Updates the residuals; returns a node for each result.
 
         Args:
-            whole: the sum: all parts of it for an all-reduce, own row for a reduce-scatter.
-            left: the table of what this rank has not sent; None without feedback.
-            residuals: where that goes.
+            whole: sum, as the whole table for an all-reduce, as this rank's row for a
+                reduce-scatter.
+            left: table of this rank's encoding errors; None without error feedback.
+            residuals: state that receives `left`.
         """
         if left is not None and self.neighbours > 1:
             left = self.inline(self.beside_neighbours, left)
@@ -151,25 +155,25 @@ class CompressedReduce:
             self.updates |= zip(roles, kept, strict=True)
         return list(self.inline(self.outcome, whole))
 
-    # Between tensors and a table.
+    # Conversion between tensors and tables.
 
     @property
     def parts(self) -> int:
-        """Rows of the table that a rank sends: row r is what sender r owns."""
+        """Number of rows in the table that a rank sends; sender r owns row r."""
         return self.senders
 
     def fit(self, width: int) -> int:
-        """The least width of a table that can be sent and holds this one."""
+        """Least width, at or above `width`, that the algorithm can send."""
         return width
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of dim 0 that each rank owns of each operand, where they are scattered."""
+        """Padded number of rows of each operand that a rank owns after a reduce-scatter."""
         return [math.ceil(shape[0] / self.ranks) for shape in self.shapes]
 
     @property
     def width(self) -> int:
-        """Rows of the table."""
+        """Number of columns of the table."""
         if self.scatters:
             pairs = zip(self.sizes, self.shapes, strict=True)
             return self.fit(sum(size * math.prod(shape[1:]) for size, shape in pairs))
@@ -177,10 +181,10 @@ class CompressedReduce:
         return self.fit(math.ceil(sum(map(math.prod, self.shapes)) / rows))
 
     def table(self, given: Sequence[Tensor], residuals: Sequence[Tensor]) -> Tensor:
-        """The operands and what was not sent of them, [all parts, width], zeros at the end.
+        """Sums of operands and residuals, zero-padded: [neighbours * parts, width].
 
-        A reduce-scatter's has a row for each rank; an all-reduce's has those of a neighbour's part
-        one behind the other.
+        Row r holds the rows of rank r for a reduce-scatter. For an all-reduce, the rows of one
+        neighbour's part are consecutive.
         """
         pieces = [tensor.to(self.wide) for tensor in given]
         if residuals:
@@ -201,19 +205,19 @@ class CompressedReduce:
         return torch.cat(flat).view(rows, -1)
 
     def by_neighbour(self, table: Tensor) -> Tensor:
-        """A row for each neighbour, of all that is its part, from a table of all parts."""
+        """Regroups a whole table into one row per neighbour, its part: [neighbours, -1]."""
         if self.scatters:
             table = table.view(self.senders, self.neighbours, -1).transpose(0, 1)
         return table.reshape(self.neighbours, -1)
 
     def beside_neighbours(self, own: Tensor) -> Tensor:
-        """The table of all parts in which neighbours' are zero."""
+        """Whole table with this rank's part from `own` and zeros elsewhere."""
         none = torch.zeros_like(own)
         parts = [own if place == self.near else none for place in range(self.neighbours)]
         return torch.stack(parts, 1 if self.scatters else 0).flatten(0, 1)
 
     def pieces(self, table: Tensor) -> list[Tensor]:
-        """The operands that lie in a table."""
+        """Splits a whole table into tensors with the operands' shapes."""
         if self.scatters:
             found, at = [], 0
             for size, shape in zip(self.sizes, self.shapes, strict=True):
@@ -227,7 +231,7 @@ class CompressedReduce:
         return [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
 
     def own_rows(self, row: Tensor) -> list[Tensor]:
-        """The results of this rank that lie in its row of a table of chunks."""
+        """Splits this rank's row of a reduce-scatter's table into its results."""
         found, at = [], 0
         for size, shape in zip(self.sizes, self.shapes, strict=True):
             wide = size * math.prod(shape[1:])
@@ -238,19 +242,19 @@ class CompressedReduce:
         return found
 
     def outcome(self, whole: Tensor) -> list[Tensor]:
-        """The results: of an all-reduce from the whole table, of a reduce-scatter from own row."""
+        """Results, from the whole table of an all-reduce or the own row of a reduce-scatter."""
         if self.scatters:
             return self.own_rows(whole)
         return [piece.to(self.dtype) for piece in self.pieces(whole)]
 
     def settle(self, left: Tensor, whole: Tensor, residuals: Sequence[Tensor]) -> list[Tensor]:
-        """Replaces the old residual by the new one, unless the sum overflowed."""
+        """Updates the residuals in place, unless the sum or `left` is not finite."""
         fine = whole.sum().isfinite() & left.sum().isfinite()
         pairs = zip(residuals, self.pieces(left), strict=True)
         return [old.copy_(torch.where(fine, new, old)) for old, new in pairs]
 
 
 def filled(tensor: Tensor, rows: int) -> Tensor:
-    """A tensor with zeros behind its dim 0, up to so many rows."""
+    """Pads dim 0 of a tensor with zeros to `rows` rows."""
     missing = rows - tensor.shape[0]
     return F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing]) if missing else tensor

@@ -1,17 +1,18 @@
-"""Algorithms for compressed sums of buckets: one for each kind of method.
+"""Algorithms for compressed sums of buckets.
 
-All sum what ranks send in the gradients' own precision, float32 at least, and give every rank the
-same result: what a rank keeps for itself has gone through the same messages. What was not sent is
-added to the next message (Seide et al., 1-Bit Stochastic Gradient Descent, 2014): exactly what the
-sum lacks, on the rank where it was lost. Where the result is not finite the state stays as it was:
-that step will be skipped.
+All algorithms sum in the gradients' precision, float32 at least. All ranks get the same result,
+because each rank decodes its own message too.
 
-| way | methods | all-reduce | reduce-scatter |
+Error feedback adds the encoding error to the next message of the rank that made it (Seide et al.,
+1-Bit Stochastic Gradient Descent, 2014). State keeps its old value if the sum is not finite, since
+the optimizer skips such a step.
+
+| algorithm | methods | all-reduce | reduce-scatter |
 |---|---|---|---|
-| `AllToAllReduce` | casts, int8, sign | messages to owners; sums to all | the first half |
-| `AllGatherReduce` | top-k, threshold | messages to all | messages to the owners of chunks |
-| `RandomKReduce` | random-k | all-reduce of the same places | reduce-scatter of them |
-| `LowRankReduce` | PowerSGD | two small all-reduces | the same, of which own rows are made |
+| `AllToAllReduce` | casts, int8, sign | all-to-all, then all-gather of sums | all-to-all |
+| `AllGatherReduce` | top-k, threshold | all-gather | all-to-all |
+| `RandomKReduce` | random-k | all-reduce of random columns | reduce-scatter of random columns |
+| `LowRankReduce` | PowerSGD | two all-reduces of factors | the same, then own rows |
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from autopar.plan.compression import Compression
 
 
 class AllToAllReduce(CompressedReduce):
-    """Every rank sums what all sent of its chunk, and sends the sum to all."""
+    """Each rank sums the messages for its chunk, then sends the encoded sum to all ranks."""
 
     def fit(self, width: int) -> int:
         return codec(self.compression).fit(width)
@@ -59,13 +60,13 @@ class AllToAllReduce(CompressedReduce):
         return self.end(whole, left, residuals)
 
     def _owned(self, codec_: Codec, left: Tensor, own: Tensor, again: Tensor) -> Tensor:
-        """The loss of encoding this rank's chunk for the others, with the residual before."""
+        """Adds the error of encoding this rank's sum to its row of `left`."""
         mine = left[self.place] + codec_.lost(own.unsqueeze(0), again)
         return torch.cat([left[: self.place], mine, left[self.place + 1 :]])
 
 
 class AllGatherReduce(AllToAllReduce):
-    """Every rank reads what all have chosen to send."""
+    """Each rank sums the messages of all ranks; a reduce-scatter uses an all-to-all."""
 
     @property
     def parts(self) -> int:
@@ -84,15 +85,15 @@ class AllGatherReduce(AllToAllReduce):
         return self.end(whole, left, residuals)
 
     def _totals(self, codec_: Codec, messages: Tensor) -> Tensor:
-        """The sum of what senders say of each neighbour's part."""
+        """Sums the senders' messages for each neighbour's part."""
         parts = messages.unflatten(0, (self.neighbours, self.senders))
         return torch.stack([codec_.total(own, self.width, self.wide) for own in parts.unbind()])
 
 
 class RandomKReduce(CompressedReduce):
-    """All ranks send the same places, drawn anew at every step.
+    """All ranks send the same random columns, new ones at every step.
 
-    Without feedback what is sent is scaled, so that the sum is right on average.
+    Without error feedback the sums are scaled to be unbiased.
     """
 
     @property
@@ -199,12 +200,12 @@ class LowRankReduce(CompressedReduce):
 def kept_of(
     compression: Compression, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> Iterator[tuple[State, Tensor]]:
-    """State of a bucket from step to step, as tensors on the meta device.
+    """State of a bucket that is kept between steps, as tensors on the meta device.
 
     Args:
-        compression: how it is sent.
-        shapes: of each of its gradients.
-        dtype: what is kept in.
+        compression: compression of the bucket.
+        shapes: shape of each gradient, by parameter name.
+        dtype: dtype of residuals and factors.
     """
     low_rank = compression.method == "powersgd"
     for name, shape in shapes.items():
@@ -221,7 +222,7 @@ def kept_of(
 
 
 def pays(shape: Sequence[int], rank: int) -> bool:
-    """Whether two factors of a rank are smaller than a matrix of this shape."""
+    """Whether two factors of `rank` are smaller than a matrix of this shape."""
     if len(shape) < 2 or 0 in shape:
         return False
     rows, columns = shape[0], math.prod(shape[1:])
@@ -231,12 +232,14 @@ def pays(shape: Sequence[int], rank: int) -> bool:
 def messages_of_sum(
     compression: Compression, count: int, ranks: int
 ) -> tuple[tuple[str, int], ...]:
-    """The collectives that a compressed all-reduce becomes, PowerSGD's apart, and their bytes.
+    """Collectives of a compressed all-reduce and their message sizes in bytes.
+
+    PowerSGD is not supported, since its messages depend on the shapes.
 
     Args:
-        compression: how it is sent.
-        count: float32 elements that are summed.
-        ranks: that sum.
+        compression: compression of the all-reduce.
+        count: number of float32 elements.
+        ranks: number of ranks.
     """
     if compression.method == "randomk":
         places = math.ceil(count / max(1, round(1 / compression.density)))
@@ -274,7 +277,7 @@ def _products(matrices: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Ten
 def _project(
     matrices: Sequence[Tensor], lefts: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """An orthonormal basis of what the left factors span, and each matrix in it."""
+    """Orthonormal bases of the left factors, and the matrices projected onto them."""
     bases = [torch.linalg.qr(left).Q for left in lefts]
     return bases, [m.T @ basis for m, basis in zip(matrices, bases, strict=True)]
 
