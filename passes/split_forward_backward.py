@@ -1,4 +1,4 @@
-"""The two graphs that run: forward, and backward from what the forward saves."""
+"""`split_forward_backward`: a joint graph as a forward and a backward graph."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from autopar.ir.roles import (
 
 @dataclass(frozen=True)
 class Split:
-    """A training step in two: `backward` takes what `forward` saves under `Saved` roles.
+    """Forward and backward of a training step, connected by `Saved` values.
 
     Attributes:
-        forward: returns outputs, updates and saved values.
-        backward: takes saved values and tangents, returns gradients; None if there is none.
+        forward: graph that returns outputs, updates and saved values.
+        backward: graph from saved values and tangents to gradients; None without a backward.
     """
 
     forward: TrainingGraph
@@ -36,8 +36,8 @@ class Split:
 def split_forward_backward(graph: TrainingGraph) -> Split:
     """Cuts a joint graph at the start of its backward.
 
-    Before: forward nodes come first and use no backward node. After: the backward takes every
-    forward value that it uses, parameters included, by a `Saved` input.
+    Before: forward nodes come first and read no backward node. After: the backward reads forward
+    values, including parameters, from `Saved` inputs.
     """
     start = graph.backward_start
     if start.op == "output":
@@ -50,7 +50,7 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
     needed = list(
         dict.fromkeys(n for node in backward_nodes for n in node.all_input_nodes if n not in late)
     )
-    for role in late_roles:  # a gradient that the forward already has
+    for role in late_roles:  # a gradient that the forward computes
         node = table[role]
         if node is not None and node not in late and node not in needed:
             needed.append(node)
@@ -76,7 +76,7 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
 
 
 def _comes_late(role: InputRole) -> bool:
-    """Whether another stage sends it in the backward, whether it is read or not."""
+    """Whether another stage sends an input in the backward."""
     return isinstance(role, StageInput) and role.phase == "backward"
 
 

@@ -1,4 +1,4 @@
-"""Lowering of a captured micro-batch to the programs of stages, for planner and runtime."""
+"""`lower_stage`: the programs of a pipeline stage, for planner and runtime."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def place_plan_stages(
     op_strategies: Sequence[NodeStrategies],
     micro_batches: int,
 ) -> TrainingGraph:
-    """The graph of a captured micro-batch, every operator of it with its stage."""
+    """The graph of a captured micro-batch, partitioned, with the stage of every operator."""
     graph = replace(graph, axes=plan.axes)
     if micro_batches > 1:
         graph = replace(graph, axes={**graph.axes, BATCH: plan.dp_size * micro_batches})
     passes = build_model_pipeline(
         plan, rank, op_strategies=op_strategies, micro_batches=micro_batches
     )
-    return replace(run_passes(graph, passes), axes=plan.axes)  # micro-batches are no ranks
+    return replace(run_passes(graph, passes), axes=plan.axes)  # drop `BATCH`, which is no mesh axis
 
 
 def split_plan_stages(
@@ -50,14 +50,14 @@ def split_plan_stages(
     op_strategies: Sequence[NodeStrategies],
     micro_batches: int,
 ) -> PipelineStages:
-    """The graphs of all stages of a captured micro-batch, as a rank sees them.
+    """The graphs of all stages of a captured micro-batch, partitioned for one rank.
 
     Args:
-        graph: of one micro-batch.
-        plan: with a pipeline.
+        graph: captured graph of one micro-batch.
+        plan: plan with a pipeline.
         rank: this rank in the world.
-        op_strategies: of the graph before each axis that the model is partitioned along.
-        micro_batches: into how many the rows of a rank are cut.
+        op_strategies: strategies of the nodes along each axis of `plan.partitions`, in that order.
+        micro_batches: number of micro-batches of each rank.
     """
     assert plan.pipeline is not None
     return split_stages(
@@ -77,19 +77,19 @@ def build_microbatch_pipelines(
     compiled: bool = False,
     disable: Sequence[str] = (),
 ) -> tuple[PassPipeline, PassPipeline]:
-    """The pass pipelines of a stage, for the last micro-batch and for the ones before.
+    """The pass pipelines of a stage, for the last micro-batch and for the earlier ones.
 
-    The last one also reduces the gradients that were kept until then.
+    Only the last micro-batch reduces the gradients that earlier ones keep unreduced.
 
     Args:
-        graph: of the stage.
-        plan: with a pipeline.
+        graph: graph of the stage.
+        plan: plan with a pipeline.
         rank: this rank in the world.
-        backend: the torch.distributed backend that collectives are lowered for.
-        micro_batches: how many there are.
-        hold: keep gradients local (`no_sync`).
-        held: parameters with gradients held from earlier calls.
-        compiled: whether a compiler follows.
+        backend: torch.distributed backend to lower collectives for.
+        micro_batches: number of micro-batches.
+        hold: keep gradients unreduced, as under `no_sync`.
+        held: parameters with unreduced gradients from earlier calls.
+        compiled: whether a compiler that fuses operators follows.
         disable: names of passes to leave out.
     """
     gradients = (r.of for r in graph.outputs if isinstance(r, Gradient))
@@ -108,12 +108,12 @@ def build_microbatch_pipelines(
 
 @dataclass(frozen=True)
 class MicrobatchPrograms:
-    """A stage lowered, as the micro-batches of a step run it.
+    """Lowered graphs of a stage, for the micro-batches of a step.
 
     Attributes:
-        first: of which the first runs the forward: what is gathered once a step, it gathers.
-        more: of all but the last, and the forward of those behind the first.
-        last: of the last: it also reduces the gradients that were kept until then.
+        first: graph of the first forward, which gathers the parameters gathered once a step.
+        more: graph of later forwards, and of all backwards but the last.
+        last: graph of the last micro-batch, which reduces unreduced gradients.
     """
 
     first: TrainingGraph
@@ -121,13 +121,13 @@ class MicrobatchPrograms:
     last: TrainingGraph
 
     def of_each(self, run: Callable[[TrainingGraph], T]) -> tuple[T, T, T]:
-        """The results of a function for first, more and last, computed once if equal."""
+        """The results of a function on `first`, `more` and `last`; equal graphs run once."""
         last = run(self.last)
         more = last if self.more is self.last else run(self.more)
         return (more if self.first is self.more else run(self.first)), more, last
 
     def counted(self, micro_batches: int) -> Iterator[tuple[TrainingGraph, int]]:
-        """The graphs of a number of micro-batches, each with its count; a single one is last."""
+        """Each graph with its number of micro-batches; a single micro-batch runs `last`."""
         yield self.last, 1
         if micro_batches > 1:
             yield self.more, micro_batches - 2
@@ -137,13 +137,13 @@ class MicrobatchPrograms:
 def lower_stage(
     graph: TrainingGraph, passes: tuple[Sequence[Pass], Sequence[Pass]], plan: PlanSpec, count: int
 ) -> MicrobatchPrograms:
-    """A stage as its micro-batches run it.
+    """Lowers a stage for each of its micro-batches.
 
     Args:
-        graph: of the stage.
-        passes: those of `build_microbatch_pipelines`.
-        plan: with a pipeline.
-        count: how many micro-batches there are.
+        graph: graph of the stage.
+        passes: result of `build_microbatch_pipelines`.
+        plan: plan with a pipeline.
+        count: number of micro-batches.
     """
     at_last, before = passes
     last = run_passes(graph, at_last)

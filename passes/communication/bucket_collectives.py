@@ -1,4 +1,4 @@
-"""Merges collectives of one kind, so that fewer and larger messages travel."""
+"""`BucketCollectives`: collectives of one kind merged into fewer and larger messages."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from autopar.plan.buckets import Buckets, Group
 
 @dataclass(frozen=True)
 class BucketCollectives(Pass):
-    """Merges gathers and reductions by the plan's buckets, and small statistics that can wait.
+    """Merges gathers and reductions by the plan's buckets, and all-reduces of statistics.
 
-    Before: one collective for each tensor. After: those of one bucket are one. Names that the
-    graph lacks are left out, so that every graph of a model makes the same buckets. A bucket of
-    gathers starts where its first member did, one of reductions where its last did. Tier: exact.
+    Before: one collective for each tensor. After: one collective for each bucket and kind. Names
+    that the graph lacks are ignored, so that every graph of a model has the same buckets. A bucket
+    of gathers starts with its first member, a bucket of reductions with its last. Tier: exact.
 
     Attributes:
-        buckets: names of parameters that travel together.
+        buckets: names of the parameters of each bucket.
     """
 
     buckets: Buckets
@@ -61,7 +61,13 @@ class BucketCollectives(Pass):
 
 
 def propose_buckets(graph: TrainingGraph, gather_bytes: int, reduce_bytes: int) -> Buckets:
-    """Buckets of about the given sizes (bytes sent whole), in the order of the graph."""
+    """Buckets of consecutive collectives of one kind.
+
+    Args:
+        graph: graph with abstract collectives.
+        gather_bytes: largest bucket of gathers, in bytes of unsharded parameters.
+        reduce_bytes: largest bucket of reductions, in bytes of unsharded gradients.
+    """
     return Buckets(
         tuple(_fill(gathers(graph, "forward"), gather_bytes)),
         tuple(_fill(gathers(graph, "backward"), gather_bytes)),
@@ -70,7 +76,7 @@ def propose_buckets(graph: TrainingGraph, gather_bytes: int, reduce_bytes: int) 
 
 
 def gathers(graph: TrainingGraph, phase: str) -> list[tuple[str, fx.Node]]:
-    """Name of parameter and start of every gather of a phase."""
+    """The parameter name and the start of every gather of a phase."""
     found = []
     for start in starts(graph):
         if start.target is start_all_gather and start.meta["phase"] == phase:
@@ -79,12 +85,12 @@ def gathers(graph: TrainingGraph, phase: str) -> list[tuple[str, fx.Node]]:
 
 
 def reductions(graph: TrainingGraph) -> list[tuple[str, fx.Node]]:
-    """Name of parameter and start of every reduction of a gradient."""
+    """The parameter name and the start of every reduction of a gradient."""
     return [(name, start) for start in starts(graph) for name in tagged(start, "gradient")]
 
 
 def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
-    """Joins collectives of one kind into one, and returns its start."""
+    """Merges collectives of one kind and returns the start of the new one."""
     members = sorted(members)
     first = members[0]
     place = first if first.target is start_all_gather else members[-1]
@@ -117,7 +123,7 @@ COPIED_META = ("placement", "batch_dims", "gradient", "summed")
 
 
 def merge_statistics(graph: TrainingGraph) -> int:
-    """Joins a small all-reduce with a later one that does not need its result."""
+    """Merges all-reduces of statistics with the next if possible; returns the number merged."""
     count, previous = 0, None
     for start in list(starts(graph)):
         small = start.target is start_all_reduce and "gradient" not in start.meta
@@ -132,7 +138,7 @@ def merge_statistics(graph: TrainingGraph) -> int:
 
 
 def can_merge(earlier: fx.Node, later: fx.Node) -> bool:
-    """Whether two all-reduces of a phase are alike and nothing reads the earlier one in between."""
+    """Whether two all-reduces are of one kind and phase, and nothing between reads the earlier."""
     kinds = {(tensors(n)[0].dtype, axis_of(n), op_of(n), n.meta["phase"]) for n in (earlier, later)}
     uses = [user for result in results_of(earlier) if result for user in result.users]
     return len(kinds) == 1 and all(later < user for user in uses)
@@ -143,7 +149,7 @@ def _fill(items: Iterable[tuple[str, fx.Node]], limit: int) -> Iterable[Group]:
     size, last, known = 0, None, set[str]()
     for name, start in items:
         if name in known:
-            continue  # the sum over copies of what was reduce-scattered
+            continue  # the all-reduce between nodes that follows a reduce-scatter
         known.add(name)
         operand = start.args[0][0]  # type: ignore[index]
         whole = max(tensor_bytes(tensors(n)[0]) for n in (operand, start))  # type: ignore[arg-type]

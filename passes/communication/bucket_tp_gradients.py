@@ -1,4 +1,4 @@
-"""Merges the sums of gradients along an axis that the model is partitioned over."""
+"""`BucketTpGradients`: bucketed gradient reductions along a tensor-parallel axis."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from autopar.passes.core.pass_base import Pass, PassResult
 
 @dataclass(frozen=True)
 class BucketTpGradients(Pass):
-    """Merges sums of gradients, which nothing but the optimizer waits for, into buckets.
+    """Merges reductions of gradients that only the optimizer reads into buckets.
 
-    Before: a partitioned graph, in which a gradient is summed where it is made. After: sums of
-    one kind that follow each other are one collective, which starts where its last member did.
-    Every rank of the axis makes the same buckets, for what it sums is of the same size on all.
-    Tier: exact.
+    Before: a partitioned graph that reduces each gradient once it is computed. After: consecutive
+    reductions of one kind are one collective, which starts with its last member. Gradients have
+    equal shapes on all ranks of the axis, so all ranks make the same buckets. Tier: exact.
 
     Attributes:
-        axis: the mesh axis.
-        nbytes: size of a bucket at most, in bytes.
+        axis: name of the mesh axis.
+        nbytes: largest bucket, in bytes.
     """
 
     axis: str
@@ -44,7 +43,7 @@ class BucketTpGradients(Pass):
         return PassResult(graph, "" if buckets else "no two sums can travel together")
 
     def buckets(self, graph: TrainingGraph) -> Iterator[list[fx.Node]]:
-        """The sums that travel together."""
+        """The starts of the reductions of each bucket."""
         filling: dict[object, list[fx.Node]] = {}
         sizes: dict[object, int] = {}
         for start in starts(graph):
@@ -61,7 +60,7 @@ class BucketTpGradients(Pass):
 
 
 def _waits(start: fx.Node) -> bool:
-    """Whether nothing reads a sum before the step's end, but to look at it in another shape."""
+    """Whether only views and the graph's output read the results of a reduction."""
     ends = {*_results(start), *_tail(start)}
     return all(user in ends or user.op == "output" for end in ends for user in end.users)
 
@@ -71,7 +70,7 @@ def _results(start: fx.Node) -> list[fx.Node]:
 
 
 def _tail(start: fx.Node) -> list[fx.Node]:
-    """The views of a collective's results, in order."""
+    """The views of a collective's results, each after its source."""
     results = _results(start)
     found = list(results)
     for node in found:

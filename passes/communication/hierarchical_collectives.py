@@ -1,4 +1,4 @@
-"""Sends large messages by level: over a rank's neighbours, and over the ranks that are apart."""
+"""`HierarchicalCollectives`: large collectives split into intra-node and inter-node ones."""
 
 from __future__ import annotations
 
@@ -39,26 +39,25 @@ PARTS = {
     "reduce_scatter": (("reduce_scatter", INTRA_NODE), ("reduce_scatter", INTER_NODE)),
     "all_gather": (("all_gather", INTER_NODE), ("all_gather", INTRA_NODE)),
 }
-"""What each kind becomes: a message over all of a level within, over its share of it between."""
+"""Collectives that replace each kind, with the level of each, in order."""
 
 
 @dataclass(frozen=True)
 class HierarchicalCollectives(Pass):
-    """Writes a collective over an axis as several, each over one level of it.
+    """Replaces large collectives over an axis by collectives over its levels.
 
-    Before: collectives over the axis. After: those of at least so many bytes are, for n ranks of
-    which w are within a node,
+    Before: collectives over the axis. After: collectives above the size threshold of their kind are
+    split as follows, for w ranks on each node.
 
-    - an all-reduce: reduce-scatter within, all-reduce of a w-th between, all-gather within;
-    - a reduce-scatter: the same within, then between, of a w-th;
-    - an all-gather: of a rank's chunk between, then of the w-th that this makes within.
+    - all-reduce: intra-node reduce-scatter, inter-node all-reduce of 1/w, intra-node all-gather
+    - reduce-scatter: intra-node reduce-scatter, inter-node reduce-scatter of 1/w
+    - all-gather: inter-node all-gather of 1/w, intra-node all-gather
 
-    A node sends what its ranks have summed, and receives what they share, once instead of w times.
-    Tensors of one collective become one flat table first, in the order that the last level wants,
-    and stay one until the end. Tier: exact.
+    Each node then sends and receives a message once instead of w times. The tensors of a collective
+    are packed into one flat buffer and unpacked after the last level. Tier: exact.
 
     Attributes:
-        levels: the axis, its levels, and what goes by them.
+        levels: the axis, its ranks per node, and the size threshold of each kind in bytes.
     """
 
     levels: Levels
@@ -77,13 +76,13 @@ class HierarchicalCollectives(Pass):
         return PassResult(graph, "" if found else f"no message over {axis} is large enough")
 
     def splits(self, start: fx.Node) -> bool:
-        """Whether a collective goes by level."""
+        """Whether a collective is split into levels."""
         sums = start.target is start_all_gather or op_of(start) == "sum"
         return sums and self.levels.splits(kind_of(start), message_bytes(start))
 
 
 class _Split:
-    """The levels of one collective."""
+    """Replaces one collective by collectives over the levels of its axis."""
 
     def __init__(self, graph: TrainingGraph, start: fx.Node) -> None:
         axis = axis_of(start)
@@ -96,7 +95,7 @@ class _Split:
         self.placement: Placement | None = self.operands[0].meta.get("placement")
 
     def run(self) -> None:
-        """Replaces start, wait and results."""
+        """Replaces the start, the wait and the results."""
         write: Callable[[], list[fx.Node]] = {
             start_all_reduce: self.all_reduce,
             start_all_gather: self.all_gather,
@@ -119,7 +118,7 @@ class _Split:
         return list(self.cut(whole, shapes))
 
     def reduce_scatter(self) -> list[fx.Node]:
-        """The table has a row for each neighbour, of its chunk on every node."""
+        """Packs a table with one row for each neighbour, which holds its chunk of every node."""
         chunks = self.chunks([tensors(x)[0].shape[0] for x in self.operands])
         tables = []
         for x, (size, *rest) in zip(self.operands, chunks, strict=True):
@@ -134,7 +133,7 @@ class _Split:
         return [self.take(x, n) for x, n in zip(self.cut(own, chunks), rows, strict=True)]
 
     def all_gather(self) -> list[fx.Node]:
-        """Gathers a table by neighbour and node, and reorders it by node and neighbour."""
+        """Gathers chunks in the order (neighbour, node) and reorders them to (node, neighbour)."""
         rows: list[int] = self.start.args[1]  # type: ignore[assignment]
         chunks = self.chunks(rows)
         padded = [self.pad(x, size) for x, (size, *_) in zip(self.operands, chunks, strict=True)]
@@ -157,7 +156,7 @@ class _Split:
     def send(
         self, start: object, operand: fx.Node, rows: Any, axis: str, placement: Placement
     ) -> fx.Node:
-        """A collective of one tensor over a level."""
+        """Writes a collective of one tensor over a level and returns its result."""
         options = (axis,) if rows is None else (rows, axis)
         (result,) = collective(self.graph, self.start, start, [operand], *options)
         for node in (result.args[0].args[0], result.args[0], result):  # type: ignore[union-attr]
@@ -173,7 +172,7 @@ class _Split:
         return node
 
     def chunks(self, rows: Sequence[int]) -> list[list[int]]:
-        """The shape of a rank's padded chunk of each operand, a whole of which has so many rows."""
+        """The shape of a padded chunk of each operand; `rows` counts the rows of all its chunks."""
         rest = [tensors(x)[0].shape[1:] for x in self.operands]
         return [[-(-n // self.ranks), *dims] for n, dims in zip(rows, rest, strict=True)]
 
@@ -194,7 +193,7 @@ class _Split:
         return pieces[0] if len(pieces) == 1 else self.op(aten.cat.default, pieces, *options)
 
     def cut(self, flat: fx.Node, shapes: Sequence[Sequence[int]]) -> Iterator[fx.Node]:
-        """The tensors that lie one behind the other in a flat one, padding behind them."""
+        """Unpacks tensors of the given shapes from a flat one, without the padding at its end."""
         sizes = [prod(shape) for shape in shapes]
         rest = tensors(flat)[0].numel() - sum(sizes)
         pieces = self.op(aten.split_with_sizes.default, flat, [*sizes, *([rest] if rest else [])])

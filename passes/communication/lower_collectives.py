@@ -1,4 +1,4 @@
-"""Turns abstract collectives into torch's functional ones, as the backend does them best."""
+"""`LowerCollectives`: abstract collectives lowered to torch's functional collectives."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from autopar.passes.core.pass_base import Pass, PassResult
 
 
 def emitted(kind: str, backend: str) -> str:
-    """The collective that one of a kind becomes, message sizes being the same."""
+    """The kind of collective that a kind is lowered to on a backend; messages keep their size."""
     exchanged = backend == "gloo" and kind in ("all_gather", "reduce_scatter")
     return "all_to_all" if exchanged else kind
 
 
 @dataclass(frozen=True)
 class LowerCollectives(Pass):
-    """Writes every collective as copies into a buffer, one functional collective, and views.
+    """Lowers each collective to copies into a buffer, a functional collective, and views.
 
-    Before: abstract collectives. After: none; functional collectives named by their axis, each
-    waited for once. Chunks are padded to equal size. On gloo, gathers and reduce-scatters are
-    exchanges of what others lack (see `lowering_gloo`). Tier: exact.
+    Before: abstract collectives. After: functional collectives, which name their axis as the group
+    and are awaited once. Chunks are padded to equal size. On gloo, gathers and reduce-scatters are
+    all-to-alls (see `lower_gloo`). Tier: exact.
 
     Attributes:
         backend: "gloo", "nccl" or another torch.distributed backend.
-        rank: this rank's place on the axis.
-        axis: lower only the collectives of this axis and its levels; "" for all, where there is
-            but one.
+        rank: this rank's coordinate on the axis.
+        axis: axis to lower, with its levels; "" lowers every collective of a graph with one axis.
     """
 
     backend: str

@@ -1,4 +1,4 @@
-"""One abstract collective as copies into a buffer, one functional collective, and views."""
+"""`Lowering`: an abstract collective as copies, a functional collective, and views."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from autopar.passes.core.node_builder import aten, call, is_view
 
 c10d = torch.ops._c10d_functional
 Finish = Callable[..., list[fx.Node]]
-"""Writes the results, given what was waited for."""
+"""Writes the results of a collective from the awaited tensors."""
 
 Begun = tuple[list[fx.Node], Finish]
+"""The issued functional collectives, and the function that writes the results."""
 
 
 class Lowering:
-    """The lowering of one collective."""
+    """Lowers one collective."""
 
     def __init__(self, graph: TrainingGraph, start: fx.Node, rank: int) -> None:
         self.graph, self.start, self.rank = graph.graph, start, rank
@@ -43,7 +44,7 @@ class Lowering:
         self.placement = self.operands[0].meta.get("placement")
 
     def run(self) -> None:
-        """Replaces start, wait and results."""
+        """Replaces the start, the wait and the results."""
         begin: Callable[[], Begun] = {
             start_all_reduce: self.all_reduce,
             start_all_gather: self.all_gather,
@@ -54,7 +55,7 @@ class Lowering:
         self.graph.inserting_before(self.start)
         issued, finish = begin()
         self.graph.inserting_before(done)
-        self.like, self.placement = done, Varying()  # results get their own
+        self.like, self.placement = done, Varying()  # results get the placements they had
         new = finish(*[self.op(c10d.wait_tensor.default, pending) for pending in issued])
         replace_collective(self.graph, self.start, new)
 
@@ -63,7 +64,7 @@ class Lowering:
         node.meta |= {"placement": self.placement, "of": self.start.name}
         return node
 
-    # Each issues its collective, in one piece or more, and says how results are read.
+    # Kinds of collectives.
 
     def all_reduce(self) -> Begun:
         how = op_of(self.start)
@@ -112,7 +113,7 @@ class Lowering:
         return [issued], finish
 
     def all_to_all(self) -> Begun:
-        """One row of a table for every rank, whatever the tensors' shapes."""
+        """Packs the tensors into a table with one row for each rank."""
         shapes = [list(tensors(x)[0].shape) for x in self.operands]
         tables = [
             self.op(aten.view.default, self.contiguous(x), [self.ranks, -1]) for x in self.operands
@@ -125,7 +126,7 @@ class Lowering:
     # Pieces.
 
     def columns(self, table: fx.Node, shapes: list[list[int]]) -> list[fx.Node]:
-        """Tensors that lie side by side in a table of one row for each rank."""
+        """Unpacks tensors from adjacent columns of a table with one row for each rank."""
         if len(shapes) == 1:
             return [self.op(aten.view.default, table, shapes[0])]
         table = self.op(aten.view.default, table, [self.ranks, -1])
@@ -138,12 +139,12 @@ class Lowering:
         return found
 
     def padded_chunks(self, rows: list[int]) -> list[fx.Node]:
-        """The operands, chunks of wholes of `rows` rows, padded to equal size on all ranks."""
+        """The operands, chunks of tensors with `rows` rows, padded to equal size on all ranks."""
         sizes = [-(-n // self.ranks) for n in rows]
         return [self.pad(x, size) for x, size in zip(self.operands, sizes, strict=True)]
 
     def padded_wholes(self) -> tuple[list[fx.Node], list[list[int]]]:
-        """The operands, contiguous and padded to n equal chunks, and the shapes of the chunks."""
+        """The operands, contiguous and padded to equal chunks, and the shape of a chunk of each."""
         sizes = [-(-tensors(x)[0].shape[0] // self.ranks) for x in self.operands]
         padded = [
             self.contiguous(self.pad(x, self.ranks * size))
@@ -182,7 +183,7 @@ class Lowering:
         ]
 
     def owns(self, node: fx.Node) -> bool:
-        """Whether a buffer may be overwritten: computed here, and read by nothing later."""
+        """Whether the graph computes a buffer and reads it only before this collective."""
         root = node
         while is_view(root):
             root = root.all_input_nodes[0]

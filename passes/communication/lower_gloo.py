@@ -1,11 +1,11 @@
-"""Gathers and reduce-scatters over gloo, as exchanges of what the other ranks lack.
+"""`GlooLowering`: gathers and reduce-scatters on gloo, as all-to-alls without the own chunk.
 
-Measured here (torch 2.13, 2 ranks, loopback, 16 MiB): gloo's all-gather takes 16 ms and its
-reduce-scatter, an all-reduce of which a chunk is kept, 20 ms; an all-to-all that leaves out a
-rank's own part takes 5 ms. What is received is joined, or added, to what this rank has already.
-Large ones go in pieces (see `cost_model.exchange`). An all-reduce stays gloo's own: it fills the
-link; exchanges in its place, or several groups, are no faster (`python -m benchmarks.routes`). All
-ranks then hold the same bits: each chunk is summed on one rank, which sends it to the others.
+Gloo runs a reduce-scatter as an all-reduce and keeps one chunk of the result. For 16 MiB between 2
+ranks (torch 2.13, loopback), it takes 20 ms, an all-gather 16 ms, and an all-to-all 5 ms. Large
+messages go in pieces (see `cost_model.algorithms.gloo_chunks`).
+
+All-reduces stay gloo's own, since all-to-alls and several groups are no faster. Gloo sums each
+chunk on one rank and sends it to the others, so all ranks get identical bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.passes.core.node_builder import aten
 
 @dataclass(frozen=True)
 class Segment:
-    """Some elements of a rank's chunk of one operand."""
+    """A range of elements of a rank's flat chunk of one operand."""
 
     operand: int
     begin: int
@@ -36,10 +36,10 @@ class Segment:
 
 
 class GlooLowering(Lowering):
-    """The lowering of one collective on gloo."""
+    """Lowers one collective for gloo."""
 
     def all_gather(self) -> Begun:
-        """Sends this rank's chunks to every other, and joins theirs to its own."""
+        """Sends this rank's chunks to every other rank and concatenates those received."""
         rows: list[int] = self.start.args[1]  # type: ignore[assignment]
         own = self.padded_chunks(rows)
         shapes = [list(tensors(x)[0].shape) for x in own]
@@ -65,7 +65,7 @@ class GlooLowering(Lowering):
         return issued, finish
 
     def reduce_scatter(self) -> Begun:
-        """Sends every other rank its chunks, and adds those received to this rank's own."""
+        """Sends every other rank its chunks and adds those received to this rank's own."""
         rows: list[int] = self.start.args[1]  # type: ignore[assignment]
         padded, shapes = self.padded_wholes()
         chunks = [
@@ -97,7 +97,7 @@ class GlooLowering(Lowering):
         return issued, finish
 
     def all_to_all(self) -> Begun:
-        """Sends every other rank its chunks, and joins those received to this rank's own."""
+        """Sends every other rank its chunks and concatenates those received, by rank."""
         shapes = [list(tensors(x)[0].shape) for x in self.operands]
         wholes = [self.contiguous(x) for x in self.operands]
         chunks = [
@@ -127,14 +127,14 @@ class GlooLowering(Lowering):
     # Pieces.
 
     def pieces(self, chunks: Sequence[fx.Node]) -> list[list[Segment]]:
-        """Messages that one rank's flat chunks are cut into, one after the other."""
+        """Cuts the flat chunks of one rank into the pieces of successive messages."""
         fakes = [tensors(x)[0] for x in chunks]
         sizes = [fake.numel() for fake in fakes]
         nbytes = sum(sizes) * fakes[0].element_size() * self.ranks
         return cut_evenly(sizes, gloo_chunks(nbytes, self.ranks))
 
     def exchange(self, sent: fx.Node, pieces: int) -> fx.Node:
-        """An all-to-all of equal parts for all ranks but this one, one of so many."""
+        """Writes one of `pieces` all-to-alls, with an equal part for every other rank."""
         part = tensors(sent)[0].numel() // (self.ranks - 1)
         splits = [0 if rank == self.rank else part for rank in range(self.ranks)]
         node = self.op(c10d.all_to_all_single.default, sent, splits, splits, self.axis)
@@ -144,7 +144,7 @@ class GlooLowering(Lowering):
     def received(
         self, pieces: Sequence[Sequence[Segment]], done: Sequence[fx.Node]
     ) -> list[list[list[fx.Node]]]:
-        """For each rank the parts of its chunk of each operand; none of this rank's own."""
+        """The received parts by rank and operand; empty for this rank."""
         operands = 1 + max(s.operand for piece in pieces for s in piece)
         found: list[list[list[fx.Node]]]
         found = [[[] for _ in range(operands)] for _ in range(self.ranks)]
@@ -157,7 +157,7 @@ class GlooLowering(Lowering):
         return found
 
     def parts(self, flat: fx.Node, segments: Sequence[Segment]) -> list[fx.Node]:
-        """Concatenated parts of a message."""
+        """Splits a message into its segments."""
         found, offset = [], 0
         for segment in segments:
             found.append(self.part(flat, offset, segment.size))
@@ -177,7 +177,7 @@ class GlooLowering(Lowering):
 
 
 def cut_evenly(sizes: Sequence[int], count: int) -> list[list[Segment]]:
-    """Operands of so many elements, one behind the other, cut into pieces of equal size.
+    """Cuts concatenated operands of `sizes` elements into `count` pieces of equal size.
 
     >>> [[(s.operand, s.begin, s.end) for s in piece] for piece in cut_evenly([5, 3], 2)]
     [[(0, 0, 4)], [(0, 4, 5), (1, 0, 3)]]
@@ -190,7 +190,7 @@ def cut_evenly(sizes: Sequence[int], count: int) -> list[list[Segment]]:
         piece = []
         for operand, (start, size) in enumerate(zip(starts, sizes, strict=False)):
             first, last = max(begin - start, 0), min(end - start, size)
-            if first < last or (size == 0 and end == total):  # what is empty goes with the last
+            if first < last or (size == 0 and end == total):  # empty ones go into the last piece
                 piece.append(Segment(operand, min(first, size), last))
         found.append(piece)
     return found

@@ -1,14 +1,16 @@
-"""Units that can overlap with compute: collectives, and the operators only they need.
+"""Overlap units: collectives that can overlap with compute, and the operators that only they need.
 
-Each half of a graph is its main compute, in order, and units that are placed between its nodes:
+The forward and the backward each consist of main compute, in order, and units placed between its
+nodes:
 
-- **early**: a gather of what is there from the start, with what prepares its operands. It must have
-  been waited for where main compute first reads it.
-- **late**: the sum of a gradient, and all that is made of it. Nothing in main compute reads it.
+- **early**: a gather of values available at the start of the half, with the operators that prepare
+  its operands. Main compute awaits it before its first use.
+- **late**: the reduction of a gradient, and all operators that depend on it. Main compute never
+  reads it.
 
-A collective may need the result of another (one level of ranks behind the other, a compressed
-sum behind its exchange): its unit then begins with the wait for that. What is neither early
-nor late (statistics, conversions between placements) is main compute.
+Collectives can form a chain, as for two levels of an axis or for compressed reductions. Each later
+unit of a chain begins with the wait for the collective before it. All other collectives, such as
+statistics and redistributions, belong to main compute.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from autopar.passes.core.collective_ops import STARTS, results_of, start_all_gat
 from autopar.passes.core.node_builder import ancestors
 
 Kind = Literal["early", "late", "needed"]
-"""needed: the last wait for what is gathered early."""
+"""Kind of a unit; "needed" is the last wait of a chain of early collectives."""
 AT_MARK = 0.01
-"""The part of a stretch between marks that is at the first one."""
+"""Fraction of the stretch between two marks that counts as the first mark."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +37,12 @@ class Unit:
     """Nodes that move together.
 
     Attributes:
-        kind: early, late or needed.
-        nodes: in order: waits, what is made of their results and, unless it is a last one, a start.
-        start: the collective that it starts, None for a last wait.
-        behind: the units whose results it takes.
-        mark: at which of the marks it is needed (early), or can be started (late).
-        level: how many collectives of its chain come before it.
+        kind: "early", "late" or "needed".
+        nodes: nodes in order: waits, operators on their results, and the start if there is one.
+        start: start of the unit's collective; None for the last wait of a chain.
+        behind: units whose results this one reads.
+        mark: index of the mark where it is needed (early) or can start (late).
+        level: number of units before it in its chain.
     """
 
     kind: Kind
@@ -53,15 +55,15 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Half:
-    """The forward or the backward.
+    """The forward or the backward of a graph.
 
-    Places are counted in main nodes: place 3 is in front of `main[3]`, the last one at the end.
+    Places are indices into `main`: place 3 is before `main[3]`, and place `len(main)` is the end.
 
     Attributes:
-        main: nodes that keep their order.
-        units: all others; each stands behind those whose results it takes.
-        marks: ascending places where ranks must meet: the beginning, where what is gathered is
-            needed, where a sum can be started, where main compute communicates, the end.
+        main: main compute, which keeps its order.
+        units: all other nodes, in dependency order.
+        marks: ascending places: the start, first uses of gathers, places where reductions can
+            start, collectives of main compute, the end.
     """
 
     main: tuple[fx.Node, ...]
@@ -69,14 +71,13 @@ class Half:
     marks: tuple[int, ...]
 
     def of(self, kind: Kind) -> list[Unit]:
-        """The units of a kind."""
+        """Units of a kind."""
         return [unit for unit in self.units if unit.kind == kind]
 
     def place(self, position: float) -> int:
-        """The place of a position: 2.5 is half-way, in nodes, between the marks 2 and 3.
+        """The place of a position: position 2.5 is half-way, in nodes, between marks 2 and 3.
 
-        Up to 2.01 it is at the mark 2, in front of what waits there: so much is left to say in
-        which order several things happen at a mark.
+        Positions up to 2.01 are at mark 2; the fraction orders the units there.
         """
         mark = int(position)
         if mark >= len(self.marks) - 1:
@@ -86,13 +87,13 @@ class Half:
         return low + int(part * (high - low))
 
     def position(self, mark: int, place: int) -> float:
-        """The position of a place between a mark and the next."""
+        """The position of a place between `mark` and the next mark."""
         low, high = self.marks[mark : mark + 2]
         return mark + AT_MARK + (1.0 - AT_MARK) * (place - low) / max(1, high - low)
 
 
 def halves(graph: TrainingGraph) -> tuple[Half, Half]:
-    """The forward and the backward of a graph with abstract collectives."""
+    """The units of the forward and of the backward of a graph with abstract collectives."""
     first, nodes = graph.backward_start, list(graph.graph.nodes)
     split = nodes.index(first)
     parts = (nodes[:split], nodes[split:])
@@ -103,7 +104,7 @@ def halves(graph: TrainingGraph) -> tuple[Half, Half]:
 
 
 def sink_waits(graph: TrainingGraph) -> None:
-    """Moves the waits of main compute to where their results are first read, within their half."""
+    """Moves each wait of main compute to the first use of its results, within its half."""
     ends = {"forward": graph.backward_start, "backward": graph.output_node}
     for half in halves(graph):
         moves = {node for unit in half.units for node in unit.nodes}
@@ -129,7 +130,7 @@ def _half(nodes: list[fx.Node]) -> Half:
 
 @dataclass(eq=False)
 class _Group:
-    """A unit in the making."""
+    """A unit before its mark and level are known."""
 
     kind: Kind
     nodes: list[fx.Node]
@@ -137,7 +138,7 @@ class _Group:
 
 
 class _Assembly:
-    """Finds out where units belong."""
+    """Computes the marks of a half and the mark of each unit."""
 
     def __init__(self, main: list[fx.Node], groups: list[_Group]) -> None:
         self.main, self.groups = main, groups
@@ -157,7 +158,7 @@ class _Assembly:
         self.mark = {group: i for i, (_, _, group) in enumerate(meetings, 1) if group is not None}
 
     def place(self, group: _Group) -> int:
-        """The position where a unit is needed, or where its inputs are ready."""
+        """The place where an early unit is needed, or where a late unit has its operands."""
         if group.kind == "late":
             return max((self.at[n] + 1 for n in _given(group) if n in self.at), default=0)
         users = (user for node in group.nodes for user in node.users)
@@ -190,7 +191,7 @@ def _given(group: _Group) -> Iterator[fx.Node]:
 
 
 def _late(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Sums of gradients, and all that is made of them."""
+    """Reductions of gradients, and all operators that depend on them."""
     found: set[fx.Node] = set()
     for node in nodes:
         sums = node.target in STARTS and ("gradient" in node.meta or "summed" in node.meta)
@@ -200,9 +201,10 @@ def _late(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _early(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
-    """Gathers of what is there when a half begins, their waits, and what only prepares them.
+    """Gathers of values available at the start of a half, with their waits and preparation.
 
-    Not those that sums of gradients read: these belong to main compute.
+    Gathers belong to main compute if main compute reads their operands, or if late units read their
+    results.
     """
     inside, free = set(nodes), set[fx.Node]()
     for node in nodes:
@@ -210,7 +212,7 @@ def _early(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
             free.add(node)
     gathers = [n for n in nodes if n.target is start_all_gather and n in free]
     ours = ancestors(gathers, inside).union(gathers)
-    shared = set[fx.Node]()  # with main compute, itself or what it is made of
+    shared = set[fx.Node]()  # read by main compute, directly or through an operand
     for node in filter(ours.__contains__, nodes):
         if not shared.isdisjoint(node.all_input_nodes) or not ours.issuperset(node.users):
             shared.add(node)
@@ -223,7 +225,7 @@ def _early(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
 
 
 def _groups(nodes: list[fx.Node], own: set[fx.Node], kind: Kind) -> list[_Group]:
-    """Each start with what only it still needs, then each last wait with what is made of it."""
+    """Groups each start with operators it depends on, and each last wait with its readers."""
     order = {node: index for index, node in enumerate(nodes) if node in own}
     found: list[_Group] = []
     group_of: dict[fx.Node, int] = {}

@@ -1,4 +1,4 @@
-"""Starts collectives early and waits for them late."""
+"""`ScheduleOverlap`: collectives that start early and are awaited late."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from autopar.plan.overlap import Overlap
 
 @dataclass(frozen=True)
 class ScheduleOverlap(Pass):
-    """Issues collectives early and waits for them late, as a plan says or by two numbers.
+    """Starts gathers before they are needed and awaits reductions after they start.
 
-    Before: each collective is awaited where it starts. After: a gather starts the planned number of
-    stretches before its use, and the sum of a gradient starts and is awaited the planned number
-    after its inputs are ready. Without a plan for the graph, a gather starts with the `prefetch`th
-    gather before it. A sum is then awaited when `in_flight` later ones have started, or at the end.
-    Collectives of main compute are awaited at their first use. Other compute between two
-    collectives moves with the second and keeps its order. Tier: exact.
+    Before: each collective is awaited at once. After: gathers start, and reductions start and are
+    awaited, at the distances in `overlaps`. Gathers are awaited at their first use, and so are
+    collectives of main compute. Operators between two collectives of a chain move with the second.
+    Main compute keeps its order. Tier: exact.
 
-    All ranks start collectives in one order, which follows from the plan and from the sync points
-    of the graph (`overlap_units`). Both are the same on all ranks.
+    Without an entry that fits the graph, `prefetch` and `in_flight` apply. A gather starts where
+    the gather `prefetch` before it is needed. A reduction is awaited once `in_flight` later ones
+    have started, or at the end.
+
+    All ranks start collectives in the same order, since it depends only on the plan and on the
+    order of the marks, which are equal on all ranks.
 
     Attributes:
-        prefetch: number of gathers in flight ahead of the one in use; 0 for none.
-        in_flight: most reductions in flight; 0 for any number.
-        overlaps: planned schedule of each pipeline stage.
+        prefetch: number of gathers in flight ahead of the one needed.
+        in_flight: largest number of reductions in flight; 0 for no limit.
+        overlaps: planned distances for each pipeline stage.
     """
 
     prefetch: int = 1
@@ -52,14 +54,20 @@ class ScheduleOverlap(Pass):
         return PassResult(graph)
 
     def overlap(self, graph: TrainingGraph) -> Overlap:
-        """The planned schedule of a graph."""
+        """The planned distances of a graph; empty if there are none."""
         stage = stage_of(graph)
         return next((item for item in self.overlaps if item.stage == stage), Overlap())
 
     def positions(
         self, half: Half, leads: Sequence[float], delays: Sequence[float]
     ) -> dict[Unit, float]:
-        """The position of every unit of a half."""
+        """The position of every unit.
+
+        Args:
+            half: forward or backward.
+            leads: planned distance from each early unit to its mark, in stretches.
+            delays: planned distance from its mark to each late unit, in stretches.
+        """
         early, late = half.of("early"), half.of("late")
         found = {unit: unit.mark + AT_MARK for unit in half.of("needed")}
         if early and len(early) == len(leads):
@@ -73,7 +81,7 @@ class ScheduleOverlap(Pass):
         return in_order(half, found)
 
     def prefetched(self, half: Half) -> dict[Unit, float]:
-        """A gather starts when one so many before it is needed, what follows it evenly behind."""
+        """Positions of early units: chains start `prefetch` gathers ahead, with even spacing."""
         needs = sorted(unit.mark for unit in half.of("needed"))
         deepest = {unit.mark: 0 for unit in half.of("early")}
         for unit in half.of("early"):
@@ -86,7 +94,7 @@ class ScheduleOverlap(Pass):
         return found
 
     def delayed(self, half: Half) -> dict[Unit, float]:
-        """A sum is waited for behind later ones, as far as there are, and otherwise at the end."""
+        """Positions of late units: waits follow `in_flight` later reductions, or are at the end."""
         firsts = sorted(unit.mark for unit in half.of("late") if not unit.behind)
         end = len(half.marks) - 1
         found = {}
@@ -101,12 +109,12 @@ class ScheduleOverlap(Pass):
 
 
 def stage_of(graph: TrainingGraph) -> int:
-    """The stage of a pipeline that a graph is of, 0 if there is none."""
+    """The pipeline stage of a graph; 0 without a pipeline."""
     return max((node.meta.get("stage") or 0 for node in graph.calls()), default=0)
 
 
 def in_order(half: Half, positions: dict[Unit, float]) -> dict[Unit, float]:
-    """The positions, none in front of what a unit takes results of, nor too early or too late."""
+    """Positions with no unit before the units it reads, before its operands or after its use."""
     found: dict[Unit, float] = {}
     for unit in half.units:
         behind = (found[before] for before in unit.behind)
@@ -118,8 +126,8 @@ def in_order(half: Half, positions: dict[Unit, float]) -> dict[Unit, float]:
 def rearrange(half: Half, positions: dict[Unit, float], graph: TrainingGraph) -> None:
     """Moves units to their positions.
 
-    At one position gathers start first, since main compute will need them; then what has come is
-    waited for, before more is sent; main compute waits last.
+    At the same position, gathers start first, since main compute needs them next. Last waits of
+    reductions follow, then starts of reductions, then waits of main compute.
     """
 
     def key(unit: Unit) -> tuple[float, int]:
@@ -137,7 +145,7 @@ def rearrange(half: Half, positions: dict[Unit, float], graph: TrainingGraph) ->
 
 
 def _dependent(units: Sequence[Unit]) -> Iterator[Unit]:
-    """The units in this order, but none in front of what it takes results of."""
+    """The units in this order, except that each follows the units whose results it reads."""
     done: set[Unit] = set()
 
     def visit(unit: Unit) -> Iterator[Unit]:
