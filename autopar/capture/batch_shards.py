@@ -22,7 +22,7 @@ class BatchShard:
 
     Attributes:
         call: arguments of the shard, tensors as specs.
-        tensors: tensors among the arguments, at this rank's rows.
+        tensors: tensor arguments, with this rank's rows only.
         rows: number of rows of the shard.
         global_rows: number of rows of the global batch.
         num_slices: number of slices of the global batch.
@@ -44,7 +44,7 @@ class BatchShard:
         return BatchSlices(self.num_slices, self.slice_index, self.global_rows, self.in_time)
 
     def split_micro_batches(self, count: int) -> list[BatchShard]:
-        """The shard as equal micro-batches.
+        """Splits the shard into equal micro-batches.
 
         Raises:
             BatchError: `count` does not divide the rows.

@@ -23,15 +23,15 @@ CaptureCall = Callable[[Call], Capture]
 def capture_slice(
     capture: CaptureCall, call: Call, slices: BatchSlices, *, local: bool = False
 ) -> Capture:
-    """The capture of one slice of a batch.
+    """Captures one slice of a batch.
 
-    The call is captured at the whole batch, and its graph is partitioned by proven rules.
+    Captures the call on the whole batch, then partitions its graph along the batch dims.
 
     Args:
         capture: captures a call.
-        call: the call at the rows of this slice.
-        slices: of the batch, and which of them this is.
-        local: whether each slice computes what it would alone, as under DistributedDataParallel.
+        call: the call with the rows of this slice.
+        slices: number of slices of the batch, and the index of this one.
+        local: whether slices are independent, as under DistributedDataParallel.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -67,7 +67,7 @@ def check_same_program(graph: TrainingGraph, other: TrainingGraph) -> None:
     """Checks that two micro-batches of a rank run the same program.
 
     Raises:
-        CoupledRowsError: an operator depends on the place of the micro-batch in the batch.
+        CoupledRowsError: an operator depends on the index of the micro-batch.
     """
     for node, twin in zip(graph.graph.nodes, other.graph.nodes, strict=True):
         if render_node(node) != render_node(twin):

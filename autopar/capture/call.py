@@ -22,13 +22,13 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        """The spec of a tensor; the global one for a DTensor."""
+        """The spec of a tensor, with the global shape for a DTensor."""
         return TensorSpec(
             tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()
         )
 
     def with_batch_size(self, rows: int) -> TensorSpec:
-        """The spec at another size of dim 0, with the same order of dims in memory."""
+        """The spec with another size of dim 0, and the same order of dims in memory."""
         shape = (rows, *self.shape[1:])
         stride = None if self.stride is None else dense_strides(shape, self.stride)
         return replace(self, shape=shape, stride=stride)
@@ -52,7 +52,7 @@ class Call:
     Attributes:
         leaves: flattened arguments, tensors as `TensorSpec`.
         structure: tree structure of (args, kwargs).
-        has_batch_dim: for each leaf, whether dim 0 runs over the rows of the batch.
+        has_batch_dim: for each leaf, whether dim 0 is the batch dim.
     """
 
     leaves: tuple[Any, ...]

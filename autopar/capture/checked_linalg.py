@@ -1,4 +1,4 @@
-"""Failed matrix factorisations in a graph give NaN, since a graph cannot raise.
+"""Matrix factorisations that fail in a graph return NaN, since a graph cannot raise.
 
 Eager `torch.linalg` functions raise for a singular or not positive definite matrix, by reading the
 status `info` of the kernel. A captured graph replaces the results of such a matrix by NaN.

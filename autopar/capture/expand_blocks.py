@@ -1,4 +1,4 @@
-"""`expand`: replaces the marks of repeated blocks by copies of the traced one."""
+"""`expand`: replaces the marks of repeated blocks with copies of the traced block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _APART = 1_000_000
 
 
 def expand(graph: fx.Graph) -> None:
-    """Replaces marks by copies of the operators between the marks of the first equal call.
+    """Replaces each mark with a copy of the operators of the first equal call.
 
     Args:
         graph: joint graph traced under `RepeatedBlocks`; changed in place.
@@ -97,7 +97,7 @@ class _Body:
 
 
 def _meta(node: fx.Node, old: str, block: str, number: int) -> dict[str, Any]:
-    """The meta of a copy: the other block, and sequence numbers of its own."""
+    """Node meta of a copy, with its own block and sequence numbers."""
     meta = dict(node.meta)
     if note := meta.get("custom"):
         meta["custom"] = note | {"module": block + note["module"].removeprefix(old)}
@@ -137,7 +137,7 @@ def _results(mark: fx.Node) -> list[fx.Node | None]:
 
 
 def _paired(mark: fx.Node, other: fx.Node) -> dict[fx.Node, fx.Node]:
-    """Inputs of the traced call, mapped to those of another."""
+    """Maps inputs of the traced call to inputs of another call."""
     pairs = zip(_results(mark), _inputs(other), strict=True)
     return {inner: outer for inner, outer in pairs if inner is not None}
 

@@ -72,7 +72,7 @@ def to_training_graph(
         history=(f"captured from {name}",),
     )
     roles = {
-        _output_role(d, call): value  # a rebound buffer keeps the last of its values
+        _output_role(d, call): value  # a rebound buffer keeps its last value
         for d, value in zip(outputs, output.args[0], strict=True)
         if d is not None and isinstance(value, fx.Node)
     }
@@ -102,7 +102,7 @@ def _name_of(desc: Any, parameters: Sequence[str]) -> str:
 
 
 def _keep_old_values(graph: TrainingGraph) -> None:
-    """Gives the backward copies of inputs that are updated in place before it runs."""
+    """Copies inputs that the forward updates in place, for use in the backward."""
     updated = {role.of for role in graph.outputs if isinstance(role, Update)}
     first = next(iter(graph.calls()), None)
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):

@@ -12,7 +12,7 @@ from autopar.ir.graph import ParameterInfo
 
 
 def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
-    """Every parameter by name, with its global shape and block; tied ones once."""
+    """Every parameter by name, with its global shape and block; tied parameters appear once."""
     blocks = find_blocks(model)
     return {
         name: ParameterInfo(name, tuple(p.shape), p.dtype, p.requires_grad, blocks[name])
@@ -45,7 +45,7 @@ def find_blocks(model: nn.Module) -> dict[str, str]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's parameters; the default accelerator or CPU for meta ones."""
+    """The device of a model's parameters; the default accelerator or CPU for meta models."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type != "meta":
             return tensor.device

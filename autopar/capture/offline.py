@@ -1,4 +1,4 @@
-"""`capture_of_rank`: the graph of a rank that need not be running."""
+"""`capture_of_rank`: captures the graph of any rank, without running it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def capture_of_rank(
         in_time: whether the ranks are micro-batches that run one after the other.
 
     Raises:
-        BatchError: the rows cannot be cut into that many ranks and micro-batches.
+        BatchError: the rows cannot be divided into that many ranks and micro-batches.
         CaptureError: the model cannot be captured.
         CoupledRowsError: micro-batches need each other's rows before all forwards have run.
     """

@@ -2,7 +2,7 @@
 
 The first call of a block of each kind runs between marks, in forward and backward. Every equal call
 becomes a single mark, which `expand` replaces by a copy of the operators between the first's marks.
-So tracing hardly grows with the number of layers.
+The time to trace hardly grows with the number of layers.
 
 Blocks are equal if all their modules have the same types, parameters and attributes. Int attributes
 may differ (layer numbers); they are removed during the trace. If a block reads one, the model
@@ -234,7 +234,7 @@ def _hidden(kind: BlockKind, block: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged(block: nn.Module, entered: Sequence[Tensor]) -> Iterator[None]:
-    """Raises if a block changes its attributes or inputs: its copies would not."""
+    """Raises if a block changes its attributes or inputs, since copies would not."""
 
     def attributes() -> list[dict[str, Any]]:
         return [{k: id(v) for k, v in vars(m).items() if k != "forward"} for m in block.modules()]

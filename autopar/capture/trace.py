@@ -94,8 +94,8 @@ def capture(
         parameters: every parameter at its global shape, by name.
         device: device of the parameters.
         differentiate: whether to capture a backward.
-        all_tangents: whether gradients enter by every floating-point output. By default they enter
-            only by scalar outputs, if there are any.
+        all_tangents: whether every floating-point output receives a gradient. By default only
+            scalar outputs do, if there are any.
         loss_fn: called as `loss_fn(model(*args[:-1]), args[-1])` in place of the model.
         lifted: plain tensor attributes, and frozen parameters, that other calls change.
 
@@ -173,7 +173,7 @@ def _trace_until_stable(
 
 
 def _following_effects(make: MakeTracedCall, policy: StatePolicy) -> Generator[Effects]:
-    """Effects of the calls after the first, each with the changes of the calls before."""
+    """Effects of the calls after the first; each call starts with the changes of earlier ones."""
     calls = (make(replace(policy, counters=frozenset())) for _ in itertools.count())
     traced = next(calls)
     snapshot = Snapshot(traced.model[0])

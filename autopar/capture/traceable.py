@@ -30,7 +30,7 @@ def traceable_modules() -> contextlib.AbstractContextManager[None]:
 def _norm_of_all_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A batch norm whose running statistics are means over all batches (`momentum=None`).
 
-    Torch reads the count from a buffer to compute the weight of a batch as a Python number.
+    torch reads the number of batches from a buffer as a Python number.
     """
 
     def counted(self: Any, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _lstm(*args: Any, **kwargs: Any) -> Any:
 
 
 def _cov(x: Tensor, *, correction: int = 1, **weights: Any) -> Tensor:
-    """`torch.cov` without weights; torch reads the degrees of freedom."""
+    """`torch.cov` without weights; torch reads the degrees of freedom as a Python number."""
     if x.dim() > 2 or x.dtype == torch.bool or any(w is not None for w in weights.values()):
         return torch.cov(x, correction=correction, **weights)
     rows = x if x.dim() == 2 else x.view(1, -1)

@@ -33,7 +33,7 @@ def short_repr(value: object) -> str:
     """The repr of a value for error messages: one line of at most 60 characters."""
     try:
         text = " ".join(repr(value).split())
-    except (ValueError, RecursionError):  # integers of thousands of digits, lists in themselves
+    except (ValueError, RecursionError):  # huge integers, self-referential lists
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -63,7 +63,7 @@ def nbytes(name: str, value: Any, *, bare: bool = False, minimum: int = 1) -> in
     """A number of bytes, as an int or a text such as "24GiB".
 
     Units are read in any case, with or without a space: "KB", "MB", "GB" and "TB" are powers of
-    1000, "KiB" to "TiB" powers of 1024. A single letter is a power of 1024, as Docker has it: "20G"
+    1000, "KiB" to "TiB" powers of 1024. A single letter is a power of 1024, as in Docker: "20G"
     is 20 GiB (Kubernetes reads it as 20 GB).
 
     Args:
@@ -145,7 +145,7 @@ def flag(name: str, value: Any, error: type[AutoparError] = StrategyError) -> bo
 
 
 def text(name: str, value: Any, wanted: str, error: type[AutoparError] = StrategyError) -> str:
-    """A text with other characters than spaces."""
+    """A text that is not blank."""
     if not isinstance(value, str) or not value.strip():
         raise argument_error(name, value, wanted, error)
     return value

@@ -1,4 +1,4 @@
-"""`flatten`: arguments and results as flat lists, for more containers than torch's pytree.
+"""`flatten`: flattens arguments and results, also in containers that torch's pytree lacks.
 
 A dataclass, `SimpleNamespace` or `UserDict` that holds a tensor is unpacked, and rebuilt by
 `pytree.tree_unflatten`.

@@ -89,7 +89,7 @@ def read(
         source: name of the document, for errors.
         error: class of the errors.
         advice: remedy for an invalid document, for errors.
-        check: raises `FieldError` where fields contradict each other.
+        check: raises `FieldError` if fields contradict each other.
 
     Raises:
         AutoparError: a field is missing, unknown or invalid.
@@ -126,7 +126,7 @@ def _check_plain(document: Any) -> None:
 
 
 _Place = tuple[Any, Any]
-"""Location of a value: that of its container, and its key there."""
+"""Location of a value: the location of its container, and its key there."""
 
 
 def _path(place: _Place | None) -> str:
@@ -142,7 +142,7 @@ def _has_half(text: str) -> bool:
 
 
 def _check_known(document: Any, value: Any, path: str) -> None:
-    """Raises where a document has a field that the value's class lacks."""
+    """Raises if a document has a field that the value's class lacks."""
     if is_dataclass(value) and isinstance(document, Mapping):
         names = [field.name for field in fields(value)]
         if strange := sorted(set(map(str, document)).difference(names)):

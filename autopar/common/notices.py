@@ -30,7 +30,7 @@ _INSIDE = tuple(
 
 
 class NumericsNote(str):
-    """A note on a graph about a result that differs from the single device's.
+    """A note on a graph: a result differs from training on a single device.
 
     `TrainingGraph.notes` and `Plan.notes` hold these beside plain text. A module that runs the
     graph also issues it as a NumericsWarning.

@@ -117,7 +117,7 @@ def known_machine(
 
 
 def absent(device: torch.device, cluster: Cluster | None) -> bool:
-    """Whether the cluster's device is not in this host, so that operators must be modelled."""
+    """Whether this host lacks the cluster's device, so that operators must be modelled."""
     return not OperatorTimes.load(_priced_device(device, cluster)).present
 
 

@@ -87,7 +87,7 @@ class AliasedDDP(nn.Module):
     def _reduce_and_share(self, bucket: Any) -> Any:
         """Averages gradients over ranks as DDP does, and gives the DTensors the results.
 
-        The gradient of a parameter that no rank has used stays as it is.
+        Leaves the gradient of a parameter unchanged if no rank used the parameter.
         """
         self.has_unreduced = False
         aliases = bucket.parameters()
@@ -110,7 +110,7 @@ class AliasedDDP(nn.Module):
 
 
 class _Submodule(nn.Module):
-    """A module around a model, so that DDP reads the model's present parameters."""
+    """A module around a model, so that DDP reads the model's current parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ OWN_ATTRIBUTES = {
 
 
 class ModelAttributes(nn.Module):
-    """A module whose other attributes are those of the model it wraps.
+    """A module that forwards attribute access to the model it wraps.
 
     Attributes:
         _wrapped: the model, in a tuple so that it is not a submodule.

@@ -90,7 +90,7 @@ class ExecutionContext:
         compression_state: tensors that compression keeps between steps.
         captures: capture of each kind of call.
         planning_captures: captures made while planning, reused for every slicing of the batch.
-        all_tangents: whether gradients may enter by every output.
+        all_tangents: whether every output may receive a gradient.
     """
 
     model: nn.Module
@@ -202,10 +202,10 @@ class ExecutionContext:
         return made
 
     def _current_parameters(self) -> dict[str, ParameterInfo]:
-        """The parameters as planned, with their present `requires_grad`.
+        """The parameters as planned, with their current `requires_grad`.
 
         Raises:
-            StrategyError: a parameter that forward changes is trained now.
+            StrategyError: a parameter that forward changes now requires gradients.
         """
         now = {
             name: replace(info, requires_grad=self.index.parameters[name].requires_grad)

@@ -34,8 +34,8 @@ CheckCall = Callable[["DistributedModule", list[Any], Any], None]
 class DistributedModule(PlannedModule):
     """A model that runs this rank's share of every call under a plan.
 
-    It has the parameters, buffers, submodules, names and attributes of the plain model and is
-    used like it. Parameters that the plan shards are DTensors.
+    It has the parameters, buffers, submodules, names and attributes of the plain model. Parameters
+    that the plan shards are DTensors.
 
     Attributes:
         plan: the plan, None until the first call if there were no example inputs.
@@ -80,7 +80,7 @@ class DistributedModule(PlannedModule):
         self._context.rng.set_state(state)
 
     def train(self, mode: bool = True) -> Self:
-        """Sets training mode, of the plain model too."""
+        """Sets training mode, also of the plain model."""
         super().train(mode)
         self._wrapped[0].training = mode
         return self
@@ -208,8 +208,8 @@ class DistributedModule(PlannedModule):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages.
 
-        If its stages have none, the remote parameters: torch's optimizers need at least one, and
-        forget these before their first step.
+        Yields remote parameters if its stages have none, since torch's optimizers need at least
+        one. Optimizers forget remote parameters before their first step.
         """
         found = list(super().named_parameters(prefix, recurse, remove_duplicate))
         yield from [(n, p) for n, p in found if not is_remote(p)] or found
@@ -246,7 +246,7 @@ class DistributedModule(PlannedModule):
     def state_dict(  # type: ignore[override]
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The whole model under the plain model's names, on every rank, with DTensors as sharded.
+        """The whole model under the plain model's names, on every rank; sharded values as DTensors.
 
         With pipeline stages all ranks call this at once, to exchange their parameters.
         """

@@ -22,7 +22,7 @@ class RandomStream:
 
     Args:
         index: index among ranks with different rows or stages.
-        count: number of these.
+        count: number of ranks with different rows or stages.
         device: device of the generator.
         shared: whether several ranks have the same rows and stages.
     """

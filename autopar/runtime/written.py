@@ -1,4 +1,4 @@
-"""Python attributes that forward assigns: written after the call, with a warning where local."""
+"""Writes the Python attributes that forward assigns, after each call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def result_of(capture: Capture, leaves: list[Any], model: nn.Module) -> Any:
 
 
 def warn_of_local_writes(capture: Capture, model: nn.Module) -> None:
-    """Warns of attributes that get this rank's rows, and the whole batch on one device."""
+    """Warns of attributes that hold this rank's rows, but the whole batch on one device."""
     if not capture.writes:
         return
     indices = pytree.tree_unflatten(list(range(len(capture.leaves))), capture.structure)[1]

@@ -30,8 +30,8 @@ class Deviation:
     Attributes:
         kind: "loss", "gradient", "parameter" or "buffer".
         name: name of the parameter or buffer; "" for the loss.
-        error: norm of the difference over the norm of the plain tensor, or over a floor where
-            that is rounding alone; infinite where only one side has the tensor.
+        error: norm of the difference over the norm of the plain tensor, or over a floor if that
+            norm is mere rounding; infinite if only one model has the tensor.
         step: number of the step, from 1.
         index: index of the element that differs most; () for a scalar.
     """
@@ -65,7 +65,7 @@ class Verification:
         steps: number of steps.
         ranks: number of ranks.
         first: first deviation beyond the tolerance, a possible cause of later ones; None on PASS.
-        draws: random operators that both sides replaced by constants.
+        draws: random operators replaced by constants in both trainings.
         notes: limits of the comparison.
     """
 
@@ -166,7 +166,7 @@ class Comparison:
             self.first = min(self.first or deviation, deviation, key=_order)
 
     def _floor(self, kind: str) -> float:
-        """Norm below which a tensor is rounding alone, relative to the largest of its kind.
+        """Norm below which a tensor is mere rounding, relative to the largest of its kind.
 
         Optimizers that normalize gradients amplify rounding, so parameters have a larger floor.
         """

@@ -1,4 +1,4 @@
-"""The batch and the loss of two trainings that are compared."""
+"""Batch, loss and optimizer of the two trainings that `compare_training` compares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.runtime.module import DistributedModule
 
 @dataclass(frozen=True)
 class ComparedBatch:
-    """Arguments of both sides.
+    """Arguments of the plain model and of the model under a plan.
 
     Attributes:
         own: arguments and keyword arguments of this rank's call.
@@ -55,7 +55,7 @@ class ComparedBatch:
 
 @dataclass(frozen=True)
 class Training:
-    """Loss, optimizer and precision of both sides.
+    """Loss, optimizer and precision of both trainings.
 
     Attributes:
         take_loss: extracts the loss from a result, None for the default.
@@ -77,7 +77,7 @@ class Training:
             return loss_fn(model(*args[:-1], **kwargs), args[-1])
 
     def loss_of(self, result: Any) -> Tensor:
-        """The loss that is differentiated."""
+        """The loss to differentiate."""
         return _default_loss(result)[0] if self.take_loss is None else self.take_loss(result)
 
     def loss_notes(self, result: Any) -> list[str]:
@@ -88,7 +88,7 @@ class Training:
 
 
 def _default_loss(result: Any) -> tuple[Tensor, bool]:
-    """The loss in a model's result, and whether it is more than a substitute."""
+    """The loss in a model's result, else a substitute, and whether the result has a loss."""
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(loss, Tensor):
         return loss, True

@@ -1,4 +1,4 @@
-"""`compare_training`: training steps under a plan and of the plain model, compared."""
+"""`compare_training`: compares training steps under a plan with steps of the plain model."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def compare_training(
     tolerance: float | None,
     options: Mapping[str, Any],
 ) -> Verification:
-    """Trains copies of a model under a plan and plainly; rank 0 prints the verdict.
+    """Trains copies of a model with and without a plan; rank 0 prints the verdict.
 
     Args:
         compile: `autopar.compile`.
-        model: the model, which stays as it is.
+        model: the model, left unchanged.
         plan: plan to follow, None to let `compile` choose.
         call: flattened arguments of the call, and their structure.
         loss: extracts the loss from a result, None for the default.
@@ -94,16 +94,16 @@ def compare_training(
 def verify_first_call(
     compile: Compile, module: DistributedModule, leaves: Sequence[Any], structure: Any
 ) -> None:
-    """Verifies a compiled module's plan on the batch of a call, before that trains.
+    """Verifies a compiled module's plan on the batch of its first training call.
 
     Args:
         compile: `autopar.compile`.
-        module: the module, which stays as it is.
+        module: the module, left unchanged.
         leaves: flattened arguments of the call.
         structure: structure of the arguments.
 
     Raises:
-        VerificationError: on every rank, if the plan trains to other numbers.
+        VerificationError: on every rank, if training under the plan deviates beyond the tolerance.
     """
     if module.plan is None:
         message = "verify=True does not compare what trains without a plan"
@@ -141,7 +141,7 @@ def _compare_steps(
     steps: int,
     tolerance: float | None,
 ) -> Verification:
-    """Trains both sides step by step."""
+    """Trains both copies step by step."""
     plain_draws, draws, device = ConstantDraws(), ConstantDraws(), device_of(plain)
     optimizers = [_make_optimizer(training.optimizer, m) for m in (plain, parallel)]
     notes: list[str] = []
@@ -194,7 +194,7 @@ def _compare_steps(
 
 
 def _known_differences(parallel: DistributedModule) -> list[str]:
-    """Documented reasons for both sides to differ."""
+    """Documented reasons for both trainings to differ."""
     plan = parallel.plan
     if plan is None:
         alone = world_size() == 1
@@ -213,7 +213,7 @@ def _check_draws(draws: ConstantDraws, backend: str) -> None:
 
 
 def _mean_over_ranks(loss: Tensor, weight: float) -> Tensor:
-    """The mean of the ranks' losses by their rows; a loss that all ranks share stays the same."""
+    """The mean of the ranks' losses, weighted by rows; a loss equal on all ranks stays the same."""
     own = loss.detach().double()
     return own.new_tensor(sum(gather_objects(own.item() * weight))) if is_multi_rank() else own
 

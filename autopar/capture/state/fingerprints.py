@@ -1,4 +1,4 @@
-"""Fingerprints of Python values: equal exactly where programs captured for them are the same."""
+"""Fingerprints of Python values: equal exactly if the values give the same captured program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Fingerprinter:
     """Makes hashable fingerprints of a model's attributes.
 
     Equal contents give equal fingerprints. Opaque objects compare by identity. Weak references
-    compare by their targets, and are not kept: torch cannot swap a tensor that has one.
+    compare by their targets. Fingerprints hold no weak reference, since torch cannot swap a tensor
+    that has one.
     """
 
     def __init__(self) -> None:

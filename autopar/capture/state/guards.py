@@ -1,8 +1,9 @@
 """`Guards`: the Python state that captured programs depend on, compared before every call.
 
 The key of a program includes the plain attributes that forward read, its code, hooks and
-submodules. A change gives a new key, so the model is captured again; a change back finds the old
-programs. Objects are compared by identity first, in loops that run in C, then by value.
+submodules. A change gives a new key, so the model is captured again. Undoing the change restores
+the old key and its programs. Objects are compared by identity first, in loops that run in C, then
+by value.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _dtype = attrgetter("dtype")
 
 
 class Guards:
-    """Compares the Python state of a model with that of its captures.
+    """Compares the Python state of a model with the state that its captures depend on.
 
     Attributes:
         state: number of the current state, equal on ranks that saw the same changes.
@@ -100,10 +101,10 @@ class Guards:
         self.lifted = self.lifted.union(map(attribute_of, names))
 
     def update(self) -> bool:
-        """Sets `state` to that of the model now; returns whether anything was compared anew.
+        """Sets `state` to the model's current state; returns whether it computed a new key.
 
         Raises:
-            PlanError: parameters were replaced by others that the plan does not cover.
+            PlanError: new parameters have other names, shapes or layouts than the plan's.
         """
         if self._structure is None or not self._structure.holds():
             self._check_parameters()
@@ -143,7 +144,7 @@ class Guards:
         """Checks that the Python state has not changed since the call.
 
         Raises:
-            CaptureError: it has, so the call cannot be captured any more.
+            CaptureError: the state has changed.
         """
         if self._structure is None or self._values is None:
             self.update()
@@ -157,7 +158,7 @@ class Guards:
             )
 
     def invalidate(self) -> None:
-        """Accepts replaced parameters: the next `update` compares everything anew."""
+        """Accepts replaced parameters; the next `update` compares everything again."""
         self._structure = None
 
     def rebind(self, values: dict[str, Any], key: str, value: Any) -> None:

@@ -66,7 +66,7 @@ class StatePolicy:
     allow_counters: bool = True
 
     def after_run(self, effects: Effects, changed: Iterable[str]) -> StatePolicy:
-        """The policy that a run calls for; equal to this one if it fits.
+        """The policy for the effects of a run; equal to this one if no change is needed.
 
         Args:
             effects: effects of the run.
@@ -103,12 +103,12 @@ MAX_STATES = 8
 def check_changes(effects: Effects, following: Iterable[Effects]) -> None:
     """Refuses changes that cannot be replayed.
 
-    Plain values that forward reads may change a few times, or in a cycle. Each value is a state of
-    its own, and the model is captured for it when a call reaches it.
+    Plain values that forward reads may change a few times, or in a cycle. Each value is a separate
+    state, for which the model is captured when a call reaches it.
 
     Args:
         effects: effects of a run.
-        following: effects of the runs after it, each with the changes of the runs before.
+        following: effects of later runs, each of which starts with the changes of earlier runs.
 
     Raises:
         CaptureError: a change cannot be replayed; the message names it.

@@ -1,4 +1,4 @@
-"""`build_evaluator`: partitions a captured graph along the axes of the model, ready for pricing."""
+"""`build_evaluator`: partitions a captured graph along the model-parallel axes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_evaluator(
         machine: measured machine; None gives an evaluator that makes plans but no predictions.
         context: limits and observer of the search.
         memory: bytes per rank that the partition may hold over a step, None for no limit.
-        op_strategies: strategies along each axis of the model, None to solve for them.
+        op_strategies: strategies along each model-parallel axis, None to solve for them.
     """
     context, axes = context or SearchContext(), problem.strategy.axes
     base = problem.base()
@@ -92,7 +92,7 @@ def solve_axis(
     machine: Machine | None,
     memory: int | None = None,
 ) -> NodeStrategies:
-    """Strategies of least cost along one axis; of fewest bytes where no machine was measured."""
+    """Strategies of least cost along one axis, or of fewest bytes without a measured machine."""
     mesh, pins = dict(problem.mesh), problem.strategy.pins(axis, graph.parameters)
     if machine is None:
         return partition_by_bytes(graph, mesh[axis], pins)

@@ -124,7 +124,7 @@ class _ConfigSearch:
         return self.tune(best) if communicates and self.setup.deadline() else best
 
     def starts(self) -> list[CandidateConfig]:
-        """Configurations with uniform ZeRO stages, without those that cannot fit."""
+        """Configurations with uniform ZeRO stages that may fit; always the most sharded one."""
         base, zero_stages = self.setup.base, [0]
         if self.strategy.zero is None and base.dp_size > 1:
             # stage 2 differs from 1 only where several micro-batches accumulate
@@ -136,7 +136,7 @@ class _ConfigSearch:
         return [*filter(self.may_fit, lower), last]
 
     def affordable(self, starts: Sequence[CandidateConfig]) -> list[CandidateConfig]:
-        """The first configurations, until time is up and one of them fits."""
+        """The first configurations; stops after the deadline once one of them fits."""
         found: list[CandidateConfig] = []
         for config in starts:
             if any(map(self.fits, map(self.evaluate, found))) and not self.setup.deadline():
@@ -147,10 +147,10 @@ class _ConfigSearch:
     def raised(
         self, starts: Sequence[CandidateConfig], best: Candidate | None
     ) -> Iterator[Candidate | None]:
-        """Starts raised until they fit, the fastest first.
+        """Raises recomputation or ZeRO stages of the starts until they fit, the fastest first.
 
         Raising never makes a step shorter, so candidates slower than the best feasible one are
-        skipped. After the deadline only a first feasible candidate is looked for.
+        skipped. After the deadline the search stops at the first feasible candidate.
         """
         limit_s = _step_s(best) if best is not None else math.inf
         steps_s = [_step_s(self.evaluate(config)) for config in starts]
@@ -192,7 +192,7 @@ class _ConfigSearch:
         return self.cap is None or candidate.prediction.needed_bytes <= self.cap
 
     def best(self, candidates: Iterable[Candidate | None]) -> Candidate | None:
-        """The fastest candidate that fits; of equals the smallest, then the first."""
+        """The fastest candidate that fits; ties go to the smallest, then the first."""
         fitting = [each for each in candidates if each is not None and self.fits(each)]
         return min(
             fitting, key=lambda each: (_step_s(each), each.prediction.needed_bytes), default=None
@@ -204,7 +204,7 @@ class _ConfigSearch:
         return any(not self.fits(c) and _step_s(c) < _step_s(best) for c in candidates)
 
     def fit(self, config: CandidateConfig) -> Candidate | None:
-        """The least recomputation with which a configuration fits, if need be in small buckets."""
+        """The least recomputation with which a configuration fits; tries small buckets last."""
         if not self.fits(self.evaluate(config)) and not self.may_fit(config):
             return None
         smaller, base = config, self.setup.base
@@ -251,8 +251,8 @@ class _ConfigSearch:
     def fewest_blocks(self, with_blocks: Callable[[int], CandidateConfig]) -> Candidate:
         """The candidate with the smallest number of raised blocks that fits.
 
-        All blocks are known to fit and none is known not to. Bytes are nearly linear in the number
-        of blocks, so interpolation is tried first and bisection where it converges slowly.
+        Raising every block must fit, and raising none must not. Bytes are nearly linear in the
+        number of blocks, so interpolation comes first, and bisection where it converges slowly.
         """
         assert self.cap is not None
         low, high, interpolate = 0, len(self.raise_order), True
@@ -291,7 +291,7 @@ class _ConfigSearch:
         return best
 
     def scheduled(self, config: CandidateConfig) -> Iterator[Candidate]:
-        """The configuration with scheduled collectives, without prefetching if that fits only."""
+        """The configuration with scheduled collectives; without prefetching if only that fits."""
         yield (unlimited := self.evaluate(replace(config, scheduled=True)))
         if not self.fits(unlimited):
             yield self.evaluate(replace(config, scheduled=True, prefetch_budget_bytes=0))
@@ -380,7 +380,7 @@ def _lower_bound_s(candidate: Candidate) -> float:
 
 
 def _identity(candidate: Candidate) -> tuple[object, ...]:
-    """The fields that distinguish programs once buckets are filled."""
+    """The fields of a plan that determine its program."""
     plan = candidate.plan
     several = len(plan.buckets.gather) > 1 or len(plan.buckets.regather) > 1
     return (

@@ -35,7 +35,7 @@ SIZE_RATIO = 8
 """Ratio of the rows of the two sampled micro-batches; the larger one is used without stages."""
 
 CaptureSlice = Callable[[int, CaptureCache], TrainingGraph]
-"""Captures one of a number of equal slices of the batch; reuses captures in `CaptureCache`."""
+"""Captures a slice of the batch, given the number of slices and the captures to reuse."""
 
 
 class MeshEstimator:
@@ -47,8 +47,8 @@ class MeshEstimator:
     Args:
         problem: problem with an open mesh.
         capture_slice: captures a slice of the batch.
-        model: the captured model, if repeated blocks may be left out meanwhile.
-        sharing: number of ranks that share a host's cores.
+        model: the model, if captures may leave out repeated blocks; else None.
+        sharing: number of ranks that share the cores of a host.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MeshEstimator:
         """The estimate of a problem whose strategy fixes mesh and micro-batches.
 
         Raises:
-            BatchError: The rows cannot be cut into its micro-batches.
+            BatchError: the rows cannot be divided into equal micro-batches.
         """
         strategy, rows = problem.strategy, self._rows
         micro_batches = strategy.micro_batches or 1

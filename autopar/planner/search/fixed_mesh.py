@@ -18,7 +18,7 @@ from autopar.planner.search.pipeline_search import fastest_pipeline, unmeasured_
 from autopar.report.plan import Plan
 
 LEANER_PARTITIONS = (0.75, 0.0)
-"""Fractions of the cap that a partition may hold, tried in order where the fastest does not fit."""
+"""Fractions of the cap that a partition may hold, tried in order if the fastest does not fit."""
 
 
 def plan_fixed_mesh(
@@ -89,7 +89,7 @@ def _with_modelled_times(problem: PlanningProblem, evaluator: Evaluator) -> Spmd
 def _plan_unpipelined(
     problem: PlanningProblem, graph: TrainingGraph, machine: Machine, context: SearchContext
 ) -> Plan:
-    """The fastest plan that fits, of the fastest partition and leaner ones where that is too large.
+    """The fastest plan that fits: with the fastest partition, else with leaner ones.
 
     Raises:
         OutOfMemoryError: nothing fits.

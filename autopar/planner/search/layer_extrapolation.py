@@ -11,7 +11,7 @@ from autopar.capture.repeated_blocks import BlockKind, RepeatedBlocks
 from autopar.planner.search.mesh_estimate import Figures
 
 SAMPLED_LAYERS = 2
-"""Blocks kept of each kind: the first, and a neighbour for it."""
+"""Blocks kept of each kind: the first and its neighbour."""
 
 
 def kinds_of(model: nn.Module, blocks: Sequence[str]) -> list[BlockKind]:

@@ -23,14 +23,14 @@ from autopar.planner.search.default_configs import (
 )
 
 ProvisionalStrategies = Mapping[int, tuple[NodeStrategies, ...]]
-"""Strategies along each axis of the model, by the number of micro-batches of the graph."""
+"""Strategies along each model-parallel axis, by the graph's number of micro-batches."""
 
 
 def needs_machine(problem: PlanningProblem, *, live: bool) -> bool:
     """Whether the plan depends on measurements.
 
-    Fully fixed strategies need none, unless a cap is to be checked, levels are to be chosen, or the
-    measured cluster of an offline plan allows a prediction.
+    A fully fixed strategy needs none, unless the planner must check a cap, choose levels, or
+    predict an offline plan on a measured cluster.
     """
     if not live and problem.cluster is not None and problem.cluster.curves:
         return True
@@ -40,7 +40,7 @@ def needs_machine(problem: PlanningProblem, *, live: bool) -> bool:
 
 
 def provisional_strategies(problem: PlanningProblem, graphs: Graphs) -> ProvisionalStrategies:
-    """Strategies of each graph before anything is measured; live ranks take those of rank 0.
+    """Strategies of each graph before anything is measured, taken from rank 0 on live ranks.
 
     The solver may find different optima on loaded cores, and ranks would time different programs.
     """

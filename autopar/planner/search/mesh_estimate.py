@@ -34,7 +34,7 @@ FORWARD_SHARE = 1.0 / 3.0
 """Share of the forward in a micro-batch's compute; full checkpointing adds as much again."""
 
 EXPOSED_SHARE = 0.1
-"""Share of a collective that the backward cannot hide: its last bucket, and issuing it."""
+"""Share of a collective that the backward cannot hide: the last bucket and the launch."""
 
 CHECKPOINTED_SHARE = 0.1
 """Share of the saved activations that full checkpointing keeps."""
@@ -46,10 +46,10 @@ class MicroBatchFigures:
 
     Attributes:
         compute_s: seconds of all operators.
-        within_s: exposed seconds of messages along those axes.
+        within_s: exposed seconds of messages along the model's axes.
         parameter_bytes: bytes of the parameters.
         saved_bytes: bytes that the forward saves for the backward.
-        crossing_bytes: bytes sent on and back at the cut with the least traffic.
+        crossing_bytes: bytes sent forward and backward across the cut with the least traffic.
     """
 
     compute_s: float
@@ -121,7 +121,7 @@ class MeshEstimate:
 def estimate_mesh(
     problem: PlanningProblem, micro_batch: MicroBatchFigures, machine: Machine
 ) -> MeshEstimate:
-    """The estimate of a problem whose strategy fixes mesh and micro-batches."""
+    """Estimates a problem whose strategy fixes mesh and micro-batches."""
     model = _StepModel(problem, micro_batch, machine)
     cap = problem.cap_on(machine.cluster)
     options = [
@@ -164,7 +164,7 @@ class _StepModel:
 
     @property
     def least_s(self) -> float:
-        """The longer of compute without waiting and the gradient sums alone."""
+        """Lower bound in seconds: the longer of all compute and the reduction of all gradients."""
         compute_s = self.micro_batches * self.micro_batch.compute_s / self.stages
         sums_s = self.scatter_s + self.data_s("all_gather")
         return max(compute_s, sums_s if self.levels else min(self.data_s("all_reduce"), sums_s))

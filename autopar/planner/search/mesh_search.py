@@ -39,7 +39,7 @@ PlanMesh = Callable[[PlanningProblem, SearchContext], Plan]
 """Captures, measures and plans a problem without an open mesh."""
 
 NEGLIGIBLE = 0.02
-"""Fraction of a step below which no other mesh is tried for what it could save."""
+"""Fraction of a step: other meshes are not tried if they could save at most this."""
 
 MARGIN = 1.15
 """Ratio of an estimate to the best step time above which a mesh is skipped: estimates err."""
@@ -133,7 +133,7 @@ class _MeshSearch:
         refusals: errors of meshes that are not possible, by name.
         skipped: estimates of meshes that were not tried.
         without_gain: number of meshes in a row that improved nothing, by group.
-        margin: ratio to the best step time up to which plans are of interest.
+        margin: largest ratio to the best step time of a plan worth keeping.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class _MeshSearch:
         return not _recomputes(self.best) and _saveable(self.best) <= NEGLIGIBLE
 
     def try_mesh(self, strategy: Strategy, done: int, total: int) -> None:
-        """Plans a mesh with its number of micro-batches; a single one is left to the planner."""
+        """Plans a mesh; the planner chooses the number of micro-batches if the mesh has one."""
         best_s = step_s(self.best) if self.best is not None else 0.0
         progress = SearchProgress(mesh_name(strategy), done, total, best_s)
         log.info("%s, %d of %d", progress, done + 1, total)
@@ -185,7 +185,7 @@ class _MeshSearch:
             self.failures.append(failure)
         except (StrategyError, BatchError, CaptureError) as refusal:
             if isinstance(refusal, CaptureError) and model_ranks(strategy) == 1:
-                raise  # torch's own data parallelism may serve
+                raise  # the caller may fall back to torch's data parallelism
             self.refusals[mesh_name(strategy)] = refusal
         group = self.group(strategy)
         self.without_gain[group] = 0 if self.best is not before else self.without_gain[group] + 1
@@ -195,8 +195,8 @@ class _MeshSearch:
     ) -> list[MeshEstimate]:
         """Estimates of the meshes left to try, the most promising first.
 
-        For autotuning, the best of every untried mesh precedes all others: estimates of one mesh
-        err alike.
+        For autotuning, the best estimate of each untried mesh comes first, since errors of
+        estimates correlate within a mesh.
 
         Args:
             strategies: all meshes.
@@ -233,7 +233,7 @@ class _MeshSearch:
         return self.best.memory_cap is not None and _recomputes(self.best)
 
     def group(self, strategy: Strategy) -> str:
-        """Meshes that share their patience: each its own for autotuning, otherwise all."""
+        """Group of a mesh in `without_gain`: its own when autotuning, else one for all."""
         return mesh_name(replace(strategy, micro_batches=None)) if self.autotunes else ""
 
     def may_improve(self, estimate: MeshEstimate) -> bool:
@@ -279,7 +279,7 @@ class _MeshSearch:
         """The best plan with runners-up and notes.
 
         Raises:
-            AutoparError: there is no plan; the least shortfall, or else the first refusal.
+            AutoparError: there is no plan; raises the least shortfall, else the first refusal.
         """
         if self.best is None:
             if self.failures:
@@ -290,7 +290,7 @@ class _MeshSearch:
         return replace(best, runners_up=self.runners_up(best), notes=notes)
 
     def refusal_notes(self) -> Iterator[str]:
-        """Meshes that are not possible with the reasons; those that lack rows in one note."""
+        """Notes on meshes that are not possible; several that lack rows share one note."""
         rows = [mesh for mesh, why in self.refusals.items() if isinstance(why, BatchError)]
         for mesh, why in self.refusals.items():
             if len(rows) == 1 or mesh not in rows:
@@ -316,7 +316,7 @@ def _recomputes(plan: Plan) -> bool:
 
 
 def _saveable(plan: Plan) -> float:
-    """Fraction of a step that a plan waits for other ranks: no mesh computes less."""
+    """Fraction of a step that a rank stalls, the most that another mesh can save."""
     cost = plan.prediction
     assert cost is not None
     return cost.exposed_s / cost.step_s + cost.bubble if cost.step_s else 0.0

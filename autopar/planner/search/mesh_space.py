@@ -9,19 +9,19 @@ from itertools import islice
 from autopar.plan.strategy import Strategy
 
 SMALL_WORLD = 8
-"""Ranks up to which the axes of the model may cross nodes, where links are slow."""
+"""Largest world in which model-parallel axes may cross nodes, where links are slow."""
 
 MICRO_BATCHES_PER_STAGE = 8
 """Most micro-batches tried, for each stage."""
 
 NAMED_MESHES = 8
-"""Meshes that a note names before it counts the rest."""
+"""Meshes that a note names; it counts the rest."""
 
 
 def meshes(
     strategy: Strategy, world_size: int, ranks_per_node: int, blocks: int
 ) -> Iterator[Strategy]:
-    """Every mesh that a strategy leaves open, those with the fewest model ranks first.
+    """Every mesh that a strategy leaves open, the fewest model-parallel ranks first.
 
     Args:
         strategy: choices that the user fixed; `search` names the open axes.

@@ -36,7 +36,7 @@ class Suggestion:
     Attributes:
         what: the change in words.
         how: the argument to write.
-        plan: plans with the change.
+        plan: callable that plans with the change.
         states: whether it reduces parameters, gradients and optimizer states.
         activations: whether it reduces everything else.
     """
@@ -146,7 +146,7 @@ class _OomAdvisor:
         )
 
     def smallest_plan(self, short: int) -> Plan | None:
-        """The plan that fits under the smallest higher cap; a shortfall is a lower bound."""
+        """The smallest plan: raises the cap by each shortfall, a lower bound, until one fits."""
         cap = self.cap
         while self.replans_left > MAX_SUGGESTIONS:
             cap += short
@@ -157,7 +157,7 @@ class _OomAdvisor:
         return None
 
     def try_suggestions(self, memory: Mapping[str, int]) -> None:
-        """Plans with suggestions, which may depend on earlier results, until enough help."""
+        """Plans with suggestions until enough of them help; each may depend on earlier results."""
         variations = self.other_graphs(memory), self.other_batch_or_ranks(memory)
         for suggestion in chain(self.same_graphs(), *variations):
             if not self.replans_left or len(self.changes) == MAX_SUGGESTIONS:
@@ -170,7 +170,7 @@ class _OomAdvisor:
                 self.changes.append(change)
 
     def try_plan(self, plan: Callable[[], Plan]) -> Plan | OutOfMemoryError | None:
-        """One further plan, or why nothing fits; None if it is not possible."""
+        """One further plan, or its OutOfMemoryError; None after any other error."""
         self.replans_left -= 1
         try:
             return plan()
@@ -191,13 +191,13 @@ class _OomAdvisor:
                 yield self.strategy_with("both of these", zero=None, recompute=None)
 
     def other_graphs(self, memory: Mapping[str, int]) -> Iterator[Suggestion]:
-        """Suggestions that cut the same batch or the model otherwise."""
+        """Suggestions that divide the same batch or the model differently."""
         strategy = self.problem.strategy
         if not self.recapture:
             return
         searched = strategy.search or strategy.pp_size > 1
         now = strategy.micro_batches or 1
-        if not searched or now > 1:  # otherwise the search tried them
+        if not searched or now > 1:  # a search has tried these numbers
             yield from self.first_that_helps(
                 self.strategy_with(f"{n * now} micro-batches", False, micro_batches=n * now)
                 for n in self.batch_divisors(memory)
@@ -228,12 +228,12 @@ class _OomAdvisor:
         )
 
     def first_that_helps(self, suggestions: Iterable[Suggestion]) -> Iterator[Suggestion]:
-        """Suggestions until one of them has helped."""
+        """Yields suggestions until one has helped."""
         before = len(self.changes)
         yield from takewhile(lambda _: len(self.changes) == before, suggestions)
 
     def batch_divisors(self, memory: Mapping[str, int]) -> tuple[int, int]:
-        """Numbers of parts of the batch with which activations may fit beside the states."""
+        """Divisors of the batch with which activations may fit beside the states."""
         states = _state_bytes(memory)
         least = _power_of_two((sum(memory.values()) - states) / max(1, self.cap - states))
         return least, 2 * least

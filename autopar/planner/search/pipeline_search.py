@@ -34,7 +34,7 @@ from autopar.planner.search.default_configs import default_config
 from autopar.report.plan import Plan
 
 MICRO_BATCHES_PER_RANK = 4
-"""Most micro-batches tried per pipeline rank: more hide little more of the bubble."""
+"""Most micro-batches tried per pipeline rank; further ones hardly shrink the bubble."""
 
 DATA_PARALLEL_PASSES = (ShardParameters, SynchronizeGradients, BucketCollectives, ScheduleOverlap)
 """Passes for communication over the data axis, which does not affect the balance of stages."""
@@ -53,7 +53,7 @@ def capture_micro_batches(
         capture: captures a micro-batch, given their number.
 
     Raises:
-        BatchError: the batch cannot be cut into the number that the strategy fixes.
+        BatchError: the rows do not divide into the number of micro-batches that the strategy fixes.
     """
     if strategy.micro_batches is not None or strategy.stages == 1:
         count = strategy.micro_batches or 1

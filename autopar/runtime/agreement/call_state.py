@@ -51,7 +51,7 @@ class CallState:
         is_planned: whether there is a plan or a fallback.
         stage: pipeline rank; other stages have other parameters.
         dp_rank: data-parallel rank.
-        all_tangents: whether gradients may enter by every output.
+        all_tangents: whether every output may receive a gradient.
         is_captured: whether all ranks leave the same gradients unset; a fallback may not.
     """
 

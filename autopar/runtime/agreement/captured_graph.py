@@ -39,7 +39,7 @@ def versions() -> dict[str, object]:
 
 
 def agree_on_graph(graph: TrainingGraph, *, even: bool) -> None:
-    """Raises if the ranks captured different graphs; all call it at once.
+    """Raises if the ranks captured different graphs; all ranks call it at once.
 
     Args:
         graph: captured graph of this rank.

@@ -71,7 +71,7 @@ class PendingExchange:
 
 @dataclass
 class Channel:
-    """The ranks of the world with a process group for records.
+    """A process group over which all ranks exchange records.
 
     Attributes:
         group_reference: reference to the gloo group, which lives until torch destroys it.
@@ -94,7 +94,7 @@ class Channel:
         """The process group for records.
 
         Raises:
-            CommunicationError: it was destroyed.
+            CommunicationError: the process group was destroyed.
         """
         group = self.group_reference()
         if group is None:
@@ -245,7 +245,7 @@ class Channel:
     def _waiting_ranks(self, event: str) -> dict[int, str]:
         """The ranks whose wait failed in this exchange, with their events.
 
-        They use the store of the process group, which may have died with its rank.
+        Ranks report their failed wait in torch's default store, which may have died with its rank.
         """
         found = {self.rank: event}
         with contextlib.suppress(RuntimeError):
@@ -280,7 +280,7 @@ def finish_exchange() -> None:
     """Finishes the exchange in progress, if any; programs call it before they communicate.
 
     Raises:
-        DisagreementError: on every rank alike, if the ranks are about to act differently.
+        DisagreementError: on every rank alike, if the ranks announced different actions.
         CommunicationError: a rank did not come before the timeout.
     """
     if _CURRENT is not None:

@@ -89,7 +89,7 @@ class Protocol:
     def agree_on_backward(
         self, result: Any, number: int, *, compares_scale: bool, finishes: bool
     ) -> None:
-        """Has the ranks agree on each backward through the result of a call, as it begins.
+        """Registers a hook that agrees on each backward through the result of a call, as it begins.
 
         Args:
             result: result of the call.
@@ -103,7 +103,8 @@ class Protocol:
             return
         event = f"runs backward through call {number} of {self.name}"
 
-        def on_backward(gradient: torch.Tensor | None) -> None:  # None: enters by another output
+        def on_backward(gradient: torch.Tensor | None) -> None:
+            # the gradient is None if another output receives it
             scale = _loss_scale(gradient) if compares_scale else ""
             advice = "Scale the loss alike on every rank: it is that of the global batch."
             entry = Entry("enter with another gradient", scale, advice=advice)

@@ -227,7 +227,7 @@ def compare_replicas(
 def _differing(
     checksums: Sequence[Mapping[str, int]],
 ) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """The first rank of each key, and the ranks with other checksums than that."""
+    """The first rank of each key, and the ranks whose checksums differ from it."""
     first: dict[str, int] = {}
     differing: dict[str, list[int]] = {}
     for rank, table in enumerate(checksums):

@@ -108,7 +108,7 @@ class Program:
 
     @cached_property
     def tangents(self) -> frozenset[int]:
-        """Indices of the outputs that gradients may enter by."""
+        """Indices of the outputs that may receive gradients."""
         roles = self.backward.inputs if self.backward else ()
         return frozenset(r.index for r in roles if isinstance(r, Tangent))
 
@@ -192,7 +192,7 @@ def generate(
     donated: tuple[int, ...] = (),
     recorder: Recorder | None = None,
 ) -> BoxedFunction:
-    """A function for a lowered graph that takes a list of arguments and frees each early.
+    """A function for a lowered graph; it takes a list and frees each argument after its last use.
 
     Args:
         graph: forward or backward of a lowered graph.

@@ -42,7 +42,7 @@ class RecordedStep:
     def events(self) -> list[Event]:
         """Events in the form of the simulator's timeline.
 
-        The end of a collective is not observable: its event ends where it was waited for.
+        The end of a collective is not observable; its event ends at its await.
         """
         found: list[Event] = []
         collectives = CollectiveIndex(self.graph)

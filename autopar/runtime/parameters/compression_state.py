@@ -74,7 +74,7 @@ class CompressionState:
         return made
 
     def get(self, role: State, like: Tensor) -> Tensor:
-        """The tensor of a role, made now if the plan did not foresee it."""
+        """The tensor of a role, created if there is none of this shape and dtype."""
         found = self.tensors.get(role)
         if found is None or found.shape != like.shape or found.dtype != like.dtype:
             found = self.tensors[role] = initial_state(role, like).to(like.device)
@@ -99,7 +99,7 @@ class CompressionState:
         return found
 
     def load(self, values: Mapping[str, Any], mesh: DeviceMesh) -> None:
-        """Loads a `state_dict` of this mesh or another; warns of tensors that start anew."""
+        """Loads a `state_dict` of this or another mesh; warns of tensors that it resets."""
         sizes = _sizes(str(values.get(MESH_KEY, _text(mesh))))
         lost = []
         for role, own in self.tensors.items():
@@ -170,7 +170,7 @@ def _local_entry(
         role: role of the tensor.
         value: the saved tensor, with a leading dim for each axis of `sizes`.
         sizes: axes of the mesh that it was saved on.
-        mesh: the present mesh.
+        mesh: the current mesh.
     """
     if isinstance(value, DTensor):
         if value.device_mesh == mesh:

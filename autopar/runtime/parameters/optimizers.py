@@ -1,4 +1,4 @@
-"""Tells optimizers of parameters that a plan has sharded, replaced or dropped."""
+"""Updates optimizers after a plan has sharded, replaced or dropped their parameters."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class PipelineCall:
         context: state shared by all calls.
         micro_batches: the arguments of each micro-batch.
         no_sync: whether gradients stay unreduced.
-        loss_tangent: assumed gradient of the loss until the backward.
+        loss_tangent: gradient of the loss that interleaved backwards assume.
         tied_params: parameters received from other ranks, by name.
         updates: new values of buffers, by name.
         is_consumed: whether the gradients were returned to autograd for good.

@@ -106,7 +106,7 @@ class CompiledPipelineCall:
 
     @cached_property
     def tied_params(self) -> list[TiedParam]:
-        """Parameters that other ranks use beside their owner."""
+        """Parameters that ranks other than their owner use too."""
         found = []
         for name, stage in self.pipeline.owners.items():
             owner = self.pipeline.rank_of(stage)

@@ -66,7 +66,7 @@ class PipelineExecutor:
         with context.rng.as_default(program.is_random), context.without_autocast():
             if program.differentiates:
                 roles, tensors = context.differentiable_inputs(shard)
-                tensors.append(torch.zeros((), requires_grad=True))  # if nothing here is trained
+                tensors.append(torch.zeros((), requires_grad=True))  # this rank may train nothing
                 state = context.guards.state
                 outputs = _PipelineFunction.apply(_AutogradCall(self, call, roles, state), *tensors)
             else:
@@ -78,7 +78,7 @@ class PipelineExecutor:
         return result_of(program.capture, result, context.model)
 
     def _sync_requires_grad(self) -> None:
-        """Freezes remote parameters as the ranks that hold them have."""
+        """Copies `requires_grad` of remote parameters from the ranks that hold them."""
         ranks, device = self.plan.world_size, self.context.device
         parameters = self.context.index.parameters.values()
         if ranks == 1 or not parameters:
@@ -140,7 +140,7 @@ class PipelineExecutor:
         return self.compiled_calls[key]
 
     def rerun_with_all_tangents(self, call: PipelineCall, state: int) -> PipelineCall:
-        """Runs the forward of a call again, with gradients entering by every output."""
+        """Runs the forward of a call again, so that every output can receive a gradient."""
         self.context.all_tangents = True
         with torch.enable_grad(), self.context.guards.as_of(state):
             again = self._call(list(call.micro_batches), call.no_sync)

@@ -38,7 +38,7 @@ class StageStep:
     """State that all stages of a rank share during one call.
 
     Attributes:
-        argument: gives an argument of a stage's forward, by role and micro-batch.
+        argument: callable that returns an argument of a forward, by role and micro-batch.
         micro_batches: number of micro-batches.
         unreduced_grads: local gradients that stay unreduced, by parameter name.
         compression_state: tensors that compression keeps between steps.
@@ -183,7 +183,7 @@ class Stage:
         Args:
             graph: the function.
             micro: index of the micro-batch.
-            known: saved and received tensors; only those used `later` stay in it.
+            known: saved and received tensors; entries not needed `later` are removed.
             later: roles that the rest of the backward needs.
         """
         step, sent = self._step, Values()
@@ -240,6 +240,6 @@ def _add(table: dict[Any, torch.Tensor], key: Any, value: torch.Tensor) -> None:
     if key in table:
         table[key] += value
         return
-    address = value.data_ptr()  # a sum of two biases has one gradient, which both would add to
+    address = value.data_ptr()  # summed biases share one gradient tensor
     shared = bool(address) and any(other.data_ptr() == address for other in table.values())
     table[key] = value.clone() if shared else value.contiguous()

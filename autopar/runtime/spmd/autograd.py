@@ -47,7 +47,7 @@ class SpmdCall:
         shard: this rank's rows of the arguments.
         no_sync: whether gradients stay unreduced.
         state: state of the guards at the forward.
-        get_program: finds the program for `no_sync` and parameters with unreduced gradients.
+        get_program: returns a program, given `no_sync` and parameters with unreduced gradients.
         program: the program of the forward.
         differentiable: roles of the tensors given to autograd.
         updates: new values of buffers and inputs.
@@ -132,7 +132,7 @@ class SpmdCall:
         return self._gradients(backward, results)
 
     def _program_with_all_tangents(self) -> Program:
-        """The program with gradients entering by every output, used from now on."""
+        """The program whose outputs all receive gradients, used from now on."""
         self.context.all_tangents = True
         with torch.enable_grad(), self.context.guards.as_of(self.state):
             return self.get_program(self.no_sync, ())
