@@ -80,7 +80,7 @@ class CompressedReduce:
         """Writes the algorithm at the insertion point; returns a node for each result."""
         raise NotImplementedError
 
-    # Pieces.
+    # Steps of `write`.
 
     def inline(self, function: Any, *arguments: Any) -> Any:
         return inline(self.graph.graph, self.start, function, *arguments)

@@ -1,14 +1,14 @@
-"""The collectives that passes write: abstract until `lower_collectives` turns them into torch's.
+"""Abstract collectives, which passes write and `lower_collectives` lowers to PyTorch's.
 
-Each takes a list of tensors, so that merging two is joining their lists. A `start_*` issues
-the collective, `wait` yields its results; what stands between them can overlap.
+A `start_*` op issues a collective and `wait` returns its results. Nodes between the two overlap
+with the collective. A collective takes a list of tensors; passes merge two by joining the lists.
 
-| collective | takes | yields |
+| collective | operand | result |
 |---|---|---|
 | `start_all_reduce` | Partial | Replicate |
 | `start_reduce_scatter` | Partial | Shard(0) |
 | `start_all_gather` | Shard(0) | Replicate |
-| `start_all_to_all` | dim 0 cut for the ranks | dim 0 by the rank it came from |
+| `start_all_to_all` | dim 0 by receiving rank | dim 0 by sending rank |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.passes.core.node_builder import call
 def start_all_reduce(
     tensors: Sequence[torch.Tensor], axis: str, op: str = "sum"
 ) -> list[torch.Tensor]:
-    """Reduces each tensor by `op`, "sum" or "max", over the ranks of `axis`."""
+    """Reduces each tensor by `op` ("sum" or "max") over the ranks of `axis`."""
     _abstract(tensors)
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
@@ -45,19 +45,19 @@ def start_reduce_scatter(
 def start_all_gather(
     tensors: Sequence[torch.Tensor], rows: Sequence[int], axis: str
 ) -> list[torch.Tensor]:
-    """Joins every rank's chunk of dim 0 into tensors of `rows` rows."""
+    """Concatenates the chunks of all ranks along dim 0 to tensors of `rows` rows."""
     _abstract(tensors)
     return [t.new_empty((n, *t.shape[1:])) for t, n in zip(tensors, rows, strict=True)]
 
 
 def start_all_to_all(tensors: Sequence[torch.Tensor], axis: str) -> list[torch.Tensor]:
-    """Cuts dim 0 of each tensor into a chunk for every rank; yields the chunks from every rank."""
+    """Sends one chunk of dim 0 to each rank; concatenates the received chunks along dim 0."""
     _abstract(tensors)
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
 
 def wait(pending: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results of a started collective."""
+    """Waits for a started collective and returns its results."""
     _abstract(pending)
     return list(pending)
 
@@ -71,41 +71,41 @@ def _abstract(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def starts(graph: TrainingGraph) -> Iterator[fx.Node]:
-    """The collectives of a graph, in order."""
+    """Starts of the collectives of a graph, in order."""
     return (node for node in graph.graph.nodes if node.target in STARTS)
 
 
 def axis_of(start: fx.Node) -> str:
-    """The mesh axis of a started collective."""
+    """Mesh axis of a started collective."""
     sized = start.target in (start_reduce_scatter, start_all_gather)
     return str(start.args[2 if sized else 1])
 
 
 def op_of(start: fx.Node) -> str:
-    """By what a started collective reduces."""
+    """Reduction of a started collective: "sum" or "max"."""
     given = start.args[2] if start.target is start_all_reduce and len(start.args) > 2 else "sum"
     return str(start.kwargs.get("op", given))
 
 
 def message_bytes(start: fx.Node) -> int:
-    """The size of a collective's message, as `cost_model.collectives` means it."""
+    """Message size in bytes, as `cost_model.collectives` defines it."""
     given: list[fx.Node] = start.args[0]  # type: ignore[assignment]
     sizes = [sum(map(tensor_bytes, own)) for own in (chain(*map(tensors, given)), tensors(start))]
     return max(sizes)
 
 
 def kind_of(start: fx.Node) -> str:
-    """The name of the started collective, as in `cost_model.collectives`."""
+    """Name of a started collective, as in `cost_model.collectives`."""
     return str(start.target.__name__).removeprefix("start_")  # type: ignore[union-attr]
 
 
 def wait_of(start: fx.Node) -> fx.Node:
-    """The wait of a started collective."""
+    """Wait of a started collective."""
     return next(iter(start.users))
 
 
 def value_of(node: fx.Node) -> Value:
-    """The tensor that a node stands for: what names it belongs to what made it."""
+    """Value of a node; a getitem resolves to the producer of its tuple and the index."""
     if node.op == "call_function" and node.target is operator.getitem:
         source, place = node.args
         made = source.args[0] if source.target is wait else source  # type: ignore[union-attr]
@@ -114,12 +114,12 @@ def value_of(node: fx.Node) -> Value:
 
 
 def is_name(node: fx.Node) -> bool:
-    """Whether a node computes nothing: an element of a tuple, or the wait for a collective."""
+    """Whether a node computes nothing: a getitem or a wait."""
     return node.target in (operator.getitem, wait)
 
 
 def results_of(start: fx.Node) -> list[fx.Node | None]:
-    """The nodes that stand for each result of a collective; None where it is not used."""
+    """Node of each result of a collective; None for unused results."""
     found: list[fx.Node | None] = [None] * len(start.args[0])  # type: ignore[arg-type]
     for item in wait_of(start).users:
         found[item.args[1]] = item  # type: ignore[index]
@@ -127,7 +127,7 @@ def results_of(start: fx.Node) -> list[fx.Node | None]:
 
 
 def tagged(start: fx.Node, tag: str) -> list[str]:
-    """Meta entries of the results of a collective under a key."""
+    """Values of the meta key `tag` among the results of a collective."""
     return [r.meta[tag] for r in results_of(start) if r is not None and tag in r.meta]
 
 
@@ -141,7 +141,7 @@ def collective(
 
 
 def replace_collective(graph: fx.Graph, start: fx.Node, results: Sequence[fx.Node]) -> None:
-    """Puts other nodes in the place of a collective's results; what these were, the others are."""
+    """Replaces a collective by the nodes `results`, which inherit its results' `TAGS`."""
     done = wait_of(start)
     for before, after in zip(results_of(start), results, strict=True):
         if before is not None:
@@ -153,4 +153,4 @@ def replace_collective(graph: fx.Graph, start: fx.Node, results: Sequence[fx.Nod
 
 
 TAGS = ("gathered", "gradient", "placement", "batch_dims")
-"""In the meta of a collective's result: what it stands for, and how it lies."""
+"""Meta keys that nodes inherit from the collective's results that they replace."""

@@ -1,4 +1,4 @@
-"""`inline`: a function of tensors, written into a graph as the operators that it runs."""
+"""`inline`: writes the operators of a tensor function into a graph."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def inline(
     *arguments: Any,
     placement: Placement | None = _VARYING,
 ) -> Any:
-    """Writes what `function` does at the insertion point.
+    """Writes the operators that `function` runs at the insertion point.
 
     Args:
-        graph: to write into.
-        like: phase, block, source and stage of the new nodes are its.
-        function: of tensors.
-        arguments: nodes, lists of nodes, and other values.
-        placement: placement of the new nodes along the data axis; None if it is set later.
+        graph: graph to write into.
+        like: node whose phase, block, source and stage the new nodes take.
+        function: function of tensors.
+        arguments: arguments of `function`, with nodes for tensors.
+        placement: placement of the new nodes along the data axis; None to set it later.
 
     Returns:
-        What the function returns, with nodes in place of tensors.
+        Result of `function`, with nodes for tensors.
     """
     leaves, structure = pytree.tree_flatten(arguments)
     given = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-    own = {node: node.meta["val"].detach() for node in given}  # two nodes may share a value
+    own = {node: node.meta["val"].detach() for node in given}  # ids differ if nodes share a value
     writer = _Writer(graph, like, own, placement)
     fakes = [own[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
     with given[0].meta["val"].fake_mode, writer:
@@ -61,10 +61,10 @@ class _Writer(TorchDispatchMode):
         if placement is not None:
             self.meta["placement"] = placement
         self.nodes = {id(value): node for node, value in given.items()}
-        self.alive: list[Any] = [*given.values()]  # so that no two tensors have one id
+        self.alive: list[Any] = [*given.values()]  # a freed tensor's id could be reused
 
     def node(self, value: Any) -> Any:
-        """The node that a tensor is the value of; other values are what they are."""
+        """Node of a tensor; other values unchanged."""
         return self.nodes[id(value)] if isinstance(value, torch.Tensor) else value
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""Building blocks of passes: new nodes with their fake values, and where they stand."""
+"""Helpers for passes: create nodes with fake values and query existing ones."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ aten = torch.ops.aten
 
 
 def value(argument: Any) -> Any:
-    """The fake value behind a node, list of nodes or constant."""
+    """Replaces nodes in an argument by their fake values."""
     return fx.map_arg(argument, lambda node: node.meta["val"])
 
 
 def call(graph: fx.Graph, like: fx.Node, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new operator at the graph's insertion point; phase, block, source, stage as `like`."""
+    """Writes an operator at the insertion point, with phase, block, source and stage of `like`."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: like.meta.get(key) for key in ("phase", "block", "source", "seq_nr", "stage")}
     node.meta["val"] = result_of(target, value(args), value(kwargs))
@@ -31,10 +31,10 @@ def call(graph: fx.Graph, like: fx.Node, target: Target, *args: Any, **kwargs: A
 
 
 def result_of(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of an operator for fake arguments, cached by their kind.
+    """Result of an operator on fake arguments, cached by the arguments' metadata.
 
-    Torch's own cache of that takes a fraction of a millisecond, which of the operators that passes
-    write for a large model makes most of their time.
+    Passes write so many operators for a large model that lookups in PyTorch's own cache, a fraction
+    of a millisecond each, would dominate their time.
     """
     modes: list[FakeTensorMode] = []
     key = (target, _key(args, modes), _key(kwargs, modes))
@@ -47,7 +47,7 @@ def result_of(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _key(value: Any, modes: list[FakeTensorMode]) -> Any:
-    """All that a result depends on; numbers with their type, since 1 equals True and 1.0."""
+    """Cache key of an argument; includes types, since 1, 1.0 and True are equal."""
     if isinstance(value, torch.Tensor):
         if isinstance(value, FakeTensor):
             modes.append(value.fake_mode)
@@ -62,7 +62,7 @@ def _key(value: Any, modes: list[FakeTensorMode]) -> Any:
 def add_input(
     graph: TrainingGraph, role: InputRole, name: str, like: torch.Tensor
 ) -> tuple[TrainingGraph, fx.Node]:
-    """`graph` with one more placeholder after the others (there already if it has that role)."""
+    """Appends a placeholder for `role`, or returns the existing one."""
     if (node := graph.placeholder(role)) is not None:
         return graph, node
     last = graph.placeholders[-1]
@@ -73,14 +73,14 @@ def add_input(
 
 
 def fake_like(graph: TrainingGraph, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A fake tensor of the graph's own fake mode, on the device of its first input."""
+    """Fake tensor in the graph's fake mode, on the device of its first input."""
     device = next(t.device for node in graph.placeholders for t in tensors(node))
     with graph.fake_mode:
         return torch.empty(shape, dtype=dtype, device=device)
 
 
 def ancestors(nodes: Iterable[fx.Node], within: Set[fx.Node] | None = None) -> set[fx.Node]:
-    """All nodes that some nodes depend on, by paths inside `within` if it is given."""
+    """Transitive inputs of `nodes`, along paths inside `within` if given."""
     found, pending = set[fx.Node](), list(nodes)
     while pending:
         new = set(pending.pop().all_input_nodes) - found
@@ -92,12 +92,12 @@ def ancestors(nodes: Iterable[fx.Node], within: Set[fx.Node] | None = None) -> s
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at another's storage."""
+    """Whether a node is a view of another."""
     return node.op == "call_function" and (node.target in VIEWS or _aliases(node.target))
 
 
 def _aliases(target: Target | str) -> bool:
-    """Whether the schema says that the result is a view of the first argument."""
+    """Whether the schema of an operator marks a result as a view."""
     schema = getattr(target, "_schema", None)
     if schema is None or schema.is_mutable:
         return False

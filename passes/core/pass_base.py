@@ -13,11 +13,11 @@ from autopar.ir.graph import GraphProperty, TrainingGraph
 
 @dataclass(frozen=True)
 class PassResult:
-    """The result of a pass.
+    """Result of a pass.
 
     Attributes:
-        graph: the new graph; the old one if the pass declined.
-        reason: why the pass declined, "" if it changed something.
+        graph: new graph, or the old one if the pass declined.
+        reason: reason for declining, "" if the pass changed the graph.
     """
 
     graph: TrainingGraph
@@ -25,7 +25,7 @@ class PassResult:
 
     @property
     def modified(self) -> bool:
-        """Whether the pass changed anything."""
+        """Whether the pass changed the graph."""
         return not self.reason
 
 
@@ -33,9 +33,9 @@ class Pass(ABC):
     """A graph transformation: a frozen dataclass whose fields are its options.
 
     Attributes:
-        tier: "exact" passes change nothing but the order of sums, "lossy" ones change numerics.
-        requires: properties that the graph must have before.
-        ensures: properties that the graph has after, also where the pass declines.
+        tier: "exact" if results change at most by the order of sums, else "lossy".
+        requires: properties that the graph must have before the pass.
+        ensures: properties that the graph has after the pass, even if the pass declines.
     """
 
     tier: ClassVar[Literal["exact", "lossy"]] = "exact"
@@ -48,25 +48,25 @@ class Pass(ABC):
 
 
 def pass_name(item: Pass | type[Pass]) -> str:
-    """The name of a pass: its class in snake_case, as its file is called."""
+    """Name of a pass: its class name in snake_case, equal to its file name."""
     kind = item if isinstance(item, type) else type(item)
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def shortened(value: object) -> str:
-    """The text of an option, its beginning and length if it has more than 400 characters."""
+    """Representation of an option; beyond 400 characters, its beginning and length."""
     text = repr(value)
     return text if len(text) <= 400 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def describe(item: Pass, show: Callable[[object], str] = shortened) -> str:
-    """A pass and its options, each as `show` prints it, as one line."""
+    """One-line text of a pass and its options, each option printed by `show`."""
     options = (f"{f.name}={show(getattr(item, f.name))}" for f in fields(item))  # type: ignore[arg-type]
     return f"{pass_name(item)}({', '.join(options)})"
 
 
 def known_passes() -> dict[str, type[Pass]]:
-    """Every pass whose module is imported, by name."""
+    """Classes of all passes in imported modules, by pass name."""
     found: dict[str, type[Pass]] = {}
     pending = [*Pass.__subclasses__()]
     for kind in pending:

@@ -1,4 +1,4 @@
-"""Rules that every graph satisfies between passes, as a table."""
+"""Rules that every graph satisfies between passes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,15 @@ TAKES: Mapping[Any, tuple[type, ...]] = {
     start_all_gather: (Shard, Varying, Replicate),
     start_all_to_all: (Shard, Varying),
 }
-"""What each collective may be given. Statistics that ranks weigh themselves are Varying."""
+"""Placements that each collective accepts; all-reduced `Varying` statistics are pre-weighted."""
 
 
 def check(graph: TrainingGraph) -> None:
-    """Raises PassError, with the neighbourhood in the graph, where the graph is not legal."""
+    """Checks all rules on a graph.
+
+    Raises:
+        PassError: The graph violates a rule. The error shows the nodes around the violation.
+    """
     for rule in RULES:
         rule(graph)
 
@@ -57,7 +61,7 @@ def roles_match(graph: TrainingGraph) -> None:
 
 
 def well_formed(graph: TrainingGraph) -> None:
-    """Defined before use, values known, and no forward node uses a backward one."""
+    """Nodes precede their uses and have values; forward nodes precede backward nodes."""
     graph.graph.lint()
     late = False
     for node in graph.calls():
@@ -70,12 +74,12 @@ def well_formed(graph: TrainingGraph) -> None:
 
 
 def collectives_are_fed(graph: TrainingGraph) -> None:
-    """Each collective is waited for once, and takes what it can reduce or gather."""
+    """Each collective has one wait, and operands of a placement in `TAKES`."""
     for start in starts(graph):
         if len(start.users) != 1:
             raise _error(graph, start, f"has {len(start.users)} waits instead of one")
         if axis_of_level(axis_of(start)) in graph.partitioned:
-            continue  # values are typed along the axis of the data
+            continue  # placements describe the data axis only
         for operand in start.args[0]:  # type: ignore[union-attr]
             placement = operand.meta.get("placement")  # type: ignore[union-attr]
             if placement is not None and not isinstance(placement, TAKES[start.target]):
@@ -83,7 +87,7 @@ def collectives_are_fed(graph: TrainingGraph) -> None:
 
 
 def lowered_are_waited(graph: TrainingGraph) -> None:
-    """Each functional collective is waited for once, and nothing else reads it."""
+    """Each functional collective has one user, its wait."""
     for node in graph.calls():
         issued = str(node.target).startswith("_c10d_functional.") and node.target is not WAIT
         if issued and [user.target for user in node.users] != [WAIT]:
@@ -91,7 +95,7 @@ def lowered_are_waited(graph: TrainingGraph) -> None:
 
 
 def gradients_fit(graph: TrainingGraph) -> None:
-    """Once gradients are synchronised, each lies as its parameter does: a sum is never missing."""
+    """Each synchronized gradient has the placement of its parameter, so no sum is missing."""
     if GraphProperty.GRADIENTS_SYNCHRONIZED not in graph.properties:
         return
     for role, node in zip(graph.outputs, graph.results, strict=True):
@@ -106,7 +110,7 @@ def gradients_fit(graph: TrainingGraph) -> None:
 
 
 def gradients_have_shapes(graph: TrainingGraph) -> None:
-    """A gradient has the shape and dtype of what it is the gradient of."""
+    """Each gradient has the shape and dtype of its input."""
     inputs = dict(zip(graph.inputs, graph.placeholders, strict=True))
     for role, node in zip(graph.outputs, graph.results, strict=True):
         if isinstance(role, Gradient) and node is not None and role.of in inputs:
@@ -118,7 +122,7 @@ def gradients_have_shapes(graph: TrainingGraph) -> None:
 
 
 def returned_values_agree(graph: TrainingGraph) -> None:
-    """Returned scalars are the same on every rank of a slice of the batch."""
+    """Returned floating tensors without batch dims are equal on all ranks; none is partial."""
     if BATCH not in graph.partitioned:
         return
     for role, node in zip(graph.outputs, graph.results, strict=True):

@@ -1,4 +1,4 @@
-"""Activation checkpointing: forward values that the backward reads, or computes again."""
+"""Activation checkpointing: keeps or recomputes the forward values that the backward reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXPENSIVE = frozenset(
         aten.cumsum.default,
     }
 )
-"""What level "selective" does not compute again."""
+"""Operators that level "selective" never recomputes."""
 
 FUSED = frozenset(
     {
@@ -45,25 +45,32 @@ FUSED = frozenset(
         aten.scalar_tensor.default,
     }
 )
-"""What a compiler writes into the loops of its users, beside pointwise operators."""
+"""Operators, besides pointwise ones, that a compiler fuses into their users."""
 
 
 @dataclass(frozen=True)
 class CheckpointActivations(Pass):
-    """Lets the backward compute forward values again instead of keeping them.
+    """Recomputes forward values in the backward instead of keeping them.
 
-    Before: a joint graph. After: forward values that the backward uses are those that a minimum
-    cut by bytes kept; the others are computed again right before their first use. Random numbers
-    are never drawn again, and what collectives brought is kept, but at two levels. "regather" keeps
-    all but what was gathered along an axis of the model, as Megatron's sequence parallelism does;
-    "selective" the results of matrix products, attention and convolution; "full", inside blocks,
-    little more than what enters them; "everything" repeats collectives too, as
-    torch.utils.checkpoint does. Tier: exact.
+    Before: the backward of a joint graph reads any forward value. After: the backward reads the
+    values in a minimum cut by bytes, and recomputes others right before their first use. Random
+    operators never run again; collectives do at levels "regather" and "everything". Tier: exact.
+
+    | level | recomputes |
+    |---|---|
+    | "none" | views only |
+    | "regather" | results of all-gathers, as Megatron's sequence parallelism does |
+    | "selective" | all but `EXPENSIVE` operators, such as matrix products |
+    | "full" | all inside a block but the values that other blocks read |
+    | "everything" | as "full", and collectives too, as torch.utils.checkpoint does |
+
+    Outside of blocks, "full" and "everything" keep the results of `EXPENSIVE` operators.
 
     Attributes:
-        level: for every block, or for each named block ("" being all outside of blocks).
-        budget: bytes that may be kept; blocks are raised to higher levels, first blocks first,
-            until that holds. None for any number.
+        level: level of all blocks, or (block, level) pairs; "" is the code outside of blocks.
+        budget: greatest size of kept values in bytes, None for no limit. The pass raises the level
+            of one block after the other until the values fit.
+        fuses: whether a compiler fuses operators; fused ones are recomputed even at level "none".
     """
 
     level: Level | tuple[tuple[str, Level], ...] = "none"
@@ -89,14 +96,14 @@ class CheckpointActivations(Pass):
                     kept = MinCut(graph, levels, self.fuses).kept()
         if set(levels.values()) == {"none"} and not self.fuses:
             return PassResult(graph, "everything is kept, within the budget")
-        changed = replace(graph, disposable=False).copy()  # views alone are no reason to change it
+        changed = replace(graph, disposable=False).copy()  # a decline returns `graph` unchanged
         if not recompute(changed, {node.name for node in kept}):
             return PassResult(graph, "nothing cheap enough is kept")
         return PassResult(changed)
 
 
 class MinCut:
-    """The minimum cut, by bytes, between the forward and what the backward needs of it."""
+    """Minimum cut, by bytes, between the forward's inputs and the backward's uses."""
 
     def __init__(
         self, graph: TrainingGraph, levels: Mapping[str, Level], fuses: bool = False
@@ -115,7 +122,7 @@ class MinCut:
                 self.changed.add(node)
 
     def kept(self) -> list[fx.Node]:
-        """The values to keep, in order."""
+        """Values to keep, in graph order."""
         count = len(self.nodes)
         source, sink = 2 * count, 2 * count + 1
         unit = 1 + sum(map(_size, self.nodes)) // 2**28
@@ -147,16 +154,16 @@ class MinCut:
         ]
 
     def price(self, node: fx.Node, unit: int, infinite: int) -> int:
-        """The cost of keeping a value: 0 for inputs, its bytes for a tensor."""
+        """Cost of keeping a value: 0 for inputs, `infinite` for tuples, else by bytes."""
         if node.op == "placeholder":
             return 0
         if not isinstance(node.meta["val"], (tuple, list)):
-            written = 2 if self.fuses and _is_fused(node) else 1  # else it would not be written
+            written = 2 if self.fuses and _is_fused(node) else 1  # fusion saves the write
             return 1 + written * _size(node) // unit
         return infinite
 
     def fixed(self, node: fx.Node) -> bool:
-        """Whether a value must not be computed again."""
+        """Whether a value must not be recomputed."""
         if node.op == "get_attr":
             return False
         maker = node
@@ -168,7 +175,7 @@ class MinCut:
         if is_random(maker) or (sent and not again):
             return True
         if any(n in self.changed for n in node.all_input_nodes):
-            return True  # by then it holds its new value
+            return True  # the input is updated before the backward
         if level == "regather":
             return not (again or is_view(node))
         if level == "none":
@@ -183,7 +190,7 @@ def recompute(graph: TrainingGraph, kept: set[str]) -> int:
     """Rewrites the backward to read only `kept` values and inputs.
 
     Returns:
-        How many values, views aside, are computed again.
+        Number of recomputed values, without views.
     """
     clones: dict[fx.Node, fx.Node] = {}
     nodes = list(graph.graph.nodes)
@@ -223,7 +230,7 @@ def _clone(
 
 
 def _leaves_block(node: fx.Node) -> bool:
-    """Whether another block's forward reads a value."""
+    """Whether the forward of another block reads a value."""
     return any(
         user.meta["phase"] == "forward" and user.meta["block"] != node.meta["block"]
         for user in node.users
@@ -232,7 +239,7 @@ def _leaves_block(node: fx.Node) -> bool:
 
 
 def _is_gathered(node: fx.Node) -> bool:
-    """Whether a node gathers, waits for that, or copies what it brought into another layout."""
+    """Whether a node is an all-gather, its wait, or a copy or view of its result."""
     through = (wait, aten.clone.default, aten.cat.default)
     while node.target in through or is_view(node) or _is_getitem(node):
         first = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
@@ -259,18 +266,18 @@ def _size(node: fx.Node) -> int:
 
 
 def _bytes(nodes: Iterable[fx.Node]) -> int:
-    """Bytes of the storages behind some values; those of inputs are there anyway."""
+    """Bytes of the storages behind some values, without inputs."""
     return sum(_size(node) for node in {_storage(n) for n in nodes} if node.op != "placeholder")
 
 
 def _storage(node: fx.Node) -> fx.Node:
-    """The value whose storage a view looks at."""
+    """Node that owns the storage of a view."""
     while is_view(node) or (_is_getitem(node) and is_view(node.all_input_nodes[0])):
         node = node.all_input_nodes[0]
     return node
 
 
 def kept_bytes(graph: TrainingGraph) -> int:
-    """Bytes of storages that the forward makes and the backward of a graph reads."""
+    """Bytes of the storages that the forward creates and the backward reads."""
     late = [node for node in graph.calls() if node.meta["phase"] == "backward"]
     return _bytes(n for node in late for n in node.all_input_nodes if _is_forward_value(n))

@@ -1,4 +1,4 @@
-"""The backward of cross-entropy in one buffer instead of two, and one reading of it less."""
+"""Fuses the backward of cross-entropy into one buffer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MEAN, SUM = 1, 2
 
 @dataclass(frozen=True)
 class FuseCrossEntropy(Pass):
-    """Computes the gradient of logits as (softmax - one-hot) x scale, in place.
+    """Computes the gradient of the logits as (softmax - one-hot) x scale, in place.
 
-    Before: `nll_loss_backward` fills a tensor of the size of the logits with one number a row,
-    which `_log_softmax_backward_data` reads. After: the softmax is scaled and corrected at the
-    targets in its own buffer; ignored rows have scale zero. Class weights are left alone.
-    Tier: exact.
+    Before: `nll_loss_backward` writes a tensor as large as the logits, which
+    `_log_softmax_backward_data` reads. After: one buffer holds the softmax, which is scaled by row
+    and corrected at the targets in place; ignored rows have scale zero. Losses with class weights
+    do not change. Tier: exact.
     """
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
@@ -59,7 +59,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     counted = op(aten.ne.Scalar, target, ignored)
     place = op(aten.mul.Tensor, target, counted)
     each = op(aten.div.Tensor, cotangent, total) if reduction == MEAN else cotangent
-    scale = op(aten.where.ScalarOther, counted, each, 0)  # also where every target is ignored
+    scale = op(aten.where.ScalarOther, counted, each, 0)  # 0, not NaN, if all targets are ignored
     column = op(aten.unsqueeze.default, scale, 1)
     places = op(aten.unsqueeze.default, place, 1)
     gradient = op(aten.exp.default, log_probability)
