@@ -78,8 +78,8 @@ def batch_shard_of(
 ) -> BatchShard:
     """This rank's rows of the flattened arguments of a call.
 
-    The number of rows is the size of dim 0 of the first tensor with a dim. Every tensor with the
-    same size of dim 0 runs over the rows.
+    The number of rows is the size of dim 0 of the first tensor with a dim. Dim 0 of every
+    tensor with this size is the batch dim.
 
     Raises:
         BatchError: fewer rows than ranks.

@@ -66,7 +66,7 @@ class Call:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A hashable key of the call; unhashable arguments enter by their repr."""
+        """A hashable key of the call; unhashable arguments are keyed by their repr."""
         leaves = tuple(x if _hashable(x) else repr(x) for x in self.leaves)
         return leaves, self.structure, self.has_batch_dim
 

@@ -26,7 +26,7 @@ def describe_buffers(model: nn.Module) -> str:
 
 
 def find_blocks(model: nn.Module) -> dict[str, str]:
-    """The repeated block of every parameter, by name; "" for the rest.
+    """The repeated block of every parameter, by name; "" outside of blocks.
 
     The blocks are the elements of the outermost ModuleLists, ModuleDicts and Sequentials.
     """
@@ -55,7 +55,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def find_separate_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks that share no parameter with the rest of the model, as modules.
+    """The modules of repeated blocks that share no parameter with other modules.
 
     Sharding block by block would untie a parameter that two of them share.
     """

@@ -47,7 +47,7 @@ def capture_of_rank(
         micro_batches: number of micro-batches of a rank.
         cache: captures to reuse and to extend.
         local: whether a rank computes on its own rows alone (`batch_semantics`).
-        in_time: whether the ranks are micro-batches that run one after the other.
+        in_time: whether the ranks are micro-batches that run in sequence.
 
     Raises:
         BatchError: the rows cannot be divided into that many ranks and micro-batches.

@@ -58,7 +58,7 @@ class Annotate(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         note = {"source": user_position(sys._getframe(1)), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
-        form = traceable(func) if args else func  # forms name their first argument otherwise
+        form = traceable(func) if args else func  # a form's first parameter has another name
         return form(*args, **(kwargs or {}))
 
 

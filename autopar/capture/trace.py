@@ -219,7 +219,7 @@ def _random_state() -> tuple[object, ...]:
 
 @contextlib.contextmanager
 def _without_autocast_cache() -> Iterator[None]:
-    """Turns off the autocast cache: casts made by a trace must not outlive it."""
+    """Turns off the autocast cache, since casts made by a trace must not outlive it."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

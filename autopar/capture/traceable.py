@@ -23,7 +23,7 @@ def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def traceable_modules() -> contextlib.AbstractContextManager[None]:
-    """Replaces forwards of torch modules by traceable ones."""
+    """Replaces forwards of torch modules with traceable ones."""
     return patched(BatchNorm, "forward", _norm_of_all_batches(BatchNorm.forward))
 
 
@@ -54,7 +54,7 @@ def _norm_of_all_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor
 def _batch_norm(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A batch norm of a contiguous input with a contiguous gradient.
 
-    For other inputs, fake tensors predict strides that kernels do not give. Channels-last tensors
+    For other inputs, the strides of fake tensors differ from the kernels'. Channels-last tensors
     keep their format.
     """
 
@@ -71,7 +71,7 @@ def _batch_norm(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _lstm(*args: Any, **kwargs: Any) -> Any:
-    """An LSTM time step by time step.
+    """An LSTM, unrolled over time steps.
 
     oneDNN's fused layer keeps a workspace only while autograd records, and captured programs run
     without it.
@@ -105,7 +105,7 @@ def _corrcoef(x: Tensor) -> Tensor:
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """`torch.bincount` into `minlength` bins; a value beyond them raises an error in the program.
 
-    Torch looks for the largest value, which may add bins.
+    torch adds bins for larger values, so its result has a data-dependent shape.
     """
     if minlength < 1 or x.dim() != 1 or x.dtype.is_floating_point:
         return torch.bincount(x, weights, minlength)
@@ -144,9 +144,10 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
 
 
 def _scalars_apart(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] | None:
-    """The view by the other items of an index, and the 0-dim tensors by dim of the view.
+    """Splits an index into its 0-dim tensors and a view by its other items.
 
-    None without such a tensor, or with items other than numbers, slices, None and `...`.
+    Returns the view, and the 0-dim tensors by dim of the view. Returns None without such a
+    tensor, or with items other than numbers, slices, None and `...`.
     """
     items = index if isinstance(index, tuple) else (index,)
     scalars = [_is_scalar(item) for item in items]

@@ -37,7 +37,7 @@ MAX_INT_BITS = 63
 
 
 class FieldError(ValueError):
-    """A field that contradicts the rest of its document.
+    """A field that contradicts other fields of its document.
 
     Args:
         path: path of the field, such as "$.mesh[0]".

@@ -32,8 +32,8 @@ _INSIDE = tuple(
 class NumericsNote(str):
     """A note on a graph: a result differs from training on a single device.
 
-    `TrainingGraph.notes` and `Plan.notes` hold these beside plain text. A module that runs the
-    graph also issues it as a NumericsWarning.
+    `TrainingGraph.notes` and `Plan.notes` hold such notes and plain text. A module that runs the
+    graph also issues the note as a NumericsWarning.
     """
 
     __slots__ = ()

@@ -23,7 +23,7 @@ from autopar.cost_model.memory.workspace import Workspace
 from autopar.ir.graph import TrainingGraph
 
 _QUICK_S = 4.0  # budget for collectives when compiling; `autopar measure` takes longer
-_GLOO_THREADS = 2  # threads that torch gives a gloo group
+_GLOO_THREADS = 2  # threads of a gloo group in torch
 _COLLECTIVES = tuple(name for name in COLLECTIVES if name != "send")
 
 
@@ -35,7 +35,7 @@ class Machine:
         cluster: times of collectives.
         operators: times of operators.
         update: time of the optimizer's step.
-        overhead: bytes allocated beside the tensors of a graph.
+        overhead: bytes allocated in addition to the tensors of a graph.
     """
 
     cluster: Cluster
@@ -135,7 +135,7 @@ def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -
 
 
 def ranks_of(*, live: bool) -> ReplayGroup:
-    """The ranks that measure together: all running ones, or this process."""
+    """The ranks that measure together: all running ranks, or this process alone."""
     several = live and dist.is_initialized() and dist.get_world_size() > 1
     return ReplayGroup.live() if several else SINGLE_RANK
 

@@ -65,7 +65,7 @@ class AliasedDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """DDP's no_sync; unreduced gradients stay with the aliases."""
+        """DDP's no_sync; the aliases keep the unreduced gradients."""
         self.inside_no_sync = True
         try:
             with self.ddp.no_sync():
@@ -85,7 +85,7 @@ class AliasedDDP(nn.Module):
                 module._parameters[name] = parameter
 
     def _reduce_and_share(self, bucket: Any) -> Any:
-        """Averages gradients over ranks as DDP does, and gives the DTensors the results.
+        """Averages gradients over ranks as DDP does, and assigns the results to the DTensors.
 
         Leaves the gradient of a parameter unchanged if no rank used the parameter.
         """

@@ -1,4 +1,4 @@
-"""Checks that all ranks got the batches they need: equal ones, or equally many rows."""
+"""Checks that all ranks got equal batches, or batches with equally many rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def checksum(leaves: Sequence[Any]) -> int:
 
 
 def check_checksum_sum(total: torch.Tensor, ranks: int, mode: str) -> None:
-    """Raises on every rank alike if data-parallel ranks got unsuitable batches.
+    """Raises on every rank if batches of data-parallel ranks do not fit the mode.
 
     Args:
         total: sum of `batch_checksum` over the ranks.
@@ -69,7 +69,7 @@ def check_checksum_sum(total: torch.Tensor, ranks: int, mode: str) -> None:
 
 
 def check_model_parallel_peers(total: torch.Tensor, ranks: int) -> None:
-    """Raises on every rank alike if ranks that share a model got different rows.
+    """Raises on every rank if ranks that share a model got different rows.
 
     Args:
         total: sum of `batch_checksum` over these ranks.

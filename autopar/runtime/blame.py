@@ -1,4 +1,4 @@
-"""Finds out whether a model that cannot be captured raises an error without autopar too."""
+"""Checks whether a model that cannot be captured also fails without autopar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies for a call of a partitioned model: planned ones, or new ones for its parameters."""
+"""Op strategies for a call of a partitioned model: the plan's, or new ones for its parameters."""
 
 from __future__ import annotations
 

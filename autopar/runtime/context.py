@@ -64,7 +64,7 @@ class ModuleIndex:
         return ModuleIndex(tuple(model.modules()), dict(model.named_parameters()), owners)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The current buffers by name, looked up anew since assignment replaces them."""
+        """The current buffers by name, looked up at each access since assignment replaces them."""
         found = {}
         for name, (module, key) in self.buffer_owners.items():
             buffer = module._buffers.get(key)
@@ -89,7 +89,7 @@ class ExecutionContext:
         unreduced_grads: local gradients of `no_sync` calls, by parameter name.
         compression_state: tensors that compression keeps between steps.
         captures: capture of each kind of call.
-        planning_captures: captures made while planning, reused for every slicing of the batch.
+        planning_captures: captures made while planning, reused for all numbers of slices.
         all_tangents: whether every output may receive a gradient.
     """
 

@@ -26,7 +26,7 @@ from autopar.runtime.process_groups import explaining_comm_errors
 def wrap_with_ddp_or_fsdp(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
     """The model under DDP, or under fully_shard block by block.
 
-    Blocks that share a parameter are sharded with the rest of the model.
+    Blocks that share a parameter are sharded together with the root module.
 
     Raises:
         StrategyError: parameters that an optimizer may hold as DTensors would be sharded.

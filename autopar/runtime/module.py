@@ -103,7 +103,7 @@ class DistributedModule(PlannedModule):
             self._context.index_model()
         check = self.before_first_training_call if torch.is_grad_enabled() else None
         if check is not None:
-            self.before_first_training_call = None  # copies made by planning must not check
+            self.before_first_training_call = None  # copies made by planning skip the check
         number = self._agree_on_call(leaves, structure)
         if check is not None or not self._programs_finish_exchanges:
             finish_exchange()

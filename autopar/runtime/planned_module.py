@@ -109,7 +109,7 @@ class PlannedModule(ModelAttributes):
             self.apply_plan(self._make_plan(self, capture, call))
         except CaptureError as error:
             self._check_runs(leaves, structure, error)
-            # ranks with equal rows count alike, so means stay the same
+            # ranks with equal rows have equal weights, so means stay the same
             self._set_model_parallel_size(1, 1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
             self._context.reindex_model()

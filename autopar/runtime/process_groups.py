@@ -68,8 +68,8 @@ def make_mesh(
     Args:
         device: device of the tensors.
         axes: names and sizes of axes; neighbouring ranks differ along the last.
-        shard_order: names in the order in which axes shard parameters, by default that of
-            `axes`. The mesh has this order, as DTensors shard from left to right.
+        shard_order: names in the order in which axes shard parameters, by default the order
+            of `axes`. The mesh has this order, as DTensors shard from left to right.
     """
     sizes = dict(axes)
     names = [name for name in shard_order or sizes if sizes.get(name, 1) > 1]

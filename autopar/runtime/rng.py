@@ -18,7 +18,7 @@ class RandomStream:
     A single rank uses torch's default generator, so that results match the plain model. Several
     ranks seed the stream at its first use from this process's `torch.initial_seed()` and their
     index. Ranks that share a model draw the same numbers, seeded by the first rank of the world.
-    Ranks with different pipeline stages draw different ones.
+    Ranks with different pipeline stages draw different numbers.
 
     Args:
         index: index among ranks with different rows or stages.
@@ -43,7 +43,7 @@ class RandomStream:
         return self.state.clone()
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Continues from a state."""
+        """Sets the state of the stream."""
         if self.is_separate:
             self.state = state.clone()
         else:
@@ -51,7 +51,7 @@ class RandomStream:
 
     @contextlib.contextmanager
     def as_default(self, needed: bool) -> Iterator[None]:
-        """Makes this stream torch's default generator, if needed."""
+        """Makes this stream torch's default generator inside the context, if `needed`."""
         if not (needed and self.is_separate):
             yield
             return

@@ -120,7 +120,7 @@ class Comparison:
 
     Attributes:
         tolerance: relative difference that passes.
-        eps: machine epsilon of the dtype, which with `tolerance` gives the floor of norms.
+        eps: machine epsilon of the dtype, for the floor of norms.
         worst: worst deviation by kind.
         first: earliest deviation beyond the tolerance.
         missing: names of tensors that this rank does not have, by kind and step.
@@ -174,7 +174,7 @@ class Comparison:
 
 
 def _order(deviation: Deviation) -> tuple[int, int, float]:
-    """Sort key: by time, and the largest first within one kind and step."""
+    """Sort key: step and kind, then the largest error first."""
     return deviation.step, KINDS.index(deviation.kind), -deviation.error
 
 

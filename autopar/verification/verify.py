@@ -257,7 +257,7 @@ def _full(tensor: Any) -> Tensor:
 
 
 def _detached_copy(value: Any) -> Any:
-    """A copy of an argument, so that changes and gradients stay inside a step."""
+    """A copy of an argument, so that steps do not change or differentiate the original."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)

@@ -138,7 +138,7 @@ def find_containers(
 class Snapshot:
     """Copies of a model's Python containers, to compare and to restore.
 
-    Parameter, buffer and submodule tables are included; torch's other internals are not.
+    Snapshots include parameter, buffer and submodule tables, and no other internals of torch.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""`Effects`: the Python attributes that one run of a model reads, and those it changes."""
+"""`Effects`: the Python attributes that one run of a model reads or changes."""
 
 from __future__ import annotations
 

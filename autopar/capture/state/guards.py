@@ -162,7 +162,7 @@ class Guards:
         self._structure = None
 
     def rebind(self, values: dict[str, Any], key: str, value: Any) -> None:
-        """Assigns a tensor of the same type, without a change of state."""
+        """Assigns a tensor of the same type; the state keeps its number."""
         values[key] = value
         if self._structure is not None and self._values is not None:
             self._structure.guard.expect(values, key, value)

@@ -1,4 +1,4 @@
-"""Changes that forward makes to Python values: lifted to buffers, replayed, or refused by name."""
+"""Lifts, replays or refuses the changes that forward makes to Python values."""
 
 from __future__ import annotations
 
@@ -227,11 +227,11 @@ def rebound_buffers(
 
 
 def for_all(reads: Iterable[Attribute], columns: Iterable[Sequence[str]]) -> list[Attribute]:
-    """Attributes read, repeated for every corresponding module.
+    """Repeats the attributes read for every corresponding module.
 
     Args:
         reads: attributes.
-        columns: groups of names of corresponding modules, of which only some were run.
+        columns: groups of names of corresponding modules; only some modules of a group ran.
     """
     keys: dict[str, dict[str, None]] = {}
     for name, key in reads:

@@ -33,7 +33,7 @@ def build_evaluator(
     Args:
         problem: the planning problem.
         graph: captured graph of one micro-batch.
-        machine: measured machine; None gives an evaluator that makes plans but no predictions.
+        machine: measured machine, None for an evaluator without predictions.
         context: limits and observer of the search.
         memory: bytes per rank that the partition may hold over a step, None for no limit.
         op_strategies: strategies along each model-parallel axis, None to solve for them.
@@ -75,7 +75,7 @@ def build_evaluator(
 
 
 def _notes(problem: PlanningProblem, base: Plan, unused: Sequence[str]) -> Iterator[str]:
-    """Notes on requests that the plan cannot follow."""
+    """Notes on choices of the user that the plan cannot follow."""
     if problem.strategy.hierarchical and not base.levels:
         yield "nothing goes by level: ranks of the data are not several on each of several nodes"
     if base.changed and problem.strategy.zero != 0:

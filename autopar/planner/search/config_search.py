@@ -28,7 +28,7 @@ MIN_INFEASIBLE = 3
 """Number of runners-up reserved for plans that do not fit."""
 
 HOPELESS = 1.5
-"""Ratio to the incumbent's step time above which no bandwidth is swept for a plan."""
+"""Largest ratio to the incumbent's step time of a plan whose bandwidths are swept."""
 
 
 def search_configs(
@@ -204,7 +204,7 @@ class _ConfigSearch:
         return any(not self.fits(c) and _step_s(c) < _step_s(best) for c in candidates)
 
     def fit(self, config: CandidateConfig) -> Candidate | None:
-        """The least recomputation with which a configuration fits; tries small buckets last."""
+        """The candidate with the least recomputation that fits; tries small buckets last."""
         if not self.fits(self.evaluate(config)) and not self.may_fit(config):
             return None
         smaller, base = config, self.setup.base
@@ -213,7 +213,7 @@ class _ConfigSearch:
         return self.recomputed(config) or self.recomputed(smaller)
 
     def recomputed(self, config: CandidateConfig) -> Candidate | None:
-        """The least recomputation, block by block, with which a configuration fits."""
+        """The candidate with the least recomputation that fits, raised block by block."""
         if self.fits(self.evaluate(config)):
             return self.evaluate(config)
         if self.strategy.recompute is not None:
@@ -237,7 +237,7 @@ class _ConfigSearch:
         return replace(config, recompute=tuple((block, levels[block]) for block in self.blocks))
 
     def mix(self, low: CandidateConfig, high: CandidateConfig) -> Candidate | None:
-        """The fewest blocks at the higher of two ZeRO stages with which a configuration fits."""
+        """The candidate that fits with the fewest blocks at the higher of two ZeRO stages."""
         if self.fits(self.evaluate(low)) or not self.fits(self.evaluate(high)):
             return None
 
@@ -297,7 +297,7 @@ class _ConfigSearch:
             yield self.evaluate(replace(config, scheduled=True, prefetch_budget_bytes=0))
 
     def compressed(self, best: Candidate) -> Candidate:
-        """Tries the allowed compressions on all buckets of gradients, then on the last ones.
+        """Tries the allowed compressions on all gradient buckets, then on the last buckets alone.
 
         The backward hides the earlier buckets, if any.
         """
@@ -312,7 +312,7 @@ class _ConfigSearch:
         return best
 
     def runners_up(self, best: Candidate) -> tuple[RunnerUp, ...]:
-        """The other candidates with reasons: feasible ones first, the fastest of each first."""
+        """The other candidates with reasons, feasible ones first, each group by step time."""
         distinct = {_identity(best): best}
         for candidate in self.candidates.values():
             distinct.setdefault(_identity(candidate), candidate)

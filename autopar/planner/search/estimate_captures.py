@@ -41,7 +41,7 @@ CaptureSlice = Callable[[int, CaptureCache], TrainingGraph]
 class MeshEstimator:
     """Estimates the step time and memory of problems that fix a mesh.
 
-    Nothing is timed: operators have their earlier measured times, or modelled ones. For each
+    The estimator times nothing: operators have earlier measured times, or modelled times. For each
     division along tp, cp and ep, two sizes of micro-batches are lowered and others interpolated.
 
     Args:
@@ -118,7 +118,7 @@ class MeshEstimator:
         return found
 
     def _figures_of(self, axes: tuple[tuple[str, int], ...], slices: int) -> MicroBatchFigures:
-        """Figures of one slice of the batch, with the model divided along `axes`."""
+        """Figures of one slice of the batch, with the model partitioned along `axes`."""
         key = axes, slices
         if key in self._figures:
             return self._figures[key]

@@ -37,7 +37,7 @@ def plan_fixed_mesh(
 
     Raises:
         OutOfMemoryError: nothing fits.
-        StrategyError: the model cannot be cut as the strategy says.
+        StrategyError: the model cannot be split into the strategy's stages.
     """
     if machine is None:
         return _plan_unmeasured(problem, graphs)

@@ -83,7 +83,8 @@ def measure_problem(
         evaluator = build_evaluator(problem, graph, None, op_strategies=strategies.get(count))
         lowered += [evaluator.lowered(config) for config in dict.fromkeys(configs)]
         setup = evaluator.setup
-        for axes in range(len(setup.op_strategies)):  # the solver prices unpartitioned ones too
+        # the solver prices unpartitioned operators too
+        for axes in range(len(setup.op_strategies)):
             partial = replace(setup, op_strategies=setup.op_strategies[:axes])
             lowered.append(SpmdEvaluator(partial).lowered(configs[0]))
         if problem.strategy.axes:

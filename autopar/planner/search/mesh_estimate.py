@@ -1,8 +1,8 @@
 """`MeshEstimate`: step time and memory of a mesh, from one micro-batch lowered with every cut.
 
-That lowering gives the compute, the messages along the model's axes, and the saved and stored
-bytes of a micro-batch. The step of any mesh with that micro-batch follows by arithmetic: an
-estimate that orders the meshes, and a lower bound that excludes some. Chosen plans are simulated.
+The lowering gives the compute, the messages along the model's axes, and the saved and stored
+bytes of a micro-batch. A formula extends them to the step of any mesh with this micro-batch. The
+estimate orders the meshes; a lower bound excludes some. Chosen plans are simulated.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MicroBatchFigures:
 
 
 def interpolate_slices(known: Mapping[int, MicroBatchFigures], slices: int) -> MicroBatchFigures:
-    """Figures for a number of slices of the batch, as a power law through two known numbers."""
+    """Figures for a number of slices of the batch, by a power law through two sampled numbers."""
     (one, first), (other, second) = known.items() if len(known) > 1 else [*known.items()] * 2
     if slices == one or one == other:
         return first

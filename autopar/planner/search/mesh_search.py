@@ -85,8 +85,8 @@ def fastest_mesh(
 ) -> Plan:
     """The fastest plan that fits, over all meshes that a strategy leaves open.
 
-    In small worlds data parallelism is tried first, and ends the search if nearly all of its step
-    is computation: every mesh divides the same work. Otherwise meshes are tried in order of their
+    In small worlds data parallelism is tried first. It ends the search if nearly all of its step is
+    compute, since every mesh divides the same work. Otherwise meshes are tried in order of their
     estimates. A mesh is skipped if its states alone exceed the cap, if its lower bound is slower
     than the best plan, or if its estimate is slower by a margin. All live ranks call this at once
     and see the same plans, estimates and errors.

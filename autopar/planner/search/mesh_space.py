@@ -70,7 +70,7 @@ def mesh_name(strategy: Strategy) -> str:
 
 
 def abbreviated(names: Iterable[str]) -> str:
-    """The first names, and the number of the rest."""
+    """The first names, and the number of further names."""
     names = iter(names)
     first, rest = list(islice(names, NAMED_MESHES)), len(list(names))
     return ", ".join(first) + (f" and {rest} more" if rest else "")

@@ -88,7 +88,7 @@ def plan_or_advise(
 
 
 def on_more_ranks(problem: PlanningProblem, factor: int) -> PlanningProblem:
-    """The problem on a multiple of the ranks, of the same kind.
+    """The problem on a multiple of the ranks, with the same kind of device.
 
     Raises:
         ClusterError: the larger cluster would have to be measured.
@@ -106,7 +106,7 @@ class _OomAdvisor:
     """Tries changes to a problem for which nothing fits.
 
     Attributes:
-        replans_left: number of further plans that may be made.
+        replans_left: number of further plans to make at most.
         changes: changes that were found to help.
     """
 
@@ -239,7 +239,7 @@ class _OomAdvisor:
         return least, 2 * least
 
     def model_divisors(self, memory: Mapping[str, int]) -> list[int]:
-        """The least number of model ranks with which the states may fit, if there is one."""
+        """The least number of model-parallel ranks with which the states may fit, if any."""
         least = _state_bytes(memory) / self.cap
         strategy = self.problem.strategy
         ranks = self.problem.world_size // (strategy.model_parallel_size * strategy.pp_size)

@@ -220,7 +220,7 @@ def cut_everywhere(
 def unmeasured_pipeline(
     evaluator: Evaluator, strategy: Strategy, model: str, micro_batches: int
 ) -> PipelineEvaluator:
-    """The pipeline of a strategy that leaves nothing open but its cut points.
+    """The pipeline of a strategy that leaves only the cut points open.
 
     Args:
         evaluator: evaluator of the uncut model with modelled times, which balance the stages.
@@ -248,7 +248,7 @@ def fastest_pipeline(
         incumbent_s: best step time found so far, in seconds.
 
     Raises:
-        StrategyError: the model cannot be cut as the strategy says.
+        StrategyError: the model cannot be split into the strategy's stages.
         OutOfMemoryError: nothing fits.
     """
     tried: list[tuple[PipelineEvaluator, Candidate]] = []

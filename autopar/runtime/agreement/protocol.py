@@ -66,7 +66,7 @@ class Protocol:
 
         Args:
             state: state of this rank.
-            replicas: parameters and buffers, of which some are compared.
+            replicas: parameters and buffers; each call compares some of them.
 
         Returns:
             The number of the call, from 1.

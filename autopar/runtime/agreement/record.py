@@ -17,7 +17,7 @@ MAX_ENTRIES = 16
 """Entries of a record."""
 
 SAMPLE_NUMBERS = 16
-"""Numbers of a record that every rank sees and that are not compared."""
+"""Numbers of a record that ranks exchange without comparing them."""
 
 HEADER_NUMBERS = 2 + SAMPLE_NUMBERS
 """Numbers before the entries: event, payload size and samples."""
@@ -36,7 +36,7 @@ class Entry:
         group: ranks with equal groups are compared.
         advice: one or two sentences for the error.
         error: class of the error.
-        shown: text for the error, by default that of `value`.
+        shown: text for the error, by default the text of `value`.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Entry:
 
 
 def stable_hash(value: object) -> int:
-    """A 63-bit number that almost surely differs between different texts; ints stay."""
+    """A 63-bit hash of a text; ints are returned as they are."""
     return value if type(value) is int and abs(value) < 2**62 else _text_hash(str(value))
 
 

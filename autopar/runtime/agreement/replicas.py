@@ -29,7 +29,7 @@ NUMBERS_PER_SAMPLE = 4
 """Numbers that a sample is encoded in."""
 
 ACCELERATOR_INTERVAL = 64
-"""Calls between comparisons on accelerators, which reading elements synchronizes with."""
+"""Calls between comparisons on accelerators, since reading elements synchronizes the device."""
 
 MAX_NAMED = 5
 """Replicas that an error names."""

@@ -222,7 +222,7 @@ def generate(
 
 
 def _finish_exchange_first(graph: fx.Graph) -> None:
-    """Finishes the ranks' agreement before the first collective; ranks compute meanwhile."""
+    """Delays the end of the ranks' exchange to the first collective, to overlap it with compute."""
     first = next((n for n in graph.nodes if "_c10d_functional" in str(n.target)), None)
     if first is not None:
         with graph.inserting_before(first):

@@ -36,7 +36,7 @@ class OptimizerHook:
             register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuses replaced parameters, forgets dropped ones and distributes state."""
+        """Raises for replaced parameters, removes dropped ones and distributes state."""
         if optimizer in self.seen and not self.awaiting_layout:
             return
         self.seen.add(optimizer)

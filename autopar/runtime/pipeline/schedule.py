@@ -96,7 +96,7 @@ class Schedule:
         if self.device.type == "cpu":
             with_transfers = {r: hoist_receives(order) for r, order in with_transfers.items()}
         runtime.pipeline_order_with_comms = with_transfers
-        runtime._stages_forward_initialized = True  # shapes are known
+        runtime._stages_forward_initialized = True  # shapes need no inference
         return runtime
 
 

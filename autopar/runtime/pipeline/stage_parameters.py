@@ -45,7 +45,7 @@ def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def distribute_plan_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
-    """Shards the parameters under a plan and drops those of other ranks' stages."""
+    """Shards the parameters under a plan and drops parameters of other ranks' stages."""
     has_stages = plan.pp_size > 1
     awaits_layout = has_stages and any(isinstance(p, DTensor) for p in model.parameters())
     if mesh is not None and (plan.shards_parameters or awaits_layout):
@@ -107,7 +107,7 @@ def _distributed_as(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor
 
 
 def requires_grad_flags(parameters: Iterable[nn.Parameter], *, reports: bool) -> list[float]:
-    """1.0 for each local trained parameter, else 0.0; all 0.0 unless this rank reports."""
+    """1.0 for each local trained parameter, else 0.0; only zeros unless `reports`."""
     return [float(reports and p.requires_grad and not is_remote(p)) for p in parameters]
 
 
