@@ -52,7 +52,7 @@ def build_pass_pipeline(
         hold: keep gradients unreduced, as under `no_sync`.
         held: parameters with unreduced gradients from earlier calls.
         compiled: whether a compiler that fuses operators follows.
-        disable: names of passes to leave out, to find the one at fault.
+        disable: names of passes to leave out.
 
     Raises:
         StrategyError: the graph would be wrong without a pass in `disable`, or a name is unknown.
@@ -113,8 +113,8 @@ def build_stage_pipeline(
         hold: keep gradients unreduced, as under `no_sync`.
         held: parameters with unreduced gradients from earlier calls.
         compiled: whether a compiler that fuses operators follows.
-        accumulate: whether another micro-batch follows, so that gradients that ZeRO leaves whole
-            stay unreduced.
+        accumulate: whether another micro-batch follows, so that the gradients in
+            `plan.unsharded_grad_params` stay unreduced.
         disable: names of passes to leave out.
 
     Raises:

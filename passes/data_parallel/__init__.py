@@ -1,1 +1,1 @@
-"""Data parallelism as a partition: a graph of the whole batch becomes that of one slice of it."""
+"""Data parallelism: the graph of a batch partitioned into the graph of one slice."""

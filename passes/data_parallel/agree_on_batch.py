@@ -1,4 +1,4 @@
-"""`AgreeOnBatch`: checksums that show whether ranks of one model were given the same rows."""
+"""`AgreeOnBatch`: checksums that show whether all ranks of a model have the same rows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CHECKSUM_SIZE = 4
 class AgreeOnBatch(Pass):
     """Sums checksums of the batch over the ranks that share a model.
 
-    Before: the graph of ranks that must be given the same rows. After: it takes a `BatchChecksum`
-    and returns the `ChecksumSum` over the axes, computed by the first collectives of the forward.
-    Tier: exact.
+    Before: a graph partitioned over ranks that need the same rows. After: the graph takes a
+    `BatchChecksum` and returns its `ChecksumSum` over the axes. The sums are the first collectives
+    of the forward. Tier: exact.
 
     Attributes:
         axes: names of the mesh axes that the model is partitioned along.
@@ -39,7 +39,7 @@ class AgreeOnBatch(Pass):
 
 
 def sum_batch_checksums(graph: TrainingGraph, axes: Sequence[str], name: str) -> TrainingGraph:
-    """Writes sums of a checksum over axes, one after the other, at the start of the forward.
+    """Writes the sum of a checksum over axes, one axis at a time, at the start of the forward.
 
     Args:
         graph: graph to change in place.

@@ -1,4 +1,4 @@
-"""`AssignBatchAxis`: the mesh axis of the batch, each slice on its own rank."""
+"""`AssignBatchAxis`: the batch axis mapped to a mesh axis, with one slice on each rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from autopar.passes.data_parallel.agree_on_batch import sum_batch_checksums
 class AssignBatchAxis(Pass):
     """Turns collectives over the batch axis into collectives over a mesh axis.
 
-    Before: the graph of one slice of the batch. After: its collectives are over `axis`, and the
-    forward sums checksums of the batches first, so that this sum can share a message. Tier: exact.
+    Before: the graph of one slice of the batch. After: its collectives are over `axis`. The forward
+    first sums checksums of the batches, and this sum can be merged with others. Tier: exact.
 
     Attributes:
         axis: name of the mesh axis.

@@ -1,4 +1,4 @@
-"""`LocalBatch`: each slice computes alone and gradients are averaged, as under DDP."""
+"""`LocalBatch`: slices that compute independently and average gradients, as under DDP."""
 
 from __future__ import annotations
 

@@ -52,9 +52,10 @@ class PartitionBatch(Pass):
     """Turns a graph of the whole batch into the graph of one slice.
 
     Before: the graph of the whole batch. After: inputs with a batch dim, and values computed row by
-    row, are this slice's. Operators that couple rows have collectives over the batch axis around
-    them. Gradients of parameters are Partial, and outputs without a batch dim are whole. Every node
-    has `meta["placement"]` and `meta["batch_dims"]`. Tier: exact, except for random numbers.
+    row, have only this slice's rows. Operators that couple rows have collectives over the batch
+    axis around them. Gradients of parameters are Partial, and outputs without a batch dim are
+    replicated. Every node has `meta["placement"]` and `meta["batch_dims"]`. Tier: exact, except for
+    random numbers.
 
     Attributes:
         slices: the slices of the batch.
@@ -67,7 +68,7 @@ class PartitionBatch(Pass):
     whole_outputs: tuple[int, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to `graph`, which stays as it is."""
+        """Applies the pass and leaves `graph` unchanged."""
         placements = propagate(graph, self.slices, self.has_batch_dim, self.whole_outputs)
         return PassResult(_BatchPartitioner(graph, self.slices, placements).run())
 
@@ -85,7 +86,7 @@ class _BatchPartitioner(Partitioner):
     # Inputs.
 
     def placeholder(self, node: fx.Node, role: InputRole) -> None:
-        """An input, with the rows of this slice if it has a batch dim."""
+        """Writes an input, with the rows of this slice if it has a batch dim."""
         placement = self.placements.inputs[node.name]
         copy = self.copy(node, placement)
         if isinstance(placement, Shard):
@@ -106,7 +107,7 @@ class _BatchPartitioner(Partitioner):
     def slice_input(
         self, role: InputRole, name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> fx.Node:
-        """An input that the whole graph lacks, written at its first use."""
+        """An additional input of the slice, written at its first use."""
         if role not in self.slice_inputs:
             last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
             with self.graph.inserting_after(last):
@@ -118,7 +119,7 @@ class _BatchPartitioner(Partitioner):
         return self.slice_inputs[role]
 
     def begin_backward(self) -> None:
-        """Scales incoming gradients with a batch dim: those of a mean over all slices."""
+        """Scales tangents with a batch dim by `BatchFraction`, as for a mean over all slices."""
         first = self.source.backward_start
         for role, node in zip(self.source.inputs, self.source.placeholders, strict=True):
             tangent, placement = self.local[Value(node)]
@@ -132,7 +133,7 @@ class _BatchPartitioner(Partitioner):
     # Operators.
 
     def operator(self, node: fx.Node) -> None:
-        """An operator on this slice; random numbers without a batch dim come from slice 0."""
+        """Writes an operator; random numbers without a batch dim come from slice 0."""
         super().operator(node)
         if is_name(node) or not is_random(node) or not draws_random(Operator.of(node)):
             return
@@ -160,7 +161,7 @@ class _BatchPartitioner(Partitioner):
     def lower(
         self, node: fx.Node, operator: Operator, op_strategy: OpStrategy, shards: list[fx.Node]
     ) -> None:
-        """The program of a custom lowering."""
+        """Writes the operators of a custom lowering."""
         last = self.last
         results = lower(self.lowering_context(node, operator, op_strategy, shards))
         self.annotate_after(last, varying=True)
@@ -180,10 +181,10 @@ class _BatchPartitioner(Partitioner):
         return BatchRedistributor(self.graph, like, self.slices, *inputs)
 
     def operand(self, value: Value, wanted: Placement, reader: fx.Node) -> fx.Node:
-        """A value in the placement that its reader wants, redistributed at most once.
+        """A value in the wanted placement, redistributed at most once.
 
         Raises:
-            ValueError: the value cannot be redistributed so.
+            ValueError: no redistribution leads to the wanted placement.
         """
         node, placement = self.local[value]
         path = moves(placement, wanted, self.slices)
@@ -206,7 +207,7 @@ class _BatchPartitioner(Partitioner):
     # Outputs.
 
     def results(self, phase: str) -> dict[OutputRole, fx.Node | None]:
-        """The results of a phase; its sums travel in one message."""
+        """The results of a phase; one collective reduces the Partial ones."""
         last = self.last
         sums: dict[Value, fx.Node] = {}
         for role, node in zip(self.source.outputs, self.source.results, strict=True):
@@ -227,7 +228,7 @@ class _BatchPartitioner(Partitioner):
         return super().results(phase)
 
     def result_placement(self, role: OutputRole) -> Placement:
-        """The placement in which an output is returned."""
+        """The placement of an output."""
         match role:
             case Output(index):
                 return self.placements.outputs[index]
@@ -257,7 +258,7 @@ class _BatchPartitioner(Partitioner):
         )
 
     def annotate_after(self, last: fx.Node, varying: bool = False) -> None:
-        """Annotates the nodes after `last`: received values are whole, others follow operands.
+        """Annotates the nodes after `last`: received values are replicated, others follow operands.
 
         Args:
             last: node before the new ones.
@@ -281,7 +282,7 @@ class _BatchPartitioner(Partitioner):
     # The graph of the slice.
 
     def result(self) -> TrainingGraph:
-        """The graph that was written, with its roles and notes."""
+        """The graph of the slice with its roles and notes."""
         return replace(
             self.source,
             graph=self.graph,
@@ -291,7 +292,7 @@ class _BatchPartitioner(Partitioner):
         )
 
     def notes(self) -> Iterator[str]:
-        """A note for each operator that reads other slices' rows, and one for random numbers."""
+        """A note for each operator that gathers all rows, and one for local random numbers."""
         nodes = {node.name: node for node in self.source.calls()}
         gathered: dict[str, int] = {}
         for name, nbytes in self.placements.gathered_bytes.items():

@@ -1,9 +1,9 @@
 """`propagate`: placements along the batch axis, from sharded inputs to every operator.
 
-Inputs with a batch dim are `Shard(0)`, parameters are `Replicate`, and every operator takes, in
-execution order, the cheapest strategy that the rules of `passes/rules` prove. A reduction over rows
-is `Partial`. Operands of an operator that couples rows are redistributed, and operands of an
-operator without a rule are whole, so a value is computed row by row only where a rule proves it.
+Inputs with a batch dim are `Shard(0)` and parameters are `Replicate`. In execution order, every
+operator takes the cheapest strategy that the rules of `passes/rules` prove. A reduction over rows
+is `Partial`. Operands of an operator that couples rows are redistributed. Operators without a rule
+run on replicated operands.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _Propagation:
         )
 
     def outputs(self) -> dict[int, Placement]:
-        """Placements of the model's outputs: sharded if computed so, otherwise whole."""
+        """Placements of the model's outputs: sharded if computed so, otherwise replicated."""
         found: dict[int, Placement] = {}
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
             if isinstance(role, Output) and node is not None:
@@ -152,7 +152,7 @@ class _Propagation:
         self.placements |= zip(results, strategy.results, strict=True)
 
     def redistribute(self, reader: fx.Node, value: Value, wanted: Placement) -> None:
-        """Records the placements of a value on its path to the one that a reader wants."""
+        """Records the placements of a value on its path to a reader's wanted placement."""
         path = moves(self.placements[value], wanted, self.slices)
         assert path is not None, f"{value.node} cannot be moved to {wanted}"
         available = self.available.setdefault(value, set())
@@ -165,9 +165,9 @@ class _Propagation:
                 self.gathered_bytes[reader.name] = gathered + tensor_bytes(value.tensor)
 
     def shard_unread_wholes(self, outputs: Mapping[int, Placement]) -> None:
-        """Shards operators on whole operands whose readers all want the same shard.
+        """Shards replicated operators whose readers all want the same shard.
 
-        The forward walk leaves them whole, since it has not seen their readers.
+        The first walk leaves these operators replicated, since it visits readers later.
         """
         wanted: dict[Value, set[Placement]] = {}
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
@@ -190,7 +190,7 @@ class _Propagation:
                 wanted.setdefault(value, set()).add(chosen.operands[index] if chosen else WHOLE)
 
     def is_whole(self, node: fx.Node, values: Sequence[Value]) -> bool:
-        """Whether an operator computes a single whole result of whole tensors, drawing nothing."""
+        """Whether a non-random operator has one result, and only replicated operands."""
         return (
             node.name not in self.op_strategies
             and len(elements(node)) == 1
@@ -201,7 +201,7 @@ class _Propagation:
 
 
 def _gradient_values(graph: TrainingGraph) -> frozenset[Value]:
-    """Gradients of parameters, and values that only they depend on linearly: these stay Partial."""
+    """Gradients of parameters, and values that only they depend on, linearly; all stay Partial."""
     found = {
         value_of(node)
         for role, node in zip(graph.outputs, graph.results, strict=True)

@@ -39,7 +39,7 @@ class Move(NamedTuple):
     """One step of a redistribution.
 
     Attributes:
-        kind: the step.
+        kind: name of the move in the table of this module.
         before: placement before it.
         after: placement after it.
     """
@@ -50,7 +50,7 @@ class Move(NamedTuple):
 
 
 WIDE_BYTES = 1 << 16
-"""Largest float64 tensor, in bytes, that a sum is widened to, so that sums share a message."""
+"""Largest tensor, in float64 bytes, that is summed in float64, so that sums share a message."""
 
 BYTES_PER_SENT_BYTE = 10.0
 """Cost of sending one byte, in bytes of memory traffic."""
@@ -59,7 +59,7 @@ LATENCY = float(1 << 17)
 """Latency of one collective, in bytes of memory traffic."""
 
 MICRO_BATCH_FACTOR = 100.0
-"""Factor on the cost of collectives over micro-batches, most of which no schedule allows."""
+"""Cost factor of collectives over micro-batches, since schedules allow few of them."""
 
 
 def moves(before: Placement, after: Placement, slices: BatchSlices) -> list[Move] | None:
@@ -95,7 +95,7 @@ def moves(before: Placement, after: Placement, slices: BatchSlices) -> list[Move
 
 
 def move_cost(move: Move, tensor: torch.Tensor, slices: BatchSlices) -> float:
-    """The cost of a move of a whole tensor, in bytes of memory traffic."""
+    """The cost of a move, in bytes of memory traffic, given the unsharded tensor."""
     whole = float(tensor.numel() * tensor.element_size())
     part = whole / slices.count
     factor = MICRO_BATCH_FACTOR if slices.over_time else 1.0
@@ -133,7 +133,7 @@ class BatchRedistributor:
     batch_fraction: Callable[[], fx.Node]
 
     def write(self, move: Move, value: fx.Node, whole: tuple[int, ...]) -> fx.Node:
-        """Writes one move of a value of whole shape `whole`; returns the moved value."""
+        """Writes one move of a value of unsharded shape `whole`; returns the moved value."""
         match move:
             case "select", _, Shard() as after:
                 return self._select(value, after)
@@ -154,7 +154,7 @@ class BatchRedistributor:
         raise AssertionError(f"{move} is no move")
 
     def reduce(self, values: Iterable[fx.Node], op: str = "sum") -> list[fx.Node]:
-        """Reduces values over all slices, in one message for each dtype sent."""
+        """Reduces values over all slices, with one collective for each dtype."""
         if op == "min":
             maxima = self.reduce(map(self._negated, values), "max")
             return [self._negated(maximum) for maximum in maxima]
@@ -170,14 +170,14 @@ class BatchRedistributor:
         return [self._cast(found[i], _fake(value).dtype) for i, value in enumerate(values)]
 
     def share(self, value: fx.Node) -> fx.Node:
-        """This slice's summand of a value that every slice has whole."""
+        """This slice's summand of a replicated value."""
         dtype = _fake(value).dtype
         if dtype.is_floating_point or dtype.is_complex:
             return self.op(aten.mul.Tensor, value, self._cast(self.batch_fraction(), dtype))
         return self.keep_first(value)
 
     def keep_first(self, value: fx.Node) -> fx.Node:
-        """The value on slice 0, zeros on all others."""
+        """The value on slice 0, zeros on all other slices."""
         place = self.op(aten.select.int, self.batch_index(), 0, 0)
         others = self.op(aten.ne.Scalar, place, 0)
         return self.op(aten.masked_fill.Scalar, value, others, 0)

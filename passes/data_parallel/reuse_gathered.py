@@ -1,6 +1,6 @@
-"""Parameters that the first micro-batch of a step gathers for the later ones.
+"""Parameters that the first micro-batch of a step gathers for all micro-batches.
 
-Under ZeRO stages 1 and 2 parameters are sharded between steps and whole within a step.
+Under ZeRO stages 1 and 2, parameters are sharded between steps and unsharded within a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GATHER_ONCE_STAGES = (1, 2)
 def once_gathered_params(
     graph: TrainingGraph, zero_stages: Mapping[str, int]
 ) -> dict[str, fx.Node]:
-    """The gathered value of each parameter that is gathered once a step, by name.
+    """The gathered value of each parameter that a step gathers once, by name.
 
     Args:
         graph: lowered graph of one micro-batch.
@@ -61,7 +61,7 @@ def import_gathered(graph: TrainingGraph, zero_stages: Mapping[str, int]) -> Tra
 
 
 def _erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erases operators without users, and their operands if nothing else reads those."""
+    """Erases operators without users, and then operands that have no users left."""
     todo = dict.fromkeys(nodes)
     while todo:
         node, _ = todo.popitem()

@@ -19,16 +19,16 @@ from autopar.passes.core.pass_base import Pass, PassResult
 class ShardParameters(Pass):
     """Shards the parameters of each block over an axis by its ZeRO stage.
 
-    Before: parameters are whole. After: parameters of stages 1 to 3 are sharded on dim 0 (in stages
-    1 and 2 only trained ones) and gathered before their first use. In stage 3 they are gathered
-    again for the backward, and values computed from them alone are computed again, so that no whole
+    Before: parameters are replicated. After: stages 1 and 2 shard trained parameters on dim 0, and
+    stage 3 shards all parameters. A gather precedes the first use of each. Stage 3 gathers again
+    for the backward and recomputes values that depend on parameters alone, so no unsharded
     parameter outlives its phase. Parameters that the forward uses last stay gathered, since the
     backward needs them first. Tier: exact.
 
     Attributes:
         axis: name of the mesh axis.
         rank: this rank's coordinate on the axis.
-        stages: ZeRO stage of each block, "" for everything outside of blocks.
+        stages: ZeRO stage of each block; block "" has all parameters outside of blocks.
     """
 
     axis: str
@@ -59,7 +59,7 @@ class ShardParameters(Pass):
     def shard(
         self, graph: TrainingGraph, node: fx.Node, info: ParameterInfo, *, regather: bool
     ) -> None:
-        """Turns a whole input into a sharded one with one gather, or one for each phase."""
+        """Shards an input and writes one gather, or one for each phase."""
         users = sorted(node.users)
         rows = chunk_rows(info.shape[0], graph.axes[self.axis])
         whole = node.meta["val"]
@@ -82,10 +82,9 @@ class ShardParameters(Pass):
 
 
 def last_used(parameters: Mapping[ParameterInfo, fx.Node]) -> set[ParameterInfo]:
-    """Parameters of one block that the forward last uses after those of all other blocks.
+    """Parameters that the forward uses last, such as those of a head or a last norm.
 
-    These are the parameters of a head or a last norm: gathering them again would free nothing in
-    between.
+    The backward needs them first, so gathering them again would free no memory in between.
     """
     last = {
         info: max(uses)
@@ -108,7 +107,7 @@ def is_sharded(info: ParameterInfo, stage: int) -> bool:
 def recompute_derived(
     graph: TrainingGraph, parameter: fx.Node, parameters: Collection[fx.Node]
 ) -> None:
-    """Computes in the backward again the forward values that depend on parameters alone.
+    """Recomputes in the backward the forward values that depend on parameters alone.
 
     Args:
         graph: graph to change in place.

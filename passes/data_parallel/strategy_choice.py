@@ -65,7 +65,7 @@ class OperatorReads:
         """The moves that bring each value to its wanted placement.
 
         Raises:
-            ValueError: a value cannot be moved so.
+            ValueError: no moves lead to a wanted placement.
         """
         columns = zip(self.values, self.placements, self.available, wanted, strict=True)
         table = {value: (before, done, after) for value, before, done, after in columns}
@@ -99,9 +99,9 @@ class StrategyChooser:
         return self._chosen[key]
 
     def strategies(self, reads: OperatorReads) -> Iterator[OpStrategy]:
-        """Every strategy of an operator that its operands can be moved to.
+        """Every strategy whose operand placements can be reached by moves.
 
-        An unsupported operator is not probed if all its operands are whole.
+        An operator without a rule is probed only if an operand is not replicated.
         """
         operator = Operator.of(reads.node)
         found = [replicated(operator)]
@@ -128,7 +128,7 @@ class StrategyChooser:
         return self._loops[key]
 
     def _pieces(self, loop: Loop, placements: Sequence[Placement]) -> Iterator[Loop]:
-        """A loop in one piece, and in as many interleaved pieces as some operand."""
+        """A loop in one piece, and in the interleaved pieces of each sharded operand."""
         pieces = {1}
         for access, placement in zip(loop.operands, placements, strict=True):
             if (
@@ -153,14 +153,14 @@ class StrategyChooser:
             total += move_cost(move, value.tensor, slices)
         total += self._work(node) / (slices.count if is_sharded else 1)
         if draws_random(Operator.of(node)) and not is_sharded:
-            total += LATENCY  # slices agree on the numbers
+            total += LATENCY  # slice 0 sends its numbers to all
         for placement, tensor in zip(strategy.results, elements(node), strict=True):
             if tensor is None:
                 continue
             nbytes = tensor.numel() * tensor.element_size()
             if isinstance(placement, Partial) and not reads.stays_partial:
                 total += PENDING_SUM + 2 * BYTES_PER_SENT_BYTE * nbytes
-            elif reads.are_whole and isinstance(placement, Shard):  # readers may want it whole
+            elif reads.are_whole and isinstance(placement, Shard):  # readers may need it replicated
                 total += move_cost(Move("gather", placement, WHOLE), tensor, slices)
             elif placement == WHOLE and reads.stays_partial:
                 total += 2 * nbytes
@@ -208,5 +208,5 @@ def _dims(access: DimAccess | Reduced | None) -> tuple[int, ...]:
 
 
 def _signature(node: fx.Node) -> tuple[object, ...]:
-    """All that the loops of an operator depend on."""
+    """Key of the loops of an operator."""
     return node.target, describe_argument(node.args), describe_argument(node.kwargs)

@@ -17,19 +17,19 @@ from autopar.passes.core.pass_base import Pass, PassResult
 
 @dataclass(frozen=True)
 class SynchronizeGradients(Pass):
-    """Turns Partial gradients of parameters into gradients of the parameters' own layout.
+    """Reduces Partial gradients to the layout of their parameters.
 
-    Before: gradients of parameters are Partial over the axis. After: gradients of whole parameters
-    are all-reduced and gradients of sharded ones reduce-scattered, each once it is computed. Where
-    parameters are sharded inside a node only, shards are then all-reduced between nodes. Parameters
-    in `unreduced` keep Partial gradients, as under `no_sync`. Tier: exact.
+    Before: gradients of parameters are Partial over the axis. After: gradients of replicated
+    parameters are all-reduced, and gradients of sharded ones are reduce-scattered, each once it is
+    computed. If parameters are sharded within nodes only, an all-reduce between nodes follows.
+    Parameters in `unreduced` keep Partial gradients, as under `no_sync`. Tier: exact.
 
     Attributes:
         axis: axis over which gradients are Partial.
         rank: this rank's coordinate on it.
         unreduced: parameters whose gradients are returned unreduced.
         accumulated: parameters with unreduced gradients of earlier calls, added before reducing.
-        shard_axis: axis, or level of it, that parameters are sharded over.
+        shard_axis: axis, or level of an axis, that parameters are sharded over.
     """
 
     axis: str

@@ -10,7 +10,7 @@ from autopar.passes.core.node_builder import add_input, aten, call
 
 
 def accumulate_gradients(backward: TrainingGraph) -> TrainingGraph:
-    """A lowered backward that adds each gradient to `Accumulated` in place once it is computed.
+    """A lowered backward that adds each computed gradient to an `Accumulated` input in place.
 
     Parameters that already have an `Accumulated` input are left unchanged.
     """

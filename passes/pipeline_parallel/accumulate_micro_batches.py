@@ -27,9 +27,10 @@ from autopar.passes.pipeline_parallel.stage_dependence import dependences
 class AccumulateMicroBatches(Pass):
     """Replaces each sum over the batch by the partial sum of a micro-batch and the total.
 
-    Before: the graph of one micro-batch, with collectives over `BATCH`. After: it has none; it
-    returns a `MicrobatchPartial` and takes a `BatchTotal` for each. Totals that depend on inputs
-    alone are early; others are late, and known when all forwards have run. Tier: exact.
+    Before: the graph of one micro-batch, with collectives over `BATCH`. After: the graph returns a
+    `MicrobatchPartial` and takes a `BatchTotal` instead of each collective. Totals that depend on
+    inputs alone are early. Other totals are late: they are available after all forwards. Tier:
+    exact.
     """
 
     ensures = frozenset({GraphProperty.BATCH_SHARDED})

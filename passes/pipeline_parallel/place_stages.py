@@ -23,9 +23,9 @@ from autopar.passes.pipeline_parallel.stage_dependence import (
 class PlaceStages(Pass):
     """Records `meta["stage"]` on every operator that a single stage runs.
 
-    Before: the graph as captured. After: a forward operator has the stage of the last parameter use
-    before it, and a backward operator the stage of its forward. Later passes copy the stage to the
-    operators they write. Tier: exact.
+    Before: a captured graph. After: a forward operator has the stage of the last parameter use
+    before it, and a backward operator has the stage of its forward operator. Later passes copy the
+    stage to new operators. Tier: exact.
 
     Attributes:
         uses: for each parameter, the stage of each of its uses.
@@ -57,7 +57,7 @@ def backward_stage(
     dependence: Mapping[fx.Node, Dependence],
     stages: int,
 ) -> int:
-    """The stage of a backward operator whose operands have theirs.
+    """The stage of a backward operator, given the stages of its operands.
 
     Gradients move to lower stages and forward values to higher ones, which bounds the stage from
     both sides. A sum of gradients runs on the lower stage of its terms.

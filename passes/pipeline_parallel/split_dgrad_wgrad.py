@@ -1,6 +1,6 @@
-"""`split_dgrad_wgrad`: a backward as input gradients, for other stages, and weight gradients.
+"""`split_dgrad_wgrad`: a backward split into input gradients and weight gradients.
 
-Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241: B and W.
+Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241 (B and W).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Results = Mapping[OutputRole, fx.Node | None]
 
 
 def split_dgrad_wgrad(backward: TrainingGraph) -> tuple[TrainingGraph, TrainingGraph]:
-    """The graph of the gradients that a stage sends, and the graph of all others.
+    """The graph of the gradients that a stage sends, and the graph of all other gradients.
 
-    The first also returns, as `Saved`, the values that the second reads from it. It is empty if the
-    stage sends nothing.
+    The first graph also returns `Saved` values for the second. It is empty if the stage sends
+    nothing.
     """
     results = dict(zip(backward.outputs, backward.results, strict=True))
     sent: dict[OutputRole, fx.Node | None]
@@ -53,7 +53,7 @@ def _subgraph(
     outputs: Results,
     roles: Mapping[fx.Node, InputRole],
 ) -> TrainingGraph:
-    """The graph of some nodes, those with roles being inputs as far as they are read."""
+    """The graph of some nodes; nodes with roles become inputs if they are read."""
     body = [n for n in nodes if n not in roles]
     read = {n for node in body for n in node.all_input_nodes}
     read |= {n for n in outputs.values() if n is not None}

@@ -1,10 +1,9 @@
-"""Splits a graph whose operators have stages into the graphs of these stages.
+"""`split_stages`: the graph of each pipeline stage, with a prologue and an epilogue.
 
-A value that a later stage reads travels from stage to stage, and gradients travel back the same
-way. Every stage computes what depends on inputs alone for itself. Scalars that all ranks return
-(losses, new values of buffers) leave the stages as `MicrobatchPartial`s; the epilogue computes the
-returned values from their totals. The prologue computes sums over the batch that are known from the
-inputs, before any stage runs.
+Each stage passes values on to the next stage, and gradients back to the one before. Every stage
+computes values that depend on inputs alone. Stages return losses and new buffers as
+`MicrobatchPartial`s, and the epilogue computes the returned values from their totals. The prologue
+computes sums over the batch that depend on inputs alone, before any stage runs.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class PipelineStages:
     """The graphs of a pipeline.
 
     Attributes:
-        prologue: graph of the partial sums that are known from the inputs; None if there are none.
+        prologue: graph of partial sums that depend on inputs alone; None if there are none.
         stages: graph of each stage, for one micro-batch.
         epilogue: graph from totals to the outputs without batch dims and the new buffers.
-        replicated_partials: indices of the partials that are equal on every micro-batch and
+        replicated_partials: indices of the partials that are equal for every micro-batch and
             data-parallel rank.
     """
 
@@ -52,7 +51,7 @@ class PipelineStages:
 
     @cached_property
     def output_stage(self) -> dict[int, int]:
-        """The stage of each output that no epilogue computes, by its index."""
+        """The stage of each output that a stage returns, by index of the output."""
         graphs = enumerate(self.stages)
         return {r.index: s for s, g in graphs for r in g.outputs if isinstance(r, Output)}
 
@@ -63,7 +62,7 @@ class PipelineStages:
 
     @property
     def has_late_totals(self) -> bool:
-        """Whether some backward reads a total over all forwards."""
+        """Whether a backward reads a total over all forwards."""
         roles = (role for graph in self.stages for role in graph.inputs)
         return any(isinstance(role, BatchTotal) and role.late for role in roles)
 
@@ -82,7 +81,7 @@ def split_stages(graph: TrainingGraph, stages: int) -> PipelineStages:
         stages: number of stages.
 
     Raises:
-        StrategyError: a stage is empty, or a cut separates operators that cannot be separated.
+        StrategyError: a stage is empty, or an earlier stage reads a forward value of a later one.
     """
     assignment = assign_stages(graph.copy(), stages)
     interface = stage_interface(assignment)

@@ -34,13 +34,13 @@ class StageAssignment:
     """Stages of the operators and outputs of a graph.
 
     Attributes:
-        graph: the graph that is split.
+        graph: the graph to split.
         num_stages: number of stages.
         dependence: dependence of each node.
         stage: stage of each operator that a single stage runs.
         outputs: for each stage, the terms of each output that it returns.
-        prologue: partial sums that are known from the inputs alone.
-        epilogue: outputs that are computed from totals over the batch.
+        prologue: partial sums that depend on inputs alone.
+        epilogue: outputs computed from totals over the batch.
         skipped: sums of gradients of several stages, which no stage computes.
     """
 
@@ -59,7 +59,7 @@ class StageAssignment:
         return own == stage or (own < stage and self._is_received_view(node))
 
     def _is_received_view(self, node: fx.Node) -> bool:
-        """Whether later stages receive the source of a node and take the view themselves."""
+        """Whether a node is a view of a value that later stages receive, and so compute it."""
         if op_packet(node) not in LAYOUT_OPS or node.meta["phase"] == "backward":
             return False
         source = node.args[0]
@@ -70,7 +70,7 @@ class StageAssignment:
 
 
 def assign_stages(graph: TrainingGraph, num_stages: int) -> StageAssignment:
-    """Completes the stages that `PlaceStages` recorded; changes `meta["stage"]` in place.
+    """Assigns every operator and output to a stage; updates `meta["stage"]` in place.
 
     Raises:
         StrategyError: a stage is empty, or the model changes an argument in place.
@@ -126,7 +126,7 @@ def _stage_of(
     dependence: Mapping[fx.Node, Dependence],
     num_stages: int,
 ) -> int:
-    """The recorded stage of an operator, or a later one that its operands require."""
+    """The recorded stage of an operator, or another stage if its operands require it."""
     recorded = node.meta.get("stage")
     if node.meta["phase"] == "backward":
         return backward_stage(node, recorded, dependence, num_stages)
@@ -142,7 +142,7 @@ def _gradient_terms(
     Args:
         gradient: returned gradient, or a term of it.
         stage: stage of each operator.
-        skipped: sums that nothing else reads; extended by those of this gradient.
+        skipped: sums that nothing else reads; this function adds to it.
     """
     if op_packet(gradient) is aten.add and gradient.meta["phase"] == "backward":
         terms = [n for n in gradient.args if isinstance(n, fx.Node) and n in stage]

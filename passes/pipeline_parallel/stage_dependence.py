@@ -1,4 +1,4 @@
-"""Dependences of values: whether every stage can compute a value itself, or only one does."""
+"""`dependences`: whether every stage can compute a value, or only one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from autopar.passes.core.collective_ops import STARTS, wait
 from autopar.passes.core.node_builder import is_random
 
 Dependence = Literal["inputs", "parameters", "totals", "staged"]
-"""Dependence of a value, by the first case that applies.
+"""Dependence of a value.
 
-inputs: on inputs and constants alone, which every stage has. parameters: a view, copy or gather of
-parameters alone. totals: on totals over all forwards. staged: any other value, which one stage
-computes.
+- inputs: depends on inputs and constants alone, so every stage can compute it
+- parameters: a view, copy or gather of parameters alone
+- totals: depends on totals over all forwards
+- staged: any other value; a single stage computes it
 """
 
 aten = torch.ops.aten
@@ -32,7 +33,7 @@ COSTLY_OPS = frozenset(
         aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
     }
 )  # fmt: skip
-"""Operators that cost more to run twice than to transfer."""
+"""Operators that cost more to run on every stage than to run once and send the result."""
 
 LAYOUT_OPS = frozenset(
     {

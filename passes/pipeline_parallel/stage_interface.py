@@ -15,13 +15,13 @@ from autopar.passes.pipeline_parallel.stage_assignment import StageAssignment
 
 @dataclass(frozen=True)
 class StageInterface:
-    """Values that stages, prologue and epilogue exchange.
+    """Values that cross between stages, prologue and epilogue.
 
     Attributes:
         needed: for each stage, the nodes that it computes or reads.
-        sent: for each stage, the values that it sends to a neighbour.
-        received: for each stage, the values that it receives from a neighbour.
-        totals: index of the total over the batch for each value that is read as one.
+        sent: for each stage, the values that it sends.
+        received: for each stage, the values that it receives.
+        totals: index of the `BatchTotal` of each value that is read as a total.
         late_reads: for each stage, the values of `totals` that its backward reads.
         prologue: nodes of the prologue.
         epilogue: nodes of the epilogue.
@@ -81,7 +81,7 @@ def _needed(assignment: StageAssignment, stage: int) -> dict[fx.Node, None]:
 
 
 def _late_reads(assignment: StageAssignment, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """The values of stages that operators read as totals over the batch."""
+    """The staged values that operators read as totals over the batch."""
     for node in nodes:
         if _is_late(assignment, node):
             yield from (n for n in node.all_input_nodes if n in assignment.stage)
@@ -92,7 +92,7 @@ def _is_late(assignment: StageAssignment, node: fx.Node) -> bool:
 
 
 def _ancestors(assignment: StageAssignment, nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Nodes and all that they depend on, up to the values that stages compute."""
+    """Nodes and their ancestors, up to staged values."""
     found: dict[fx.Node, None] = {}
     todo = list(nodes)
     while todo:
@@ -114,7 +114,7 @@ def _ancestors(assignment: StageAssignment, nodes: Iterable[fx.Node]) -> dict[fx
 def _transfers(
     assignment: StageAssignment, needed: tuple[tuple[fx.Node, ...], ...]
 ) -> tuple[tuple[dict[OutputRole, fx.Node], ...], tuple[dict[fx.Node, InputRole], ...]]:
-    """The values that each stage sends and receives; stages in between pass a value on."""
+    """The values that each stage sends and receives; stages in between forward a value."""
     sent: tuple[dict[OutputRole, fx.Node], ...] = tuple({} for _ in needed)
     received: tuple[dict[fx.Node, InputRole], ...] = tuple({} for _ in needed)
     readers: dict[fx.Node, list[int]] = {}

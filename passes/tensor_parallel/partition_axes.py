@@ -20,11 +20,11 @@ def partition_in_order(
     coordinate: Mapping[str, int],
     find_strategies: Callable[[str, TrainingGraph], NodeStrategies],
 ) -> Iterator[tuple[str, TrainingGraph, NodeStrategies]]:
-    """Yields each axis, the graph before it is partitioned along it, and the strategies found.
+    """Yields each axis, the graph before partitioning along it, and the strategies found.
 
     Args:
         axes: names of the axes, in order of partitioning.
-        graph: graph as captured, with the sizes of the axes.
+        graph: captured graph, with the sizes of the axes.
         coordinate: this rank's coordinate on each axis.
         find_strategies: finds the strategies of a graph along an axis.
     """
@@ -39,7 +39,7 @@ def partition_in_order(
 def complete_strategies(
     graph: TrainingGraph, op_strategies: NodeStrategies
 ) -> dict[fx.Node, OpStrategy]:
-    """The strategy of every operator and placeholder; those not named are replicated."""
+    """The strategy of every operator and placeholder; unnamed nodes are replicated."""
     named, whole = dict(op_strategies), Replicate()
     return {
         node: named.get(node.name)

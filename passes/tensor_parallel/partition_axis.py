@@ -55,12 +55,12 @@ VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 
 @dataclass(frozen=True)
 class PartitionAxis(Pass):
-    """Turns a graph on whole tensors into the graph of one rank of an axis.
+    """Partitions a graph along an axis and returns the program of one rank.
 
-    Before: a graph as captured, or partitioned along another axis. After: parameters and their
+    Before: a captured graph, or one partitioned along other axes. After: parameters and their
     gradients are this rank's shards, and every operator runs on the shards of its strategy. Each
-    value is redistributed once to each placement, before its first reader. Other inputs and outputs
-    are replicated. Tier: exact.
+    value is redistributed at most once to each placement, before its first reader. Other inputs and
+    outputs are replicated. Tier: exact.
 
     Attributes:
         axis: name of the mesh axis.
@@ -74,7 +74,7 @@ class PartitionAxis(Pass):
     ensures = frozenset({GraphProperty.AXES_PARTITIONED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to `graph`, which stays as it is."""
+        """Applies the pass and leaves `graph` unchanged."""
         if not self.op_strategies:
             return PassResult(graph, "everything is whole on every rank")
         ranks = graph.axes[self.axis]
@@ -115,12 +115,12 @@ class Partitioner:
                 self.gradient_names.setdefault(node, []).append(role.of.name)
 
     def run(self) -> TrainingGraph:
-        """The graph of this rank."""
+        """The program of this rank."""
         with self.source.fake_mode:
             return self.walk()
 
     def walk(self) -> TrainingGraph:
-        """Writes the operators of this rank for each node in turn."""
+        """Writes the local operators of each node in turn."""
         roles = dict(zip(self.source.placeholders, self.source.inputs, strict=True))
         results: dict[OutputRole, fx.Node | None] = {}
         backward = self.source.backward_start
@@ -141,7 +141,7 @@ class Partitioner:
         return self.result()
 
     def result(self) -> TrainingGraph:
-        """The graph that was written, with its roles and notes."""
+        """The partitioned graph with its parameters and notes."""
         notes = unsupported_notes(self.source, self.axis)
         if self.parameter_placements:
             notes += indivisible_notes(self.source, self.op_strategies, self.axis)
@@ -161,7 +161,7 @@ class Partitioner:
     # Nodes.
 
     def placeholder(self, node: fx.Node, role: InputRole) -> None:
-        """An input: this rank's shard of a parameter, any other input whole."""
+        """Writes an input: this rank's shard of a parameter; other inputs are replicated."""
         op_strategy = self.op_strategies.get(node.name)
         placement = op_strategy.results[0] if op_strategy else WHOLE
         copy = self.copy(node, placement)
@@ -177,7 +177,7 @@ class Partitioner:
         """Hook between forward and backward."""
 
     def operator(self, node: fx.Node) -> None:
-        """An operator on this rank's shards."""
+        """Writes an operator on this rank's shards."""
         if is_name(node):
             return self.wait(node) if node.target is wait else self.tuple_element(node)
         sources = operands(node)
@@ -210,7 +210,7 @@ class Partitioner:
     def lower(
         self, node: fx.Node, operator: Operator, op_strategy: OpStrategy, shards: list[fx.Node]
     ) -> None:
-        """The program of a custom lowering."""
+        """Writes the operators of a custom lowering."""
         last = self.last
         ctx = self.lowering_context(node, operator, op_strategy, shards)
         results = lower(ctx)
@@ -241,7 +241,7 @@ class Partitioner:
     def write(
         self, node: fx.Node, target: Any, args: Any, kwargs: Any, placements: Sequence[Placement]
     ) -> None:
-        """The local operator of a node, by the same name."""
+        """Writes the local operator of a node under the same name."""
         copy = self.graph.create_node("call_function", target, tuple(args), kwargs, node.name)
         key = (target, describe_argument(args), describe_argument(kwargs))
         if key not in self.fake_results:
@@ -254,7 +254,7 @@ class Partitioner:
         self.annotate(copy, *placements)
 
     def tuple_element(self, node: fx.Node) -> None:
-        """An element of a tuple, at the same position as in the source."""
+        """Writes an element of a tuple at the same position as in the source."""
         value = value_of(node)
         source, placement = self.local[value]
         if source is self.local_tuples.get(value.node):
@@ -266,7 +266,7 @@ class Partitioner:
             self.annotate(copy, placement)
 
     def wait(self, node: fx.Node) -> None:
-        """The wait for a collective of another axis, whose results have its start's placements."""
+        """Writes the wait for a collective of another axis, with the placements of its start."""
         (start,) = node.all_input_nodes
         pending = self.local_tuples[start]
         copy = self.graph.create_node("call_function", wait, (pending,), name=node.name)
@@ -276,7 +276,7 @@ class Partitioner:
             self.local[Value(start, index)] = (copy, self.local[Value(start, index)][1])
 
     def replicate_tuples(self, node: fx.Node) -> None:
-        """An operator on tuples, whose operands are whole."""
+        """Writes an operator that reads tuples, on replicated operands."""
 
         def whole(operand: fx.Node) -> fx.Node:
             if isinstance(operand.meta["val"], torch.Tensor):
@@ -287,7 +287,7 @@ class Partitioner:
         self.write(node, node.target, args, kwargs, [WHOLE] * len(elements(node)))
 
     def make_viewable(self, local: Operator, node: fx.Node) -> Operator:
-        """A view of a shard, copied first if the strides of the shard do not allow the view."""
+        """A view of a shard, or of a copy of it if its strides do not allow the view."""
         source, shape, *rest = local.args
         if can_view(tensors(source)[0], shape):
             return local
@@ -299,10 +299,10 @@ class Partitioner:
     # Redistribution.
 
     def operand(self, value: Value, wanted: Placement, reader: fx.Node) -> fx.Node:
-        """A value in the placement that its reader wants, redistributed at most once.
+        """A value in the wanted placement, redistributed at most once.
 
         Raises:
-            ValueError: the value cannot be redistributed so.
+            ValueError: no redistribution leads to the wanted placement.
         """
         node, placement = self.local[value]
         steps = redistribute_steps(placement, wanted)
@@ -320,9 +320,9 @@ class Partitioner:
         return node
 
     def with_strides_of(self, whole: torch.Tensor, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """A redistributed value with its dims in memory in the order of the whole tensor.
+        """A redistributed value in the memory format of the unsharded tensor.
 
-        Some kernels read wrong numbers where operands differ in memory format.
+        Some kernels compute wrong results if the memory formats of their operands differ.
         """
         local = tensors(node)[0]
         wanted = dense_strides(local.shape, whole.stride())
@@ -347,7 +347,7 @@ class Partitioner:
     def redistribute(
         self, step: RedistributeStep, node: fx.Node, shape: Sequence[int], reader: fx.Node
     ) -> fx.Node:
-        """Writes one step of the redistribution of a tensor of whole `shape` for a reader."""
+        """Writes one redistribution step of a tensor of unsharded shape `shape`."""
         rank = (self.ranks, self.rank, self.axis)
         last = self.last
         result = RedistributeEmitter(self.graph, reader, *rank).emit(step, node, shape)
@@ -369,7 +369,7 @@ class Partitioner:
     # Outputs.
 
     def results(self, phase: str) -> dict[OutputRole, fx.Node | None]:
-        """The results of a phase in the placements that they are returned in."""
+        """The results of a phase, in their output placements."""
         last, found = self.last, dict[OutputRole, fx.Node | None]()
         for role, node in zip(self.source.outputs, self.source.results, strict=True):
             if is_returned_by(phase, role, node):
@@ -382,7 +382,7 @@ class Partitioner:
         return found
 
     def result_placement(self, role: OutputRole) -> Placement:
-        """The placement of an output: that of its parameter for a gradient, otherwise whole."""
+        """The placement of an output: a gradient has its parameter's, others are replicated."""
         if isinstance(role, Gradient) and isinstance(role.of, Parameter):
             return self.parameter_placements.get(role.of.name, WHOLE)
         return WHOLE
@@ -391,15 +391,15 @@ class Partitioner:
 
     @property
     def last(self) -> fx.Node:
-        """The node that was written last."""
+        """The last node written."""
         return next(iter(reversed(self.graph.nodes)))
 
     def nodes_after(self, last: fx.Node) -> list[fx.Node]:
-        """The nodes that were written after a node."""
+        """The nodes written after a node."""
         return list(takewhile(lambda node: node is not last, reversed(self.graph.nodes)))[::-1]
 
     def copy(self, node: fx.Node, placement: Placement) -> fx.Node:
-        """A copy of a node without operands."""
+        """Copies a node without operands and records its placement."""
         copy = self.graph.node_copy(node)
         copy.meta = dict(node.meta)
         self.local[Value(node)] = (copy, placement)
@@ -417,12 +417,12 @@ class Partitioner:
 
 
 def is_returned_by(phase: str, role: OutputRole, node: fx.Node | None) -> bool:
-    """Whether an output is returned by a phase."""
+    """Whether a phase returns an output."""
     late = isinstance(role, Gradient) or (node is not None and node.meta.get("phase") == "backward")
     return late == (phase == "backward")
 
 
 def _has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides where they matter; those of expanded dims never do."""
+    """Whether a tensor has these strides, except in dims of size 1 and expanded dims."""
     pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
     return tensor.numel() == 0 or all(n < 2 or not s or have == s for n, have, s in pairs)
