@@ -55,7 +55,7 @@ class Lowering:
         self.graph.inserting_before(self.start)
         issued, finish = begin()
         self.graph.inserting_before(done)
-        self.like, self.placement = done, Varying()  # results get the placements they had
+        self.like, self.placement = done, Varying()  # results keep their placements
         new = finish(*[self.op(c10d.wait_tensor.default, pending) for pending in issued])
         replace_collective(self.graph, self.start, new)
 

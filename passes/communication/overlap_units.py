@@ -225,7 +225,7 @@ def _early(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
 
 
 def _groups(nodes: list[fx.Node], own: set[fx.Node], kind: Kind) -> list[_Group]:
-    """Groups each start with operators it depends on, and each last wait with its readers."""
+    """Groups each start with the operators before it, and each last wait with its readers."""
     order = {node: index for index, node in enumerate(nodes) if node in own}
     found: list[_Group] = []
     group_of: dict[fx.Node, int] = {}

@@ -28,7 +28,7 @@ class ScheduleOverlap(Pass):
     the gather `prefetch` before it is needed. A reduction is awaited once `in_flight` later ones
     have started, or at the end.
 
-    All ranks start collectives in the same order, since it depends only on the plan and on the
+    All ranks start collectives in the same order. The order depends only on the plan and on the
     order of the marks, which are equal on all ranks.
 
     Attributes:
@@ -114,7 +114,7 @@ def stage_of(graph: TrainingGraph) -> int:
 
 
 def in_order(half: Half, positions: dict[Unit, float]) -> dict[Unit, float]:
-    """Positions with no unit before the units it reads, before its operands or after its use."""
+    """Corrects positions so that units follow the units they read and respect their marks."""
     found: dict[Unit, float] = {}
     for unit in half.units:
         behind = (found[before] for before in unit.behind)
