@@ -1,4 +1,4 @@
-"""`RepeatedBlocks`: equal calls of equal blocks are traced once.
+"""`RepeatedBlocks`: traces equal calls of equal blocks once.
 
 The first call of a block of each kind runs between marks, in forward and backward. Every equal call
 becomes a single mark, which `expand` replaces by a copy of the operators between the first's marks.

@@ -62,8 +62,8 @@ def count(
 def nbytes(name: str, value: Any, *, bare: bool = False, minimum: int = 1) -> int:
     """A number of bytes, as an int or a text such as "24GiB".
 
-    Units are read in any case, with or without a space: "KB", "MB", "GB" and "TB" are powers of
-    1000, "KiB" to "TiB" powers of 1024. A single letter is a power of 1024, as in Docker: "20G"
+    Units may have any case, with or without a space before them. "KB" to "TB" are powers of 1000,
+    "KiB" to "TiB" powers of 1024. A single letter is a power of 1024, as in Docker: "20G"
     is 20 GiB (Kubernetes reads it as 20 GB).
 
     Args:

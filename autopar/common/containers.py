@@ -1,7 +1,7 @@
 """`flatten`: flattens arguments and results, also in containers that torch's pytree lacks.
 
-A dataclass, `SimpleNamespace` or `UserDict` that holds a tensor is unpacked, and rebuilt by
-`pytree.tree_unflatten`.
+`flatten` unpacks a dataclass, `SimpleNamespace` or `UserDict` that holds a tensor.
+`pytree.tree_unflatten` rebuilds it.
 """
 
 from __future__ import annotations

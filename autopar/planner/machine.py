@@ -57,7 +57,7 @@ def measure_machine(
     """Measures a machine, or loads earlier measurements. All live ranks call this at once.
 
     Args:
-        graphs: lowered graphs whose operators are timed.
+        graphs: lowered graphs with the operators to time.
         device: device of the operators.
         cluster: cluster to plan for, None for the running one.
         optimizer: optimizer class or factory.

@@ -102,7 +102,7 @@ class PlanningProblem:
         return self.strategy.mesh(self.world_size)
 
     def base(self) -> Plan:
-        """The plan before anything is chosen."""
+        """A plan without any choices."""
         ranks = dict(self.mesh)[DATA_AXIS]
         return Plan(
             name="",

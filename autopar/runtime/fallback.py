@@ -64,8 +64,8 @@ def describe_fallback_differences(model: nn.Module) -> str:
 def average_over_batch(result: Any, shard: BatchShard, ranks: int) -> Any:
     """A rank's result with scalars replaced by their mean over the global batch.
 
-    Each rank's gradients are weighted by its rows, so that a mean loss trains as on one device,
-    also for uneven rows and for losses computed from returned rows.
+    Each rank weights its gradients by its rows, so that a mean loss trains as on one device. This
+    covers uneven rows, and losses computed from returned rows.
 
     Args:
         result: result of forward on this rank's rows.

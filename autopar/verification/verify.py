@@ -204,7 +204,7 @@ def _known_differences(parallel: DistributedModule) -> list[str]:
 
 
 def _check_draws(draws: ConstantDraws, backend: str) -> None:
-    """Refuses random operators in compiled code, which cannot be replaced."""
+    """Raises if compiled code has random operators, which constants cannot replace."""
     if draws.names and backend != "eager":
         raise StrategyError(
             f"the model draws random numbers ({', '.join(draws.names)}), which verify cannot hold "

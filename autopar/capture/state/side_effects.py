@@ -58,7 +58,7 @@ class StatePolicy:
     Attributes:
         lifted: plain tensors, and frozen parameters, that become buffers of the graph.
         counters: ints traced as a `CounterProxy`.
-        allow_counters: whether ints may be traced so.
+        allow_counters: whether ints may be traced as a `CounterProxy`.
     """
 
     lifted: frozenset[Attribute] = frozenset()

@@ -40,11 +40,11 @@ def search_configs(
 ) -> Plan:
     """The fastest plan under `strategy` with a peak of at most `cap` bytes.
 
-    Uniform ZeRO stages come first, without recomputation. If the fastest of them does not fit,
-    recomputation or the ZeRO stage is raised block by block, the fastest candidate first. Smaller
-    buckets follow where that is not enough. Bucket sizes are tuned on the winner. The search is
-    deterministic. It returns the first plan that fits if no ZeRO stage beats `incumbent_s` seconds
-    even without exposed communication.
+    The search is deterministic. It first evaluates uniform ZeRO stages without recomputation. If
+    the fastest does not fit, it raises recomputation or the ZeRO stage block by block, the fastest
+    candidate first. If that is not enough, it tries smaller buckets. It tunes bucket sizes on the
+    winner. If no ZeRO stage beats `incumbent_s` seconds even without exposed communication, it
+    returns the fastest of those that fit.
 
     Raises:
         OutOfMemoryError: nothing fits.
@@ -65,7 +65,7 @@ def search_evaluators(
     """The fastest plan of `search_configs` over several evaluators, until the deadline.
 
     Raises:
-        OutOfMemoryError: nothing fits; the one with the least shortfall.
+        OutOfMemoryError: nothing fits; raises the least shortfall.
     """
     plans: list[Plan] = []
     failures: list[OutOfMemoryError] = []
@@ -86,7 +86,7 @@ class _ConfigSearch:
 
     Attributes:
         candidates: evaluated candidates by configuration.
-        raise_order: blocks in the order in which they are raised, the repeated ones first.
+        raise_order: blocks in the order to raise them, the repeated blocks first.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class SearchProgress:
     """Progress of a search.
 
     Attributes:
-        mesh: name of the mesh that is planned now.
+        mesh: name of the current mesh.
         done: number of meshes before it.
         total: number of meshes.
         best_s: predicted step time of the best plan so far in seconds, 0 if there is none.
@@ -85,11 +85,11 @@ def fastest_mesh(
 ) -> Plan:
     """The fastest plan that fits, over all meshes that a strategy leaves open.
 
-    In small worlds data parallelism is tried first. It ends the search if nearly all of its step is
-    compute, since every mesh divides the same work. Otherwise meshes are tried in order of their
-    estimates. A mesh is skipped if its states alone exceed the cap, if its lower bound is slower
-    than the best plan, or if its estimate is slower by a margin. All live ranks call this at once
-    and see the same plans, estimates and errors.
+    In small worlds the search tries data parallelism first. It ends there if nearly all of the step
+    is compute, since every mesh divides the same work. Otherwise it tries meshes in order of their
+    estimates. It skips a mesh if its states alone exceed the cap, or its lower bound exceeds the
+    best step time. It also skips a mesh with an estimate slower by a margin. All live ranks
+    call this at once and see the same plans, estimates and errors.
 
     Args:
         problem: the planning problem.
@@ -97,10 +97,10 @@ def fastest_mesh(
         estimate: estimates a problem without an open mesh.
         ranks_per_node: number of ranks on a node.
         context: limits and observer of the search.
-        progress: called before every mesh that is planned.
+        progress: called before each mesh.
 
     Raises:
-        OutOfMemoryError: nothing fits; the one with the least shortfall.
+        OutOfMemoryError: nothing fits; raises the least shortfall.
     """
     context = context or SearchContext()
     if not problem.strategy.search:

@@ -91,7 +91,7 @@ def on_more_ranks(problem: PlanningProblem, factor: int) -> PlanningProblem:
     """The problem on a multiple of the ranks, with the same kind of device.
 
     Raises:
-        ClusterError: the larger cluster would have to be measured.
+        ClusterError: the larger cluster needs measurements.
     """
     cluster, ranks = problem.cluster, problem.world_size * factor
     assert cluster is not None

@@ -46,7 +46,7 @@ FINALISTS = 3
 def capture_micro_batches(
     strategy: Strategy, capture: Callable[[int], TrainingGraph]
 ) -> dict[int, TrainingGraph]:
-    """Captures one micro-batch for each number of micro-batches that may be chosen.
+    """Captures one micro-batch for each number of micro-batches that the strategy allows.
 
     Args:
         strategy: choices that the user fixed.
