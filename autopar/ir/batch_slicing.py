@@ -1,4 +1,4 @@
-"""`BatchSlices`: the split of the batch over ranks, and over micro-batches of a rank."""
+"""`BatchSlices`: splits the batch over ranks, and over micro-batches of a rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ BATCH = "batch"
 class BatchSlices:
     """The slices of a batch, and the slice that a graph computes.
 
-    A sharded dim consists of equal units: one for each slice if slices are even, otherwise one for
-    each row.
+    A sharded dim consists of equal units: one per slice if slices are even, otherwise one per row.
 
     Attributes:
         count: number of slices.
         index: index of the graph's slice.
         rows: number of rows of the whole batch.
-        over_time: whether a rank computes several slices one after the other, as micro-batches.
+        over_time: whether slices are micro-batches, which one rank computes in sequence.
     """
 
     count: int
@@ -33,17 +32,17 @@ class BatchSlices:
 
     @property
     def is_even(self) -> bool:
-        """Whether all slices have equally many rows."""
+        """Whether all slices have the same number of rows."""
         return self.rows % self.count == 0
 
     @property
     def axis_size(self) -> int:
-        """Size of the batch axis, in the form that functions of shapes take."""
+        """Size of the batch axis: an `UnevenRanks` if slices are uneven."""
         return self.count if self.is_even else UnevenRanks(self.count, self.rows)
 
     @property
     def units(self) -> int:
-        """Number of units of a sharded dim."""
+        """Number of units of a sharded dim, over all slices."""
         return self.count if self.is_even else self.rows
 
     @property
@@ -52,7 +51,7 @@ class BatchSlices:
         return 1 if self.is_even else even_rows(self.rows, self.count)[self.index]
 
     def unit_indices(self, device: torch.device | None = None) -> torch.Tensor:
-        """The value of `BatchIndex`: indices of this slice's units, int64 [local_units]."""
+        """Indices of this slice's units, the value of `BatchIndex`: int64 [local_units]."""
         sizes = even_rows(self.rows, self.count)
         first = self.index if self.is_even else sum(sizes[: self.index])
         return torch.arange(first, first + self.local_units, device=device)
@@ -62,7 +61,7 @@ class BatchSlices:
         return size > 0 and size % (interleave * self.units) == 0
 
     def split_shape(self, shape: tuple[int, ...], shard: Shard) -> tuple[list[int], int]:
-        """A shape with the sharded dim as [pieces, units, unit size], and the dim of units."""
+        """Shape with `shard.dim` split into [pieces, units, unit size], and the index of units."""
         size = shape[shard.dim] // (shard.interleave * self.units)
         split = [shard.interleave, self.units, size]
         return [*shape[: shard.dim], *split, *shape[shard.dim + 1 :]], shard.dim + 1

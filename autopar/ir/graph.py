@@ -1,17 +1,17 @@
-"""`TrainingGraph`: forward and backward of one rank as one fx graph whose inputs have roles.
+"""`TrainingGraph`: forward and backward of one rank as one fx graph, with roles of its inputs.
 
 The graph is in execution order, forward nodes first. Every node carries in `meta`:
 
-- `val`: fake tensor of the result, or a tuple of them: shape, dtype, strides, device;
+- `val`: fake tensor of the result, or a tuple of fake tensors;
 - `phase`: "forward" or "backward";
 - `block`: repeated block of the model, "" outside of any;
-- `source`: user's (file, line), None if unknown;
-- `seq_nr`: autograd's number shared by a forward operator and its backward;
+- `source`: (file, line) of the user's code, None if unknown;
+- `seq_nr`: autograd's sequence number, shared by a forward operator and its backward;
 - `stage`: pipeline stage, after `place_stages`;
-- `batch_dims`: dims of each result that run over the rows of the batch (several ranks only);
+- `batch_dims`: batch dims of each result (several ranks only);
 - `placement`: placement of the result over the data axis, after propagation.
 
-Graphs are values: passes copy them (`TrainingGraph.copy`) and return new ones.
+Passes do not modify their input: they copy it (`TrainingGraph.copy`) and return a new graph.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ParameterInfo:
 
 
 class GraphProperty(enum.Enum):
-    """A fact about a graph that passes require, or ensure for later passes."""
+    """Property of a graph that passes require or establish."""
 
     BATCH_SHARDED = "rows are sharded over the data axis, and gradients are partial sums"
     PARAMETERS_SHARDED = "parameters have the placements of `layouts`, and are gathered before use"
@@ -76,13 +76,13 @@ class TrainingGraph:
         parameters: every parameter of the model by name, tied ones once.
         axes: size of every mesh axis that the graph communicates over, and of its levels
             (`autopar.ir.mesh_levels`).
-        partitioned: axes that the graph is partitioned along, with redistributions written.
+        partitioned: axes that the graph is partitioned along, with explicit redistributions.
         layouts: placement of every parameter that is not replicated between steps.
         constants: tensors created by the model's code, by the name of their get_attr.
-        properties: facts ensured by the passes applied so far.
-        history: one line for every applied pass, for people.
-        notes: limits that the user should know.
-        disposable: whether `copy` may return this graph, since nothing else uses it.
+        properties: properties established by the passes applied so far.
+        history: one line per applied pass, for the user.
+        notes: limitations to show to the user.
+        disposable: whether `copy` may return the fx graph itself, because nothing else uses it.
     """
 
     graph: fx.Graph
@@ -99,7 +99,7 @@ class TrainingGraph:
     disposable: bool = False
 
     def copy(self) -> TrainingGraph:
-        """A copy with nodes of its own."""
+        """A copy that shares no nodes with this graph."""
         graph = self.graph if self.disposable else copy_graph(self.graph)
         return replace(self, graph=graph, disposable=False)
 
@@ -157,7 +157,7 @@ class TrainingGraph:
     def with_results(
         self, results: Mapping[OutputRole, fx.Node | None], **changes: object
     ) -> TrainingGraph:
-        """This graph with other results for some roles; new roles come last."""
+        """This graph, changed in place, with new results for some roles; new roles come last."""
         table = dict(zip(self.outputs, self.results, strict=True)) | dict(results)
         self.output_node.args = (list(table.values()),)
         return replace(self, outputs=tuple(table), **changes)  # type: ignore[arg-type]
@@ -180,12 +180,12 @@ class Value:
 
     @property
     def tensor(self) -> Any:
-        """Its fake tensor."""
+        """The fake tensor."""
         return elements(self.node)[self.index]
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments, in order and as often as they occur."""
+    """Nodes among the arguments, in order, with repetitions."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, dict(node.kwargs)), found.append)
     return found
@@ -203,12 +203,12 @@ def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
 
 
 def has_batch_dim(node: fx.Node) -> bool:
-    """Whether a result of a node runs over the rows of the batch."""
+    """Whether some result of a node has a batch dim."""
     return any(node.meta.get("batch_dims") or ())
 
 
 def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor, its dims in memory in the order of other strides.
+    """Strides of a dense tensor whose dims have the memory order of the strides `like`.
 
     Expanded dims keep stride 0.
     """
@@ -220,12 +220,12 @@ def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements of a tensor, not of its storage."""
+    """Bytes of a tensor's elements; its storage may be larger."""
     return tensor.numel() * tensor.element_size()
 
 
 def render(graph: TrainingGraph) -> str:
-    """The program of one rank as text: provenance, then one line a node."""
+    """Text of a graph: history and notes, then one line per node."""
     roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
     lines = [f"# {line}" for line in graph.history]
     lines += [f"# note: {line}" for line in graph.notes]
@@ -242,7 +242,7 @@ def render(graph: TrainingGraph) -> str:
 
 
 def source_text(source: tuple[str, int] | None) -> str:
-    """A source line as `file:line: text`; "" for None."""
+    """Source line as `file:line: text`; "" for None."""
     if source is None:
         return ""
     file, number = source
@@ -250,12 +250,12 @@ def source_text(source: tuple[str, int] | None) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's line that a node comes from, as `file:line: text`; "" if unknown."""
+    """Line of the user's code for a node, as `file:line: text`; "" if unknown."""
     return source_text(node.meta.get("source"))
 
 
 def render_node(node: fx.Node, role: InputRole | None = None) -> str:
-    """One line for a node: name, type, operator and arguments, and the user's line."""
+    """Line of a node: name, type, operator, arguments and source line."""
     types = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors(node))
     if node.op == "placeholder":
         return f"{node.name}: {types} = input {role}"

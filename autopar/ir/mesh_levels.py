@@ -1,9 +1,12 @@
-"""Levels of a mesh axis: those of its ranks that are near each other, and those that are apart.
+"""Levels of a mesh axis: its ranks within a node, and across nodes.
 
-The ranks of an axis may lie over nodes, `intra_node` neighbours on each. Then collectives can go
-over two smaller groups: that of "dp.intra_node", a rank's neighbours, and that of "dp.inter_node",
-the ranks at the same place of every node. Levels are no axes of the mesh: they do not multiply
-its ranks.
+An axis may span several nodes, with `intra_node` ranks on each. Hierarchical collectives then use
+two smaller process groups per rank:
+
+- "dp.intra_node": the ranks of the axis on the same node;
+- "dp.inter_node": the ranks with the same position on every node.
+
+Levels are not mesh axes: they do not multiply the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,24 +17,23 @@ from dataclasses import dataclass
 from autopar.common.documents import Count, Ranks
 
 DATA_AXIS = "dp"
-"""The mesh axis whose ranks hold different rows of the batch."""
+"""Data-parallel mesh axis, whose ranks hold different rows of the batch."""
 
 DATA_STORAGE_AXES = ("dp_replicate", "dp_shard")
-"""Levels of `DATA_AXIS` on the mesh of parameters that ZeRO shards over the inner one only."""
+"""Names of the levels of `DATA_AXIS` in torch's mesh for hybrid sharding."""
 
 INTER_NODE, INTRA_NODE = "inter_node", "intra_node"
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Ranks of a mesh axis within and between nodes, and the collectives that use both levels.
+    """Levels of a mesh axis, and the collectives that run hierarchically.
 
     Attributes:
         axis: name of the mesh axis.
-        within: how many neighbours are near each other.
-        from_bytes: kinds of collectives ("all_reduce", "all_gather", "reduce_scatter"), and methods
-            of compressing sums, that go by level, and the least size of what is sent for which
-            they do.
+        intra_node: number of neighbouring ranks on one node.
+        from_bytes: minimum message size in bytes of each hierarchical collective: "all_reduce",
+            "all_gather", "reduce_scatter", or a compression method of gradient sums.
     """
 
     axis: str
@@ -39,7 +41,7 @@ class Levels:
     from_bytes: tuple[tuple[str, Count], ...] = ()
 
     def sizes(self, ranks: int) -> dict[str, int]:
-        """The size of each level, outermost first; none if an axis of so many ranks has but one.
+        """Size of each level of an axis of `ranks`, outermost first; empty for a single level.
 
         >>> Levels("dp", 4).sizes(8)
         {'dp.inter_node': 2, 'dp.intra_node': 4}
@@ -52,27 +54,27 @@ class Levels:
         return {level(self.axis, name): size for name, size in sizes.items()}
 
     def splits(self, kind: str, nbytes: int) -> bool:
-        """Whether a collective of a kind, or a method, goes by level at this size."""
+        """Whether a collective or compression method is hierarchical for `nbytes`."""
         least = dict(self.from_bytes).get(kind)
         return least is not None and nbytes >= least
 
 
 def level(axis: str, name: str) -> str:
-    """The name of a level of an axis among mesh axes: "dp.intra_node"."""
+    """Name of a level of an axis, such as "dp.intra_node"."""
     return f"{axis}.{name}"
 
 
 def axis_of_level(name: str) -> str:
-    """The mesh axis of a level, or the axis itself."""
+    """Mesh axis of a level; an axis is returned unchanged."""
     return name.partition(".")[0]
 
 
 def coordinate_on(name: str, place: int, axes: Mapping[str, int]) -> int:
-    """The place on an axis or level of the rank that has this place on the axis.
+    """Coordinate of a rank on an axis or level, from its coordinate on the axis.
 
     Args:
-        name: of an axis or a level.
-        place: on the axis.
+        name: name of an axis or level.
+        place: coordinate of the rank on the axis.
         axes: sizes of axes and levels.
     """
     axis, _, part = name.partition(".")
@@ -82,7 +84,7 @@ def coordinate_on(name: str, place: int, axes: Mapping[str, int]) -> int:
 
 
 def mesh_of(name: str, axes: Mapping[str, int]) -> dict[str, int]:
-    """The mesh that an axis or level is an axis of, outermost first, without other levels.
+    """Mesh with `name` as an axis, outermost first: a level replaces its axis by both levels.
 
     >>> axes = {"dp": 4, "tp": 2, "dp.inter_node": 2, "dp.intra_node": 2}
     >>> mesh_of("dp.intra_node", axes), mesh_of("tp", axes)

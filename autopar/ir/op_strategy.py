@@ -14,7 +14,7 @@ class OpStrategy:
     Attributes:
         operands: required placement of each tensor argument.
         results: placement of each result.
-        lowering: name in `CUSTOM_LOWERINGS`; "" to run the operator on shards.
+        lowering: name in `CUSTOM_LOWERINGS`, or "" to run the operator on local shards.
     """
 
     operands: tuple[Placement, ...]

@@ -1,9 +1,9 @@
-"""Placements: how one tensor lies over the ranks of one mesh axis.
+"""Placements of a tensor along one mesh axis.
 
-A placement is a type. Along an axis of n ranks a tensor is `Replicate` (every rank holds the
-whole), `Shard(dim)` (rank r holds the r-th chunk of `dim`), `Partial(op)` (the true value is
-the reduction over ranks) or `Varying` (each rank holds a value of its own: rows of the batch
-and all that is computed from them).
+- `Replicate`: every rank holds the whole tensor.
+- `Shard(dim)`: rank r holds the r-th chunk of `dim`.
+- `Partial(op)`: the tensor is the reduction of the ranks' values.
+- `Varying`: each rank holds a different value, computed from its rows of the batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank holds the whole value."""
+    """Every rank holds the whole tensor."""
 
     def __str__(self) -> str:
         return "R"
@@ -22,14 +22,14 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank r holds the r-th of n chunks of `dim`.
+    """Rank r holds the r-th chunk of `dim`.
 
-    In one piece, `dim` may be uneven: chunks are then as torch.chunk and DTensor cut them.
+    Chunks may be uneven if `interleave` is 1: their sizes are those of torch.chunk and DTensor.
 
     Attributes:
-        dim: the dimension that is cut.
-        interleave: cut `dim` into this many equal pieces first and shard each of them (the
-            layout of a fused QKV weight sharded by heads has interleave 3).
+        dim: sharded dimension.
+        interleave: number of equal pieces of `dim` that are sharded separately; 3 for a fused QKV
+            weight sharded by heads.
     """
 
     dim: int
@@ -41,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Partial:
-    """The true value is the reduction `op` ("sum" or "max") over the ranks."""
+    """The tensor is the reduction `op` ("sum" or "max") of the ranks' values."""
 
     op: str = "sum"
 
@@ -51,7 +51,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Varying:
-    """Each rank holds its own value: rows of the batch, or something computed from them."""
+    """Each rank holds a different value: its rows of the batch, or a result computed from them."""
 
     def __str__(self) -> str:
         return "V"
@@ -64,7 +64,7 @@ def placement_of(text: str) -> Placement:
     """The placement that prints as `text`.
 
     Raises:
-        ValueError: none does.
+        ValueError: No placement prints so.
 
     >>> placement_of("S(0, x3)")
     Shard(dim=0, interleave=3)
@@ -85,12 +85,12 @@ def placement_of(text: str) -> Placement:
 
 
 class UnevenRanks(int):
-    """A number of ranks that hold unequal numbers of rows of the batch.
+    """Number of ranks that hold different numbers of rows of the batch.
 
-    Every dim that is sharded over them is a multiple of the rows, and is cut as these are.
+    Every dim sharded over these ranks is a multiple of `rows`, and is divided in proportion.
 
     Attributes:
-        rows: of the batch, cut by `even_rows`.
+        rows: number of rows of the batch, divided by `even_rows`.
 
     >>> chunk_of(14, UnevenRanks(3, rows=7), 1)
     (6, 4)
@@ -108,7 +108,7 @@ class UnevenRanks(int):
 
 
 def can_cut(size: int, parts: int, interleave: int = 1) -> bool:
-    """Whether a dim of `size` can lie in shards: in equal ones, or in one piece with none empty.
+    """Whether a dim can be sharded: into equal chunks, or uneven but nonempty ones of one piece.
 
     >>> [can_cut(5, parts) for parts in (2, 3, 4, 5)]
     [True, True, False, True]
@@ -118,7 +118,7 @@ def can_cut(size: int, parts: int, interleave: int = 1) -> bool:
 
 
 def chunk_of(rows: int, parts: int, part: int) -> tuple[int, int]:
-    """The first row and the number of rows of one chunk of `chunk_rows`.
+    """First row and number of rows of one chunk of `chunk_rows`.
 
     >>> chunk_of(10, 4, 3)
     (9, 1)
@@ -132,7 +132,7 @@ def chunk_of(rows: int, parts: int, part: int) -> tuple[int, int]:
 
 
 def chunk_rows(rows: int, parts: int) -> tuple[int, ...]:
-    """Sizes of the `parts` chunks of a dimension of `rows`, as torch.chunk and DTensor cut it.
+    """Sizes of the chunks of a dim of `rows` over `parts` ranks, as in torch.chunk and DTensor.
 
     >>> chunk_rows(10, 4)
     (3, 3, 3, 1)
@@ -141,7 +141,7 @@ def chunk_rows(rows: int, parts: int) -> tuple[int, ...]:
 
 
 def even_rows(rows: int, parts: int) -> tuple[int, ...]:
-    """Sizes of the `parts` pieces of a batch of `rows`, as even as they can be.
+    """Number of rows of each part of a batch; parts differ by at most one row.
 
     >>> even_rows(10, 4)
     (3, 3, 2, 2)

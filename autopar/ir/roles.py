@@ -21,7 +21,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Input:
-    """Input: the `index`-th tensor among the flattened arguments of the call."""
+    """Input: the `index`-th tensor of the flattened arguments of the call."""
 
     index: int
 
@@ -35,23 +35,23 @@ class Tangent:
 
 @dataclass(frozen=True)
 class BatchFraction:
-    """Input: float64 scalar, rows of this rank over rows of the global batch."""
+    """Input: rows of this rank divided by rows of the global batch, a float64 scalar."""
 
 
 @dataclass(frozen=True)
 class BatchIndex:
-    """Input: int64 vector, the position of this slice in the batch.
+    """Input: position of this slice in the batch, an int64 vector.
 
-    The index of the slice if all slices have equally many rows, else the indices of its rows.
+    It holds the index of the slice if slices are even, otherwise the indices of its rows.
     """
 
 
 @dataclass(frozen=True)
 class BatchChecksum:
-    """Input: float64 vector whose sum over an axis shows whether ranks have the right batch.
+    """Input: float64 vector; its sum over an axis shows whether every rank has the right batch.
 
     Attributes:
-        axis: name of the axis, or of several; "" for the data axis.
+        axis: name of one or several axes; "" for the data axis.
     """
 
     axis: str = ""
@@ -63,7 +63,8 @@ class Accumulated:
 
     Attributes:
         name: name of the parameter.
-        reduced: whether it is reduced and placed as the parameter; otherwise a partial sum.
+        reduced: whether the gradient is reduced and placed like the parameter; if not, it is a
+            partial sum.
     """
 
     name: str
@@ -72,12 +73,12 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class State:
-    """Input of the backward: compression state kept between steps, written in place.
+    """Input of the backward: compression state kept between steps, updated in place.
 
     Attributes:
         kind: "residual", the unsent part of this rank's gradient; "factor", the last right factor
             of PowerSGD; "count", the number of draws of random indices.
-        name: name of the parameter, of the first of a bucket for a count.
+        name: name of the parameter; for "count", the first parameter of the bucket.
     """
 
     kind: str
@@ -93,7 +94,7 @@ class UnshardedParam:
 
 @dataclass(frozen=True)
 class StageInput:
-    """Input of a stage: a value of another stage, by number, received in a phase."""
+    """Input of a stage: the value with this number, received from another stage in a phase."""
 
     value: int
     phase: str
@@ -105,7 +106,7 @@ class BatchTotal:
 
     Attributes:
         index: index of the sum.
-        late: whether it is available only after all forwards.
+        late: whether the sum is available only after all forwards.
     """
 
     index: int
@@ -128,14 +129,14 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Update:
-    """Output: the new value of a buffer, or of an input or state changed in place."""
+    """Output: the new value of a buffer, input or state that is changed in place."""
 
     of: Buffer | Input | State
 
 
 @dataclass(frozen=True)
 class ChecksumSum:
-    """Output: the sum of `BatchChecksum` over an axis, or over several."""
+    """Output: the sum of `BatchChecksum` over one or several axes."""
 
     axis: str = ""
 
@@ -156,7 +157,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """Output of a stage: a value for another stage, by number."""
+    """Output of a stage: the value with this number, for another stage."""
 
     value: int
     phase: str
@@ -164,7 +165,7 @@ class StageOutput:
 
 @dataclass(frozen=True)
 class MicrobatchPartial:
-    """Output: the summand of a micro-batch for the `BatchTotal` of this index."""
+    """Output: the contribution of a micro-batch to the `BatchTotal` with this index."""
 
     index: int
 

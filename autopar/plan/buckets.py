@@ -1,4 +1,4 @@
-"""`Buckets`: parameters and gradients whose collectives are sent as one."""
+"""`Buckets`: parameters and gradients that share one collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUCKET_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Buckets:
-    """Parameters of each bucket, in the order in which buckets are sent.
+    """Parameters of each bucket, in the order of issue.
 
     Attributes:
         gather: all-gathers of the forward.
@@ -27,7 +27,7 @@ class Buckets:
     reduce: tuple[Group, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> Buckets:
-        """The same buckets with other parameter names."""
+        """The same buckets with renamed parameters."""
 
         def rename(groups: tuple[Group, ...]) -> tuple[Group, ...]:
             return tuple(tuple(names.get(name, name) for name in group) for group in groups)
@@ -35,7 +35,7 @@ class Buckets:
         return Buckets(rename(self.gather), rename(self.regather), rename(self.reduce))
 
     def joined(self, other: Buckets) -> Buckets:
-        """These buckets, then the other's without parameters that are already in these."""
+        """These buckets, then those of `other`, without parameters already in these."""
 
         def join(first: tuple[Group, ...], second: tuple[Group, ...]) -> tuple[Group, ...]:
             known = {name for group in first for name in group}

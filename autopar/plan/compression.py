@@ -12,13 +12,13 @@ CASTS = ("bf16", "fp16")
 BLOCKWISE = ("int8", "sign")
 SPARSE = ("topk", "randomk", "threshold")
 METHODS = (*CASTS, *BLOCKWISE, "powersgd", *SPARSE)
-"""All methods, the most accurate first."""
+"""All methods, most accurate first."""
 
 MILD = ("bf16", "int8")
 """Methods that `lossy=True` allows."""
 
 ELEMENTWISE = (*CASTS, "int8")
-"""Methods that keep every element; parameters need one of them."""
+"""Methods that send every element; gathers of parameters must use one of these."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Compression:
     Attributes:
         method: one of METHODS.
         rank: rank of PowerSGD's approximation.
-        density: fraction of the elements that sparse methods send.
-        threshold: least magnitude that "threshold" sends, at most `density` of the elements.
+        density: fraction of elements sent by sparse methods.
+        threshold: minimum magnitude of elements sent by "threshold", up to `density` of them.
         block: number of elements that share a scale in int8 and sign.
-        feedback: whether the error is added to the next message; None for the method's default:
-            all but casts and int8 do so.
+        feedback: whether the error is added to the next message; None for the default, which is
+            False for casts and int8 and True for other methods.
     """
 
     method: str
@@ -66,7 +66,7 @@ class Compression:
             name: name of the argument, for errors.
 
         Raises:
-            StrategyError: The text is no compression.
+            StrategyError: The text is not a compression.
         """
         if isinstance(given, Compression):
             return given

@@ -11,12 +11,12 @@ from autopar.common.documents import Count
 class Overlap:
     """Start and wait of each collective of a graph, in the order of its overlap units.
 
-    Distances are in stretches of compute: stretches end where a gather is needed, where a gradient
-    can be reduced, and where compute itself communicates.
+    Distances count stretches of compute. A stretch ends where a gather is needed, where a gradient
+    is ready, and at collectives within compute.
 
     Attributes:
         gather: stretches between the start of each forward gather and its first use.
-        regather: the same for gathers of the backward.
+        regather: stretches between the start of each backward gather and its first use.
         reduce: stretches between each gradient and its reduction, or the wait for it.
         stage: pipeline stage of the graph.
     """

@@ -1,4 +1,4 @@
-"""`Partition`: operator strategies and parameter placements along one axis of the model."""
+"""`Partition`: operator strategies and parameter placements along one model-parallel axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.ir.roles import Buffer, Input, Parameter
 from autopar.plan.buckets import BUCKET_BYTES
 
 NodeStrategies = tuple[tuple[str, OpStrategy], ...]
-"""Strategies by node name; replicated nodes are left out."""
+"""Strategies by node name, without replicated nodes."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Partition:
     Attributes:
         axis: name of the axis.
         ranks: size of the axis.
-        parameters: text of the placement of each sharded parameter, by name.
-        graph: `graph_hash` of the graph that `strategies` belong to.
+        parameters: name and placement text of each sharded parameter.
+        graph: `graph_hash` of the graph of `strategies`.
         rows: rows of the first rank's batch in that graph; 0 if the rank has all rows.
         strategies: text of each strategy, and the names of its nodes.
         bucket_bytes: bucket size of gradient sums along the axis, in bytes.
@@ -44,7 +44,7 @@ class Partition:
 
     @staticmethod
     def of(axis: str, ranks: int, graph: TrainingGraph, op_strategies: NodeStrategies) -> Partition:
-        """The partition that strategies of the first rank's graph make."""
+        """Partition with the given strategies of the first rank's graph."""
         roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
         names = {n.name: r.name for n, r in roles.items() if isinstance(r, Parameter)}
         table: dict[str, list[str]] = {}
@@ -83,7 +83,7 @@ class Partition:
 
 
 def by_node_name(op_strategies: Mapping[fx.Node, OpStrategy]) -> NodeStrategies:
-    """Strategies by node name, without replicated ones."""
+    """Strategies by node name, without replicated nodes."""
     return tuple(
         (node.name, op_strategy)
         for node, op_strategy in op_strategies.items()
@@ -110,9 +110,9 @@ def is_replicated(op_strategy: OpStrategy) -> bool:
 
 
 def graph_hash(graph: TrainingGraph) -> str:
-    """Hash of a graph's operators and inputs, equal on ranks with different numbers of rows.
+    """Hash of a graph's operators and inputs, independent of a rank's number of rows.
 
-    Node names are derived from their operators.
+    Node names stand for operators, since fx derives them from their targets.
     """
     lines = [node.name for node in graph.graph.nodes if node.op != "output"]
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
@@ -122,7 +122,7 @@ def graph_hash(graph: TrainingGraph) -> str:
 
 
 def _shapes(node: fx.Node) -> Iterable[tuple[object, ...]]:
-    """Shapes of a node's results, with batch dims replaced by a word."""
+    """Shapes of a node's results, with "rows" in place of the size of batch dims."""
     for tensor, over in zip(elements(node), _rows(node), strict=True):
         yield tuple("rows" if d in over else size for d, size in enumerate(tensor.shape))
 
@@ -133,7 +133,7 @@ def _rows(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 
 
 def rows_of(graph: TrainingGraph) -> int:
-    """Rows of the batch in a captured graph; 0 if its rank has all rows."""
+    """Rows of the batch in a captured graph; 0 if the rank has all rows."""
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         for dim in _rows(node)[0] if isinstance(role, Input) else ():
             return int(node.meta["val"].shape[dim])
@@ -143,13 +143,14 @@ def rows_of(graph: TrainingGraph) -> int:
 def needs_planned_rows(
     op_strategies: NodeStrategies, graph: TrainingGraph, rows: int, ranks: int
 ) -> bool:
-    """Whether some shard exists only for the planned number of rows.
+    """Whether some shard is valid only for the planned number of rows.
 
-    Shards inside each row exist for any number, and so do dims that divide for a single row.
+    Shards within each row are valid for any number of rows, and so are dims that the ranks divide
+    even for a single row.
 
     Args:
         op_strategies: strategies for a batch of `rows`.
-        graph: their graph, with any number of rows.
+        graph: graph of the strategies, with any number of rows.
         rows: rows of the first rank's batch.
         ranks: size of the axis.
     """
@@ -170,9 +171,9 @@ def needs_planned_rows(
 def rescale_interleave(
     op_strategies: NodeStrategies, graph: TrainingGraph, planned: int, rows: int
 ) -> NodeStrategies:
-    """Strategies planned for `planned` rows, for a rank of `rows` rows.
+    """Adapts strategies for `planned` rows to a rank of `rows` rows.
 
-    A shard inside each row is interleaved as many times as there are rows.
+    A shard within each row has a multiple of the number of rows as its interleave.
     """
     if planned == rows:
         return op_strategies

@@ -16,18 +16,18 @@ Schedule = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(SCHEDULES)})$")]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages of a model along the axis pp, and their schedule.
+    """Stages of a model along the axis "pp", and their schedule.
 
-    Stage s runs on rank s % ranks. A stage is the forward from one use of a parameter to another,
-    so it is defined for every call of the model, with any rows and in any mode.
+    Stage s runs on rank s % ranks. Stages are delimited by uses of parameters, so they apply to
+    every call of the model, with any number of rows.
 
     Attributes:
-        ranks: size of the axis pp.
+        ranks: size of the axis "pp".
         schedule: one of `SCHEDULES`.
-        micro_batches: number of micro-batches that a rank's rows are cut into.
+        micro_batches: number of micro-batches of a rank's rows.
         stages_per_rank: number of stages of a rank.
-        uses: stage of each use of each parameter, in the order of the model; an unused parameter
-            has the stage that stores it.
+        uses: stage of each use of each parameter, in execution order; an unused parameter has the
+            stage that stores it.
         rows: rows of the first rank's batch.
     """
 
@@ -39,7 +39,7 @@ class Pipeline:
     rows: Count = 0
 
     def __str__(self) -> str:
-        """Schedule, stages of a rank if there are several, and micro-batches."""
+        """Schedule, stages per rank if several, and micro-batches."""
         several = f" x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
         parts = f"{self.micro_batches} micro-batches"
         return f"{self.schedule}{several}, {parts}" if self.stages > 1 else parts
@@ -69,7 +69,7 @@ class Pipeline:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """First parameter of each stage after the first; "" for a stage that stores none."""
+        """First parameter of each stage but the first; "" for a stage without parameters."""
         owners = self.owners.items()
         return tuple(
             next((name for name, owner in owners if owner == stage), "")

@@ -1,4 +1,4 @@
-"""`Prediction`: predicted cost of a plan, and `RunnerUp`: the cost of other plans."""
+"""`Prediction`: predicted cost of a plan. `RunnerUp`: cost of a plan that lost."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class StagePrediction:
     """Predicted cost of one pipeline stage.
 
     Attributes:
-        parameter_bytes: bytes of its unsharded parameters.
+        parameter_bytes: bytes of unsharded parameters.
         forward_s: seconds of the forward of one micro-batch.
         backward_s: seconds of the backward of one micro-batch.
         sent_bytes: bytes sent to the next stage for one micro-batch.
         returned_bytes: bytes sent to the previous stage for one micro-batch.
         saved_bytes: bytes saved between forward and backward of one micro-batch.
-        in_flight: number of micro-batches that are saved at once.
+        in_flight: maximum number of micro-batches in flight.
     """
 
     parameter_bytes: Count
@@ -48,30 +48,30 @@ class StagePrediction:
 class Prediction:
     """Predicted cost of one step on the most loaded rank.
 
-    Memory of a pipeline is that of the rank that needs most.
+    In a pipeline, memory is of the rank with the highest peak.
 
     Attributes:
         step_s: seconds of forward, backward and the optimizer's step.
         update_s: seconds of the optimizer's step.
         compute_s: seconds of computation.
-        communication_s: seconds with some collective under way.
-        exposed_s: seconds that computation waits for collectives.
+        communication_s: seconds with a collective in flight.
+        exposed_s: seconds of stalls for collectives.
         peak_bytes: peak bytes of tensors.
         node_bytes: bytes that leave the node that sends most; 0 for one node.
         memory: bytes by category at the peak.
-        reserved_bytes: peak bytes that torch's allocator reserves for them.
+        reserved_bytes: peak bytes reserved by torch's allocator.
         context_bytes: modelled bytes of the CUDA context; 0 on a CPU.
         provenance: number of measured, imported and modelled figures.
-        waits: seconds that computation waits, by kind of collective.
-        causes: the same seconds by cause: link, memory, data dependence.
-        exposures: the most exposed collectives and their causes; at most MOST_EXPOSED.
+        waits: seconds of stalls, by kind of collective.
+        causes: seconds of stalls, by cause: link, memory, data dependence.
+        exposures: most exposed collectives and their causes, at most MOST_EXPOSED.
         events: timeline of the step.
-        memory_curve: times in seconds, and bytes of tensors from then on.
+        memory_curve: times in seconds, and bytes of tensors from each time on.
         stages: cost of each pipeline stage; empty without a pipeline.
-        idle: share of the step that each pipeline rank waits for others.
+        idle: fraction of the step that each pipeline rank waits for others.
         report_data: data of the HTML report.
         work: rows, tokens and FLOPs of a step; None if unknown.
-        at_rates: factors of link bandwidth, and seconds of a step with each.
+        at_rates: factors of link bandwidth, and step time in seconds at each.
     """
 
     step_s: Duration
@@ -98,12 +98,12 @@ class Prediction:
 
     @property
     def bubble(self) -> float:
-        """Mean share of the step that pipeline ranks wait for others."""
+        """Mean fraction of the step that pipeline ranks wait for others."""
         return sum(self.idle) / len(self.idle) if self.idle else 0.0
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes to compare with a memory cap: reserved on a GPU, of tensors on a CPU."""
+        """Bytes to compare with a memory cap: reserved bytes on a GPU, tensor bytes on a CPU."""
         return self.reserved_bytes if self.context_bytes else self.peak_bytes
 
 
@@ -115,9 +115,9 @@ class RunnerUp:
         name: short description.
         step_s: seconds of a step.
         peak_bytes: peak bytes of tensors.
-        why: reason why it lost.
+        why: reason for the loss.
         needed_bytes: bytes to compare with a memory cap.
-        at_rates: factors of link bandwidth, and seconds of a step with each; may be empty.
+        at_rates: factors of link bandwidth, and step time in seconds at each; may be empty.
     """
 
     name: str
@@ -134,7 +134,7 @@ class RunnerUp:
 
 
 def slower(other: Prediction, best: Prediction) -> str:
-    """Extra time of a plan over the best, by part of the step."""
+    """Text of a plan's extra time over the best plan, by part of the step."""
     parts = {
         "to compute": other.compute_s - best.compute_s,
         "to wait for messages": other.exposed_s - best.exposed_s,

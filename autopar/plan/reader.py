@@ -1,4 +1,4 @@
-"""`read_plan`: a plan from its document, every field checked, and all of them together."""
+"""`read_plan`: reads a plan from its document, and checks all fields and their consistency."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def read_plan(document: Any, kind: type[P], source: str) -> P:
     """The plan in a document.
 
     Args:
-        document: JSON values, as of `PlanSpec.to_dict`.
-        kind: the class to make.
+        document: JSON values, as returned by `PlanSpec.to_dict`.
+        kind: class of the plan.
         source: name of the document, for errors.
 
     Raises:
-        PlanError: a field is unknown, missing, of another type or out of range.
+        PlanError: A field is unknown, missing, of another type or out of range.
     """
     found = document.get("schema_version") if isinstance(document, dict) else None
     if found == 6 and isinstance(found, int):
@@ -56,7 +56,11 @@ def read_plan(document: Any, kind: type[P], source: str) -> P:
 
 
 def check(plan: PlanSpec) -> None:
-    """Raises FieldError where fields of a plan contradict each other."""
+    """Checks that the fields of a plan are consistent.
+
+    Raises:
+        FieldError: Two fields contradict each other.
+    """
     _check_mesh(plan)
     _check_parameters(plan)
     _check_levels(plan)
@@ -206,7 +210,7 @@ def _check_names(path: str, known: Iterable[str], names: Iterable[str]) -> None:
 
 
 def _check_text(path: str, text: str, again: Callable[[str], str]) -> None:
-    """Raises unless a text comes out as it is when it is read and written."""
+    """Raises FieldError unless parsing and printing a text gives the same text."""
     try:
         same = again(text) == text
     except ValueError:

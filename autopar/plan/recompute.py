@@ -8,4 +8,4 @@ Level = Literal["none", "regather", "selective", "full", "everything"]
 
 
 LEVELS: tuple[Level, ...] = ("none", "selective", "full")
-"""Levels that the planner tries, in the order of falling memory."""
+"""Levels that the planner tries, in order of decreasing memory."""

@@ -1,4 +1,4 @@
-"""`ReportData`: data that only the HTML report draws."""
+"""`ReportData`: data for the HTML report only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autopar.common.documents import Amount, Count, Duration, Positive, Seconds
 
 MOST_POINTS = 512
-"""Points of a memory curve; a page has no pixels for more."""
+"""Maximum number of points of a memory curve."""
 
 Span = tuple[str, str, Seconds, Seconds]
 """Block name, "forward" or "backward", start and end in seconds."""
@@ -19,13 +19,13 @@ class Traffic:
 
     Attributes:
         collective: one of `collectives.COLLECTIVES`.
-        axis: mesh axis, or a level of one.
+        axis: mesh axis or level.
         groups: description of the process groups.
         dtype: dtype of the tensors.
         provenance: source of the times.
         measured: bytes and seconds of each timed message; may be empty.
-        modelled: bytes, seconds and relative half-width of the error, along the curve.
-        sent: bytes, count and seconds of the messages of a step.
+        modelled: bytes, seconds and relative half-width of the error, at points of the cost curve.
+        sent: bytes, count and seconds of each message size in a step.
     """
 
     collective: str
@@ -40,13 +40,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Data of a predicted step that only the HTML report draws.
+    """Data of a predicted step for the HTML report only.
 
     Attributes:
-        ranks_per_node: ranks of a node; 0 if unknown.
-        spans: blocks in the order of execution; empty for a pipeline.
+        ranks_per_node: number of ranks of a node; 0 if unknown.
+        spans: blocks in execution order; empty for a pipeline.
         memory_s: sample times in seconds; at most MOST_POINTS, including the peak.
-        memory: bytes of each category at those times; empty categories are left out.
+        memory: bytes of each nonempty category, at the times `memory_s`.
         traffic: collectives of a step.
     """
 

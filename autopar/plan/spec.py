@@ -40,7 +40,7 @@ _NOT_RUN = (
     "name", "model", "optimizer", "optimizer_state_ratio", "memory_cap", "prediction",
     "sent_bytes", "runners_up", "cluster", "notes", "torch",
 )  # fmt: skip
-"""Fields that describe a plan and do not change what runs: left out of `PlanSpec.digest`."""
+"""Fields that only describe a plan; `PlanSpec.digest` ignores them."""
 
 ZeroStage = Annotated[int, msgspec.Meta(ge=0, le=3)]
 GlobalOrLocal = Annotated[str, msgspec.Meta(pattern="^(global|local)$")]
@@ -48,7 +48,7 @@ GlobalOrLocal = Annotated[str, msgspec.Meta(pattern="^(global|local)$")]
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """Decisions of a plan: how a model trains over the ranks.
+    """Decisions of a plan for distributed training of a model.
 
     Attributes:
         name: short description.
@@ -56,35 +56,35 @@ class PlanSpec:
         fingerprint: hash of the names, shapes and dtypes of its parameters.
         world_size: number of ranks.
         mesh: names and sizes of the mesh axes, outermost first.
-        zero_stages: ZeRO stage of each block; "" stands for everything outside of blocks.
-        batch: "global" or "local": the batch that each rank receives.
-        buckets: parameters whose collectives are sent as one.
+        zero_stages: ZeRO stage of each block; "" for everything outside of blocks.
+        batch: batch that each rank receives: "global" or "local".
+        buckets: parameters that share one collective.
         compressions: lossy compression of each bucket.
-        levels: levels of axes that span several nodes, and the messages sent by level.
+        levels: levels of axes that span several nodes, and their hierarchical collectives.
         hybrid: whether ZeRO shards over the inner level of the data axis only, and replicates
-            shards over the outer one.
+            shards over the outer level.
         prefetch: number of parameter buckets gathered ahead.
-        in_flight: limit of reductions under way; 0 for none.
+        in_flight: maximum number of reductions in flight; 0 for no limit.
         overlaps: start and wait of each collective, by pipeline stage; replaces `prefetch` and
-            `in_flight` where it is given.
+            `in_flight` if present.
         recompute: checkpointing level of each block.
-        activation_bytes: limit of saved activations, in bytes; None for none.
-        batch_semantics: "global" for the step of one device; "local" for losses of each rank's
-            own rows, with averaged gradients.
+        activation_bytes: limit of saved activations, in bytes; None for no limit.
+        batch_semantics: "global" for the step of one device on the whole batch; "local" for
+            losses of each rank's own rows, with averaged gradients.
         precision: dtype of autocast, or None.
         optimizer: name of the assumed optimizer.
         optimizer_state_ratio: bytes of optimizer state per byte of parameter.
-        memory_cap: memory limit of a rank, in bytes; None for none.
+        memory_cap: memory limit of a rank, in bytes; None for no limit.
         placements: placement of each parameter along the data axis between steps.
-        changed: frozen parameters that forward changes; replicated like buffers.
-        partitions: partition of the model along each axis inside the data axis, in this order.
+        changed: frozen parameters that the forward changes; replicated like buffers.
+        partitions: partition of the model along each model-parallel axis, in this order.
         pipeline: pipeline stages and their schedule; None without a pipeline.
         parameter_bytes: size of each unsharded parameter, in bytes.
-        prediction: predicted cost; None if it was not asked for.
+        prediction: predicted cost; None if the plan was not simulated.
         sent_bytes: bytes that a rank sends over each axis in a step.
         runners_up: other plans and their predicted cost.
         cluster: name of the cluster, and the source of its figures.
-        notes: limits that the user should know.
+        notes: limitations to show to the user.
         torch: version of torch that made the plan.
         schema_version: version of the document.
     """
@@ -125,17 +125,17 @@ class PlanSpec:
 
     @property
     def dp_size(self) -> int:
-        """Number of ranks that the rows of a batch are divided over."""
+        """Number of data-parallel ranks."""
         return dict(self.mesh)[DATA_AXIS]
 
     @property
     def pp_size(self) -> int:
-        """Number of ranks that pipeline stages are divided over."""
+        """Number of pipeline ranks."""
         return dict(self.mesh).get("pp", 1)
 
     @property
     def model_parallel_size(self) -> int:
-        """Number of ranks that the model itself is partitioned over."""
+        """Number of model-parallel ranks: the product of tp, cp and ep."""
         return self.world_size // self.dp_size // self.pp_size
 
     @property
@@ -173,12 +173,12 @@ class PlanSpec:
 
     @property
     def shard_order(self) -> tuple[str, ...]:
-        """Axes of `storage` in the order in which they shard parameters."""
+        """Axes of `storage` in the order of sharding."""
         data = DATA_STORAGE_AXES if self.hybrid else (DATA_AXIS,)
         return (*(partition.axis for partition in self.partitions), *data)
 
     def mesh_coordinate(self, rank: int) -> dict[str, int]:
-        """Coordinate of a rank on each axis; ranks next to each other differ in the last one."""
+        """Coordinate of a rank on each axis; the last axis varies fastest."""
         count("rank", rank, 0, self.world_size - 1)
         found = {}
         for axis, size in reversed(self.mesh):
@@ -203,7 +203,7 @@ class PlanSpec:
 
     @property
     def unsharded_grad_params(self) -> tuple[str, ...]:
-        """Parameters whose gradients are reduced once a step, not for every micro-batch."""
+        """Parameters whose gradients are reduced once per step, not per micro-batch."""
         zero = dict(self.zero_stages)
 
         def block(name: str) -> str:
@@ -245,7 +245,7 @@ class PlanSpec:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     def digest(self) -> str:
-        """Hash of the fields that decide what runs; must be equal on all ranks."""
+        """Hash of the fields that affect execution; must be equal on all ranks."""
         decisive = {k: value for k, value in self.to_dict().items() if k not in _NOT_RUN}
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
 

@@ -19,13 +19,13 @@ from autopar.plan.strategy_fields import check_fields
 ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 SEARCHED = {"auto": ("tp", "dp_shard"), "fastest": ("pp", "tp", "dp_shard")}
 """Axes that the planner searches, by name of the strategy. Pipelines are opt-in, because torch's
-`clip_grad_norm_` would see the gradients of a rank's own stages only."""
+`clip_grad_norm_` sees only the gradients of a rank's own stages."""
 
 MESH = ("cp", "tp", "ep")
-"""Axes that a model may be partitioned along, outermost first; pp and dp come before them."""
+"""Model-parallel axes, outermost first; pp and dp are outside of them."""
 
 ORDER = ("tp", "cp", "ep")
-"""Order in which the model is partitioned along them, and so in which parameters are cut."""
+"""Model-parallel axes in the order of partitioning, which is the order of sharding parameters."""
 
 Pin = Shard | Replicate
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -33,46 +33,45 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 @dataclass(frozen=True)
 class Strategy:
-    """Choices that the user fixes; the planner searches those that are None.
+    """Choices that the user fixes; the planner searches those left at None.
 
     Attributes:
         zero: ZeRO stage of every block, or a mapping of block names to stages.
-        recompute: activations that the backward recomputes.
+        recompute: level of activation checkpointing.
         gather_bytes: size of parameter buckets, in bytes.
         reduce_bytes: size of gradient buckets, in bytes.
         prefetch: number of parameter buckets gathered ahead; None to schedule each collective.
         activation_bytes: limit of activations saved for the backward, in bytes; blocks are
             checkpointed as needed.
-        batch_semantics: "global" for the step that one device would make of the whole batch;
-            "local" for DistributedDataParallel's: losses, batch norm and other operators across
-            rows see each rank's own rows, and gradients are averaged.
-        tp: tensor-parallel ranks; None and 1 for none.
-        cp: ranks that divide activations only, with replicated parameters.
-        ep: like tp, on ranks closer together; tp and ep of one model multiply.
-        pp: pipeline ranks; None and 1 for none.
-        micro_batches: number of micro-batches that a rank's rows are cut into.
+        batch_semantics: "global" for the step of one device on the whole batch; "local" as in
+            DistributedDataParallel: losses, batch norm and other operators across rows see each
+            rank's own rows, and gradients are averaged.
+        tp: number of tensor-parallel ranks; None and 1 for none.
+        cp: number of ranks that shard activations only, with replicated parameters.
+        ep: like tp, along an inner axis of closer ranks; both may be combined.
+        pp: number of pipeline ranks; None and 1 for none.
+        micro_batches: number of micro-batches of a rank's rows.
         schedule: pipeline schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
         stages_per_rank: pipeline stages of a rank; more than one with "interleaved".
         split_points: modules or parameters whose first use begins the next stage.
-        dp_shard: neighbouring data-parallel ranks that ZeRO shards over; others replicate the
-            shards. None for all of them.
-        hierarchical: whether large messages go within nodes first, then between: always, never,
-            or where the cluster's curves say that it pays (None). A number means always, with
-            that many ranks a node.
+        dp_shard: number of neighbouring data-parallel ranks that ZeRO shards over; shards are
+            replicated over the others. None for all ranks.
+        hierarchical: whether large collectives run within nodes first, then between nodes. None
+            decides by the cluster's cost curves; a number is the number of ranks per node.
         compress: compression of gradients, such as "int8" or "powersgd(rank=2)"; "none" for none.
-            None means none too, unless `compile(lossy=...)` allows methods.
+            None means none, unless `compile(lossy=...)` allows methods.
         compress_gathers: compression of gathered parameters: "bf16", "fp16" or "int8".
         compress_activations: compression of activations sent along tp, cp or ep and between
             stages: "bf16" or "fp16".
-        lossy: methods that the planner may choose for gradients where `compress` is None; set by
+        lossy: methods that the planner may choose for gradients if `compress` is None; set by
             `compile(lossy=...)`.
-        search: axes whose sizes the planner may choose where they are None: any of "pp", "tp",
-            "cp", "ep" and "dp_shard".
-        placements: placement of parameters by name pattern: along tp, or ep without tp; or a
-            mapping of these axes to placements.
+        search: axes whose sizes the planner may choose if they are None: any of "pp", "tp", "cp",
+            "ep" and "dp_shard".
+        placements: placement of parameters by name pattern, along tp, or ep without tp; or a
+            mapping of axes to placements.
         keep_sharded: whether parameters in `placements` are used as shards and never gathered.
         sequence_parallel: whether replicated activations may be sharded and partial sums
-            scattered, as in Megatron's sequence parallelism.
+            reduce-scattered (sequence parallelism, arXiv:2205.05198).
     """
 
     zero: int | Mapping[str, int] | None = None
@@ -134,7 +133,7 @@ class Strategy:
             )
 
     def allowing(self, lossy: bool | Sequence[str]) -> Strategy:
-        """This strategy with compression methods that the planner may choose; True for `MILD`."""
+        """This strategy with methods that the planner may choose for gradients; True for `MILD`."""
         if isinstance(lossy, str):
             raise StrategyError(f"lossy={lossy!r}: give True, False, or a list of methods")
         methods = MILD if lossy is True else tuple(lossy or ())
@@ -148,17 +147,17 @@ class Strategy:
 
     @property
     def pipelined(self) -> bool:
-        """Whether micro-batches run one after the other, through stages or not."""
+        """Whether a step consists of micro-batches, with or without several stages."""
         return self.stages > 1 or self.micro_batches is not None
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axes that the model itself is partitioned along, in `ORDER`, and their sizes."""
+        """Sizes of the model-parallel axes larger than 1, in `ORDER`."""
         return {axis: n for axis in ORDER if (n := getattr(self, axis) or 1) > 1}
 
     @property
     def model_parallel_size(self) -> int:
-        """Number of ranks that the model itself is partitioned over."""
+        """Number of model-parallel ranks: the product of tp, cp and ep."""
         return prod(self.axes.values())
 
     @property
@@ -173,7 +172,7 @@ class Strategy:
             world_size: number of ranks.
 
         Raises:
-            StrategyError: The sizes do not divide it.
+            StrategyError: The sizes do not divide `world_size`.
         """
         model_ranks = self.model_parallel_size * (self.pp or 1)
         if world_size % model_ranks:
@@ -207,7 +206,7 @@ class Strategy:
 
     @staticmethod
     def of(strategy: str | Strategy) -> Strategy:
-        """A strategy, or the one that a name stands for."""
+        """The strategy with this name; a `Strategy` is returned unchanged."""
         if isinstance(strategy, Strategy):
             return strategy
         choice("strategy", strategy, (*SEARCHED, *ZERO_OF_NAME), ", or give a Strategy")

@@ -1,4 +1,4 @@
-"""Checks of a strategy's fields, each by itself."""
+"""Checks of a strategy's individual fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ MOST_PREFETCH = 2**16
 
 
 def check_fields(strategy: object) -> None:
-    """Checks each field of a `Strategy` by itself; raises StrategyError for the first bad one."""
+    """Checks each field of a `Strategy` on its own.
+
+    Raises:
+        StrategyError: A field has an invalid value.
+    """
     for name, check in _CHECKS.items():
         if (value := getattr(strategy, name)) is not None or name in _NEVER_NONE:
             check(name, value)
@@ -51,7 +55,7 @@ def _hierarchical(name: str, value: Any) -> None:
 
 
 def _method(allowed: tuple[str, ...]) -> Callable[[str, Any], None]:
-    """The check of a compression by one of some methods."""
+    """Check that a compression uses one of the allowed methods."""
 
     def check(name: str, value: Any) -> None:
         if value == "none":

@@ -20,7 +20,7 @@ class Work:
         rows: rows of the global batch.
         tokens: elements of the first two-dimensional integer input; 0 without one.
         flops: floating-point operations of matrix products, convolutions and attention, forward
-            and backward, without recomputation; causal attention counts in full.
+            and backward, without recomputation; causal attention counts like full attention.
         peak: peak FLOP/s of one rank's device; 0 if unknown.
         dtype: dtype of the products.
     """
@@ -36,7 +36,7 @@ class Work:
         """The work of a captured graph.
 
         Args:
-            graph: micro-batch of one data-parallel rank, before it is partitioned.
+            graph: graph of one micro-batch of a data-parallel rank, before partitioning.
             parts: number of such micro-batches in a step of all ranks.
             cluster: cluster of the device.
             dtype: dtype of the products, such as "bfloat16".
@@ -53,7 +53,7 @@ class Work:
 
 
 def _rows_and_tokens(graph: TrainingGraph) -> tuple[int, int]:
-    """Rows of the first input that has any, and integers of the first that has rows of them."""
+    """Rows of the first non-scalar input, and elements of the first 2-D integer input."""
     pairs = zip(graph.inputs, graph.placeholders, strict=True)
     given = [tensors(node)[0] for role, node in pairs if isinstance(role, Input)]
     rows = [value.shape[0] for value in given if value.dim()]

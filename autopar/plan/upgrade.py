@@ -1,4 +1,4 @@
-"""`upgrade_schema_6`: plan documents of schema 6 with the field and axis names of schema 7."""
+"""`upgrade_schema_6`: converts plan documents of schema 6 to schema 7."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LEVELS = {"within": INTRA_NODE, "between": INTER_NODE}
 
 
 def upgrade_schema_6(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames fields and axes of a document of schema 6; it is checked afterwards like any other.
+    """Renames the fields and axes of a document of schema 6, without checking it.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: The document is no plan of that schema.
+        AttributeError, KeyError, TypeError, ValueError: The document is not a plan of schema 6.
     """
     plan = _rename(document, "stages", "zero_stages") | {"schema_version": 7}
     plan["mesh"] = _rename_axes(plan["mesh"])
@@ -37,7 +37,7 @@ def upgrade_schema_6(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def axis_name(name: str) -> str:
-    """Name of an axis or level in schema 7; the data axis had a name for each ZeRO stage.
+    """Name in schema 7 of an axis or level of schema 6, which names the data axis by ZeRO stage.
 
     >>> axis_name("dp_shard"), axis_name("dp.within"), axis_name("tp"), axis_name("compute")
     ('dp', 'dp.intra_node', 'tp', 'compute')
