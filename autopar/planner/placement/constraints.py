@@ -1,4 +1,4 @@
-"""`resolve_constraints`: placements of parameters that the user requires along an axis."""
+"""`resolve_constraints`: parameter placements that the user requires along an axis."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from autopar.ir.placement import Placement, Replicate, Shard, can_cut
 def resolve_constraints(
     pins: Mapping[str, Placement], parameters: Mapping[str, ParameterInfo], ranks: int
 ) -> dict[str, Placement]:
-    """The required placement of each parameter.
+    """Required placements by parameter name.
 
     Args:
-        pins: placements by `fnmatch` pattern of names; the last match counts.
-        parameters: parameters with their shapes before this axis.
+        pins: placements by `fnmatch` pattern of names; the last match wins.
+        parameters: parameters with their shapes before this axis shards them.
         ranks: size of the axis.
 
     Raises:
@@ -39,7 +39,7 @@ def resolve_constraints(
 
 
 def _checked(pattern: str, placement: Placement, parameter: ParameterInfo, ranks: int) -> Placement:
-    """The placement, if it is possible."""
+    """The placement, with a nonnegative dim; raises StrategyError if it is impossible."""
 
     def refuse(why: str) -> StrategyError:
         shape = list(parameter.shape)

@@ -1,4 +1,4 @@
-"""`PlacementCosts`: seconds of redistributions and operators along an axis."""
+"""`PlacementCosts`: costs of redistributions and operators along an axis."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.plan.buckets import BUCKET_BYTES
 
 _LEAST_BYTES = 2**20
-"""Moved by an operator without products that is worth timing on shards."""
+"""Minimum bytes moved by an operator without FLOPs for it to be timed on shards."""
 
 
 @dataclass(frozen=True)
 class PlacementCosts:
-    """Times of redistributions, operators and the optimizer's step along one axis.
+    """Costs of redistributions, operators and the optimizer's step along one axis.
 
     Attributes:
         shape: process groups along the axis.
-        others: process groups of axes that the graph was partitioned along before.
         cluster: times of collectives.
         operators: times of operators.
-        update: time of the optimizer's step, None for none.
+        update: time of the optimizer's step; None for no optimizer.
+        others: process groups of the axes that the graph is already partitioned along.
         seen: cache of costs.
     """
 
@@ -53,7 +53,7 @@ class PlacementCosts:
     seen: dict[object, Cost] = field(default_factory=dict, compare=False, repr=False)
 
     def redistribution(self, value: Value, before: Placement, after: Placement) -> Cost:
-        """Time of a redistribution: its collectives, and the copies around them."""
+        """Cost of a redistribution: collectives, and the copies around them."""
         tensor = value.tensor
         key = (tuple(tensor.shape), tensor.dtype, before, after)
         if key not in self.seen:
@@ -75,9 +75,10 @@ class PlacementCosts:
         return _sum(costs)
 
     def sum(self, value: Value, before: Placement, after: Placement) -> Cost:
-        """The time that the sum of a gradient adds, which only the step's end waits for.
+        """Cost of a gradient reduction that is awaited only at the end of the step.
 
-        It travels in a bucket, and costs what compute loses by running beside it (`Slowdown`).
+        The gradient is part of a bucket that overlaps with compute, so its cost is the slowdown of
+        compute (`Slowdown`).
         """
         tensor = value.tensor
         key = ("sum", tuple(tensor.shape), tensor.dtype, before, after)
@@ -94,23 +95,23 @@ class PlacementCosts:
         return alone * slowdown.of_communication(BUCKET_BYTES) * lost
 
     def sent(self, collective: str, nbytes: int, dtype: torch.dtype) -> Cost:
-        """The time of one collective along the axis.
+        """Cost of one collective along the axis.
 
         Args:
-            collective: its kind.
-            nbytes: the size of its message, as `cost_model.collectives` means it.
-            dtype: of what is sent.
+            collective: kind of collective.
+            nbytes: message size in bytes, as defined in `cost_model.collectives`.
+            dtype: dtype of the message.
         """
         name = str(dtype).removeprefix("torch.")
         return self.cluster.seconds(collective, nbytes, self.shape, name)
 
     def _streamed(self, nbytes: int, item: int) -> Cost:
-        """The time of an operator that only moves bytes, or looks at them in another way."""
+        """Cost of an operator that only moves bytes, by the roofline."""
         line = self.operators.roofline
         return Cost(line.seconds(0.0, nbytes, item), f"modelled by {line.source}")
 
     def operator(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
-        """The time of an operator on one rank's shards, or by its own lowering."""
+        """Cost of an operator on one rank's shards, or of its custom lowering."""
         places = (*op_strategy.operands, *op_strategy.results)
         key = (node, op_strategy.lowering, tuple(map(self._cut, _all(node), places)))
         if key not in self.seen:
@@ -120,7 +121,7 @@ class PlacementCosts:
         return self.seen[key]
 
     def _exchange(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
-        """The time of a collective of another axis on what this one leaves of its message."""
+        """Cost of another axis's collective, whose message this axis may shard."""
         nbytes = message_bytes(node)
         if any(isinstance(placement, Shard) for placement in op_strategy.operands):
             nbytes //= self.shape.ranks
@@ -128,7 +129,7 @@ class PlacementCosts:
         return self.cluster.seconds(kind_of(node), nbytes, self.others[axis_of(node)], dtype)
 
     def _on_shards(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
-        """The time of the whole operator as in a step, in the proportion that its shards take."""
+        """Cost of the unsharded operator, scaled by the ratio of its time on shards."""
         whole = self.operators.seconds(node)
         if is_view(node):
             return whole
@@ -136,7 +137,7 @@ class PlacementCosts:
         return Cost(whole.seconds * share, whole.provenance, whole.error)
 
     def _own(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
-        """The time of all that an own lowering runs and sends."""
+        """Cost of the operators and collectives of a custom lowering."""
         run = program(Operator.of(node), op_strategy, self.shape.ranks, 0)
         costs = [self.operators.seconds(n) for n in run.nodes if isinstance(n.target, OpOverload)]
         dtype = tensors(node)[0].dtype
@@ -146,7 +147,7 @@ class PlacementCosts:
         return _sum(costs)
 
     def traffic(self, node: fx.Node, op_strategy: OpStrategy) -> tuple[tuple[str, int], ...]:
-        """The collectives of an own lowering, and the sizes of their messages in bytes."""
+        """Collectives of a custom lowering, and their message sizes in bytes."""
         return (
             CUSTOM_LOWERINGS[op_strategy.lowering].traffic(
                 Operator.of(node), op_strategy, self.shape.ranks
@@ -156,31 +157,31 @@ class PlacementCosts:
         )
 
     def _cut(self, tensor: torch.Tensor | None, placement: Placement) -> object:
-        """The key of a time: the local shape."""
+        """Local shape of a tensor, as a part of the cache key."""
         if tensor is None:
             return None
         return tuple(local_shape(tensor.shape, placement, self.shape.ranks))
 
     def step(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
-        """The time of the optimizer's step over a parameter that lies in some way."""
+        """Cost of the optimizer's step over a rank's shard of a parameter."""
         if self.update is None:
             return ZERO_COST
         size = local_bytes(tensors(node)[0], op_strategy.results[0], self.shape.ranks)
         return self.update.seconds([size], dtensors=False)
 
     def wrapping(self, count: int) -> float:
-        """Seconds that a step takes longer if so many parameters are DTensors."""
+        """Extra seconds of a step if `count` parameters are DTensors."""
         return count * self.update.per_dtensor if self.update is not None else 0.0
 
 
 def shards_of(
     op_strategies: Mapping[fx.Node, Sequence[OpStrategy]], ranks: int
 ) -> dict[str, fx.Node]:
-    """The operators worth timing on shards: whole and in each of their ways, by signature.
+    """Operators worth timing, unsharded and on the shards of each strategy, by signature.
 
     Args:
-        op_strategies: of operators, along an axis.
-        ranks: of the axis.
+        op_strategies: strategies of each operator along an axis.
+        ranks: size of the axis.
     """
     nodes: dict[str, fx.Node] = {}
     for node, several in op_strategies.items():
@@ -193,7 +194,7 @@ def shards_of(
 
 
 def local_node(node: fx.Node, op_strategy: OpStrategy, ranks: int) -> fx.Node:
-    """An operator on one rank's shards, as a node of a graph of its own."""
+    """An operator on one rank's shards, as a node of a new graph."""
     graph = fx.Graph()
     operator = Operator.of(node)
     shards = []
@@ -215,7 +216,7 @@ def _all(node: fx.Node) -> Sequence[Any]:
 
 
 def _shard(tensor: Any, placement: Placement, ranks: int) -> Any:
-    """One rank's shard of a tensor, with its dims in the same memory order."""
+    """One rank's shard of a tensor, with the same memory order of dims."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     shape = local_shape(tensor.shape, placement, ranks)
@@ -225,6 +226,6 @@ def _shard(tensor: Any, placement: Placement, ranks: int) -> Any:
 
 
 def _sum(costs: Sequence[Cost]) -> Cost:
-    """The time of several in a row; where it comes from, as of the longest."""
+    """Sum of costs, with the provenance and error of the largest."""
     longest = max(costs, key=lambda cost: cost.seconds, default=ZERO_COST)
     return Cost(sum(cost.seconds for cost in costs), longest.provenance, longest.error)

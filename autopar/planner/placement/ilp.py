@@ -1,9 +1,11 @@
-"""`solve`: the cheapest operator strategies of a graph along an axis, as an integer program.
+"""`solve`: the cheapest operator strategies of a graph along an axis, by integer programming.
 
-Each strategy of each operator has a 0/1 variable, and one is chosen. Each value has a variable for
-every redistribution between a placement it is made in and one it is read in, paid once for all
-readers. Repeated blocks share their variables, so the size does not grow with depth. HiGHS solves
-it (scipy.optimize.milp).
+- Each strategy of an operator has a 0/1 variable; exactly one strategy per operator is chosen.
+- Each value has a variable per redistribution, from a placement of its producer to a placement of
+  a reader. All readers share its cost.
+- Repeated blocks share variables, so the size of the program does not grow with depth.
+
+The solver is HiGHS (scipy.optimize.milp).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ INFEASIBLE = 2  # scipy's status
 WHOLE = Replicate()
 
 Wanted = tuple[tuple[Placement, tuple[int, ...]], ...]
-"""Strategy variables of a reader, by the placement in which they read a value."""
+"""Strategy variables of a reader, by the placement that they require of a value."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Solution:
         gap: relative optimality gap.
         took_s: seconds to build and solve the program.
         conversions: redistributions of values.
-        nbytes: bytes stored on a rank, as `Weight` counts them; 0 without a weight.
+        nbytes: bytes stored on a rank, counted by `Weight`; 0 without a memory constraint.
     """
 
     op_strategies: Mapping[fx.Node, OpStrategy]
@@ -71,7 +73,7 @@ class Weight:
     Attributes:
         op_strategy: bytes of an operator or placeholder on a rank under a strategy.
         conversion: bytes of a redistributed value.
-        cap: limit of all bytes; if it is infeasible, bytes are minimised.
+        cap: limit of the total bytes; if infeasible, bytes are minimised.
     """
 
     op_strategy: Work
@@ -91,21 +93,21 @@ def solve(
     wrapping: float = 0.0,
     time_limit_s: float = 30.0,
 ) -> Solution:
-    """The cheapest placements.
+    """Finds the cheapest strategies.
 
     Args:
-        graph: captured, on whole tensors.
-        ranks: of the axis.
-        price: of a conversion.
-        work: of an operator.
-        update: of a parameter that lies in some way: the optimizer's step.
-        pins: where parameters must lie, by name.
-        weight: what is held, and how much may be.
-        wrapping: seconds that a step takes longer if any parameter is not whole.
-        time_limit_s: seconds after which the best known solution is taken.
+        graph: captured graph, on unsharded tensors.
+        ranks: size of the axis.
+        price: cost of a redistribution, in seconds.
+        work: cost of an operator, in seconds.
+        update: cost of the optimizer's step over a parameter, in seconds.
+        pins: required placements of parameters, by name.
+        weight: memory constraint; None for no limit.
+        wrapping: extra seconds of a step if any parameter is sharded.
+        time_limit_s: seconds after which the best known solution is used.
 
     Raises:
-        PlanError: nothing was found in time.
+        PlanError: No solution was found in time.
     """
     start = time.perf_counter()
     program = _Program(graph, strategy_choices(graph, ranks, pins), price, work, update, wrapping)
@@ -136,7 +138,7 @@ class _Rows:
     def add(
         self, plus: Iterable[int], minus: Iterable[int], low: float, high: float | None = None
     ) -> None:
-        """Sum of `plus` - sum of `minus` lies from `low` to `high` (by default is `low`)."""
+        """Adds low <= sum(plus) - sum(minus) <= high; `high` defaults to `low`."""
         for sign, columns in ((1.0, plus), (-1.0, minus)):
             for column in columns:
                 self.columns.append(column)
@@ -198,7 +200,7 @@ class _Program:
         return len(self.costs) - 1
 
     def readers(self, always: int) -> Counter[tuple[Value, tuple[Wanted, ...]]]:
-        """Values with their readers, and the number of equal pairs."""
+        """Values with their readers, and the number of equal pairs in repeated blocks."""
         found = self.found
         by_value: dict[Value, dict[Wanted, None]] = {}
         for node, reads in found.reads.items():
@@ -285,7 +287,7 @@ class _Program:
         cap: float = math.inf,
         gap: float = GAP,
     ) -> OptimizeResult:
-        """The least of `costs` for which `held` is at most `cap`."""
+        """Minimises `costs` under the constraint that `held` is at most `cap`."""
         rows = self.rows
         shape = (len(rows.low), len(self.costs))
         matrix = csr_array((rows.values, rows.columns, rows.ends), shape=shape)
@@ -294,7 +296,7 @@ class _Program:
             most = max(*held, 1.0)
             constraints.append(LinearConstraint(np.array([held]) / most, -np.inf, cap / most))
         allowed = np.isfinite(self.costs)
-        objective = np.where(allowed, costs, 0.0)  # its scale is that of what HiGHS tolerates
+        objective = np.where(allowed, costs, 0.0)  # scaled below for HiGHS's absolute tolerances
         scale = objective.max() or 1.0
         result = milp(
             objective / scale,

@@ -1,4 +1,4 @@
-"""`redistributions`: values that a choice of strategies redistributes."""
+"""`redistributions`: redistributed values under a choice of strategies."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class PlannedRedistribution:
     """Redistribution of a value, and of equal values in repeated blocks.
 
     Attributes:
-        value: the first of them.
-        before: how it is made.
-        after: how it is read.
-        count: how many there are.
+        value: first of the equal values.
+        before: placement of the producer's result.
+        after: placement required by the reader.
+        count: number of equal values.
     """
 
     value: Value
@@ -37,12 +37,12 @@ def redistributions(
     same: Mapping[fx.Node, fx.Node],
     op_strategies: Mapping[fx.Node, OpStrategy],
 ) -> tuple[PlannedRedistribution, ...]:
-    """Redistributions of each value to each placement in which it is read.
+    """Redistributions of each value to each placement required by a reader.
 
     Args:
-        graph: as captured, on whole tensors.
-        same: by node, the first of those that are chosen alike.
-        op_strategies: of every operator and placeholder.
+        graph: captured graph, on unsharded tensors.
+        same: representative of each node (`repeated`).
+        op_strategies: strategy of every operator and placeholder.
     """
     found: Counter[tuple[Value, Placement, Placement]] = Counter()
     for value, after in dict.fromkeys(_read(graph, op_strategies)):
@@ -55,9 +55,9 @@ def redistributions(
 def _read(
     graph: TrainingGraph, op_strategies: Mapping[fx.Node, OpStrategy]
 ) -> Iterator[tuple[Value, Placement]]:
-    """Every value that is read, and in which placement: by operators, then by who gets the results.
+    """Every read value and its required placement: reads of operators, then results.
 
-    What leaves the graph is whole; a gradient lies as its parameter does.
+    Results are replicated, except gradients, which have the placement of their parameter.
     """
     for node in graph.calls():
         if not is_name(node):

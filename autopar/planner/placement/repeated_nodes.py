@@ -1,4 +1,4 @@
-"""`repeated`: nodes of repeated blocks, which share one strategy."""
+"""`repeated`: corresponding nodes of repeated blocks, which share one strategy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Likeness = tuple[Any, ...]
 def repeated(
     graph: TrainingGraph, pins: Mapping[str, Placement] | None = None
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each node and the one that stands for it: its like in the first of equal blocks.
+    """Each node and its representative: the corresponding node of the first equal block.
 
-    Blocks whose names differ in a number are equal if they hold the same operators at the same
-    shapes in the same order.
+    Blocks are equal if their names differ only in numbers, and they have the same operators on the
+    same shapes in the same order.
 
     Args:
-        graph: a captured graph.
-        pins: where parameters must lie; blocks that differ in it are not equal.
+        graph: captured graph.
+        pins: required placements of parameters; blocks with different ones are not equal.
     """
     blocks: dict[str, list[fx.Node]] = {}
     for node, block in block_of_nodes(graph).items():
@@ -43,9 +43,9 @@ def repeated(
 
 
 def block_of_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
-    """The block of every node but the output.
+    """Block of every node but the output.
 
-    A sum of gradients comes from no line of the model: it belongs to the block of its last operand.
+    Autograd's gradient sums have no source line, so they belong to the block of their last operand.
     """
     roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
     found: dict[fx.Node, str] = {}
@@ -62,7 +62,7 @@ def block_of_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
 
 
 def _likeness(node: fx.Node) -> Likeness:
-    """Everything that the strategies of a node depend on: operator, tensors and arguments."""
+    """Key of a node's possible strategies: operator, tensors and arguments."""
     if node.op != "call_function":
         return (node.op, _types(node))
     arguments = fx.map_arg((node.args, dict(node.kwargs)), _types)

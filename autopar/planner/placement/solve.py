@@ -52,11 +52,11 @@ def partition(
         pins: required placements of parameters, by name pattern.
         memory: limit of a rank's parameters, gradients, optimizer state and saved activations, in
             bytes; if it is infeasible, bytes are minimised.
-        copies: bytes of a trained parameter with gradient and optimizer state, relative to its
-            own; less where ZeRO shards them.
+        copies: ratio of the bytes of a trained parameter with gradient and optimizer state to those
+            of the parameter alone; ZeRO reduces it.
         wrapped: whether parameters are DTensors even if all are replicated.
         keep_sharded: whether pinned parameters are never gathered.
-        sequence: whether replicated activations may be sharded, and partial sums scattered.
+        sequence: whether replicated activations may be sharded, and partial sums reduce-scattered.
         time_limit_s: seconds after which the best known solution is used.
 
     Raises:
@@ -108,7 +108,7 @@ def _views_of(graph: TrainingGraph, names: Iterable[str]) -> frozenset[fx.Node]:
 def costs_along(
     ranks: int, machine: Machine, *, mesh: Mapping[str, int] | None = None, axis: str = AXIS
 ) -> PlacementCosts:
-    """Costs along an axis of a mesh; arguments as of `partition`."""
+    """Costs along an axis of a mesh, with the arguments of `partition`."""
     cluster = machine.cluster
     mesh = mesh or {DATA_AXIS: max(1, cluster.world_size // ranks), axis: ranks}
     shapes = {name: GroupShape.of_axis(mesh, name, cluster.ranks_per_node) for name in mesh}
@@ -121,12 +121,13 @@ class MeasuredCosts:
     """Bytes that stay in memory on a rank during a step.
 
     Attributes:
-        ranks: of the axis.
-        copies: how often a trained parameter is held: with its gradient and optimizer state.
-        trained: placeholders of parameters that are trained.
+        ranks: size of the axis.
+        copies: ratio of the bytes of a trained parameter with gradient and optimizer state to those
+            of the parameter alone.
+        trained: placeholders of trained parameters.
         parameters: placeholders of all parameters.
-        saved: by operator of the forward, which of its results the backward reads.
-        read: the nodes whose memory the backward reads, parameters and views included.
+        saved: indices of each forward operator's results that the backward reads.
+        read: nodes whose memory the backward reads, including parameters and views.
     """
 
     ranks: int
@@ -145,7 +146,7 @@ class MeasuredCosts:
         return cls(ranks, copies, frozenset(trained), frozenset(names), *_saved(graph))
 
     def op_strategy(self, node: fx.Node, op_strategy: OpStrategy) -> float:
-        """Bytes of a parameter and what belongs to it, or of what the backward reads."""
+        """Bytes of a parameter with gradient and optimizer state, or of saved activations."""
         if node in self.parameters:
             once = local_bytes(elements(node)[0], op_strategy.results[0], self.ranks)
             return once * (self.copies if node in self.trained else 1.0)
@@ -155,14 +156,14 @@ class MeasuredCosts:
         )
 
     def conversion(self, value: Value, before: Placement, after: Placement) -> float:
-        """Bytes of a converted activation or parameter: forward and backward share it."""
+        """Bytes of a redistributed value that the backward reads."""
         if value.node not in self.read:
             return 0.0
         return local_bytes(value.tensor, after, self.ranks)
 
 
 def _only_returned(graph: TrainingGraph) -> frozenset[Value]:
-    """Gradients of parameters that only the optimizer reads."""
+    """Parameter gradients that no other operator reads."""
     return frozenset(
         value_of(node)
         for role, node in zip(graph.outputs, graph.results, strict=True)
@@ -174,7 +175,7 @@ def _only_returned(graph: TrainingGraph) -> frozenset[Value]:
 def _saved(
     graph: TrainingGraph,
 ) -> tuple[dict[fx.Node, frozenset[int]], frozenset[fx.Node]]:
-    """The results of forward operators whose memory the backward reads, and all that lie there."""
+    """Forward results saved for the backward, and all nodes that share their memory."""
     storages, behind = find_storages(graph.graph)
     read = {
         storage

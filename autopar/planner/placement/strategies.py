@@ -1,4 +1,4 @@
-"""`strategy_choices`: the strategies that each operator may have along an axis."""
+"""`strategy_choices`: possible strategies of each operator along an axis."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from autopar.planner.placement.repeated_nodes import repeated
 
 @dataclass(frozen=True)
 class StrategyChoices:
-    """The ways of the nodes of a graph along an axis of `ranks`.
+    """Possible strategies of the nodes of a graph along an axis.
 
     Attributes:
-        ranks: of the axis.
-        same: by node, the first of those that are chosen alike, which stands for them.
-        op_strategies: of every operator that stands for others; of a placeholder, where it may lie.
-        reads: the values that each operator reads, in the order of its operands.
+        ranks: size of the axis.
+        same: representative of each node; nodes with the same one share a strategy.
+        op_strategies: strategies of each representative operator and placeholder.
+        reads: values that each operator reads, in the order of its operands.
     """
 
     ranks: int
@@ -53,15 +53,15 @@ class StrategyChoices:
 def strategy_choices(
     graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
 ) -> StrategyChoices:
-    """Strategies of a graph: every loop of every operator, interleaved as views need it.
+    """Strategies of a graph: every loop of every operator, with the interleaves that views need.
 
     Args:
-        graph: a captured graph, on whole tensors.
-        ranks: of the axis.
-        pins: where parameters must lie, by name.
+        graph: captured graph, on unsharded tensors.
+        ranks: size of the axis.
+        pins: required placements of parameters, by name.
 
     Raises:
-        StrategyError: a pinned shard is uneven, and the graph is yet to be partitioned again.
+        StrategyError: A pinned shard is uneven, but this is not the last axis to partition.
     """
     pins, even = pins or {}, not _is_last(graph)
     same = dict(repeated(graph, pins))
@@ -112,9 +112,9 @@ def _ways(node: fx.Node, loops: Sequence[Loop]) -> Sequence[OpStrategy]:
 
 
 def _is_last(graph: TrainingGraph) -> bool:
-    """Whether the model is partitioned along no other axis behind this one.
+    """Whether this is the last axis to partition.
 
-    Along that the ways of the first rank are taken by all, whose sizes must then be the same.
+    Ranks take the first rank's strategies along later axes, so shards along this one must be even.
     """
     axes = {axis_of_level(axis) for axis in graph.axes} - {DATA_AXIS}
     left = axes - set(graph.partitioned)
@@ -122,9 +122,10 @@ def _is_last(graph: TrainingGraph) -> bool:
 
 
 def _loops(node: fx.Node, even: bool) -> list[Loop]:
-    """The loops of an operator, all of them for even shards or only those over rows of the batch.
+    """Loops of an operator; those over batch dims, or all if `even`, allow even shards only.
 
-    Other data-parallel ranks may have fewer rows, and take the same ways.
+    Batch dims need even shards because other data-parallel ranks, which may have fewer rows, use
+    the same strategies.
     """
     over = [(n.meta.get("batch_dims") or ((),))[0] for n in operands(node)]
     made = node.meta.get("batch_dims") or ((),) * len(elements(node))
@@ -138,7 +139,7 @@ def _loops(node: fx.Node, even: bool) -> list[Loop]:
 
 
 def _known(reads: Sequence[Value]) -> bool:
-    """Whether every operand is a tensor, as rules expect."""
+    """Whether every operand is a tensor, which rules require."""
     return all(isinstance(value.tensor, torch.Tensor) for value in reads)
 
 
@@ -148,7 +149,7 @@ def _whole(node: fx.Node, reads: Mapping[fx.Node, Sequence[Value]]) -> OpStrateg
 
 
 def _shards(node: fx.Node, ranks: int, even: bool) -> list[Placement]:
-    """Shard placements of a parameter, which may be stored so and gathered."""
+    """Shard placements in which a parameter may be stored, and gathered before use."""
     return [
         Shard(dim)
         for dim, size in enumerate(tensors(node)[0].shape)
@@ -157,7 +158,7 @@ def _shards(node: fx.Node, ranks: int, even: bool) -> list[Placement]:
 
 
 def _wanted(found: StrategyChoices) -> dict[fx.Node, list[Placement]]:
-    """Shard placements in which readers use each value."""
+    """Shard placements that readers of each placeholder may require."""
     wanted: dict[fx.Node, list[Placement]] = {}
     for node, reads in found.reads.items():
         for place, value in enumerate(reads):
@@ -171,11 +172,11 @@ def _wanted(found: StrategyChoices) -> dict[fx.Node, list[Placement]]:
 
 
 class _Spread:
-    """The numbers of pieces that each loop should be tried with.
+    """Interleaves to try for each loop.
 
-    An interleaved shard arises at a view and is of use as far as operators hand it on, in both
-    directions: the pieces of a value's dim are tried on the loops over it until nothing new
-    comes up.
+    Interleaved shards originate at views, and are useful as long as neighbouring operators
+    propagate them. Interleaves of a value's dim therefore spread to all loops over that dim, in
+    both directions, until a fixed point.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class _Spread:
                 self.over.setdefault((value, dim), []).append((node, i, interleave))
 
     def loops(self, node: fx.Node) -> list[Loop]:
-        """The loops of a node in all numbers of pieces found."""
+        """Loops of a node, with every interleave found."""
         return [
             made
             for i, loop in enumerate(self.given[node])
@@ -210,7 +211,7 @@ class _Spread:
         ]
 
     def run(self) -> None:
-        """Spreads what every loop asks of its values by itself, and what that leads to."""
+        """Propagates interleaves from every loop to a fixed point."""
         for node, i in self.pieces:
             self.tell(node, i, 1)
         while self.new:
@@ -220,19 +221,19 @@ class _Spread:
                     self.attempt(node, i, count // interleave)
 
     def attempt(self, node: fx.Node, i: int, pieces: int) -> None:
-        """Tries a loop in so many pieces."""
+        """Adds an interleave to a loop, if the loop supports it."""
         if self.given[node][i].interleavable and pieces not in self.pieces[node, i]:
             self.pieces[node, i].add(pieces)
             self.tell(node, i, pieces)
 
     def tell(self, node: fx.Node, i: int, pieces: int) -> None:
-        """A loop in so many pieces shards the values that it runs over accordingly."""
+        """Records the interleave that a loop implies for the values it runs over."""
         if any(feasible_loops(self.given[node][i], self.ranks, (pieces,))):
             for value, dim, interleave in self.places.get((node, i), ()):
                 self.meet(value, dim, interleave * pieces)
 
     def meet(self, value: Value, dim: int, count: int) -> None:
-        """A value may lie in shards of `dim` in so many pieces."""
+        """Records an interleave of a value's dim."""
         counts = self.met.setdefault((value, dim), set())
         if count not in counts:
             counts.add(count)
@@ -240,7 +241,7 @@ class _Spread:
 
 
 def _places(node: fx.Node, reads: Sequence[Value], loop: Loop) -> Iterator[tuple[Value, DimAccess]]:
-    """Values that a loop of a node runs over, and their dims."""
+    """Operands and results that a loop of a node runs over, and their dims."""
     results: list[Any] = [Value(node, place) for place in range(len(loop.results))]
     for value, at in [
         *zip(reads, loop.operands, strict=True),

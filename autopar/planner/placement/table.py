@@ -1,4 +1,4 @@
-"""Tables of `autopar show --placements`: placements, and redistributions between them."""
+"""Tables of `autopar show --placements`: placements and redistributions."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ COLUMNS = ("", "what", "shape", "lies", "converted", "sends", "takes")
 def placement_tables(
     graph: TrainingGraph, op_strategies: Mapping[fx.Node, OpStrategy], prices: PlacementCosts
 ) -> Iterator[Table | str]:
-    """A table for each kind of block, then the operators that every rank runs whole.
+    """One table per kind of block, then lists of replicated operators.
 
     Args:
-        graph: as captured, on whole tensors.
-        op_strategies: of every operator and placeholder.
-        prices: along the axis.
+        graph: captured graph, on unsharded tensors.
+        op_strategies: strategy of every operator and placeholder.
+        prices: costs along the axis.
     """
     roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
     names = {node: role.name for node, role in roles.items() if isinstance(role, Parameter)}
@@ -69,7 +69,7 @@ def _rows(
     converted: Sequence[PlannedRedistribution],
     prices: PlacementCosts,
 ) -> Iterator[tuple[str, ...]]:
-    """A parameter, or an operator that computes something or is converted; its conversions."""
+    """Row of a parameter or operator, then its redistributions; inputs and views need some."""
     if node not in op_strategies or (
         name is None and not converted and (is_view(node) or _is_input(node))
     ):
@@ -114,7 +114,7 @@ def _target(node: fx.Node) -> str:
 
 
 def _whole(graph: TrainingGraph, op_strategies: Mapping[fx.Node, OpStrategy]) -> Iterator[str]:
-    """The operators that compute, and that every rank runs on whole tensors."""
+    """Lists of replicated operators, without views."""
     ruled: Counter[str] = Counter()
     unruled: Counter[str] = Counter()
     for node in graph.calls():

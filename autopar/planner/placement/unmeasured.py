@@ -1,4 +1,4 @@
-"""Partitions without measured costs, or with the placements of parameters fixed by a plan."""
+"""Partitions without measured costs, and with parameter placements fixed by a plan."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from autopar.planner.placement.constraints import resolve_constraints
 from autopar.planner.placement.ilp import solve
 
 ITERATION_S = 1e-10
-"""Seconds of one iteration of an operator's loops, on no machine in particular."""
+"""Nominal seconds of one iteration of an operator's loops."""
 
 BYTE_S = 1e-10
-"""Seconds to move a byte."""
+"""Nominal seconds to move a byte."""
 
 STEP_S = 1e-9
-"""Seconds of a conversion of nothing."""
+"""Nominal seconds of a redistribution without bytes."""
 
 
 def partition_by_bytes(
     graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
 ) -> NodeStrategies:
-    """The ways that move the fewest bytes for the work that they divide.
+    """Strategies that best trade moved bytes for sharded work, at nominal costs.
 
-    It depends on nothing but the graph, so that every process finds the same.
+    The result depends only on the arguments, so all processes find the same.
 
     Args:
-        graph: as captured, on whole tensors.
-        ranks: of the axis.
-        pins: how parameters lie, by patterns of their names.
+        graph: captured graph, on unsharded tensors.
+        ranks: size of the axis.
+        pins: required placements of parameters, by name pattern.
     """
 
     def price(value: Value, before: Placement, after: Placement) -> float:
@@ -62,14 +62,14 @@ def partition_by_bytes(
 
 
 def repartition(graph: TrainingGraph, partition: Partition) -> NodeStrategies:
-    """The ways of another call of a model whose parameters lie as a plan has laid them out."""
+    """Strategies for another call of a model, with the parameter placements of a plan."""
     pins: dict[str, Placement] = {escape(name): Replicate() for name in graph.parameters}
     pins |= {escape(name): placement for name, placement in partition.layouts.items()}
     return partition_by_bytes(graph, partition.ranks, pins)
 
 
 def _iterations(node: fx.Node) -> int:
-    """The number of iterations of the loops of an operator."""
+    """Number of iterations of an operator's loops, at least its number of result elements."""
     if node.op != "call_function":
         return 0
     operator = Operator.of(node)
