@@ -11,7 +11,7 @@ from autopar.planner.evaluate.candidate import CandidateConfig
 from autopar.planner.evaluate.evaluator import Evaluator
 
 RATES = (0.25, 0.5, 2.0, 4.0)
-"""Factors of bandwidth on every link; latency stays."""
+"""Factors of the bandwidth of every link; latency is unchanged."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ScaledBandwidth(Cluster):
     def seconds(
         self, collective: str, nbytes: float, shape: GroupShape, dtype: str = "float32"
     ) -> Cost:
-        """Cost of one collective, with only the part beyond latency scaled."""
+        """Cost of one collective; only the part beyond latency is scaled."""
         assert self.known is not None
         whole = self.known.seconds(collective, nbytes, shape, dtype)
         empty = min(whole.seconds, self.known.seconds(collective, 1, shape, dtype).seconds)

@@ -1,4 +1,4 @@
-"""`CandidateConfig` and `Candidate`: the planner's open choices, and a simulated plan of them."""
+"""`CandidateConfig`: choices of the planner. `Candidate`: a simulated plan with these choices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.report.plan import Plan
 
 @dataclass(frozen=True)
 class CandidateConfig:
-    """Values of everything that the planner may choose on one mesh.
+    """Choices of the planner on one mesh.
 
     Attributes:
         zero_stages: ZeRO stage of each block.
@@ -23,13 +23,13 @@ class CandidateConfig:
         gather_bytes: size of gather buckets, in bytes.
         reduce_bytes: size of gradient buckets, in bytes.
         prefetch: number of buckets gathered ahead.
-        scheduled: whether each collective is scheduled by itself, instead of by `prefetch`.
-        prefetch_budget_bytes: bytes that scheduled collectives may gather ahead, beside one
-            bucket; None for any number.
-        compress: compression of each bucket of gradients, or one for all; "" for none.
+        scheduled: whether each collective is scheduled individually, instead of by `prefetch`.
+        prefetch_budget_bytes: bytes that scheduled collectives may gather ahead, in addition to
+            one bucket; None for no limit.
+        compress: compression of each gradient bucket, or a single one for all; "" for none.
         compress_gathers: compression of gathered parameters; "" for none.
         compress_activations: compression of activations between ranks; "" for none.
-        hierarchical: whether large messages go by level.
+        hierarchical: whether large collectives are hierarchical.
     """
 
     zero_stages: tuple[tuple[str, int], ...]
@@ -85,7 +85,7 @@ class Candidate:
 
 
 def _counted(values: Iterable[str]) -> str:
-    """The value, or each value with its number of occurrences if they differ."""
+    """The common value, or the count of each value if they differ."""
     counts = Counter(values)
     if len(counts) == 1:
         return next(iter(counts))

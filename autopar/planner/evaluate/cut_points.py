@@ -1,4 +1,4 @@
-"""`CutPoints` of a model, and the `Segment`s between them."""
+"""`CutPoints`: possible stage boundaries of a model, and the `Segment`s between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Uses = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class CutPoints:
-    """Points where a model may be cut: before each operator that uses a parameter.
+    """Possible stage boundaries of a model: before each operator that uses a parameter.
 
     Attributes:
         names: parameters used between each cut point and the next.
@@ -38,7 +38,7 @@ class CutPoints:
 
     @staticmethod
     def of(found: Iterable[ParameterUse], parameters: Iterable[str]) -> CutPoints:
-        """Cut points of a graph's parameter uses, in the order of execution."""
+        """Cut points of a graph's parameter uses, in execution order."""
         names: dict[fx.Node, list[str]] = {}
         table: dict[str, list[int]] = {name: [] for name in parameters}
         for use in found:
@@ -48,7 +48,7 @@ class CutPoints:
         return CutPoints(tuple(map(tuple, names.values())), tuple(uses))
 
     def stages(self, cuts: Sequence[int]) -> Uses:
-        """Stage of each use of each parameter, for the first cut points of later stages."""
+        """Stage of each use of each parameter, given the first cut point of each later stage."""
         return tuple(
             (name, tuple(sum(cut <= place for cut in cuts) for place in at))
             for name, at in self.uses
@@ -58,13 +58,13 @@ class CutPoints:
 def segments_of(
     graph: TrainingGraph, cut_points: CutPoints, seconds: Sequence[float], copies: float
 ) -> list[Segment]:
-    """The segments to partition into stages.
+    """Segments to partition into stages.
 
     Args:
         graph: graph of one micro-batch, with a stage for each cut point.
-        cut_points: points where it may be cut.
+        cut_points: cut points of the model.
         seconds: seconds from each cut point to the next.
-        copies: stored bytes for each byte of a parameter, with gradient and optimizer state.
+        copies: stored bytes per byte of a parameter, including gradient and optimizer state.
     """
     kinds, at = dependences(graph), _stages(graph)
     returned = {n for r, n in zip(graph.outputs, graph.results, strict=True)
@@ -78,7 +78,7 @@ def segments_of(
             continue
         nbytes, phase = sum(map(tensor_bytes, tensors(node))), node.meta["phase"]
         first, last = sorted((place, reach[node]))
-        if first < last:  # a difference at each end: summed up below
+        if first < last:  # differences, turned into running sums below
             crossing[phase][first + 1] += nbytes
             crossing[phase][last + 1] -= nbytes
         if phase == "forward" and any(n.meta.get("phase") == "backward" for n in node.users):
@@ -102,10 +102,10 @@ def seconds_of(
 
     Args:
         graph: lowered graph, with a stage for each cut point.
-        cut_points: points where it may be cut.
+        cut_points: cut points of the model.
         cluster: times of collectives.
         operators: times of operators.
-        excluded_axis: axis whose collectives run once a step and are left out.
+        excluded_axis: axis to ignore, because its collectives run once per step.
     """
     found, operators = [0.0] * len(cut_points.names), operators.of(graph)
     for node, place in _stages(graph).items():
@@ -118,7 +118,7 @@ def seconds_of(
 
 
 def _stages(graph: TrainingGraph) -> dict[fx.Node, int]:
-    """Stage of every operator; one without a stage gets that of its inputs."""
+    """Stage of every operator; an operator without a stage inherits it from its inputs."""
     found: dict[fx.Node, int] = {}
     for node in graph.calls():
         read = [found[n] for n in node.all_input_nodes if n in found]
@@ -131,9 +131,9 @@ def _stages(graph: TrainingGraph) -> dict[fx.Node, int]:
 def _last_readers(
     graph: TrainingGraph, at: Mapping[fx.Node, int], returned: set[fx.Node]
 ) -> dict[fx.Node, int]:
-    """The furthest stage that reads each value: the last for forward values, else the first.
+    """Furthest stage that reads each value: the last for forward values, else the first.
 
-    Later stages recompute views, and gradient sums run where they are returned.
+    Later stages recompute views, and gradient sums run on the stage that returns them.
     """
     found: dict[fx.Node, int] = {}
     for node in reversed(list(at)):
@@ -157,7 +157,7 @@ def _is_recomputed_view(node: fx.Node, at: Mapping[fx.Node, int]) -> bool:
 
 
 def _running_sums(differences: Sequence[int]) -> list[int]:
-    """Running sums: the bytes that cross each cut point."""
+    """Bytes that cross each cut point, from the differences between cut points."""
     total, found = 0, []
     for step in differences:
         total += step

@@ -1,4 +1,4 @@
-"""`Evaluator`: plans of configurations, simulated on their lowered programs."""
+"""`Evaluator`: makes the plan of a configuration, and simulates its lowered programs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Evaluator(ABC):
 
     @abstractmethod
     def seconds(self, config: CandidateConfig, clusters: Sequence[Cluster]) -> list[float]:
-        """Step time of a configuration on each of other clusters, in seconds."""
+        """Step time of a configuration on each cluster, in seconds."""
 
 
 class SpmdEvaluator(Evaluator):
@@ -123,7 +123,7 @@ class SpmdEvaluator(Evaluator):
         return replace(plan, sent_bytes=tuple(sorted(sent.items()))), graph
 
     def _passes(self, plan: Plan) -> tuple[PassPipeline, PassPipeline]:
-        """The passes whose result is cached, and those that depend on buckets and overlap."""
+        """Passes with cached results, and passes that depend on buckets and overlap."""
         setup = self.setup
         return build_pass_pipeline(
             plan, 0, setup.comm_backend, op_strategies=setup.op_strategies

@@ -1,4 +1,4 @@
-"""`levels_of`: message sizes from which hierarchical collectives are faster."""
+"""`levels_of`: minimum message sizes for which hierarchical collectives are faster."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from autopar.planner.machine import Machine
 from autopar.report.plan import Plan
 
 ALWAYS_FROM = 256 * 2**10
-"""Size from which messages go by level on request; latency dominates below."""
+"""Minimum bytes of hierarchical messages on request; latency dominates below."""
 
 SIZES = tuple(2**power for power in range(12, 28))
-"""Compared sizes: 4 KiB to 128 MiB."""
+"""Compared message sizes: 4 KiB to 128 MiB."""
 
 
 def levels_of(
     base: Plan, strategy: Strategy, machine: Machine | None, backend: str
 ) -> tuple[Levels, ...]:
-    """Levels of the data axis, and the messages sent by level; empty for a single level.
+    """Levels of the data axis, and its hierarchical collectives; empty for a single level.
 
     Args:
         base: plan with its mesh.
@@ -58,7 +58,7 @@ def levels_of(
 
 
 def neighbours(base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
-    """Number of neighbouring ranks of the data axis in its inner level."""
+    """Number of ranks in the inner level of the data axis."""
     if base.hybrid:
         return strategy.dp_shard or 1
     if strategy.hierarchical and strategy.hierarchical is not True:
@@ -68,9 +68,9 @@ def neighbours(base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
 
 
 def _level_codecs(strategy: Strategy) -> dict[str, Compression]:
-    """Gradient compressions of a strategy that can run by level.
+    """Gradient compressions of a strategy that can be hierarchical.
 
-    PowerSGD is left out: its messages are plain sums.
+    PowerSGD is excluded, because its messages are uncompressed all-reduces.
     """
     allowed = strategy.lossy if strategy.compress is None else (strategy.compress,)
     methods = [Compression.of(own) for own in allowed if own != "none"]
@@ -87,11 +87,11 @@ class _LevelCosts:
     backend: str
 
     def pays_from(self, kind: str, by: Compression | None = None) -> int | None:
-        """Size from which all larger messages are faster by level, if there is one.
+        """Minimum size from which hierarchical messages are always faster; None if never.
 
         Args:
             kind: kind of collective.
-            by: compression, whose own time is left out.
+            by: compression; its own compute is ignored.
         """
         least = None
         for nbytes in reversed(SIZES):

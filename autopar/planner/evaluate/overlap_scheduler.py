@@ -1,11 +1,12 @@
 """`schedule`: start and wait of each collective, by list scheduling on the simulator's clock.
 
-Compute runs in its order. In front of each operator, an axis that would be idle while it runs
-issues one of these, in this order:
+Compute runs in graph order. Before each operator, an axis that would be idle during the operator
+issues the first available of these units:
 
-1. a gather that would arrive too late behind other messages;
-2. a follower of an arrived collective, then a gradient sum, in the order in which they are ready;
-3. a gather that compute needs soon, or any gather if more is left to send than to compute.
+1. a unit that continues an arrived collective;
+2. a gather that would otherwise arrive too late;
+3. a reduction of a ready gradient;
+4. any gather, if the remaining messages take longer than the remaining compute.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from autopar.passes.core.collective_ops import STARTS, message_bytes, start_redu
 from autopar.plan.overlap import Overlap
 
 MARGIN = 0.5
-"""Safety margin of a gather's arrival, as a share of its time, for estimation errors."""
+"""Safety margin of a gather's arrival for estimation errors, as a fraction of its time."""
 
 TICK = 1e-4
-"""Part of a stretch between units issued at the same operator."""
+"""Distance between units issued at the same operator, in stretches."""
 
 WINDOW = 32
 """Number of gathers that `slack` considers."""
@@ -41,8 +42,8 @@ class CollectiveTimes:
     """Times of a lowered collective.
 
     Attributes:
-        before_s: seconds of compute before it is issued.
-        after_s: seconds of compute between its arrival and its results.
+        before_s: seconds of compute before the issue.
+        after_s: seconds of compute between arrival and results.
         sends: messages and their seconds.
     """
 
@@ -52,7 +53,7 @@ class CollectiveTimes:
 
     @property
     def seconds(self) -> float:
-        """Seconds of its messages."""
+        """Seconds of all messages."""
         return sum(seconds for _, seconds in self.sends)
 
 
@@ -91,14 +92,14 @@ def schedule(
     operators: OperatorTimes,
     budget_bytes: int | None = None,
 ) -> Overlap:
-    """The start and wait of each collective of a graph.
+    """Schedules the start and wait of each collective of a graph.
 
     Args:
         graph: graph with abstract collectives, the input of `ScheduleOverlap`.
-        lowered: the same graph lowered under any schedule.
+        lowered: the same graph, lowered under any schedule.
         cluster: times of collectives.
         operators: times of operators.
-        budget_bytes: bytes gathered ahead, beside one gather; None for any number.
+        budget_bytes: bytes gathered ahead, in addition to one gather; None for no limit.
     """
     graph = graph.copy()
     sink_waits(graph)
@@ -112,7 +113,7 @@ def schedule(
 
 
 class _ListScheduler:
-    """Compute of a forward or backward, and the collectives issued meanwhile."""
+    """List scheduler of the collectives of a forward or backward."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class _ListScheduler:
         return tuple(round(self.positions[u] - u.mark, 4) for u in self.half.of("late"))
 
     def run(self) -> None:
-        """Runs all operators, then waits for the collectives left."""
+        """Runs all operators, then awaits the remaining collectives."""
         marks = self.half.marks
         needed = {unit.mark: unit for unit in self.half.of("needed")}
         for mark, (low, high) in enumerate(pairwise(marks)):
@@ -171,7 +172,7 @@ class _ListScheduler:
         self.drain()
 
     def step(self, node: fx.Node, seconds: float) -> None:
-        """Runs one operator, after the collectives issued in front of it."""
+        """Issues collectives, then runs one operator."""
         self.issue_ahead(seconds)
         self.finish_reduced()
         if node.target in STARTS:
@@ -201,7 +202,7 @@ class _ListScheduler:
                 return
 
     def candidates(self, span_s: float) -> Iterator[Unit]:
-        """Units that could be issued now, best first."""
+        """Units that can be issued now, best first."""
         gather = next((u for u in self.early if u not in self.positions), None)
         sums = [u for u in self.sums if self.is_ready(u)]
         follower = next((u for u in self.followers if self.is_ready(u)), None)
@@ -222,20 +223,20 @@ class _ListScheduler:
                 yield gather
 
     def is_ready(self, unit: Unit) -> bool:
-        """Whether a unit with a start can run now, without waiting."""
+        """Whether a unit with a start can run now without a stall."""
         done = unit in self.positions or unit.start is None
         if done or (unit.kind == "late" and unit.mark > self.position):
             return False
         return all(before in self.positions and self.has_arrived(before) for before in unit.behind)
 
     def has_arrived(self, unit: Unit, margin: float = 0.0) -> bool:
-        """Whether the collective of a unit arrived at least `margin` of its time ago."""
+        """Whether a unit's collective arrived at least `margin` times its duration ago."""
         flights = self.flights.get(unit.start, []) if unit.start is not None else []
         late_s = margin * self.cost(unit).seconds
         return all(f.left_s <= 0.0 and f.end_s + late_s <= self.clock.now for f in flights)
 
     def slack(self) -> float:
-        """Least seconds between the arrival and the use of the next gathers, sent in order."""
+        """Minimum seconds between arrival and use of the next gathers, if sent in order now."""
         sent_s, least = dict(self.backlog()), float("inf")
         ahead = (u for u in self.early if u not in self.positions)
         for unit, _ in zip(ahead, range(WINDOW), strict=False):
@@ -246,7 +247,7 @@ class _ListScheduler:
         return least
 
     def fits_budget(self, gather: Unit) -> bool:
-        """Whether a gather's buffers fit into the budget from now on."""
+        """Whether a gather fits into the budget now."""
         if self.budget_bytes is None or gather.start is None:
             return True
         ahead = [u for u in self.early if u in self.positions and u.mark > self.position]
@@ -285,7 +286,7 @@ class _ListScheduler:
         self.clock.compute(start.name, self.costs.get(start.name, NOTHING).after_s)
 
     def wait_for_gather(self, unit: Unit) -> None:
-        """Waits for the gathers that compute needs next."""
+        """Awaits the gathers that compute needs next."""
         for before in self.chain(unit):
             if before not in self.positions:
                 self.issue(before)
@@ -297,19 +298,19 @@ class _ListScheduler:
                 self.wait_for(before.start)
 
     def chain(self, unit: Unit) -> Iterator[Unit]:
-        """Units to issue before a unit, in order."""
+        """Predecessors of a unit, in the order of issue."""
         for before in unit.behind:
             yield from self.chain(before)
             yield before
 
     def finish_reduced(self) -> None:
-        """Waits for arrived reduce-scatters, so that unsharded gradients are freed."""
+        """Awaits arrived reduce-scatters, which frees unsharded gradients."""
         for unit in list(self.finishes):
             if all(b in self.positions and self.has_arrived(b, MARGIN) for b in unit.behind):
                 self.issue(unit)
 
     def drain(self) -> None:
-        """Runs the units left when compute has ended, in the order of arrival."""
+        """Runs the units left after compute, in the order of arrival."""
         left = [unit for unit in self.late if unit not in self.positions]
         while left:
             open_ = [u for u in left if all(before in self.positions for before in u.behind)]
@@ -318,7 +319,7 @@ class _ListScheduler:
             self.issue(unit)
 
     def drain_order(self, unit: Unit) -> tuple[bool, bool, float]:
-        """Sort key: units that need no wait, then units that send, then the earliest issued."""
+        """Sort key: units without a stall first, then units that send, then by time of issue."""
         waits = not all(self.has_arrived(before) for before in unit.behind)
         issued = [f.issued_s for b in unit.behind if b.start for f in self.flights[b.start]]
         return waits, unit.start is None, max(issued, default=0.0)
@@ -333,7 +334,7 @@ class _ListScheduler:
         return sends[0][0].axis if sends else ""
 
     def backlog(self) -> dict[str, float]:
-        """Seconds of the messages under way on each axis."""
+        """Remaining seconds of the messages in flight on each axis."""
         found: dict[str, float] = {}
         for flight in under_way(self.flights.values()):
             axis = flight.transfer.axis
@@ -342,11 +343,11 @@ class _ListScheduler:
 
 
 def _waits_for_shards(unit: Unit) -> bool:
-    """Whether a unit waits for reduce-scatters only."""
+    """Whether a unit awaits only reduce-scatters."""
     starts = (before.start for before in unit.behind)
     return all(s is not None and s.target is start_reduce_scatter for s in starts)
 
 
 def under_way(flights: Iterable[list[Flight]]) -> Iterator[Flight]:
-    """Messages that have not arrived."""
+    """Messages in flight."""
     return (flight for group in flights for flight in group if flight.left_s > 0.0)

@@ -1,4 +1,4 @@
-"""Point-to-point messages of a pipeline, and messages before and after its schedule."""
+"""Costs of point-to-point messages of a pipeline, and of messages around its schedule."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class P2PCost:
         return self.cost(nbytes).seconds if nbytes else 0.0
 
     def cost(self, nbytes: int) -> Cost:
-        """Cost of one message; that of a broadcast if no messages were timed."""
+        """Cost of one message, or of a broadcast if sends were not timed."""
         try:
             return self.cluster.seconds("send", nbytes, self._pair)
         except ClusterError:
             return self.cluster.seconds("broadcast", nbytes, self._pair)
 
     def message(self, nbytes: int) -> Transfer:
-        """The transfer that a message is priced as."""
+        """Transfer that stands for a message in `cost`."""
         try:
             self.cluster.seconds("send", nbytes, self._pair)
             kind = "send"
@@ -53,7 +53,7 @@ class P2PCost:
 
     @property
     def issue_s(self) -> float:
-        """Seconds of the compute thread to issue a message."""
+        """Seconds that the compute thread takes to issue a message."""
         return self.cluster.slowdown.issue_s
 
     @property
@@ -63,7 +63,7 @@ class P2PCost:
 
     @cached_property
     def everyone(self) -> GroupShape:
-        """All ranks of the mesh."""
+        """Process group of all ranks."""
         ranks = prod(size for _, size in self.mesh)
         return GroupShape.of_axis({"all": ranks}, "all", self.cluster.ranks_per_node)
 
@@ -78,9 +78,9 @@ class P2PCost:
 def add_step_boundaries(
     run: PipelineSimulation, stages: PipelineStages, pipeline: Pipeline, link: P2PCost
 ) -> PipelineSimulation:
-    """Adds the messages before and after a schedule, which all ranks wait for.
+    """Adds the messages before and after a schedule, which all ranks await.
 
-    Tied parameters are sent and their gradients returned; batch totals are summed over all ranks.
+    They send tied parameters, return their gradients, and all-reduce batch totals.
     """
     if pipeline.ranks == 1:
         return run
@@ -114,7 +114,7 @@ def add_step_boundaries(
 def _tied_parameter_s(
     stages: PipelineStages, pipeline: Pipeline, link: P2PCost
 ) -> tuple[float, float]:
-    """Seconds to send tied parameters, and to return their gradients, on parallel links."""
+    """Seconds to send tied parameters and to return their gradients, over parallel links."""
     tied, back = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for index, graph in enumerate(stages.stages):
         user = pipeline.rank_of(index)

@@ -47,9 +47,9 @@ class LoweredPipeline:
     """A plan and the lowered programs of its stages.
 
     Attributes:
-        plan: the plan, with buckets.
+        plan: plan with buckets.
         programs: programs of each stage; equal stages share them.
-        dedup: the stages that are equal.
+        dedup: equal stages.
     """
 
     plan: Plan
@@ -61,8 +61,8 @@ class PipelineEvaluator(Evaluator):
     """Evaluator of plans with one pipeline.
 
     Args:
-        setup: inputs of the model without stages.
-        pipeline: the stages and their schedule.
+        setup: setup of the model without stages.
+        pipeline: stages and their schedule.
     """
 
     def __init__(self, setup: EvaluationSetup, pipeline: Pipeline) -> None:
@@ -114,14 +114,14 @@ class PipelineEvaluator(Evaluator):
 
     @cached_property
     def split(self) -> PipelineStages:
-        """The graph of each stage for one micro-batch; the same for all configurations."""
+        """Graph of each stage for one micro-batch, independent of the configuration."""
         plan, micro_batches = self.setup.base, self.pipeline.micro_batches
         strategies = self.setup.op_strategies
         return split_plan_stages(self.setup.graph, plan, 0, strategies, micro_batches)
 
     @cached_property
     def orders(self) -> Orders:
-        """Actions of each rank; all forwards come first if every backward needs the whole loss."""
+        """Actions of each rank; all forwards run first if backwards need the loss of the batch."""
         p = self.pipeline
         if self.split.can_interleave_backward:
             return orders(p.schedule, p.ranks, p.micro_batches, p.stages_per_rank)
@@ -148,7 +148,7 @@ class PipelineEvaluator(Evaluator):
         return StageSimulation(programs, *programs.of_each(self.setup.simulate), *costs)
 
     def _run(self, costs: Sequence[StageCost], link: P2PCost) -> PipelineSimulation:
-        """A step of all ranks, without the optimizer's."""
+        """Simulates a step of all ranks without the optimizer."""
         operators = self.setup.operators
         shared = operators.setting.sharing >= self.setup.base.world_size
         slowdown = operators.oversubscription if shared else 1.0  # else already in the times
@@ -160,7 +160,7 @@ class PipelineEvaluator(Evaluator):
         return self._lowered.get(config, lambda: self._lower_stages(config))
 
     def _lower_stages(self, config: CandidateConfig) -> LoweredPipeline:
-        """Lowers equal stages once; all of them where collectives are scheduled by name."""
+        """Lowers equal stages once, or each stage if collectives are scheduled by name."""
         plan, stages = self.setup.draft(config), self.split.stages
         dedup = StageDedup.none(len(stages)) if config.scheduled else StageDedup.of(stages, plan)
         buckets = self._propose_buckets(config, plan, dedup)
@@ -187,12 +187,12 @@ class PipelineEvaluator(Evaluator):
         return LoweredPipeline(plan, programs, dedup)
 
     def _passes(self, graph: TrainingGraph, plan: Plan) -> tuple[PassPipeline, PassPipeline]:
-        """Passes of a stage for the last micro-batch, and for those before it."""
+        """Passes of a stage for the last micro-batch, and for earlier ones."""
         micro_batches, backend = self.pipeline.micro_batches, self.setup.comm_backend
         return build_microbatch_pipelines(graph, plan, 0, backend, micro_batches=micro_batches)
 
     def _propose_buckets(self, config: CandidateConfig, plan: Plan, dedup: StageDedup) -> Buckets:
-        """Buckets of all stages; those of a stage equal to an earlier one are the same by name."""
+        """Buckets of all stages; equal stages have equal buckets up to names."""
         stages = self.split.stages
         total, proposed = Buckets(), dict[int, Buckets]()
         for graph, first in zip(stages, dedup.first, strict=True):
@@ -206,7 +206,7 @@ class PipelineEvaluator(Evaluator):
         return total
 
     def _sent_bytes(self, programs: Sequence[MicrobatchPrograms]) -> dict[str, int]:
-        """Bytes that the rank that sends most sends over each axis in a step."""
+        """Bytes per axis and step on the rank that sends most."""
         micro_batches = self.pipeline.micro_batches
         ranks: list[dict[str, int]] = []
         for rank in range(self.pipeline.ranks):
@@ -222,7 +222,7 @@ class PipelineEvaluator(Evaluator):
         return max(ranks, key=lambda sent: sum(sent.values()))
 
     def _adding_s(self, graph: TrainingGraph) -> float:
-        """Seconds a micro-batch adds its gradients to earlier ones, averaged over all of them."""
+        """Mean seconds that a micro-batch takes to add its gradients to earlier ones."""
         known = {node.name for node in graph.graph.nodes}
         micro_batches = self.pipeline.micro_batches
         if micro_batches == 1:
@@ -231,7 +231,7 @@ class PipelineEvaluator(Evaluator):
         return self._operator_s(added) * (micro_batches - 1) / micro_batches
 
     def _weights(self, last: TrainingGraph) -> tuple[float, int]:
-        """Share of a backward that no other stage waits for, and the bytes it waits with."""
+        """Fraction of a backward for parameter gradients (zero bubble), and bytes kept for it."""
         backward = split_forward_backward(last).backward
         if self.pipeline.schedule != "zero_bubble" or backward is None:
             return 0.0, 0

@@ -1,4 +1,4 @@
-"""`SimulatedPipeline`: the prediction of a plan with stages, from the simulations of its stages."""
+"""`SimulatedPipeline`: prediction of a pipelined plan from simulations of its stages."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class SimulatedPipeline:
     """A simulated step of all ranks of a pipeline.
 
     Attributes:
-        plan: the simulated plan.
-        pipeline: its pipeline.
+        plan: simulated plan.
+        pipeline: pipeline of the plan.
         stages: simulation of each stage alone.
         orders: actions of each rank.
-        run: the stages together, without the optimizer's step.
-        updates: the optimizer's step of each rank.
+        run: simulation of all stages, without the optimizer's step.
+        updates: cost of the optimizer's step on each rank.
         link: cost of messages between neighbouring ranks.
     """
 
@@ -59,7 +59,7 @@ class SimulatedPipeline:
         ]
 
     def prediction(self) -> Prediction:
-        """Times of the rank that computes most, memory of the rank that needs most."""
+        """Times of the rank with the most compute, and memory of the rank with the highest peak."""
         run, micro_batches = self.run, self.pipeline.micro_batches
         ranks = range(self.pipeline.ranks)
         step_s = max(end + cost.seconds for end, cost in zip(run.ends_s, self.updates, strict=True))
@@ -112,7 +112,7 @@ class SimulatedPipeline:
         return dict(counts)
 
     def _events(self) -> tuple[TimelineEvent, ...]:
-        """Actions of all ranks, and the optimizer's step on each."""
+        """Actions of all ranks, including the optimizer's step."""
         steps = [
             Event("optimizer", f"rank {rank}", end, end + cost.seconds, COMPUTE)
             for rank, (end, cost) in enumerate(zip(self.run.ends_s, self.updates, strict=True))
@@ -120,7 +120,7 @@ class SimulatedPipeline:
         return timeline_events(sorted([*self.run.timeline, *steps], key=lambda e: e.end_s))
 
     def _report_data(self) -> ReportData:
-        """Memory of the rank that needs most, messages of the rank that computes most."""
+        """Memory of the rank with the highest peak, messages of the rank with the most compute."""
         peaks, busy_s = [memory.peak for memory in self.memories], self.run.busy_s
         full, slow = peaks.index(max(peaks)), busy_s.index(max(busy_s))
         actions = [
@@ -139,7 +139,7 @@ class SimulatedPipeline:
 
 
 def _summed(tables: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """Sum of tables of seconds, each a number of times."""
+    """Sum of tables of seconds, each multiplied by its count."""
     total: dict[str, float] = {}
     for table, times in tables:
         for key, seconds in table.items():

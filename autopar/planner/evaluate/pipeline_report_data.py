@@ -27,10 +27,10 @@ def report_data_of_pipeline(
 
     Args:
         cluster: cluster of the simulation.
-        memory: memory of the rank that needs most.
-        actions: timeline of that rank.
-        lowered: graphs of the rank that computes most, and the count of each.
-        messages: messages of that rank to its neighbours.
+        memory: memory of the rank with the highest peak.
+        actions: timeline of the same rank.
+        lowered: graphs of the rank with the most compute, and the count of each.
+        messages: messages of the latter rank to its neighbours.
     """
     sent = Counter(messages)
     for graph, times in lowered:
@@ -41,7 +41,7 @@ def report_data_of_pipeline(
 
 
 def _times(memory: RankMemory, actions: Sequence[Event]) -> list[float]:
-    """Seconds of each point of a memory curve."""
+    """Time of each point of a memory curve, in seconds."""
     *inside, _ = memory.points
     spans = ((actions[index], part) for index, part in inside)
     return [*(e.start_s + part * e.seconds for e, part in spans), actions[-1].end_s]

@@ -19,7 +19,7 @@ from autopar.cost_model.simulator.step import Simulation
 from autopar.ir.graph import TrainingGraph
 from autopar.plan.report_data import MOST_POINTS, ReportData, Span, Traffic
 
-_STEPS = 24  # of a curve over message sizes, as drawn
+_STEPS = 24  # points of a drawn curve over message sizes, less one
 Bytes = NDArray[np.int64]
 
 
@@ -97,7 +97,7 @@ def price_arguments(item: Transfer, nbytes: int) -> tuple[str, int, GroupShape, 
 
 
 def _steps(least: int, most: int) -> list[int]:
-    """Sizes from `least` to `most` in even ratios."""
+    """Sizes from `least` to `most`, evenly spaced in the logarithm."""
     if least == most:
         least, most = max(1, least // 8), most * 8
     ratio = math.log(most / least)
@@ -109,7 +109,7 @@ def _figures(value: float, digits: int = 6) -> float:
 
 
 def _spans(graph: TrainingGraph, result: Simulation) -> tuple[Span, ...]:
-    """Consecutive operators of one block and phase, merged."""
+    """Spans of consecutive operators of the same block and phase."""
     starts = dict(zip(result.memory.nodes, (at for at, _ in result.memory_curve), strict=True))
     ends = [*list(starts.values())[1:], result.step_s]
     owners = [(node.meta.get("block") or "", node.meta["phase"]) for node in graph.calls()]
@@ -125,7 +125,7 @@ def _spans(graph: TrainingGraph, result: Simulation) -> tuple[Span, ...]:
 def sample_memory(
     times: NDArray[np.float64], table: Bytes
 ) -> tuple[tuple[float, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
-    """The point with the most bytes of each interval: times, and bytes by category.
+    """Samples a memory curve at the maximum of each interval: times, and bytes by category.
 
     Args:
         times: ascending times in seconds, [points].

@@ -1,4 +1,4 @@
-"""`EvaluationSetup`: the inputs of an evaluator, and `ProgramCache`: its lowered programs."""
+"""`EvaluationSetup`: inputs of an evaluator. `ProgramCache`: cache of lowered programs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from autopar.planner.evaluate.overlap_scheduler import schedule
 from autopar.report.plan import Plan
 
 IN_FLIGHT = 2
-"""Reduce-scatters under way: more would keep more unsharded gradients alive."""
+"""Reduce-scatters in flight; more would keep more unsharded gradients alive."""
 
 T = TypeVar("T")
 
 
 class ProgramCache(Generic[T]):
-    """The latest lowered programs; the oldest are dropped, since programs are large.
+    """Bounded cache of lowered programs, which are large; drops the oldest entry.
 
     Args:
         size: number of entries.
@@ -46,7 +46,7 @@ class ProgramCache(Generic[T]):
         self._programs: dict[Hashable, T] = {}
 
     def get(self, key: Hashable, lower: Callable[[], T]) -> T:
-        """The entry of a key, made by `lower` if it is not there."""
+        """The entry of a key, created by `lower` if missing."""
         if key not in self._programs:
             while len(self._programs) >= self._size:
                 del self._programs[next(iter(self._programs))]
@@ -56,20 +56,20 @@ class ProgramCache(Generic[T]):
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """Everything that the plans of one evaluator have in common.
+    """Inputs that all configurations of one evaluator share.
 
     Attributes:
-        graph: the captured graph, with the size of the data axis.
-        parameters: the model's parameters, by name.
-        base: the plan before anything is chosen.
+        graph: captured graph, with the size of the data axis.
+        parameters: parameters of the model, by name.
+        base: plan without the choices of a configuration.
         cluster: times of collectives.
         operators: times of operators.
         update: time of the optimizer's step.
-        overhead: bytes allocated beside the graph's tensors.
+        overhead: bytes allocated in addition to the graph's tensors.
         comm_backend: torch.distributed backend that collectives are lowered for.
-        op_strategies: strategies of the graph before each axis of the model.
+        op_strategies: strategies of the graph along each model-parallel axis.
         note: callback for every simulated plan.
-        deadline: whether there is time for another candidate.
+        deadline: callback; returns whether there is time for another candidate.
     """
 
     graph: TrainingGraph
@@ -117,7 +117,7 @@ class EvaluationSetup:
         )
 
     def simulate(self, graph: TrainingGraph) -> Simulation:
-        """The simulated step of a lowered graph, without the optimizer's."""
+        """Simulates a step of a lowered graph without the optimizer."""
         return simulate(graph, self.cluster, self.operators, overhead=self.overhead)
 
     def update_cost(self, plan: Plan, trained_bytes: Iterable[int]) -> Cost:
@@ -127,7 +127,7 @@ class EvaluationSetup:
     def overlaps(
         self, config: CandidateConfig, graph: TrainingGraph, passes: PassPipeline
     ) -> tuple[Overlap, ...]:
-        """Start and wait of each collective, for a graph and the passes left to run on it."""
+        """Start and wait of each collective of a graph; `passes` are yet to run on it."""
         before, rest = passes.split(ScheduleOverlap)
         if not rest:
             return ()
@@ -137,7 +137,7 @@ class EvaluationSetup:
         return (schedule(graph, lowered, self.cluster, self.operators, budget),)
 
     def candidate(self, config: CandidateConfig, plan: Plan, prediction: Prediction) -> Candidate:
-        """The candidate of a plan and its prediction; tells `note` about it."""
+        """The candidate of a plan and its prediction; calls `note`."""
         notes = (*plan.notes, *self.overhead.gaps())
         plan = replace(plan, prediction=prediction, notes=notes)
         self.note(plan)
@@ -145,5 +145,5 @@ class EvaluationSetup:
 
 
 def timeline_events(events: Iterable[Event]) -> tuple[TimelineEvent, ...]:
-    """Simulated events as a plan document stores them."""
+    """Simulated events in the form of a plan document."""
     return tuple((e.name, e.stream, round(e.start_s, 8), round(e.end_s, 8), e.kind) for e in events)

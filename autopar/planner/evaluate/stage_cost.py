@@ -16,7 +16,7 @@ from autopar.planner.evaluate.stage_memory import StageMemory
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one stage without the others.
+    """Seconds of one stage on its own.
 
     Attributes:
         first_s: seconds of the first forward.
@@ -35,8 +35,8 @@ class StageTimes:
 
         Args:
             graph: graph of the stage.
-            adding_s: seconds in which a backward adds gradients to earlier ones.
-            weights: share of a backward for parameter gradients only.
+            adding_s: seconds that a backward takes to add gradients to earlier ones.
+            weights: fraction of a backward for parameter gradients only.
         """
         return StageCost(
             forward_s=self.forward_s,
@@ -55,13 +55,13 @@ class StageSimulation:
     """Programs of a stage and their simulations.
 
     Attributes:
-        programs: programs of its micro-batches.
+        programs: programs of the micro-batches.
         first: simulation of the first micro-batch.
-        more: simulation of a later one.
-        last: simulation of the last one.
-        adding_s: mean seconds in which a backward adds gradients to earlier ones.
-        weights: share of the backward for parameter gradients only.
-        split_backward_bytes: bytes kept for that share after the rest has run.
+        more: simulation of a middle micro-batch.
+        last: simulation of the last micro-batch.
+        adding_s: mean seconds that a backward takes to add gradients to earlier ones.
+        weights: fraction of the backward for parameter gradients only.
+        split_backward_bytes: bytes kept for that fraction after the rest of the backward.
     """
 
     programs: MicrobatchPrograms
@@ -74,7 +74,7 @@ class StageSimulation:
 
     @cached_property
     def memory(self) -> tuple[StageMemory, StageMemory]:
-        """Memory of a micro-batch before the last, and of the last."""
+        """Memory of a micro-batch before the last one, and of the last one."""
         ending = StageMemory.of(self.last, self.programs.last, self.split_backward_bytes)
         same = self.more is self.last
         return ending if same else StageMemory.of(
@@ -88,13 +88,13 @@ class StageSimulation:
         return StageTimes(*own).cost(self.programs.last, self.adding_s, self.weights)
 
     def runs(self, micro_batches: int) -> Iterator[tuple[Simulation, int]]:
-        """Simulations of its micro-batches, and the number of each."""
+        """Simulations of micro-batches, and the count of each."""
         yield self.more, micro_batches - 1
         yield self.first, 1
 
 
 def boundary_bytes(graph: TrainingGraph, phase: str) -> int:
-    """Bytes that a stage sends to a neighbour for one micro-batch."""
+    """Bytes that a stage sends in a phase of one micro-batch."""
     return sum(
         tensor_bytes(tensors(node)[0])
         for role, node in zip(graph.outputs, graph.results, strict=True)

@@ -1,4 +1,4 @@
-"""`StageDedup`: stages that are equal up to names are lowered and simulated once."""
+"""`StageDedup`: finds stages that are equal up to names, to lower and simulate them once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StageDedup:
     """Equal stages of a pipeline.
 
     Attributes:
-        first: for each stage, the first stage equal to it.
+        first: index of the first equal stage, for each stage.
     """
 
     first: tuple[int, ...]
@@ -37,12 +37,12 @@ class StageDedup:
 
     @staticmethod
     def none(count: int) -> StageDedup:
-        """No two stages of `count` are equal."""
+        """`count` stages, all different."""
         return StageDedup(tuple(range(count)))
 
 
 def parameter_names(one: TrainingGraph, other: TrainingGraph) -> dict[str, str]:
-    """Names of one graph's parameters in an equal graph."""
+    """Name in `other` of each parameter of `one`; the graphs are equal up to names."""
     pairs = zip(one.inputs, other.inputs, strict=True)
     return {
         a.name: b.name for a, b in pairs if isinstance(a, Parameter) and isinstance(b, Parameter)
@@ -50,7 +50,7 @@ def parameter_names(one: TrainingGraph, other: TrainingGraph) -> dict[str, str]:
 
 
 def _text(graph: TrainingGraph, plan: Plan) -> Iterator[Any]:
-    """Everything that the lowering of a graph depends on, without names."""
+    """Key of a graph's lowering, independent of names."""
     stages, levels = dict(plan.zero_stages), dict(plan.recompute)
     numbers: dict[fx.Node, int] = {}
     seen: dict[tuple[str, Any], int] = {}

@@ -33,7 +33,7 @@ _POINTS = 12  # samples of one action's memory
 
 @dataclass(frozen=True, eq=False)
 class PhaseMemory:
-    """Memory of a forward or backward, beside the memory that always exists.
+    """Memory of a forward or backward, without permanent memory.
 
     Attributes:
         at: progress of the phase from 0 to 1, [points].
@@ -45,7 +45,7 @@ class PhaseMemory:
 
     @staticmethod
     def of(starts: NDArray[np.float64], table: Bytes) -> PhaseMemory:
-        """Samples with the most bytes of each interval, with and without gradients."""
+        """Samples the maximum of each interval, with and without gradients."""
         span = max(float(np.ptp(starts)), 1e-12) if len(starts) else 1.0
         at = (starts - starts[:1]) / span
         bins = np.minimum((at * _POINTS).astype(int), _POINTS - 1)
@@ -65,18 +65,18 @@ class StageMemory:
     """Memory of one micro-batch on a stage, by category.
 
     Attributes:
-        always: bytes that always exist, [len(CATEGORIES)].
+        always: permanent bytes, [len(CATEGORIES)].
         forward: memory of the forward.
         backward: memory of the backward.
         update: bytes during the optimizer's step, [len(CATEGORIES)].
         saved: bytes saved between forward and backward.
-        summed: bytes of unreduced gradients that it leaves.
-        largest: bytes of the largest gradient, which exists beside the sum it is added to.
+        summed: bytes of unreduced gradients after the micro-batch.
+        largest: bytes of the largest gradient, which is alive while it is added to its sum.
         reads_sums: whether gradient sums of earlier micro-batches are inputs.
-        reserved: ratio of the allocator's bytes to those of tensors.
+        reserved: ratio of the allocator's bytes to tensor bytes.
         split_backward: bytes kept between the two parts of a backward.
-        sent: bytes that only a message keeps alive, after the forward and after the backward;
-            torch's runtime frees both when a schedule ends.
+        sent: bytes kept alive only by messages, after the forward and after the backward; torch
+            frees both at the end of a schedule.
         received: bytes that a forward and a backward receive, allocated one action ahead.
     """
 
@@ -128,7 +128,7 @@ class StageMemory:
         """Memory of an action, with the gradients of its stage.
 
         Args:
-            action: forward, backward or a part of that.
+            action: forward, backward or part of a backward.
             summed: bytes of gradients of earlier micro-batches.
         """
         if action.kind == "W":
@@ -145,7 +145,7 @@ class StageMemory:
         return PhaseMemory(half.at, table)
 
     def _first_part(self) -> PhaseMemory:
-        """The backward without parameter gradients, which keeps their inputs instead."""
+        """Memory of the backward without parameter gradients, which keeps their inputs alive."""
         table = self.backward.table.copy()
         used = np.maximum(0, self.saved - table[_SAVED])
         table[_SAVED] += used * self.split_backward // max(1, self.saved)
@@ -159,7 +159,7 @@ class RankMemory:
     """Memory of a rank over a step.
 
     Attributes:
-        points: index of the action and its progress; the optimizer's step is last.
+        points: index and progress of the action; the optimizer's step is last.
         table: bytes, [len(CATEGORIES), points].
         reserved: peak bytes that the allocator reserves.
     """
@@ -187,12 +187,15 @@ def memory_of_rank(
 
     Args:
         order: actions of the rank.
-        stages: for each stage, memory of a micro-batch before the last, and of the last.
+        stages: memory of a micro-batch before the last one and of the last one, by stage.
     """
     standing = sum(
         (last.always for _, last in stages.values()), np.zeros(len(CATEGORIES), np.int64)
     )
-    flying, halved = Counter[int](), Counter[int]()  # before the backward, and within it
+    flying, halved = (
+        Counter[int](),
+        Counter[int](),
+    )  # micro-batches before and within their backward
     summed: dict[int, int] = dict.fromkeys(stages, 0)
     final = {action.stage: action for action in order if action.kind != "F"}
     sending = 0
@@ -242,7 +245,7 @@ def _received(graph: TrainingGraph) -> tuple[int, int]:
 
 
 def _sent_bytes(graph: TrainingGraph) -> tuple[int, int]:
-    """Bytes that a stage sends: those that its backward does not read, and all others."""
+    """Bytes sent by a stage: forward values that its backward does not read, and all others."""
     storages, behind = find_storages(graph.graph)
     inputs = {place for node in graph.placeholders for place in behind[node]}
     forth, back, read = set[int](), set[int](), set[int]()
@@ -260,11 +263,11 @@ def _sent_bytes(graph: TrainingGraph) -> tuple[int, int]:
 
 
 def split_backward_bytes(weights: TrainingGraph, whole: TrainingGraph) -> int:
-    """Bytes kept for the second part of a backward, without parameters.
+    """Bytes kept for the second part of a backward, excluding parameters.
 
     Args:
         weights: graph of the second part.
-        whole: graph of the stage, for shared storages.
+        whole: graph of the stage, with its storages.
     """
     names = {role.name for role in weights.inputs if isinstance(role, Saved)}
     storages, behind = find_storages(whole.graph)

@@ -1,4 +1,4 @@
-"""`partition_stages`: cuts a model into stages by dynamic programming over its cut points."""
+"""`partition_stages`: partitions a model into stages, by dynamic programming over cut points."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 SLACK = 0.03
-"""Tolerated slowdown of the slowest stage in exchange for less traffic."""
+"""Tolerated relative slowdown of the slowest stage in exchange for less traffic."""
 
 MAX_CUT_POINTS = 192
-"""Cut points that are tried: those with the least traffic."""
+"""Maximum number of cut points to try; those with the least traffic are kept."""
 
 _POWER = 16
 """Exponent of the soft maximum over ranks."""
@@ -48,21 +48,20 @@ def partition_stages(
     transfer: Callable[[int], float],
     cap: int | None = None,
 ) -> Cuts | None:
-    """The cuts with the fastest slowest rank; among equal ones, those with the least traffic.
+    """Finds cuts that minimise the time of the slowest rank, then traffic.
 
-    The time of a stage is that of its segments and its messages, since neighbours in 1F1B wait for
-    each other's messages. The result is optimal up to `SLACK` with one stage a rank, and a local
-    optimum with several.
+    The time of a stage includes its messages, since neighbours in 1F1B await them. The result is
+    optimal up to `SLACK` with one stage per rank, and a local optimum with several.
 
     Args:
-        segments: segments in the order of execution, at least as many as stages.
-        ranks: pipeline ranks; stage s runs on rank s % ranks.
-        in_flight: number of micro-batches whose activations each stage stores.
-        transfer: seconds of a message of a number of bytes.
-        cap: limit of a rank's parameter and activation bytes.
+        segments: segments in execution order, at least as many as stages.
+        ranks: number of pipeline ranks; stage s runs on rank s % ranks.
+        in_flight: number of micro-batches in flight, for each stage.
+        transfer: seconds of a message, by its bytes.
+        cap: limit of a rank's parameter and activation bytes; None for no limit.
 
     Returns:
-        First segment of each stage after the first; None if nothing was found under the cap.
+        First segment of each stage but the first; None if no cuts fit the cap.
     """
     places = _cut_points(segments, len(in_flight))
     table = _Partitioner(segments, places, ranks, in_flight, transfer, cap)
@@ -71,7 +70,7 @@ def partition_stages(
 
 
 def _cut_points(segments: Sequence[Segment], stages: int) -> list[int]:
-    """Indices of the segments that a stage may begin with, and both ends."""
+    """Indices of possible first segments of a stage, with both ends of the model."""
 
     def crossing(place: int) -> int:
         return segments[place].sent_bytes + segments[place].returned_bytes
@@ -81,7 +80,7 @@ def _cut_points(segments: Sequence[Segment], stages: int) -> list[int]:
 
 
 class _Partitioner:
-    """Dynamic programming over ranges of segments: entry [i, j] is from cut point i up to j."""
+    """Dynamic programming over ranges of segments: entry [i, j] spans cut points i to j."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class _Partitioner:
         self.saved = _range_sums([s.saved_bytes for s in segments], places)
 
     def solve_exactly(self) -> Cuts | None:
-        """The best cuts with one stage a rank."""
+        """The best cuts with one stage per rank."""
         bytes_of = [self.memory(stage) for stage in range(len(self.in_flight))]
         over = [self.cap is not None and held > self.cap for held in bytes_of]
         prices = [np.where(self.empty | full, np.inf, self.seconds) for full in over]
@@ -116,10 +115,10 @@ class _Partitioner:
         return self.cut(sent, np.add) or cuts
 
     def solve_locally(self) -> Cuts | None:
-        """Locally best cuts with several stages a rank, whose seconds add up.
+        """Locally optimal cuts with several stages per rank.
 
-        Each rank has one of `ranks` neighbouring stages, so the best cuts between these are found
-        exactly with all others fixed. The window moves over all stages until nothing improves.
+        A window of `ranks` neighbouring stages has one stage of each rank, so its cuts are solved
+        exactly while all others are fixed. The window slides over all stages until convergence.
         """
         even = [np.where(self.empty, np.inf, self.seconds)] * len(self.in_flight)
         cuts = self.cut(even, np.maximum)
@@ -134,7 +133,7 @@ class _Partitioner:
         return cuts if self.cap is None or held.max() <= self.cap else None
 
     def reoptimize(self, cuts: Cuts, first: int) -> Cuts:
-        """These cuts, with the best ones inside the window of stages that begins at `first`."""
+        """Optimises the cuts inside the window of stages that begins at `first`."""
         runs, rows = self.stages(cuts), range(first, first + self.ranks)
         loads = self.sum_by_rank(self.stage_seconds(cuts))
         held = self.sum_by_rank([float(self.memory(s)[run]) for s, run in runs])
@@ -150,7 +149,7 @@ class _Partitioner:
         return (*cuts[:first], *found, *cuts[rows[-1] :])
 
     def reduce_traffic(self, cuts: Cuts) -> Cuts:
-        """These cuts, each moved to the least traffic within `SLACK`."""
+        """Moves each cut to the least traffic within `SLACK`."""
         limit = (1.0 + SLACK) ** _POWER * self.pressure(cuts)
         for index in range(len(cuts)):
             ends = (0, *cuts, self.last)
@@ -167,7 +166,7 @@ class _Partitioner:
         return float(self.crossing[list(cuts)].sum())
 
     def pressure(self, cuts: Cuts) -> float:
-        """Objective: soft maximum of the ranks' seconds, and of their bytes over the cap."""
+        """Objective: soft maximum of the ranks' seconds and of their bytes relative to the cap."""
         held = self.sum_by_rank([float(self.memory(s)[run]) for s, run in self.stages(cuts)])
         return float(self._pressure(self.sum_by_rank(self.stage_seconds(cuts)), held).sum())
 
@@ -182,11 +181,11 @@ class _Partitioner:
         combine: Callable[[Matrix, Matrix], Matrix],
         window: tuple[int, int] | None = None,
     ) -> Cuts | None:
-        """The cuts with the least combined cost; None if it is infinite.
+        """Cuts with the minimum combined cost; None if it is infinite.
 
         Args:
-            prices: for each stage, the cost of every range of segments.
-            combine: cost of two parts from the cost of each: sum or maximum.
+            prices: cost of every range of segments, for each stage.
+            combine: sum or maximum of the costs of two parts.
             window: first and last cut point; None for all.
         """
         begin, end = window or (0, self.last)
@@ -205,7 +204,7 @@ class _Partitioner:
         return tuple(cuts[-2:0:-1])
 
     def memory(self, stage: int) -> Matrix:
-        """Bytes that a stage of every range of segments stores."""
+        """Bytes that a stage stores, for every range of segments."""
         return self.held + self.in_flight[stage] * self.saved
 
     def stages(self, cuts: Cuts) -> list[tuple[int, tuple[int, int]]]:
