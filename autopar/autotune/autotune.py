@@ -1,4 +1,4 @@
-"""Autotuning: plans with nearly equal predictions are benchmarked on the ranks that train."""
+"""Autotuning: benchmarks the top-ranked plans on the training ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.runtime.module import DistributedModule
 
 
 def num_plans_to_benchmark(trials: int | None, problem: PlanningProblem) -> int:
-    """Number of plans to benchmark: `trials`, or the default where the mesh is searched."""
+    """Number of plans to benchmark: `trials`, or a default if the mesh is searched."""
     if not is_multi_rank():
         return 0
     searched = problem.world_size > 1 and bool(problem.strategy.search)
@@ -49,7 +49,7 @@ def benchmark_and_pick(
 
     Args:
         module: module without a plan.
-        plans: plans to benchmark; a single one is returned as it is.
+        plans: plans to benchmark; a single plan is returned unchanged.
         call: arguments and keyword arguments of the call.
         optimizer: optimizer class or factory.
     """

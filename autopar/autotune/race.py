@@ -1,4 +1,4 @@
-"""`benchmark_plans`: times steps of several plans in turn, on copies of a module."""
+"""`benchmark_plans`: times steps of several plans in rounds, on copies of a module."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from autopar.runtime.module import DistributedModule
 
 WARMUP_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 2, 5, 21
-"""Rounds that are not timed, and limits on the rounds that are."""
+"""Number of untimed rounds, and limits on the number of timed rounds."""
 
 FINALIST_MARGIN = 1.15
-"""Ratio to the fastest median after `MIN_ROUNDS` up to which a plan is timed further."""
+"""Maximum ratio of a finalist's median step time to the fastest, after `MIN_ROUNDS`."""
 
 BUDGET_S = 12.0
 """Time for the rounds of the finalists, in seconds."""
 
 SHORT_STEP_S = 0.5
-"""Step time below which caches matter: an untimed step of the same plan precedes each timed one."""
+"""Step time in seconds below which an untimed step precedes each timed one, to warm caches."""
 
 MEMORY_FRACTION = 0.5
-"""Fraction of the free memory that benchmarked plans may take."""
+"""Fraction of the free memory available to benchmarked plans."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def benchmark_plans(
     kwargs: Mapping[str, Any],
     optimizer: Optimizer,
 ) -> MeasuredSteps:
-    """Trains each plan for a few steps of one call, and those near the fastest for some more.
+    """Trains each plan for a few steps of one call, and plans near the fastest for more steps.
 
-    All ranks call this at once.
+    Collective: all ranks must call it.
 
     Args:
         copy_under: returns a copy of the module that follows a plan.
@@ -111,7 +111,7 @@ def benchmark_plans(
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with a gradient of their own."""
+    """Leaf tensor with the same values and `requires_grad`."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -127,7 +127,7 @@ def _time_rounds(
 
 
 def _time_round(runners: Sequence[_Runner], index: int, *, warm: bool) -> list[float]:
-    """Step times of all runners, in an order that depends on the round and is equal on all ranks.
+    """Step times of all runners, timed in an order shuffled by the round, equal on all ranks.
 
     Args:
         runners: runners to time.
@@ -144,7 +144,7 @@ def _time_round(runners: Sequence[_Runner], index: int, *, warm: bool) -> list[f
 
 
 def _medians(table: Sequence[Sequence[float]]) -> list[float]:
-    """Median step times, relative to the mean of each round since machines drift."""
+    """Median step times, normalised by the mean of each round to cancel machine drift."""
     means = [statistics.fmean(row) for row in table]
     relative = [[each / mean for each in row] for row, mean in zip(table, means, strict=True)]
     typical = statistics.median(means)
@@ -186,7 +186,7 @@ class _Runner:
         return time.perf_counter() - start
 
     def release(self) -> None:
-        """Frees parameters and states, which reference cycles would keep."""
+        """Frees parameters and optimizer state, which reference cycles would keep alive."""
         self.optimizer = None
         for parameter in self.module.parameters():
             parameter.grad = None

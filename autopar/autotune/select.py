@@ -1,6 +1,6 @@
-"""Plans worth a benchmark, and the plan that won it.
+"""`select_plans`: plans to benchmark. `with_measured_times`: the plan that won.
 
-Predictions err by several per cent, which decides between plans that are nearly equal.
+Predictions err by several per cent, so they cannot rank plans with nearly equal step times.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ NUM_PLANS = 6
 """Default number of plans to benchmark."""
 
 FEATURE_MARGIN = 1.6
-"""Ratio to the best predicted step time up to which a plan with other features is benchmarked.
+"""Maximum ratio to the best predicted step time for benchmarking a plan with other features.
 
-Where ranks outnumber cores, predictions of pipelines were up to 1.55 times too fast
+If ranks outnumber cores, step times of pipelines are underestimated by up to 1.55 times
 (`benchmarks/results/regret-2026-11-22.json`).
 """
 
 
 def select_plans(best: Plan, others: Iterable[Plan], count: int, budget: int | None) -> list[Plan]:
-    """The best plan, then others that fit and could be as fast, the least similar ones first.
+    """The best plan, then others that fit and could be as fast, least similar ones first.
 
     The fastest plan of each mesh comes first, then of each number of micro-batches, then of each
-    set of features: predictions of similar plans err alike.
+    set of features. Predictions of similar plans have similar errors.
 
     Args:
         best: the plan with the best prediction.
         others: further candidates under the same cap.
         count: maximum number of plans to return.
-        budget: bytes that all of them may take together, None for no limit.
+        budget: total bytes available to all plans; None for no limit.
     """
     cap, found = best.memory_cap, [best]
     fitting = sorted((p for p in others if cap is None or _bytes(p) <= cap), key=step_s)
@@ -60,7 +60,7 @@ def _bytes(plan: Plan) -> int:
 
 
 def _mesh(plan: Plan) -> tuple[object, ...]:
-    """Sizes of the axes of the model."""
+    """Sizes of the pipeline and model-parallel axes."""
     axes = ((p.axis, size) for p in plan.partitions for name, size in plan.mesh if name == p.axis)
     return plan.pp_size, plan.model_parallel_size, tuple(axes)
 
@@ -71,7 +71,7 @@ def _micro_batches(plan: Plan) -> tuple[object, ...]:
 
 
 def _features(plan: Plan) -> tuple[object, ...]:
-    """All choices but the sizes of buckets."""
+    """All choices except bucket sizes."""
     schedule = plan.pipeline and (plan.pipeline.schedule, plan.pipeline.stages_per_rank)
     return (
         _micro_batches(plan),
@@ -89,7 +89,7 @@ def with_measured_times(plans: Sequence[Plan], seconds: Sequence[float], rounds:
     Args:
         plans: benchmarked plans, the one with the best prediction first.
         seconds: measured step time of each plan, in seconds.
-        rounds: number of steps that the fastest were timed for.
+        rounds: number of timed steps of the fastest plans.
     """
     least = min(seconds)
     best = plans[seconds.index(least)]

@@ -35,7 +35,7 @@ class Buckets:
         return Buckets(rename(self.gather), rename(self.regather), rename(self.reduce))
 
     def joined(self, other: Buckets) -> Buckets:
-        """These buckets, then those of `other`, without parameters already in these."""
+        """These buckets, then the buckets of `other` without parameters already in these."""
 
         def join(first: tuple[Group, ...], second: tuple[Group, ...]) -> tuple[Group, ...]:
             known = {name for group in first for name in group}

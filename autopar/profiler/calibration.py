@@ -1,8 +1,8 @@
-"""`calibrated`: a machine with times corrected by recorded steps.
+"""`calibrated`: corrects the times of a machine by recorded steps.
 
-Operators that ran get their recorded times without the slowdown by concurrent collectives. Times of
-all other operators and of collectives are scaled. Plans that ran and plans that did not are
-compared with the same figures.
+Recorded operators get their recorded times, without the slowdown by concurrent collectives. Times
+of all other operators, and of collectives, are scaled. The planner thus compares recorded plans and
+others by the same figures.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from autopar.ir.graph import TrainingGraph
 from autopar.planner.machine import Machine
 
 WAITED = 0.1
-"""Fraction of a collective's time that compute must have waited, for its end to be known."""
+"""Minimum stall, as a fraction of a collective's time, for the collective's end to be known."""
 
 
 ROUNDS = 3
-"""Number of predictions: times and mutual slowdowns depend on each other."""
+"""Number of fixed-point iterations over times and mutual slowdowns."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class TimedCollectives:
 
     Attributes:
         operators: time of each operator and of each call that issues a collective, in seconds.
-        collectives: time of each collective from its call to the end of its wait, in seconds.
-        waits: time that compute waited for each collective, in seconds.
+        collectives: time of each collective from call to arrival, in seconds.
+        waits: stall of compute for each collective, in seconds.
     """
 
     operators: Mapping[str, float]
@@ -78,7 +78,7 @@ class TimedCollectives:
         )
 
     def together(self, ranks: ReplayGroup) -> TimedCollectives:
-        """Means of operators over all ranks, and minima of collectives, without late ranks."""
+        """Means of operators over ranks, and minima of collectives to exclude late ranks."""
         every = ranks.gather(self)
         operators, collectives, waits = (
             [getattr(one, name) for one in every] for name in ("operators", "collectives", "waits")
@@ -94,9 +94,9 @@ class Calibration:
 
     Attributes:
         machine: machine with corrected times.
-        seen: signatures of the recorded operators.
-        operators: ratio of recorded to known time of all operators together.
-        collectives: ratio for each kind of collective with a known end.
+        seen: signatures of recorded operators.
+        operators: ratio of recorded to known total time of operators.
+        collectives: ratio of recorded to known time, for each kind of collective with a known end.
     """
 
     machine: Machine
@@ -105,7 +105,7 @@ class Calibration:
     collectives: Mapping[str, float]
 
     def measured(self) -> OperatorTimes:
-        """Times of the recorded operators alone, which are worth saving."""
+        """Times of the recorded operators only."""
         operators = self.machine.operators
         return replace(operators, times={k: operators.times[k] for k in self.seen})
 
@@ -118,7 +118,7 @@ def calibrated(
     Args:
         machine: machine before the steps.
         graph: lowered graph that ran.
-        taken: recorded times of its nodes over all ranks.
+        taken: recorded times of the nodes over all ranks.
         where: name of the model, for the provenance.
     """
     found, seen, factor = machine, list[str](), 1.0
@@ -128,7 +128,7 @@ def calibrated(
         result = simulate(graph, found.cluster, found.operators, overhead=machine.overhead)
         expected = TimedCollectives.of(graph, [result.timeline]).collectives
         for name in factors:
-            if known_s := expected.get(name, 0.0):  # one that takes no time has no event
+            if known_s := expected.get(name, 0.0):  # collectives without duration have no event
                 factors[name] *= taken.collectives[name] / known_s
         ratios = _ratios(machine.cluster, graph, factors)
         cluster = _cluster(machine.cluster, ratios, f"{date.today()} in steps of {where}")
@@ -143,7 +143,7 @@ def calibrated(
 
 
 def _ended(machine: Machine, graph: TrainingGraph, taken: TimedCollectives) -> list[str]:
-    """Collectives with a known end: compute waited for them, or they ended early."""
+    """Collectives with a known end: compute stalled for them, or they took less than predicted."""
     result = simulate(graph, machine.cluster, machine.operators, overhead=machine.overhead)
     known = TimedCollectives.of(graph, [result.timeline]).collectives
     return [
@@ -170,7 +170,7 @@ def _plain(known: OperatorTimes, node: fx.Node) -> float:
 def _operators(
     known: OperatorTimes, graph: TrainingGraph, taken: TimedCollectives, beside: Mapping[str, float]
 ) -> tuple[OperatorTimes, list[str], float]:
-    """Times of operators, signatures of the recorded ones, and their ratio to the known times."""
+    """Times of operators, signatures of recorded ones, and their ratio to known times."""
     costs, samples = known.of(graph), dict[str, list[float]]()
     sizes: dict[str, tuple[float, int]] = {}
     before_s = after_s = 0.0
@@ -180,7 +180,7 @@ def _operators(
         key, seconds = time_key(node), taken.operators[node.name] / beside.get(node.name, 1.0)
         samples.setdefault(key, []).append(seconds)
         if collective_of(node) is not None:
-            sizes[key] = 0.0, 0  # the call of a collective, not an operator
+            sizes[key] = 0.0, 0  # call of a collective, not an operator
             continue
         sizes[key] = flops_of(node), moved_bytes(node)
         before_s, after_s = before_s + _plain(costs, node), after_s + seconds
@@ -193,7 +193,7 @@ def _operators(
 
 
 Ratios = dict[tuple[str, GroupShape], list[tuple[int, float]]]
-"""By kind and group: message sizes in bytes, and ratios of recorded to known time."""
+"""Message sizes in bytes and ratios of recorded to known time, by kind and process group."""
 
 
 def _ratios(cluster: Cluster, graph: TrainingGraph, factors: Mapping[str, float]) -> Ratios:
@@ -211,7 +211,7 @@ def _of(ratios: Ratios, kind: str) -> list[tuple[int, float]]:
 
 
 def _cluster(cluster: Cluster, ratios: Ratios, when: str) -> Cluster:
-    """The cluster with curves scaled by their own messages, or others over the same groups."""
+    """Cluster with curves scaled by the ratios of their kind, or of others on the same group."""
     if not ratios:
         return cluster
 
@@ -235,7 +235,7 @@ def _cluster(cluster: Cluster, ratios: Ratios, when: str) -> Cluster:
 
 
 def _factors(pairs: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[float]:
-    """The ratio at each size, interpolated in the logarithm of size and ratio."""
+    """Ratio at each size, interpolated in the logarithms of size and ratio."""
     by_size: dict[int, list[float]] = {}
     for nbytes, ratio in pairs:
         by_size.setdefault(max(1, nbytes), []).append(ratio)

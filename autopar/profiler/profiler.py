@@ -1,6 +1,6 @@
 """`Profiler`: records steps of a module and compares them with their prediction.
 
-`autopar profile` sets `AUTOPAR_PROFILE` to a folder, where every rank writes a file.
+`autopar profile` sets `AUTOPAR_PROFILE` to the folder for the files of all ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Profiler(Recorder):
         count: number of steps to record after warmup.
         optimizer: optimizer class or factory of the module.
         device: device of the module.
-        kept: file for the calibrated cluster, None for none.
+        kept: file for the calibrated cluster; None to discard it.
         planned: planning problems of the module with their captured graphs.
         plan: plan of the module.
     """
@@ -74,21 +74,21 @@ class Profiler(Recorder):
         self.plan: Plan | None = None
 
     def start_step(self, graph: TrainingGraph) -> None:
-        """Starts to record a call, after comparing the calls before it if they suffice."""
+        """Starts to record a call; compares earlier calls first if there are enough."""
         super().start_step(graph)
         trained = [step for step in self.steps[:-1] if len(step.runs) > 1]
         alike = [step for step in trained if trained and step.graph is trained[-1].graph]
         if not self.done and len(alike) >= WARM_STEPS + self.count:
             self.done = True
-            with torch.enable_grad():  # the forward has none
+            with torch.enable_grad():  # the forward disables grad mode
                 made = self.compared(alike[-self.count :])
             made.save(self.folder / f"rank{rank()}.json")
-            super().start_step(graph)  # measuring was no part of the step
+            super().start_step(graph)  # restarts the clock after measuring
         if self.done:
             del self.steps[:-1]
 
     def compared(self, steps: Sequence[RecordedStep]) -> Profile:
-        """The recorded steps, their prediction, and a calibrated plan."""
+        """Profile of recorded steps, with their prediction and a calibrated plan."""
         graph = steps[0].graph
         machine = measure_machine([graph], self.device, None, self.optimizer, live=True)
         taken = TimedCollectives.of(graph, [step.events() for step in steps]).together(
@@ -98,7 +98,7 @@ class Profiler(Recorder):
         return replace(compare(steps, machine), again=again)
 
     def again(self, graph: TrainingGraph, machine: Machine, taken: TimedCollectives) -> Again:
-        """The calibration, and the plan that is best with it; rank 0 calls this."""
+        """Calibration, and the best plan under it; runs on rank 0 only."""
         where = self.plan.model if self.plan is not None else "a model"
         refit = calibrated(machine, graph, taken, where)
         if self.kept is not None:
@@ -160,7 +160,7 @@ def compare(steps: Sequence[RecordedStep], machine: Machine) -> Profile:
 
 
 def messages_of(graph: TrainingGraph, cluster: Cluster) -> list[Message]:
-    """The collectives of a graph with their predicted times."""
+    """Collectives of a graph with their predicted times."""
     found = []
     for node in graph.calls():
         if collective_of(node) is None:
@@ -175,7 +175,7 @@ def messages_of(graph: TrainingGraph, cluster: Cluster) -> list[Message]:
 
 
 def update_seconds(graph: TrainingGraph, machine: Machine) -> float:
-    """The time of the optimizer's step over this rank's parameters."""
+    """Time of the optimizer's step over this rank's parameters, in seconds."""
     trained = graph.trained_bytes.values()
     return machine.update.seconds(list(trained), dtensors=bool(graph.layouts)).seconds
 

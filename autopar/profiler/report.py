@@ -12,9 +12,9 @@ from autopar.common.documents import Count, Seconds, load, read
 from autopar.cost_model.simulator.streams import Event
 from autopar.errors import StrategyError
 
-SMALL = 2.0  # ratio to the time of an empty message below which a message is small
-SATURATED = 0.8  # fraction of a step above which collectives saturate the link
-WORTH_NAMING = 0.05  # fraction of a step
+SMALL = 2.0  # maximum ratio of a small message's time to an empty message's
+SATURATED = 0.8  # fraction of a step taken by collectives from which the link is saturated
+WORTH_NAMING = 0.05  # minimum cost of a reported bottleneck, as a fraction of a step
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Message:
         name: name of the node that issues it.
         collective: kind of collective.
         nbytes: message size in bytes.
-        seconds: predicted time without other load, in seconds.
+        seconds: predicted time without concurrent work, in seconds.
         empty_s: predicted time of the smallest message of its kind, in seconds.
         provenance: "measured", "imported" or "modelled".
     """
@@ -50,7 +50,7 @@ class Side:
     Attributes:
         step_s: duration of the step in seconds.
         operators: time of each kind of operator, in seconds.
-        waits: time that compute waits for each kind of collective, in seconds.
+        waits: stalls of compute for each kind of collective, in seconds.
         outside_s: time outside forward and backward (optimizer, data, Python), in seconds.
         events: timeline of the step.
         memory: (seconds, bytes) over the step; empty for a measured step.
@@ -65,7 +65,7 @@ class Side:
 
     @property
     def waiting_s(self) -> float:
-        """Time of all waits in seconds."""
+        """Total stall in seconds."""
         return sum(self.waits.values())
 
 
@@ -75,12 +75,12 @@ class Again:
 
     Attributes:
         operators: ratio of recorded to known time of operators.
-        collectives: ratio for each kind of collective that the step waited for.
-        step_s: calibrated prediction of the step that ran, in seconds.
-        best: name of the plan that is now the fastest; "" if none was searched.
-        best_s: calibrated prediction of its step, in seconds.
-        same: whether it is the plan that ran, or is not faster.
-        kept: file of the calibrated cluster, if any.
+        collectives: ratio of recorded to known time, for each kind of collective with a known end.
+        step_s: calibrated step time of the plan that ran, in seconds.
+        best: name of the fastest plan after calibration; "" if none was searched.
+        best_s: calibrated step time of the best plan, in seconds.
+        same: whether the best plan is the one that ran, or is not faster.
+        kept: file of the calibrated cluster; "" for none.
     """
 
     operators: float
@@ -99,14 +99,14 @@ class Profile:
     Attributes:
         rank: rank of the process.
         steps_s: duration of each recorded step, in seconds.
-        measured: the median step; waits and operators are means over all steps.
-        predicted: the same step, simulated on the machine as measured afterwards.
+        measured: median step, with mean waits and operators over all steps.
+        predicted: simulated step on the machine, measured after the recorded steps.
         messages: collectives of the step.
-        wait_of: name of the collective of each wait, by names of nodes.
-        faster: predicted step with collectives or operators twice as fast, in seconds.
+        wait_of: node name of the collective, by node name of the wait.
+        faster: predicted step time with collectives or operators twice as fast, in seconds.
         kinds: number of measured, imported and modelled figures in the prediction.
         cluster: origin of the times of collectives.
-        again: the plan made with calibrated times.
+        again: plan made with calibrated times.
     """
 
     rank: Count
@@ -121,15 +121,15 @@ class Profile:
     again: Again | None = None
 
     def save(self, path: Path) -> None:
-        """Writes it as JSON."""
+        """Writes the profile as JSON."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Reads what `save` wrote.
+        """Reads a profile that `save` wrote.
 
         Raises:
-            StrategyError: the file is no profile; the message names the field.
+            StrategyError: The file is not a profile; the message names the field.
         """
         document = load(path, "profile", StrategyError)
         return read(document, cls, str(path), StrategyError, "Record the steps again.")
@@ -141,8 +141,8 @@ class Finding:
 
     Attributes:
         name: name of the bottleneck.
-        seconds: measured cost in seconds of a step.
-        why: figures that show it.
+        seconds: measured cost per step, in seconds.
+        why: figures as evidence.
         advice: suggested changes.
     """
 
@@ -166,13 +166,13 @@ def find(profiles: Sequence[Profile]) -> list[Finding]:
 
 
 def _least_waits(profiles: Sequence[Profile]) -> dict[str, float]:
-    """Least wait of any rank, by waiting node: the time of the collective itself."""
+    """Minimum wait over ranks by waiting node, which excludes late ranks."""
     rows = [{e.name: e.seconds for e in p.measured.events if e.kind == "wait"} for p in profiles]
     return {name: min(row.get(name, 0.0) for row in rows) for name in rows[0]}
 
 
 def _waiting(profile: Profile, waits: Mapping[str, float]) -> list[Finding]:
-    """Waits for small messages, and for all others."""
+    """Findings on waits for small messages and for other messages."""
     messages = {message.name: message for message in profile.messages}
     small_s = other_s = 0.0
     for name, seconds in waits.items():
@@ -184,7 +184,7 @@ def _waiting(profile: Profile, waits: Mapping[str, float]) -> list[Finding]:
 
 
 def _apart(profiles: Sequence[Profile], own_s: float) -> Finding:
-    """Waits of ranks for each other, beyond the time of the collectives."""
+    """Finding on waits for late ranks, beyond the time of the collectives."""
     mean_s = statistics.mean(
         sum(e.seconds for e in p.measured.events if e.kind == "wait") for p in profiles
     )
@@ -233,7 +233,7 @@ def _large(profile: Profile, seconds: float) -> Finding:
 
 
 def _idle(profile: Profile) -> Finding:
-    """Time outside the program, beyond the optimizer's predicted step."""
+    """Finding on time outside of forward and backward, beyond the optimizer's step."""
     outside_s, update_s = profile.measured.outside_s, profile.predicted.outside_s
     return Finding(
         "an idle device",

@@ -1,1 +1,1 @@
-"""Plans as pages and timelines."""
+"""Reports of plans: text, HTML pages and traces."""

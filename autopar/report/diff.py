@@ -1,4 +1,4 @@
-"""`diff_lines`: the differences of two plans, a line for each field."""
+"""`diff_lines`: differences between two plans, one line per field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMED = 3
 
 
 def diff_lines(one: PlanSpec, other: PlanSpec) -> list[str]:
-    """A line for each different field, in the order of the fields."""
+    """One line per different field, in the order of the fields."""
     found = []
     for name in (field.name for field in fields(one)):
         before, after = getattr(one, name), getattr(other, name)
@@ -41,7 +41,7 @@ def _short(value: Any) -> str:
 
 
 def _tables(before: Iterable[tuple[str, Any]], after: Iterable[tuple[str, Any]]) -> str:
-    """Names grouped by equal change."""
+    """Changed names, grouped by equal change."""
     first, second = dict(before), dict(after)
     changed: dict[str, list[str]] = {}
     for name in dict.fromkeys((*first, *second)):
@@ -78,7 +78,7 @@ def _buckets(before: Buckets, after: Buckets) -> str:
 
 
 def _compressions(before: Compressions, after: Compressions) -> str:
-    """Count of each method by kind; "" if only uncompressed buckets differ."""
+    """Changed counts of each method; "" if only the number of uncompressed buckets differs."""
     texts = [
         {f.name: _methods(getattr(own, f.name)) for f in fields(own)} for own in (before, after)
     ]
@@ -93,7 +93,7 @@ def _methods(given: str | Sequence[str]) -> str:
 
 
 def _partitions(before: Sequence[Partition], after: Sequence[Partition]) -> str:
-    """Parameters with other placements along each axis, or the other difference."""
+    """Parameters with changed placements along each axis, or other differences."""
     first, second = ({own.axis: own for own in each} for each in (before, after))
     parts = []
     for axis in dict.fromkeys((*first, *second)):

@@ -1,8 +1,8 @@
-"""`PredictionInterval`: the ratio of measured to predicted values in past validations.
+"""`PredictionInterval`: ratio of measured to predicted values in past validations.
 
-Each bar holds nine in ten of the cases kept in benchmarks/results (their quantiles of 5 and 95 %),
-and what was predicted; a test computes them anew from there. Of figures that are modelled,
-published runs tell; of figures measured on the machine at hand, steps that were trained there.
+Intervals span the 5 and 95 % quantiles of the cases in benchmarks/results, extended to include 1; a
+test recomputes them. Intervals of modelled figures come from published runs, and intervals of
+measured figures from plans trained on the measured machine.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from autopar.plan.prediction import Prediction
 
 @dataclass(frozen=True)
 class PredictionInterval:
-    """The interval of nine in ten measured cases, relative to the prediction.
+    """Interval of 90 % of the measured cases, relative to the prediction.
 
     Attributes:
-        low: what came true, by what was predicted, at the lower end.
-        high: the same at the upper end.
-        source: of which cases.
+        low: lower bound of the ratio of measured to predicted value.
+        high: upper bound of the same ratio.
+        source: description of the cases.
     """
 
     low: float
@@ -31,7 +31,7 @@ class PredictionInterval:
         return value * self.low, value * self.high
 
     def of_rate(self, value: float) -> tuple[float, float]:
-        """Bounds of a rate, which is inverse to the predicted value."""
+        """Bounds of a rate, which is inversely proportional to the predicted value."""
         return value / self.high, value / self.low
 
 
@@ -41,21 +41,21 @@ STEPS = {
         0.94, 1.26, "19 published runs of Megatron-LM on A100s and H100s"
     ),
 }
-"""Intervals of step seconds, by the source of most figures."""
+"""Intervals of step time, by the source of most figures."""
 
 MEMORY = {
     "measured": PredictionInterval(1.0, 1.0, "408 plans counted on CPUs"),
     "modelled": PredictionInterval(0.977, 1.0, "8 published figures of activations alone"),
 }
-"""Intervals of bytes: measured on a CPU, where allocations are counted; modelled for a GPU."""
+"""Intervals of bytes: "measured" on a CPU, where allocations are counted; "modelled" on a GPU."""
 
 
 def step_interval(p: Prediction) -> PredictionInterval:
-    """Interval of the seconds of a step."""
+    """Interval of the step time."""
     known = p.provenance.get("measured", 0)
     return STEPS["measured" if 2 * known > sum(p.provenance.values()) else "modelled"]
 
 
 def memory_interval(p: Prediction) -> PredictionInterval:
-    """Interval of the bytes of a rank."""
+    """Interval of a rank's memory."""
     return MEMORY["modelled" if p.context_bytes else "measured"]

@@ -1,4 +1,4 @@
-"""`explain`: the bottleneck of a plan, what would change it, and why other plans lost."""
+"""`explain`: bottleneck of a plan, sensitivity of the choice, and why other plans lost."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def with_reasons(plan: PlanSpec) -> str:
-    """The table of a plan, with the explanation in place of its figures."""
+    """Table of a plan, with the explanation instead of its figures."""
     return printable("\n".join([*layout(plan), *notes(plan), explain(plan)]))
 
 
 def explain(plan: PlanSpec) -> str:
-    """The bottleneck of the step, what would change the choice, and why each runner-up lost."""
+    """Bottleneck of the step, sensitivity of the choice, and why each runner-up lost."""
     lines = [f"Chosen: {plan.name}.", *levels(plan), *predicted(plan)]
     p = plan.prediction
     if p is not None:
@@ -43,7 +43,7 @@ def explain(plan: PlanSpec) -> str:
 
 
 def _bound(p: Prediction) -> Iterator[str]:
-    """The largest part of the step."""
+    """Largest part of the step, and the largest stalls."""
     idle_s = p.bubble * p.step_s
     parts = {
         "computation": p.compute_s,
@@ -70,7 +70,7 @@ def _bound(p: Prediction) -> Iterator[str]:
 
 
 def _recomputed(plan: PlanSpec) -> Iterator[str]:
-    """Blocks that are checkpointed to fit."""
+    """Number of blocks that are checkpointed to fit the memory cap."""
     again = Counter(level for _, level in plan.recompute if level != "none")
     if again and plan.memory_cap is not None:
         parts = ", ".join(f"{level} in {count}" for level, count in again.items())
@@ -79,7 +79,7 @@ def _recomputed(plan: PlanSpec) -> Iterator[str]:
 
 
 def _memory(plan: PlanSpec, p: Prediction) -> Iterator[str]:
-    """Memory caps at which another plan would be chosen."""
+    """Memory caps that would change the choice."""
     cap, least = plan.memory_cap, p.step_s
     larger = [o for o in plan.runners_up if cap is not None and o.needed_bytes > cap]
     for other in sorted(larger, key=lambda other: (other.needed_bytes, other.step_s)):
@@ -96,7 +96,7 @@ def _memory(plan: PlanSpec, p: Prediction) -> Iterator[str]:
 
 
 def _links(plan: PlanSpec, p: Prediction) -> Iterator[str]:
-    """Link bandwidths at which another plan would be chosen."""
+    """Link bandwidths that would change the choice."""
     if not p.at_rates:
         return
     steps = ", ".join(f"{_ms(s)} at {rate:g} of it" for rate, s in p.at_rates)
@@ -116,14 +116,14 @@ def _links(plan: PlanSpec, p: Prediction) -> Iterator[str]:
 
 
 def _may_win(plan: PlanSpec, other: RunnerUp) -> bool:
-    """Whether a plan fits, so that only its time rules it out."""
+    """Whether a plan fits the memory cap, and lost only by its time."""
     return plan.memory_cap is None or other.needed_bytes <= plan.memory_cap
 
 
 def _crossings(plan: PlanSpec, other: RunnerUp) -> Iterator[float]:
-    """Factors of bandwidth at which another plan becomes faster, nearest to 1 first.
+    """Factors of bandwidth at which another plan becomes faster.
 
-    Between the rates that were priced, time is taken to be linear in what a byte takes.
+    Step time is interpolated between simulated factors, linearly in the inverse bandwidth.
     """
     assert plan.prediction is not None
     ours, theirs = dict(plan.prediction.at_rates), dict(other.at_rates)

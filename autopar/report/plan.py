@@ -1,4 +1,4 @@
-"""`Plan`: a `PlanSpec` with text, HTML report and trace."""
+"""`Plan`: a `PlanSpec` with text reports, an HTML report and a trace."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from autopar.report.trace import trace
 
 
 class Plan(PlanSpec):
-    """A plan for training a model over the ranks; `PlanSpec` lists the fields."""
+    """A plan for distributed training of a model; `PlanSpec` lists the fields."""
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Reads a plan that `save` wrote.
 
         Raises:
-            PlanError: The file is no plan, or its schema cannot be read; names the field.
+            PlanError: The file is not a plan of a known schema; the message names the field.
         """
         return Plan.from_dict(load(path, "plan", PlanError), str(path))
 
     @staticmethod
     def from_dict(document: Any, source: str = "the document") -> Plan:
-        """The plan in a document of `to_dict`.
+        """The plan in a document made by `to_dict`.
 
         Raises:
             PlanError: A field is unknown, missing, of another type or out of range.
@@ -41,12 +41,12 @@ class Plan(PlanSpec):
         return read_plan(document, Plan, source)
 
     def diff(self, other: Plan) -> str:
-        """The differences between two plans, one line a field; "" if they are equal."""
+        """Differences between two plans, one line per field; "" if they are equal."""
         instance("other", other, Plan, "give a Plan")
         return printable("\n".join(diff_lines(self, other)))
 
     def explain(self) -> str:
-        """Explains the choice: its bottleneck, what would change it, and why runners-up lost."""
+        """Explains the choice: bottleneck, sensitivity, and why runners-up lost."""
         return explain(self)
 
     def timeline(self, path: str | Path) -> None:

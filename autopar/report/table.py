@@ -34,7 +34,7 @@ def notes(plan: PlanSpec) -> list[str]:
 
 
 def layout(plan: PlanSpec) -> list[str]:
-    """Storage and messages of a rank: one row for each run of equal blocks, and each stage."""
+    """Storage and messages of a rank: one row per run of equal blocks, and per stage."""
     sizes = dict(plan.parameter_bytes)
     grid = Table(
         title=f"{plan.model} on {plan.world_size} rank(s): {plan.name}", title_justify="left"
@@ -54,7 +54,7 @@ def layout(plan: PlanSpec) -> list[str]:
 
 
 def levels(plan: PlanSpec) -> list[str]:
-    """Messages sent by level, and replicated shards."""
+    """Hierarchical collectives, and replicated shards."""
     found = []
     if plan.hybrid:
         copies = dict(plan.storage)[DATA_STORAGE_AXES[0]]
@@ -152,7 +152,7 @@ def _sent(plan: PlanSpec) -> list[str]:
 
 
 def compressed(plan: PlanSpec) -> list[str]:
-    """A line for each kind of compressed message, with its methods."""
+    """One line per kind of compressed message, with its methods."""
     lines, chosen = [], plan.compressions
     whats = {"gradients": chosen.reduce, "parameters": (*chosen.gather, *chosen.regather)}
     for what, texts in {**whats, "activations": (chosen.activations,)}.items():
@@ -166,7 +166,7 @@ def compressed(plan: PlanSpec) -> list[str]:
 
 
 def _stages(plan: PlanSpec) -> list[str]:
-    """A row for each pipeline stage: memory, seconds and messages."""
+    """One row per pipeline stage: memory, times and messages."""
     pipeline = plan.pipeline
     if pipeline is None:
         return []

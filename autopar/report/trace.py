@@ -1,4 +1,4 @@
-"""`trace`: the predicted step of a plan, for ui.perfetto.dev and chrome://tracing."""
+"""`trace`: predicted step of a plan, for ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autopar.plan.spec import PlanSpec
 
 
 def trace(plan: PlanSpec) -> dict[str, Any]:
-    """A process for the rank that is predicted, or for each rank of a pipeline.
+    """Trace with one process for the predicted rank, or one per pipeline rank.
 
     Args:
-        plan: with a prediction.
+        plan: plan with a prediction.
 
     Raises:
-        PlanError: nothing was predicted, since nothing was left to choose.
+        PlanError: The plan has no prediction, because the strategy left nothing to choose.
     """
     p = plan.prediction
     if p is None:
@@ -41,7 +41,7 @@ def trace(plan: PlanSpec) -> dict[str, Any]:
 
 
 def _of_rank(p: Prediction, rank: int) -> Iterator[Event]:
-    """The programs that a rank of a pipeline runs, and the messages that it sends."""
+    """Actions of a pipeline rank, and the messages that it sends."""
     own = f"rank {rank}"
     for name, stream, start_s, end_s, kind in p.events:
         if stream == own:
@@ -51,7 +51,7 @@ def _of_rank(p: Prediction, rank: int) -> Iterator[Event]:
 
 
 def _memory(p: Prediction) -> Iterator[tuple[float, int | Mapping[str, int]]]:
-    """Bytes by category where they are known, of all tensors otherwise."""
+    """Bytes by category if known, otherwise of all tensors."""
     if not p.report_data.memory:
         yield from p.memory_curve
         return

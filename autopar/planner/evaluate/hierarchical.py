@@ -32,7 +32,7 @@ def levels_of(
     Args:
         base: plan with its mesh.
         strategy: choices of the user.
-        machine: machine of the cluster; None if nothing was measured.
+        machine: machine of the cluster; None without measurements.
         backend: backend that collectives are lowered for.
     """
     cluster = machine.cluster if machine else None

@@ -43,7 +43,7 @@ class P2PCost:
             return self.cluster.seconds("broadcast", nbytes, self._pair)
 
     def message(self, nbytes: int) -> Transfer:
-        """Transfer that stands for a message in `cost`."""
+        """Transfer that represents a message in reports: a send, or a broadcast as in `cost`."""
         try:
             self.cluster.seconds("send", nbytes, self._pair)
             kind = "send"

@@ -16,7 +16,7 @@ from autopar.planner.evaluate.stage_memory import StageMemory
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one stage on its own.
+    """Seconds of one stage in isolation.
 
     Attributes:
         first_s: seconds of the first forward.

@@ -192,10 +192,7 @@ def memory_of_rank(
     standing = sum(
         (last.always for _, last in stages.values()), np.zeros(len(CATEGORIES), np.int64)
     )
-    flying, halved = (
-        Counter[int](),
-        Counter[int](),
-    )  # micro-batches before and within their backward
+    flying, halved = Counter[int](), Counter[int]()  # before the backward, and within it
     summed: dict[int, int] = dict.fromkeys(stages, 0)
     final = {action.stage: action for action in order if action.kind != "F"}
     sending = 0

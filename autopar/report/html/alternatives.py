@@ -1,4 +1,4 @@
-"""Section on the runners-up and why each lost."""
+"""Section on the runners-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDE, _TALL, _LEFT, _LOW = 340, 240, 62, 30
 
 
 def runners(plan: PlanSpec) -> Markup:
-    """The section; empty without runners-up."""
+    """Renders the section; empty without runners-up."""
     p, others = plan.prediction, plan.runners_up
     if p is None or not others:
         return Markup("")

@@ -17,7 +17,7 @@ _MEANS = {
 
 
 def exposed(plan: PlanSpec) -> Markup:
-    """The section; empty if nothing waits."""
+    """Renders the section; empty without exposed collectives."""
     p = plan.prediction
     if p is None or not p.exposures:
         return Markup("")

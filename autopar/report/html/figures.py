@@ -14,7 +14,7 @@ def seconds(value: float) -> Markup:
 
 
 def size(value: float) -> Markup:
-    """A number of bytes; the element keeps it."""
+    """A number of bytes; the element keeps the exact number."""
     return tag("data", human_bytes(value), value=round(value))
 
 
@@ -29,13 +29,13 @@ def count(value: int) -> Markup:
 
 
 def amount(value: float) -> Markup:
-    """Things a second, in three figures or whole; the element keeps the number."""
+    """A number per second, to three digits or whole; the element keeps the exact number."""
     text = f"{value:.3g}" if value < 100 else f"{value:,.0f}"
     return tag("data", text.replace(",", "\N{NARROW NO-BREAK SPACE}"), value=float(value))
 
 
 def seconds_text(value: float) -> str:
-    """A time in three figures."""
+    """A time to three digits."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if abs(scaled := value * factor) >= 0.9995:
             digits = 2 if abs(scaled) < 10 else 1 if abs(scaled) < 100 else 0
@@ -44,7 +44,7 @@ def seconds_text(value: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """A rate, in decimal units as links have them."""
+    """A bandwidth in decimal units."""
     for unit, factor in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
         if bytes_per_s >= factor:
             return f"{bytes_per_s / factor:.3g} {unit}"
@@ -68,7 +68,7 @@ def byte_ticks(most: float, about: int = 4) -> list[float]:
 
 
 def log_ticks(least: float, most: float, base: int, about: int = 4) -> list[float]:
-    """Powers of `base` between two values, few enough for labels."""
+    """About `about` powers of `base` between two values, or finer steps in a narrow range."""
     first = math.ceil(math.log(least, base) - 1e-9)
     last = math.floor(math.log(most, base) + 1e-9)
     every = max(1, math.ceil((last - first + 1) / about))

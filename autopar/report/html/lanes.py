@@ -1,4 +1,4 @@
-"""`Lane`: one row of a timeline, with pieces merged until they can be drawn."""
+"""`Lane`: one row of a timeline, with short pieces merged to limit their number."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from autopar.cost_model.simulator.streams import COMPUTE
 from autopar.plan.prediction import Prediction
 
 WIDTH = 1_000_000
-"""Units of a step along a timeline."""
+"""Width of a step on a timeline, in units."""
 
 MOST_PIECES = 6000
-"""Limit of pieces of a timeline; the shortest neighbours are merged beyond it."""
+"""Maximum number of pieces of a timeline; short neighbours are merged beyond it."""
 
 HUES = 12
-"""Number of colours that micro-batches cycle through."""
+"""Number of colours of micro-batches, used in rotation."""
 
 Row = tuple[str, str, float, float, str]
-"""An event of a prediction: name, stream, start, end, kind."""
+"""Event of a prediction: name, stream, start and end in seconds, kind."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Piece:
     """One interval of a lane.
 
     Attributes:
-        start: in units of the timeline.
-        width: in the same.
-        name: what runs.
-        look: how it is coloured.
+        start: start in units of the timeline.
+        width: width in units of the timeline.
+        name: name of the operator, collective or action.
+        look: CSS classes of its colour.
     """
 
     start: int
@@ -42,12 +42,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Lane:
-    """A row.
+    """One row of a timeline.
 
     Attributes:
-        name: of the row.
-        pieces: what runs in it, in order.
-        part: 0 for a row of its own, 1 and 2 for thin ones under the row before.
+        name: label of the row.
+        pieces: intervals in order of start.
+        part: 0 for a full row; 1 and 2 for thin rows under the full row before them.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Lane:
 
 
 def lanes_of(p: Prediction) -> tuple[Lane, ...]:
-    """Lanes of a predicted step, with pieces merged up to `MOST_PIECES`."""
+    """Lanes of a predicted step, with at most `MOST_PIECES` pieces."""
     rows = _stages(p) if p.stages else _streams(p)
     least = 0
     while sum(len(row.pieces) for row in rows) > MOST_PIECES:
@@ -66,7 +66,7 @@ def lanes_of(p: Prediction) -> tuple[Lane, ...]:
 
 
 def place(at_s: float, step_s: float) -> int:
-    """Units of a time on a timeline."""
+    """Position of a time on a timeline, in units."""
     return round(at_s / step_s * WIDTH) if step_s else 0
 
 
@@ -94,7 +94,7 @@ def _streams(p: Prediction) -> list[Lane]:
 
 
 def _stages(p: Prediction) -> list[Lane]:
-    """Lanes of each pipeline rank, and of its messages to its neighbours."""
+    """Lanes of each pipeline rank and its messages to neighbours."""
 
     def look(row: Row) -> str:
         action = re.fullmatch(r"\d+([FBIW])(\d+)", row[0])
@@ -123,7 +123,7 @@ def _piece(name: str, start_s: float, end_s: float, look: str, step_s: float) ->
 
 
 def _merged(pieces: Sequence[Piece], least: int) -> Iterable[Piece]:
-    """Pieces with neighbours of the same look merged where they are shorter than `least`."""
+    """Pieces, with neighbours of the same look merged if they are shorter than `least`."""
     for (short, _), run in groupby(pieces, key=lambda p: (p.width < least, p.look)):
         own = list(run)
         if not short:

@@ -1,4 +1,4 @@
-"""`tag`: elements of HTML and SVG, everything escaped that is not markup itself."""
+"""`tag`: HTML and SVG elements; children that are not `Markup` are escaped."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ _VOID = ("meta", "br", "hr")
 
 
 class Markup(str):
-    """Text that is markup."""
+    """Text that needs no escaping."""
 
     __slots__ = ()
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
-    """An element; None among its children and attributes is left out.
+    """An element; children and attributes that are None are omitted.
 
     Args:
-        name: of the element.
-        children: markup, or what is printed as text.
-        attributes: by name, "class_" for class and "_" for "-"; True for one without a value.
+        name: name of the element.
+        children: markup, or values to print as text.
+        attributes: attributes by name, with "class_" for "class" and "_" for "-"; True for an
+            attribute without a value.
     """
     given = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in _VOID:
@@ -28,17 +29,17 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
 
 
 def join(*children: object) -> Markup:
-    """Children one behind the other."""
+    """Concatenates children."""
     return Markup("".join(_child(child) for child in children if child is not None))
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[object, ...]], caption: str) -> Markup:
-    """A table that scrolls by itself where it is too wide; numbers stand right.
+    """A table that scrolls horizontally, with right-aligned numbers.
 
     Args:
-        headings: of the columns; those that end in " >" are of numbers.
-        rows: of cells.
-        caption: what it is a table of.
+        headings: headings of the columns; a trailing " >" marks a column of numbers.
+        rows: cells of each row.
+        caption: caption of the table.
     """
     right = [heading.endswith(" >") for heading in headings]
     names = [heading.removesuffix(" >") for heading in headings]

@@ -12,8 +12,8 @@ from autopar.report.html.figures import byte_ticks, share, size
 from autopar.report.html.lanes import WIDTH, place
 from autopar.report.html.markup import Markup, join, table, tag
 
-_HEIGHT = 1000  # units of the curve's drawing
-_NEAR = 3.0  # a cap is drawn if it is not further than so many times the peak
+_HEIGHT = 1000  # height of the curve in SVG units
+_NEAR = 3.0  # maximum ratio of a drawn cap to the peak
 MEANS = {
     "parameters": "what this rank holds of them",
     "optimizer": "its state",
@@ -27,11 +27,11 @@ MEANS = {
     "saved": "activations that the backward reads",
     "transient": "everything else, while it is used",
 }
-"""Categories from the bottom of the curve up; lasting ones come first."""
+"""Descriptions of categories, from the bottom of the curve to the top."""
 
 
 def memory(plan: PlanSpec) -> Markup:
-    """The section on the peak; empty without a prediction."""
+    """Renders the section; empty without a prediction."""
     p = plan.prediction
     if p is None:
         return Markup("")
@@ -76,7 +76,7 @@ def _look(name: str) -> str:
 
 
 def _layers(p: Prediction) -> tuple[tuple[float, ...], list[tuple[str, tuple[int, ...]]]]:
-    """Points of time and the bytes of each category, bottom first."""
+    """Times in seconds, and bytes of each category, bottom first."""
     if p.report_data.memory:
         rows = dict(p.report_data.memory)
         return p.report_data.memory_s, [(name, rows[name]) for name in MEANS if name in rows]
@@ -85,13 +85,13 @@ def _layers(p: Prediction) -> tuple[tuple[float, ...], list[tuple[str, tuple[int
 
 
 def _ceiling(plan: PlanSpec, p: Prediction) -> float:
-    """The bytes at the top of the drawing."""
+    """Bytes at the top of the curve's scale."""
     cap, peak = plan.memory_cap or 0, p.peak_bytes
     return max(peak, cap if cap <= _NEAR * peak else 0) * 1.04
 
 
 def curve(plan: PlanSpec) -> Markup | None:
-    """The row of the timeline that shows memory; None if it is not known."""
+    """Row of the timeline with the memory curve; None without a curve."""
     p = plan.prediction
     assert p is not None
     times, layers = _layers(p)
@@ -128,7 +128,7 @@ def layers_legend(p: Prediction) -> Markup:
 
 
 def curve_data(p: Prediction) -> dict[str, Any]:
-    """Data for the script: times, and bytes by category."""
+    """Data for the page's script: times, and bytes by category."""
     times, layers = _layers(p)
     return {
         "at": [place(at, p.step_s) for at in times],

@@ -1,4 +1,4 @@
-"""Section on the mesh: axes, coordinates of ranks, and their parameters."""
+"""Section on the mesh: axes, ranks and their parameters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from autopar.plan.strategy import MESH
 from autopar.report.html.figures import count, size
 from autopar.report.html.markup import Markup, table, tag
 
-_MOST = 32  # ranks that are drawn
-_WIDE, _TALL = 120, 36  # units of the drawing of what a rank holds
+_MOST = 32  # maximum number of drawn ranks
+_WIDE, _TALL = 120, 36  # size of a rank's bar in SVG units
 _DOES = {
     "pp": "stages of the model, one after the other",
     "dp": "rows of the batch",
@@ -31,9 +31,9 @@ class Portion:
     """Parameters of one stage with the same layout.
 
     Attributes:
-        stage: of the pipeline, that holds them.
-        layout: along each axis of `Plan.storage`.
-        nbytes: size of all of them, in bytes.
+        stage: pipeline stage that stores the parameters.
+        layout: placement along each axis of `Plan.storage`.
+        nbytes: total size in bytes.
     """
 
     stage: int
@@ -41,11 +41,11 @@ class Portion:
     nbytes: int
 
     def interval(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[float, float]:
-        """Interval within 0 to 1 that a rank stores, as if the parameters were one piece.
+        """Interval of [0, 1] that a rank stores, with all parameters as one flat tensor.
 
         Args:
-            place: of the rank on each axis.
-            sizes: of the axes.
+            place: coordinate of the rank on each axis.
+            sizes: sizes of the axes.
         """
         low, span = 0.0, 1.0
         for axis, placement in self.layout:
@@ -56,7 +56,7 @@ class Portion:
 
 
 def mesh(plan: PlanSpec) -> Markup:
-    """The section."""
+    """Renders the section."""
     portions = portions_of(plan)
     axes = tuple((axis, ranks) for axis, ranks in plan.mesh if ranks > 1) or plan.mesh[-1:]
     shown = _shown(axes)
@@ -78,7 +78,7 @@ def mesh(plan: PlanSpec) -> Markup:
 
 
 def portions_of(plan: PlanSpec) -> tuple[Portion, ...]:
-    """The parameters by stage and layout, in the order of stages."""
+    """Parameters grouped by stage and layout, in the order of stages."""
     owners = plan.pipeline.owners if plan.pipeline else {}
 
     def key(name: str) -> tuple[int, str]:
@@ -94,7 +94,7 @@ def portions_of(plan: PlanSpec) -> tuple[Portion, ...]:
 
 
 def held_bytes(plan: PlanSpec, portions: Iterable[Portion], rank: int) -> float:
-    """Bytes of parameters that a rank holds between steps."""
+    """Bytes of parameters that a rank stores between steps."""
     sizes, total = dict(plan.storage), 0.0
     for portion in _own(plan, portions, plan.mesh_coordinate(rank)):
         low, high = portion.interval(stored(plan, rank), sizes)
@@ -147,7 +147,8 @@ def _divides(plan: PlanSpec, axis: str) -> str:
 def _shown(axes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
     """Coordinates drawn on each axis: the first ones and the last one.
 
-    Ranks with other rows are the most alike, those of other stages the least.
+    Data-parallel coordinates are omitted first and pipeline coordinates last, because data-parallel
+    ranks are the most similar.
     """
     numbers = dict(axes)
     for axis in sorted(numbers, key=lambda axis: (axis == "pp", axis in MESH)):
@@ -166,7 +167,7 @@ def _level(
     axes: Sequence[tuple[str, int]],
     place: dict[str, int],
 ) -> Iterable[Markup]:
-    """Groups along the outermost axis, with the inner axes nested."""
+    """Groups of ranks along the outermost axis, with nested inner axes."""
     (axis, _), inner = axes[0], axes[1:]
     places = shown[axis]
     for index, at in enumerate(places):
@@ -213,7 +214,7 @@ def _rank(
 
 
 def _holds(plan: PlanSpec, portions: Sequence[Portion], rank: int, said: str) -> Markup:
-    """The model as a bar, with the part that a rank stores filled."""
+    """Bar of the model, with a rank's part filled."""
     sizes, place = dict(plan.storage), stored(plan, rank)
     own = _own(plan, portions, plan.mesh_coordinate(rank))
     whole, x, path = sum(p.nbytes for p in portions) or 1, 0.0, []

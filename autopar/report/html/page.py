@@ -25,11 +25,11 @@ _SECTIONS = {
     "sources": ("Sources", sources),
     "text": ("Text", texts),
 }
-"""Title and function of every section, by id."""
+"""Title and function of each section, by id."""
 
 
 def page(plan: PlanSpec) -> str:
-    """The page."""
+    """Renders the page of a plan."""
     made = {key: make(plan) for key, (_, make) in _SECTIONS.items()}
     shown = {key: section for key, section in made.items() if section}
     links = (tag("a", _SECTIONS[key][0], href=f"#{key}") for key in shown)

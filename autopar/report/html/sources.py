@@ -12,7 +12,7 @@ from autopar.report.html.figures import count
 from autopar.report.html.markup import Markup, join, tag
 from autopar.report.table import table
 
-_MOST_JSON = 250_000  # characters; what is only drawn is left out before that
+_MOST_JSON = 250_000  # characters; longer JSON omits the fields in _DRAWN
 _DRAWN = ("events", "memory_curve", "report_data")
 _MEANS = {
     "measured": "timed on this machine",
@@ -22,7 +22,7 @@ _MEANS = {
 
 
 def sources(plan: PlanSpec) -> Markup:
-    """The section on provenance and notes."""
+    """Renders the section on provenance and notes."""
     p = plan.prediction
     parts: list[object] = []
     if p is not None and p.provenance:
@@ -59,7 +59,7 @@ def _kinds(kinds: dict[str, int]) -> Markup:
 
 
 def texts(plan: PlanSpec) -> Markup:
-    """The section with the plan as text and as JSON."""
+    """Renders the section with the plan as text and JSON."""
     document, left = _document(plan)
     note = ""
     if left:
@@ -85,7 +85,7 @@ def _text(name: str, text: str, note: str) -> Markup:
 
 
 def _document(plan: PlanSpec) -> tuple[str, tuple[str, ...]]:
-    """JSON that `Plan.from_dict` reads, and the names of fields left out."""
+    """JSON of the plan, and the names of omitted fields."""
     text = json.dumps(document := plan.to_dict())
     if len(text) <= _MOST_JSON or document["prediction"] is None:
         return text, ()

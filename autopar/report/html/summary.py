@@ -11,7 +11,7 @@ from autopar.report.html.markup import Markup, join, tag
 
 
 def summary(plan: PlanSpec) -> Markup:
-    """The head."""
+    """Renders the head of the page."""
     p = plan.prediction
     mesh = " × ".join(f"{axis} {ranks}" for axis, ranks in plan.mesh)
     tiles = [_tile("Ranks", count(plan.world_size), mesh)]
@@ -97,7 +97,7 @@ def _nothing() -> Markup:
 
 
 def _goes(plan: PlanSpec, p: Prediction) -> Markup:
-    """A bar of the parts of the step."""
+    """Bar of the parts of the step."""
     parts = {"compute": p.compute_s, "optimizer": p.update_s}
     rest = max(0.0, p.step_s - p.compute_s - p.update_s)
     if p.stages:

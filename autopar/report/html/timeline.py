@@ -1,4 +1,4 @@
-"""Section on the timeline of a step, with zoom, above the memory curve."""
+"""Section on the timeline of a step, above the memory curve, with zoom."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.report.html.lanes import HUES, WIDTH, Lane, Piece, lanes_of
 from autopar.report.html.markup import Markup, tag
 from autopar.report.html.memory import curve, curve_data, layers_legend
 
-_TALL, _THIN = 26, 5  # pixels of a row, of what is sent under it
+_TALL, _THIN = 26, 5  # height in pixels of full and thin rows
 _LOOKS = {
     "forward": "forward",
     "backward": "backward",
@@ -27,7 +27,7 @@ _LOOKS = {
 
 
 def timeline(plan: PlanSpec) -> Markup:
-    """The section; empty without a prediction."""
+    """Renders the section; empty without a prediction."""
     p = plan.prediction
     if p is None or not p.events:
         return Markup("")
@@ -101,7 +101,7 @@ def _axis(step_s: float) -> Markup:
 
 
 def _tracks(lanes: Iterable[Lane]) -> Iterable[list[Lane]]:
-    """Each row with the thin ones under it."""
+    """Each full row with the thin rows under it."""
     track: list[Lane] = []
     for lane in lanes:
         if track and not lane.part:
@@ -137,7 +137,7 @@ def _track(track: list[Lane]) -> Markup:
 
 
 def _paths(lane: Lane) -> Iterable[Markup]:
-    """Paths by look, alternating so that neighbours can be distinguished."""
+    """Paths of each look, with alternating shades to tell neighbours apart."""
     top, tall = _top(lane), _THIN if lane.part else _TALL
     numbered = sorted(enumerate(lane.pieces), key=lambda item: (item[1].look, item[0] % 2))
     for (look, odd), own in groupby(numbered, key=lambda item: (item[1].look, item[0] % 2)):

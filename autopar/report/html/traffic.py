@@ -1,6 +1,7 @@
-"""Section on messages: cost curve of each collective, measured points, messages of a step.
+"""Section on messages: cost curve of each collective, measured points, and messages of a step.
 
-Bytes over seconds rise with the size of a message until the link is full: as under a roof.
+Charts show bandwidth over message size. Bandwidth rises until the link is saturated, as in a
+roofline.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import count, log_ticks, rate_text, seconds, seconds_text, size
 from autopar.report.html.markup import Markup, table, tag
 
-_MOST = 9  # that are drawn; all are in the table
-_WIDE, _TALL, _LEFT, _LOW = 340, 210, 58, 24  # of a drawing, of its margins
+_MOST = 9  # maximum number of charts; the table lists all collectives
+_WIDE, _TALL, _LEFT, _LOW = 340, 210, 58, 24  # size and margins of a chart
 
 Scale = Callable[[float], float]
 
 
 def traffic(plan: PlanSpec) -> Markup:
-    """The section; empty without messages or a prediction."""
+    """Renders the section; empty without messages or a prediction."""
     p = plan.prediction
     items = p.report_data.traffic if p is not None else ()
     if not items:
@@ -92,7 +93,7 @@ def _chart(item: Traffic, name: str) -> Markup:
 
 
 def _scale(values: Sequence[float], low: float, high: float) -> Scale:
-    """A logarithmic scale with some room at its ends."""
+    """Logarithmic scale with some space at both ends."""
     least, most = math.log(min(values)), math.log(max(values))
     room = max(0.03 * (most - least), 0.2)
     least, span = least - room, most - least + 2 * room
@@ -104,7 +105,7 @@ def _line(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _band(item: Traffic, x: Scale, y: Scale) -> Markup | None:
-    """The area within the error of the curve."""
+    """Error band of the curve."""
     if not any(error for _, _, error in item.modelled):
         return None
     upper = [(x(n), y(n / s * (1 + error))) for n, s, error in item.modelled]
