@@ -44,7 +44,7 @@ class TimedCollectives:
 
     Attributes:
         operators: time of each operator and of each call that issues a collective, in seconds.
-        collectives: time of each collective from call to arrival, in seconds.
+        collectives: time of each collective from its call to the end of its wait, in seconds.
         waits: stall of compute for each collective, in seconds.
     """
 
