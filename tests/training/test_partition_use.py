@@ -4,7 +4,6 @@ import shutil
 import time
 import warnings
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -97,8 +96,8 @@ def through_inductor(rank: int, world_size: int) -> None:
                 with counter.step("step"):
                     pair.parallel(*args).backward()
                     pair.step()
-        # middling: when gloo's thread lets go of a message is chance, in any one step
-        peaks.append(median(counter.peaks()["step"]))
+        # the least: gloo's thread may hold a message a moment longer, which only adds
+        peaks.append(min(counter.peaks()["step"]))
     assert peaks[1] <= 1.02 * peaks[0]
 
 
