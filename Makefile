@@ -3,7 +3,7 @@
 SHELL := /bin/sh
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help train check test bench clean
+.PHONY: help train check test lint bench clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -30,7 +30,6 @@ check: lint ## Check style, types and imports, run the tests that need no second
 test: lint ## Check style, types and imports, run the whole test suite
 	$(BIN)/pytest
 
-.PHONY: lint
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

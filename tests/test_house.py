@@ -225,7 +225,7 @@ def torch_names(node: ast.AST, aliases: dict[str, str]) -> list[str]:
 
 
 def private_names(source: Source) -> list[str]:
-    """Where a module uses private torch names."""
+    """Positions at which a module uses private torch names."""
     aliases = torch_aliases(source.tree)
     return [
         f"{source.at(node)}: {name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from autopar.passes.core.node_builder import add_input, fake_like
 from autopar.plan.compression import Compression
 
 
-class CompressedReduce:
+class CompressedReduce(ABC):
     """Replaces one all-reduce or reduce-scatter by compressed messages.
 
     With `by_level`, the ranks of a node first reduce-scatter the bucket uncompressed. Each part is
@@ -76,9 +77,9 @@ class CompressedReduce:
         self.graph.graph.inserting_before(self.start)
         replace_collective(self.graph.graph, self.start, self.write())
 
+    @abstractmethod
     def write(self) -> list[fx.Node]:
         """Writes the algorithm at the insertion point; returns a node for each result."""
-        raise NotImplementedError
 
     # Steps of `write`.
 

@@ -1,4 +1,4 @@
-"""What the models of `tests/harness/models.py` are put together from.
+"""Modules that the models of `tests/harness/models.py` consist of.
 
 `AUTOPAR_TEST_SCALE=8` makes them all that many times wider and longer, for benchmarks whose steps
 must take longer than the machine's noise.

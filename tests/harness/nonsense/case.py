@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a case: "refused", "unnamed", "raw" or "accepted", and in how many seconds."""
+    """Result of a case: "refused", "unnamed", "raw" or "accepted", and in how many seconds."""
 
     what: str
     seconds: float

@@ -98,7 +98,10 @@ LIKELY: Mapping[type, Sequence[Any]] = {
 
 
 def likely_documents(document: Any) -> Iterator[tuple[str, Any]]:
-    """What was changed, and a copy of the document with one value of its type, or none."""
+    """Descriptions of a change, each with a copy of the document that has it.
+
+    A change puts another value of the same type, or None, at one path.
+    """
     for path, held in places(document):
         values = [*LIKELY.get(type(held), ()), None]
         if isinstance(held, list):

@@ -19,7 +19,7 @@ NONSENSE: Mapping[type, Sequence[Any]] = {
     list: [3, True, "x", None, {}, NAN, {"a": []}],
     dict: [3, True, "x", [], NAN, [{}]],
 }
-"""What a field of each type of JSON must not hold."""
+"""Invalid values for a field of each JSON type."""
 
 OPTIONAL = {
     "activation_bytes", "precision", "memory_cap", "pipeline", "prediction", "work", "topology",
