@@ -64,7 +64,8 @@ def test_every_rank_records_a_step_and_predicts_it(tmp_path):
     assert "would" in told
     assert "refit.json" in told
     kept = Cluster.load(tmp_path / "refit.json")
-    assert any(" in steps of Sequential" in e.provenance for e in kept.curves.values())
+    refitted = any(" in steps of Sequential" in e.provenance for e in kept.curves.values())
+    assert refitted == bool(found.collectives)  # none has a known end where ranks are out of step
 
 
 def profile(**waits: float) -> Profile:
