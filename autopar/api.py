@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from autopar.arguments import check, dtype_name, memory_of, precision_of, strategy_of
+from autopar.capture.call import flattened
 from autopar.capture.model_info import describe_parameters, device_of
-from autopar.capture.offline import flattened
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.driver.live import LivePlanner

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.offline import flattened
+from autopar.capture.call import flattened
 from autopar.common.checks import (
     MAX_RANKS,
     argument_error,

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.offline import capture_of_rank
+from autopar.capture.batch_slices import capture_of_rank
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import UpdateCost

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import autopar
-from autopar.capture.offline import capture_of_rank
+from autopar.capture.batch_slices import capture_of_rank
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.step_replay import ReplayGroup

@@ -1,13 +1,18 @@
-"""`capture_slice`: the graph of one slice of a batch, from a capture of the whole batch."""
+"""Graphs of one slice of a batch, from a capture of the whole batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
 
 from autopar._torch import pytree
-from autopar.capture.call import Call
-from autopar.capture.trace import Capture
+from autopar.capture.call import Call, batch_shard_of, flattened
+from autopar.capture.model_info import describe_parameters, device_of
+from autopar.capture.trace import Capture, capture
 from autopar.errors import CoupledRowsError
 from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.graph import TrainingGraph, render_node, source_line
@@ -16,16 +21,14 @@ from autopar.passes.data_parallel.local_batch import LocalBatch
 from autopar.passes.data_parallel.partition_batch import PartitionBatch
 from autopar.passes.pipeline_parallel.accumulate_micro_batches import AccumulateMicroBatches
 
-CaptureCall = Callable[[Call], Capture]
-"""Captures a call."""
+CaptureCache = dict[Any, Capture]
+"""Captures of one model, by the key of the call."""
 
 
 def capture_slice(
-    capture: CaptureCall, call: Call, slices: BatchSlices, *, local: bool = False
+    capture: Callable[[Call], Capture], call: Call, slices: BatchSlices, *, local: bool = False
 ) -> Capture:
-    """Captures one slice of a batch.
-
-    Captures the call on the whole batch, then partitions its graph along the batch dims.
+    """Captures a call on the whole batch, then partitions its graph along the batch dims.
 
     Args:
         capture: captures a call.
@@ -44,31 +47,24 @@ def capture_slice(
     def partitioned(own: BatchSlices) -> TrainingGraph:
         if local:
             return run_passes(made.graph, [LocalBatch(own, call.has_batch_dim)])
-        kept = tuple(sorted(written_outputs(made)))
-        return run_passes(made.graph, [PartitionBatch(own, call.has_batch_dim, kept)])
+        written: set[int] = set()  # outputs that every call writes to attributes of the model
+        if made.writes:
+            indices = pytree.tree_unflatten(list(range(len(made.leaves))), made.structure)[1]
+            written = set(pytree.tree_leaves(indices))
+        return run_passes(
+            made.graph, [PartitionBatch(own, call.has_batch_dim, tuple(sorted(written)))]
+        )
 
     graph = partitioned(slices)
     if slices.over_time:
         if slices.is_even:
-            check_same_program(graph, partitioned(replace(slices, index=slices.index ^ 1)))
+            _check_same_program(graph, partitioned(replace(slices, index=slices.index ^ 1)))
         run_passes(graph, [AccumulateMicroBatches()])
     return replace(made, graph=graph, batch_graph=made.graph)
 
 
-def written_outputs(capture: Capture) -> set[int]:
-    """Outputs that every call writes to attributes of the model."""
-    if not capture.writes:
-        return set()
-    indices = pytree.tree_unflatten(list(range(len(capture.leaves))), capture.structure)[1]
-    return set(pytree.tree_leaves(indices))
-
-
-def check_same_program(graph: TrainingGraph, other: TrainingGraph) -> None:
-    """Checks that two micro-batches of a rank run the same program.
-
-    Raises:
-        CoupledRowsError: an operator depends on the index of the micro-batch.
-    """
+def _check_same_program(graph: TrainingGraph, other: TrainingGraph) -> None:
+    """Raises CoupledRowsError if an operator depends on the index of the micro-batch."""
     for node, twin in zip(graph.graph.nodes, other.graph.nodes, strict=True):
         if render_node(node) != render_node(twin):
             line = source_line(node)
@@ -77,3 +73,53 @@ def check_same_program(graph: TrainingGraph, other: TrainingGraph) -> None:
                 + (f" ({line})" if line else "")
                 + ", so micro-batches cannot share a program: give Strategy(micro_batches=1)"
             )
+
+
+def capture_of_rank(
+    model: nn.Module,
+    example_inputs: Any,
+    rank: int,
+    ranks: int,
+    batch: str = "global",
+    autocast: torch.dtype | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    micro_batches: int = 1,
+    cache: CaptureCache | None = None,
+    local: bool = False,
+    in_time: bool = False,
+) -> TrainingGraph:
+    """The joint graph of the first micro-batch of a data parallel rank, without running it.
+
+    Args:
+        model: the model, possibly on the meta device.
+        example_inputs: tuple of arguments, dict of keyword arguments, or a single argument.
+        rank: data parallel rank.
+        ranks: number of data parallel ranks.
+        batch: "global" if the inputs hold the rows of all ranks, "local" otherwise.
+        autocast: dtype of autocast, None for none.
+        loss_fn: loss function applied inside the graph, None for none.
+        micro_batches: number of micro-batches of a rank.
+        cache: captures to reuse and to extend.
+        local: whether a rank computes on its own rows alone (`batch_semantics`).
+        in_time: whether the ranks are micro-batches that run in sequence.
+
+    Raises:
+        BatchError: the rows cannot be divided into that many ranks and micro-batches.
+        CaptureError: the model cannot be captured.
+        CoupledRowsError: micro-batches need each other's rows before all forwards have run.
+    """
+    captures = {} if cache is None else cache
+    device, parameters = device_of(model), describe_parameters(model)
+    shard = batch_shard_of(*flattened(example_inputs), mode=batch, rank=rank, ranks=ranks)
+    shard = shard.split_micro_batches(micro_batches)[0]
+    shard = replace(shard, in_time=shard.in_time or in_time)
+
+    def capture_once(call: Call) -> Capture:
+        if call.key not in captures:
+            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                captures[call.key] = capture(
+                    model, call, parameters, device=device, loss_fn=loss_fn
+                )
+        return captures[call.key]
+
+    return capture_slice(capture_once, shard.call, shard.slices, local=local).graph

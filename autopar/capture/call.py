@@ -1,13 +1,19 @@
-"""`Call`: the arguments of one call of a model, tensors as specs."""
+"""`Call`: the arguments of a call, tensors as specs; `BatchShard`: a rank's rows of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from autopar._torch import pytree
+from autopar.common.containers import check_no_hidden_tensors, flatten
+from autopar.errors import BatchError
+from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.graph import dense_strides
+from autopar.ir.placement import even_rows
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,8 @@ class TensorSpec:
     def fake(self) -> torch.Tensor:
         """A new tensor of this spec; inside a fake mode it holds no memory."""
         stride = self.stride or torch.empty(self.shape, device="meta").stride()
-        return torch.empty_strided(
-            self.shape,
-            stride,
-            dtype=self.dtype,
-            device=self.device,
-            requires_grad=self.requires_grad,
-        )
+        made = torch.empty_strided(self.shape, stride, dtype=self.dtype, device=self.device)
+        return made.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -85,3 +86,130 @@ def _hashable(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class BatchShard:
+    """A rank's shard of the arguments of a call.
+
+    Attributes:
+        call: arguments of the shard, tensors as specs.
+        tensors: tensor arguments, with this rank's rows only.
+        rows: number of rows of the shard.
+        global_rows: number of rows of the global batch.
+        num_slices: number of slices of the global batch.
+        slice_index: index of this slice.
+        in_time: whether the slice is one of several micro-batches of a rank.
+    """
+
+    call: Call
+    tensors: tuple[torch.Tensor, ...]
+    rows: int
+    global_rows: int
+    num_slices: int = 1
+    slice_index: int = 0
+    in_time: bool = False
+
+    @property
+    def slices(self) -> BatchSlices:
+        """The slices of the batch, with the index of this one."""
+        return BatchSlices(self.num_slices, self.slice_index, self.global_rows, self.in_time)
+
+    def split_micro_batches(self, count: int) -> list[BatchShard]:
+        """Splits the shard into equal micro-batches.
+
+        Raises:
+            BatchError: `count` does not divide the rows.
+        """
+        if count == 1:
+            return [self]
+        if self.rows % count or self.rows * self.num_slices != self.global_rows:
+            raise BatchError(
+                f"a batch of {self.global_rows} rows, {self.rows} of them on this rank, cannot be "
+                f"cut into {count} equal micro-batches on each of {self.num_slices} ranks. Give a "
+                f"multiple of {count * self.num_slices} rows, or other micro_batches."
+            )
+        return [self._micro_batch(index, count) for index in range(count)]
+
+    def _micro_batch(self, index: int, count: int) -> BatchShard:
+        rows, leaves = self.rows // count, list(self.call.leaves)
+        tensors = list(self.tensors)
+        for place, leaf in enumerate(self.call.tensor_indices):
+            if self.call.has_batch_dim[leaf]:
+                tensors[place] = tensors[place][index * rows : (index + 1) * rows]
+            leaves[leaf] = TensorSpec.of(tensors[place])
+        call = replace(self.call, leaves=tuple(leaves))
+        slices = self.num_slices * count, self.slice_index * count + index
+        return BatchShard(call, tuple(tensors), rows, self.global_rows, *slices, True)
+
+
+def batch_shard_of(
+    leaves: Sequence[Any], structure: Any, *, mode: str, rank: int, ranks: int
+) -> BatchShard:
+    """This rank's rows of the flattened arguments of a call.
+
+    The number of rows is the size of dim 0 of the first tensor with a dim. Dim 0 of every
+    tensor with this size is the batch dim.
+
+    Raises:
+        BatchError: fewer rows than ranks.
+    """
+    sizes = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
+    batch_rows = sizes[0] if sizes else 0
+    has_batch_dim = tuple(
+        isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == batch_rows for x in leaves
+    )
+    if not sizes:
+        rows, global_rows, begin = 1, ranks, 0
+    elif mode == "local" or ranks == 1:
+        rows, global_rows, begin = batch_rows, batch_rows * ranks, 0
+    else:
+        if batch_rows < ranks:
+            raise BatchError(
+                f"a batch of {batch_rows} rows cannot be split over {ranks} ranks: every rank "
+                f"needs a row. Give at least {ranks} rows, drop the last small batch "
+                "(drop_last=True), or run fewer ranks."
+            )
+        rows_of_ranks = even_rows(batch_rows, ranks)
+        rows, global_rows, begin = rows_of_ranks[rank], batch_rows, sum(rows_of_ranks[:rank])
+    shard = [
+        x[begin : begin + rows] if split and rows != batch_rows else x
+        for x, split in zip(leaves, has_batch_dim, strict=True)
+    ]
+    specs = tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in shard)
+    tensors = tuple(x for x in shard if isinstance(x, torch.Tensor))
+    return BatchShard(
+        Call(specs, structure, has_batch_dim), tensors, rows, global_rows, ranks, rank
+    )
+
+
+def last_part(inputs: Any, parts: int) -> Any:
+    """The last of `parts` parts of a batch, in the same structure.
+
+    Raises:
+        BatchError: fewer rows than parts.
+    """
+    leaves, structure = flatten(inputs)
+    shard = batch_shard_of(leaves, structure, mode="global", rank=parts - 1, ranks=parts)
+    tensors = iter(shard.tensors)
+    rows = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return pytree.tree_unflatten(rows, structure)
+
+
+def flattened(example_inputs: Any) -> tuple[list[Any], Any]:
+    """The flattened (args, kwargs) of a tuple, dict by name or single argument, and structure.
+
+    Raises:
+        BatchError: an argument hides tensors.
+    """
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example_inputs, Mapping):
+        kwargs = dict(example_inputs)
+    elif isinstance(example_inputs, (tuple, list)):
+        args = tuple(example_inputs)
+    else:
+        args = (example_inputs,)
+    leaves, structure = flatten((args, kwargs))
+    check_no_hidden_tensors(leaves)
+    return leaves, structure

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.batch_slices import capture_of_rank
 from autopar.capture.model_info import describe_parameters, device_of
-from autopar.capture.offline import capture_of_rank
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.passes.core.runner import run_passes

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.batch_shards import last_part
-from autopar.capture.offline import CaptureCache, capture_of_rank
+from autopar.capture.batch_slices import CaptureCache, capture_of_rank
+from autopar.capture.call import last_part
 from autopar.driver.driver import Driver
 from autopar.ir.graph import TrainingGraph
 from autopar.planner.deadline import Deadline

@@ -11,8 +11,7 @@ from torch import fx
 
 from autopar.common.documents import Count, Positive, Ranks
 from autopar.ir.graph import TrainingGraph, elements, operands
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Placement, Replicate, Shard, placement_of
+from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard, placement_of
 from autopar.ir.roles import Buffer, Input, Parameter
 from autopar.plan.buckets import BUCKET_BYTES
 

@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import dtensor_like
-from autopar.capture.batch_shards import BatchShard
 from autopar.capture.batch_slices import capture_slice
-from autopar.capture.call import Call
+from autopar.capture.call import BatchShard, Call
 from autopar.capture.state.effects import attribute_of
 from autopar.capture.state.guards import Guards
 from autopar.capture.trace import Capture, capture

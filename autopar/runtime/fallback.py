@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
-from autopar.capture.batch_shards import BatchShard
+from autopar.capture.call import BatchShard
 from autopar.capture.model_info import find_separate_blocks
 from autopar.capture.provenance import first_line, user_frame
 from autopar.common.containers import flatten

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.capture.batch_shards import BatchShard
-from autopar.capture.call import TensorSpec
+from autopar.capture.call import BatchShard, TensorSpec
 from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import CaptureError
 from autopar.runtime.agreement.call_state import CallState

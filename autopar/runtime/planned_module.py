@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import pytree
-from autopar.capture.batch_shards import BatchShard, batch_shard_of
+from autopar.capture.call import BatchShard, batch_shard_of
 from autopar.capture.trace import Capture
 from autopar.errors import CaptureError
 from autopar.ir.graph import ParameterInfo

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from autopar._torch import pytree
 from autopar.arguments import precision_of
-from autopar.capture.batch_shards import batch_shard_of
+from autopar.capture.call import batch_shard_of
 from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.errors import StrategyError
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.capture.offline import capture_of_rank
+from autopar.capture.batch_slices import capture_of_rank
 from autopar.cost_model.algorithms.wire_bytes import node_bytes
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline

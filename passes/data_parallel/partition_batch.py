@@ -12,8 +12,7 @@ from torch import fx
 from autopar.common.notices import NumericsNote
 from autopar.ir.batch_slicing import BATCH, BatchSlices
 from autopar.ir.graph import TrainingGraph, Value, dense_strides, elements, source_line
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Partial, Placement, Replicate, Shard, Varying
+from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard, Varying
 from autopar.ir.roles import (
     BatchFraction,
     BatchIndex,

@@ -17,8 +17,7 @@ from torch import fx
 
 from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.graph import TrainingGraph, Value, elements, operands, tensor_bytes
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard
 from autopar.ir.roles import Buffer, Gradient, Input, Output, Parameter, Tangent, Update
 from autopar.passes.core.collective_ops import is_name, value_of
 from autopar.passes.data_parallel.redistribute import moves

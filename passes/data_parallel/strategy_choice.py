@@ -12,8 +12,7 @@ from torch import fx
 from autopar.cost_model.kernels.signature import describe_argument, moved_bytes
 from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.graph import Value, elements, operands
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard
 from autopar.passes.core.node_builder import is_view
 from autopar.passes.data_parallel.redistribute import (
     BYTES_PER_SENT_BYTE,

@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 
 from autopar._torch import OpOverload
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Partial, Placement, Replicate
+from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate
 from autopar.passes.rules.loops import Loop, Operator, Rule
 from autopar.passes.rules.lowerings.random import DRAW_EACH, DRAW_LIKE
 from autopar.passes.rules.operators import attention

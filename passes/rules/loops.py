@@ -24,8 +24,7 @@ from torch import fx
 
 from autopar._torch import pytree
 from autopar.ir.graph import elements
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Partial, Placement, Replicate, Shard, can_cut
+from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard, can_cut
 from autopar.passes.core.node_builder import value
 
 Reduced = Literal["sum", "max", "min"]

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph, elements, operands
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Replicate
+from autopar.ir.placement import OpStrategy, Replicate
 from autopar.passes.core.collective_ops import is_name
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
 from autopar.plan.partition import NodeStrategies

@@ -22,8 +22,7 @@ from autopar.ir.graph import (
     operands,
     tensors,
 )
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Placement, Replicate
+from autopar.ir.placement import OpStrategy, Placement, Replicate
 from autopar.ir.roles import Gradient, InputRole, OutputRole, Parameter
 from autopar.passes.core.collective_ops import (
     is_name,

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from autopar.capture import repeated_blocks as repeats
 from autopar.capture import trace as capture
-from autopar.capture.offline import capture_of_rank
+from autopar.capture.batch_slices import capture_of_rank
 from autopar.ir.graph import TrainingGraph, tensors
 from tests.planner.blocks import GPTBlock, LlamaBlock, Stack
 

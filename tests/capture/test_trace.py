@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from autopar.capture.batch_shards import batch_shard_of
+from autopar.capture.call import batch_shard_of
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.trace import Capture, capture
 from autopar.errors import CaptureError, StrategyError

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.batch_shards import BatchShard, batch_shard_of
 from autopar.capture.batch_slices import capture_slice
-from autopar.capture.call import Call
+from autopar.capture.call import BatchShard, Call, batch_shard_of
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.trace import Capture, capture
 from autopar.ir.graph import TrainingGraph

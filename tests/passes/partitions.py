@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.batch_shards import batch_shard_of
+from autopar.capture.call import batch_shard_of
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.trace import capture
 from autopar.ir.graph import TrainingGraph

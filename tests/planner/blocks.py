@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture.offline import capture_of_rank
+from autopar.capture.batch_slices import capture_of_rank
 from autopar.ir.graph import TrainingGraph
 
 

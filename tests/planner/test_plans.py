@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.capture.offline import capture_of_rank
+from autopar.capture.batch_slices import capture_of_rank
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.planner.problem import SearchContext
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh

@@ -19,8 +19,7 @@ from autopar.cost_model.kernels.timing import flops_of
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import UpdateCost
 from autopar.ir.graph import Value, dense_strides, elements, tensor_bytes, tensors
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Placement, Shard
+from autopar.ir.placement import OpStrategy, Placement, Shard
 from autopar.passes.core.collective_ops import STARTS, axis_of, kind_of, message_bytes
 from autopar.passes.rules.local_args import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator

@@ -23,8 +23,7 @@ from torch import fx
 
 from autopar.errors import PlanError
 from autopar.ir.graph import TrainingGraph, Value
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Placement, Replicate
+from autopar.ir.placement import OpStrategy, Placement, Replicate
 from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import value_of
 from autopar.passes.rules.redistribute import redistribute_steps

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph, Value, operands
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Placement, Replicate
+from autopar.ir.placement import OpStrategy, Placement, Replicate
 from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import is_name, value_of
 

@@ -13,8 +13,7 @@ from autopar.cost_model.kernels.aliases import find_storages, is_view
 from autopar.ir.batch_slicing import BATCH
 from autopar.ir.graph import TrainingGraph, Value, elements
 from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Partial, Placement, Shard
+from autopar.ir.placement import OpStrategy, Partial, Placement, Shard
 from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import value_of, wait
 from autopar.passes.rules.local_args import local_bytes

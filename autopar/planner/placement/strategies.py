@@ -12,8 +12,7 @@ from torch import fx
 from autopar.errors import StrategyError
 from autopar.ir.graph import TrainingGraph, Value, elements, operands, tensors
 from autopar.ir.mesh_levels import DATA_AXIS, axis_of_level
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Placement, Replicate, Shard, can_cut
+from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard, can_cut
 from autopar.ir.roles import Parameter
 from autopar.passes.core.collective_ops import is_name, value_of
 from autopar.passes.rules.loops import (

@@ -13,8 +13,7 @@ from torch import fx
 from autopar.cost_model.kernels.aliases import is_view
 from autopar.formatting import human_bytes
 from autopar.ir.graph import TrainingGraph, elements
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Replicate
+from autopar.ir.placement import OpStrategy, Replicate
 from autopar.ir.roles import Parameter
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.passes.rules.registry import rule_of

@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph, Value
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Placement, Replicate, Shard
+from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.passes.rules.registry import loops_of

@@ -9,8 +9,8 @@ from functools import cached_property
 
 from torch import nn
 
+from autopar.capture.batch_slices import CaptureCache
 from autopar.capture.model_info import describe_parameters
-from autopar.capture.offline import CaptureCache
 from autopar.errors import BatchError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.plan.partition import rows_of

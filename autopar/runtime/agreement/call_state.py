@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.batch_shards import BatchShard
-from autopar.capture.call import TensorSpec
+from autopar.capture.call import BatchShard, TensorSpec
 from autopar.errors import BatchError
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.record import Entry

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import distributed as dist
 
-from autopar.capture.batch_shards import BatchShard
+from autopar.capture.call import BatchShard
 from autopar.ir.graph import tensors
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.roles import (

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from autopar._torch import backward_keeps_graph
-from autopar.capture.batch_shards import BatchShard
+from autopar.capture.call import BatchShard
 from autopar.common.notices import warn_of_numerics
 from autopar.errors import CoupledRowsError
 from autopar.ir.roles import Differentiable, Input, Parameter

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from autopar._torch import backward_keeps_graph
-from autopar.capture.batch_shards import BatchShard
+from autopar.capture.call import BatchShard
 from autopar.ir.roles import (
     Accumulated,
     BatchChecksum,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.batch_shards import BatchShard
+from autopar.capture.call import BatchShard
 from autopar.common.notices import warn_of_numerics
 from autopar.ir.roles import Buffer, Input
 from autopar.runtime.agreement.channel import finish_exchange

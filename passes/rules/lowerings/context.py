@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import elements
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Placement, Shard, chunk_of
+from autopar.ir.placement import OpStrategy, Placement, Shard, chunk_of
 from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_reduce
 from autopar.passes.core.inline import inline
 from autopar.passes.core.node_builder import call

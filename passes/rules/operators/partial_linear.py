@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from autopar._torch import OpOverload
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Partial, Replicate
+from autopar.ir.placement import OpStrategy, Partial, Replicate
 from autopar.passes.core.collective_ops import STARTS, start_all_reduce
 from autopar.passes.rules.loops import Operator
 

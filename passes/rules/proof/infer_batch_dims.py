@@ -16,8 +16,7 @@ from torch import fx
 
 from autopar._torch import pytree
 from autopar.ir.graph import elements
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Placement, Shard
+from autopar.ir.placement import OpStrategy, Placement, Shard
 from autopar.passes.rules.loops import Operator
 
 Dims = tuple[int, ...]

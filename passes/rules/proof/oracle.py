@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import PassError
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Partial, Placement, Shard, can_cut, chunk_rows
+from autopar.ir.placement import OpStrategy, Partial, Placement, Shard, can_cut, chunk_rows
 from autopar.passes.rules.local_args import local_arguments
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import program

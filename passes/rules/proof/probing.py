@@ -18,7 +18,7 @@ import torch
 from autopar._torch import FakeTensorMode, OpOverload, decomposition, pytree
 from autopar.cost_model.disk_cache import cache_directory, digest, read_cached, write_json
 from autopar.cost_model.kernels.random_inputs import takes_any
-from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import OpStrategy
 from autopar.passes.rules.local_args import local_arguments
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, split_loop
 from autopar.passes.rules.proof.oracle import is_correct, run_operator, shard_tensor

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.capture.offline import capture_of_rank
+from autopar.capture.batch_slices import capture_of_rank
 from autopar.cost_model.kernels.fusion import is_fused, traffic
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.ir.graph import TrainingGraph

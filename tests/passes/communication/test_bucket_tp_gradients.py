@@ -4,8 +4,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Replicate, Shard
+from autopar.ir.placement import OpStrategy, Replicate, Shard
 from autopar.ir.roles import Parameter
 from autopar.passes.communication.bucket_tp_gradients import BucketTpGradients
 from autopar.passes.core.collective_ops import (

@@ -8,8 +8,7 @@ import pytest
 
 from autopar.errors import PassError, StrategyError
 from autopar.ir.mesh_levels import Levels
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Partial, Replicate, Shard
+from autopar.ir.placement import OpStrategy, Partial, Replicate, Shard
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_base import Pass, PassResult

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from autopar.ir.graph import tensors
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Shard
+from autopar.ir.placement import OpStrategy, Shard
 from autopar.passes.rules.loops import Operator, loop_strategies
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, program
 from autopar.passes.rules.operators.partial_linear import linear_strategies

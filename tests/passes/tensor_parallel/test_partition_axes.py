@@ -12,8 +12,7 @@ from torch import Tensor, fx
 
 from autopar._torch import FakeTensorMode
 from autopar.ir.graph import TrainingGraph
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Partial, Placement, Replicate
+from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate
 from autopar.ir.roles import Input, InputRole, Output
 from autopar.passes.core.collective_ops import (
     collective,

@@ -8,8 +8,7 @@ from expecttest import assert_expected_inline
 
 import autopar
 from autopar.ir.graph import TrainingGraph
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Partial, Replicate, Shard
+from autopar.ir.placement import OpStrategy, Partial, Replicate, Shard
 from autopar.passes.core.runner import run_passes
 from autopar.passes.rules.proof.oracle import is_close
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.capture.offline import capture_of_rank
+from autopar.capture.batch_slices import capture_of_rank
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
 from autopar.plan.prediction import Prediction, RunnerUp, slower

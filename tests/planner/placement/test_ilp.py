@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 from autopar.cost_model.kernels.timing import flops_of
 from autopar.errors import StrategyError
 from autopar.ir.graph import TrainingGraph, Value, tensor_bytes, tensors
-from autopar.ir.op_strategy import OpStrategy
-from autopar.ir.placement import Placement, Replicate, Shard
+from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard
 from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import value_of
 from autopar.passes.rules.local_args import local_bytes

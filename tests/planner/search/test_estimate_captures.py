@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.capture.offline import CaptureCache, capture_of_rank
+from autopar.capture.batch_slices import CaptureCache, capture_of_rank
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import BatchError
 from autopar.ir.graph import TrainingGraph

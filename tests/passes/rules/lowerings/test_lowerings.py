@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.ir.op_strategy import OpStrategy
+from autopar.ir.placement import OpStrategy
 from autopar.passes.rules.loops import Operator, loop_strategies
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, lowering_loops
 from autopar.passes.rules.proof.oracle import is_correct, run_operator
