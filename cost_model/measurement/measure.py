@@ -35,7 +35,7 @@ from autopar.cost_model.measurement.group_layouts import (
 )
 from autopar.cost_model.measurement.interference_bench import measure_slowdown
 from autopar.cost_model.measurement.sampling import Layouts, ReportProgress, sample
-from autopar.cost_model.topology.from_pairs import topology_from_pairs
+from autopar.cost_model.topology.topology import topology_from_pairs
 from autopar.errors import DisagreementError, MeasurementWarning
 
 KIB, MIB = 2**10, 2**20

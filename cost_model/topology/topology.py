@@ -1,150 +1,70 @@
 """The topology of a cluster as a networkx graph.
 
 Graph nodes are named "node0", "node0/gpu3", "node0/switch", "node0/nic1" and "fabric"; their
-`kind` is one of KINDS. Edges are full-duplex links with `bytes_per_s` (one direction), `latency_s`
-and `provenance`. A NIC serves the devices that it has a link to.
+`kind` is "host", "device", "switch", "nic" or "fabric". Edges are full-duplex links with
+`bytes_per_s` (one direction), `latency_s` and `provenance`. A NIC serves the devices that it has a
+link to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import networkx as nx
 
-from autopar.cost_model.cost import KINDS as PROVENANCE_KINDS
 from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.curves.curve import Curve
+from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
 
-KINDS = ("device", "switch", "nic", "host", "fabric")
-_EDGE_FIELDS = ("bytes_per_s", "latency_s", "provenance")
+_NEAR_HOPS = 2  # a rank, its host, another rank
+_FAR_HOPS = 4  # additional: host, NIC, fabric, NIC, host
 
 
-@dataclass(frozen=True)
-class Wire:
-    """A kind of link.
+def topology_from_pairs(
+    curves: Mapping[CurveKey, Measured], nodes: int, ranks_per_node: int
+) -> nx.Graph | None:
+    """A graph of ranks at their hosts, and hosts with one NIC each at a fabric.
 
-    Attributes:
-        bytes_per_s: bandwidth in each direction, in bytes/s.
-        latency_s: latency of an empty message, in seconds.
-        provenance: origin of the figures: "measured ...", "imported ...", "modelled ...".
+    Rates and latencies are those of a "send" between a pair on one node, and a pair on two. Links
+    of GPUs cannot be derived from these, so this is for ranks on CPUs. None if a pair was not
+    measured.
     """
-
-    bytes_per_s: float
-    latency_s: float
-    provenance: str
-
-    def join(self, graph: nx.Graph, first: str, second: str, width: int = 1) -> None:
-        """Links two graph nodes by `width` parallel wires."""
-        graph.add_edge(
-            first,
-            second,
-            bytes_per_s=self.bytes_per_s * width,
-            latency_s=self.latency_s,
-            provenance=self.provenance,
-        )
-
-
-Inside = Callable[[nx.Graph, str, Sequence[str]], None]
-"""Adds the links inside one machine: (graph, "node0", its devices)."""
-
-
-def switched(wire: Wire) -> Inside:
-    """Links every device to one switch (NVSwitch, or a PCIe switch)."""
-
-    def build(graph: nx.Graph, node: str, devices: Sequence[str]) -> None:
-        graph.add_node(f"{node}/switch", kind="switch")
-        for device in devices:
-            wire.join(graph, device, f"{node}/switch")
-
-    return build
-
-
-def meshed(widths: Mapping[tuple[int, int], int], wire: Wire) -> Inside:
-    """Links devices i and j by widths[i, j] wires (NVLink without a switch)."""
-
-    def build(graph: nx.Graph, node: str, devices: Sequence[str]) -> None:
-        for (i, j), width in widths.items():
-            wire.join(graph, devices[i], devices[j], width)
-
-    return build
-
-
-def hosted(wire: Wire, root: Wire | None = None, per_switch: int = 1) -> Inside:
-    """Links devices through the host: its memory, or PCIe without peer-to-peer access.
-
-    Args:
-        wire: link from a device to the host, or to its PCIe switch.
-        root: link from a PCIe switch to the host; None without such switches.
-        per_switch: devices behind one PCIe switch.
-    """
-
-    def build(graph: nx.Graph, node: str, devices: Sequence[str]) -> None:
-        for index, device in enumerate(devices):
-            if root is None:
-                wire.join(graph, device, node)
-                continue
-            switch = f"{node}/pcie{index // per_switch}"
-            graph.add_node(switch, kind="switch")
-            wire.join(graph, device, switch)
-            root.join(graph, switch, node)
-
-    return build
-
-
-def build(
-    nodes: int,
-    devices: int,
-    inside: Inside | Sequence[Inside],
-    nics: int = 0,
-    nic: Wire | None = None,
-    *,
-    nic_at: Literal["device", "host"] = "device",
-    device: str = "gpu",
-    cpu: str = "intel",
-) -> nx.Graph:
-    """A cluster of equal machines behind one fabric.
-
-    Args:
-        nodes: number of machines.
-        devices: devices of each machine.
-        inside: links inside a machine: `switched`, `meshed`, `hosted`, or several of these.
-        nics: NICs of each machine; required for more than one machine.
-        nic: link from a NIC to the fabric, and from a NIC to its devices.
-        nic_at: position of the NICs: spread evenly over the devices, or at the host.
-        device: prefix of device names: "gpu" makes "node0/gpu3".
-        cpu: vendor of the hosts' processors, an input of NCCL's model.
-    """
-    if nodes < 1 or devices < 1:
-        raise ClusterError(f"a cluster of {nodes} nodes with {devices} devices each")
-    if nodes > 1 and (nics < 1 or nic is None):
-        raise ClusterError(f"{nodes} nodes without NICs cannot reach each other")
+    messages = {key.shape: entry for key, entry in curves.items() if key.collective == "send"}
+    near, far = messages.get(GroupShape(2, 2)), messages.get(GroupShape(2, 1))
+    if (ranks_per_node > 1 and near is None) or (nodes > 1 and far is None):
+        return None
+    within = near or far
+    if within is None:
+        return None
+    latency = near.curve.seconds[0] if near else 0.0
+    inside = _link(within, latency / _NEAR_HOPS)
     graph = nx.Graph()
     for n in range(nodes):
         node = f"node{n}"
-        graph.add_node(node, kind="host", cpu=cpu)
-        names = [f"{node}/{device}{i}" for i in range(devices)]
-        graph.add_nodes_from(names, kind="device")
-        for part in [inside] if callable(inside) else inside:
-            part(graph, node, names)
-        if nic is not None:
-            _add_nics(graph, node, names, nics, nic, nic_at)
-    return check_topology(graph)
+        graph.add_node(node, kind="host", cpu="intel")
+        ranks = [f"{node}/rank{i}" for i in range(ranks_per_node)]
+        graph.add_nodes_from(ranks, kind="device")
+        graph.add_edges_from([(rank, node) for rank in ranks], **inside)
+        if far is not None and nodes > 1:
+            beyond = _link(far, max(0.0, far.curve.seconds[0] - latency) / _FAR_HOPS)
+            graph.add_node("fabric", kind="fabric")
+            graph.add_node(f"{node}/nic0", kind="nic")
+            graph.add_edge(f"{node}/nic0", "fabric", **beyond)
+            graph.add_edge(node, f"{node}/nic0", **beyond)
+    return graph
 
 
-def _add_nics(
-    graph: nx.Graph, node: str, devices: Sequence[str], nics: int, wire: Wire, at: str
-) -> None:
-    graph.add_node("fabric", kind="fabric")
-    for j in range(nics):
-        name = f"{node}/nic{j}"
-        graph.add_node(name, kind="nic")
-        wire.join(graph, name, "fabric")
-        count = len(devices)
-        near = {i for i in range(count) if i * nics // count == j} | {j * count // nics}
-        for device in [devices[i] for i in sorted(near)] if at == "device" else [node]:
-            wire.join(graph, device, name)
+def _link(pair: Measured, latency_s: float) -> dict[str, Any]:
+    rate = _bytes_per_s(pair.curve)
+    return {"bytes_per_s": rate, "latency_s": latency_s, "provenance": pair.provenance}
+
+
+def _bytes_per_s(curve: Curve) -> float:
+    """Rate of the largest messages, latency apart."""
+    whole = curve.seconds[-1] - min(curve.pieces[-1].latency_s, curve.seconds[-1] / 2)
+    return curve.bytes[-1] / whole
 
 
 def node_of(name: str) -> str:
@@ -205,31 +125,6 @@ def repeated(graph: nx.Graph, nodes: int) -> nx.Graph:
 def _alike(first: nx.Graph, second: nx.Graph) -> bool:
     widths = [sorted(w for *_, w in g.edges(data="bytes_per_s")) for g in (first, second)]
     return widths[0] == widths[1] and nx.vf2pp_is_isomorphic(first, second, node_label="kind")
-
-
-def check_topology(graph: nx.Graph) -> nx.Graph:
-    """The graph, if it describes a cluster.
-
-    Raises:
-        ClusterError: a node or link is malformed; the message names it.
-    """
-    for name, kind in graph.nodes(data="kind"):
-        if not isinstance(name, str) or kind not in KINDS:
-            raise ClusterError(f"topology: {name!r} is of kind {kind!r}, not one of {KINDS}")
-    for first, second, link in graph.edges(data=True):
-        where = f"topology: the link {first} - {second}"
-        missing = [field for field in _EDGE_FIELDS if field not in link]
-        if missing:
-            raise ClusterError(f"{where} lacks {', '.join(missing)}")
-        if not (link["bytes_per_s"] > 0 and link["latency_s"] >= 0):
-            raise ClusterError(
-                f"{where} has {link['bytes_per_s']} bytes/s and {link['latency_s']} s"
-            )
-        if not str(link["provenance"]).startswith(PROVENANCE_KINDS):
-            raise ClusterError(f"{where}: provenance {link['provenance']!r}")
-    if not devices_by_node(graph):
-        raise ClusterError("topology: there is no device")
-    return graph
 
 
 def nics_per_node(graph: nx.Graph) -> int:

@@ -11,7 +11,7 @@ from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.topology.devices import Device
-from autopar.cost_model.topology.topology import Wire, build, switched
+from tests.cost_model.machines import machines
 
 TODAY = "measured 2026-11-21 on here"
 PAIR, FOUR = GroupShape(2, 2), GroupShape(4, 4)
@@ -37,7 +37,7 @@ MEASURED = Cluster(
     provenance=TODAY,
     slowdown=Slowdown((1000, 8000), (1.2, 1.5), (1.0, 2.0), 1e-5, 1e-6, TODAY),
     uniform=True,
-    topology=build(1, 4, switched(Wire(1e9, 1e-6, TODAY))),
+    topology=machines(1, 4, 1e9),
     figures=Device("a CPU", 2**34, 2e10, {"float32": 1e11}, TODAY),
 )
 

@@ -11,7 +11,7 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.nccl.channels import Communicator, Graph, behind_switch, communicator_on
 from autopar.cost_model.nccl.constants import constants_of
 from autopar.cost_model.nccl.model import Tuning
-from autopar.cost_model.topology.topology import Wire, build, hosted, switched
+from tests.cost_model.machines import machines
 
 A100 = Graph(12, 20, 20)
 DGX_A100 = Graph(8, 24, 24)
@@ -107,13 +107,12 @@ def test_the_search_behind_a_switch_finds_what_is_known():
     assert behind_switch(two, 80, 240, 4, 12)["ring"] == Graph(4, 12, 12)
     assert behind_switch(one, 90, 18 * 20.6)["tree"] == H100
     assert behind_switch(one, 90, 18 * 20.6)["nvls"] == NVLS
-    nvswitch, hdr = Wire(300e9, 1e-6, "modelled by NVLink 3"), Wire(25e9, 1e-6, "modelled by HDR")
-    graph = build(2, 8, switched(nvswitch), 8, hdr, cpu="amd")
+    graph = machines(2, 8, 300e9, 8, 25e9, cpu="amd")
     assert communicator_on(graph, two, "NVIDIA A100-SXM4-40GB") == TWO_A100
-    efa = build(2, 8, switched(nvswitch), 32, Wire(12.5e9, 1e-6, "modelled by EFA"))
+    efa = machines(2, 8, 300e9, 32, 12.5e9)
     assert communicator_on(efa, two, "NVIDIA A100-SXM4-40GB").graphs["ring"] == Graph(16, 15, 15)
     with pytest.raises(ClusterError, match="not known, only behind NVSwitches"):
-        communicator_on(build(1, 8, hosted(nvswitch)), one, "Tesla V100-SXM2-32GB")
+        communicator_on(machines(1, 8, 300e9, hub=""), one, "Tesla V100-SXM2-32GB")
 
 
 def test_versions():

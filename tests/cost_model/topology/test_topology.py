@@ -4,28 +4,19 @@ import networkx as nx
 import pytest
 
 from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.curves.curve import Curve
+from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.topology.topology import (
-    Wire,
-    build,
-    check_topology,
-    group_devices,
-    hosted,
-    repeated,
-    switched,
-)
-
-WIRE = Wire(10e9, 1e-6, "modelled by the test")
-NIC = Wire(1e9, 2e-6, "modelled by the test's NIC")
+from autopar.cost_model.topology.topology import group_devices, repeated, topology_from_pairs
+from tests.cost_model.machines import machines
 
 
 def dgx_a100(nodes: int) -> nx.Graph:
-    nvswitch = Wire(300e9, 1e-6, "modelled by NVLink 3")
-    return build(nodes, 8, switched(nvswitch), 8, Wire(25e9, 1e-6, "modelled by HDR"))
+    return machines(nodes, 8, 300e9, 8, 25e9)
 
 
 def test_a_group_takes_consecutive_devices_of_each_machine():
-    graph = build(2, 4, hosted(WIRE), 2, NIC)
+    graph = machines(2, 4, 10e9, 2, 1e9, hub="")
     devices = group_devices(graph, GroupShape(4, 2, 2))
     assert devices == ["node0/gpu0", "node0/gpu1", "node1/gpu0", "node1/gpu1"]
     with pytest.raises(ClusterError, match="room for 4 such groups"):
@@ -41,20 +32,38 @@ def test_repeating_a_machine_and_refusing_unlike_ones():
     with pytest.raises(ClusterError, match="machines of this cluster differ"):
         repeated(graph, 3)
     with pytest.raises(ClusterError, match="no NIC"):
-        repeated(build(1, 8, hosted(WIRE)), 2)
+        repeated(machines(1, 8, 10e9, hub=""), 2)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda g: g.nodes["node0/gpu1"].update(kind="gpu"), "'node0/gpu1' is of kind 'gpu'"),
-        (lambda g: g.edges["node0", "node0/gpu1"].pop("latency_s"), "lacks latency_s"),
-        (lambda g: g.edges["node0", "node0/gpu1"].update(bytes_per_s=-1), "has -1 bytes/s"),
-        (lambda g: g.edges["node0", "node0/gpu1"].update(provenance="guess"), "provenance 'guess'"),
-    ],
-)
-def test_a_damaged_graph_is_refused(damage, message):
-    graph = build(1, 2, hosted(WIRE))
-    damage(graph)
-    with pytest.raises(ClusterError, match=message):
-        check_topology(graph)
+def sends(shape: GroupShape, latency_s: float, bytes_per_s: float) -> dict[CurveKey, Measured]:
+    sizes = (1, 10**4, 10**6, 10**7)
+    curve = Curve(sizes, tuple(latency_s + n / bytes_per_s for n in sizes))
+    return {CurveKey("send", shape): Measured(curve, "measured today", "gloo")}
+
+
+def latency_s(graph: nx.Graph, source: str, target: str) -> float:
+    return nx.shortest_path_length(graph, source, target, weight="latency_s")
+
+
+NEAR = sends(GroupShape(2, 2), 1e-4, 1e9)
+FAR = sends(GroupShape(2, 1), 3e-4, 1e8)
+
+
+def test_ranks_of_two_nodes_share_a_nic():
+    graph = topology_from_pairs({**NEAR, **FAR}, 2, 2)
+    inside, outside = graph.edges["node0", "node0/rank0"], graph.edges["node0/nic0", "fabric"]
+    assert inside["bytes_per_s"] == pytest.approx(1e9, rel=0.05)
+    assert outside["bytes_per_s"] == pytest.approx(1e8, rel=0.05)
+    assert latency_s(graph, "node0/rank0", "node0/rank1") == pytest.approx(1e-4, rel=0.01)
+    assert latency_s(graph, "node0/rank0", "node1/rank0") == pytest.approx(3e-4, rel=0.01)
+    assert outside["provenance"] == "measured today"
+
+
+def test_a_topology_needs_its_pairs():
+    assert topology_from_pairs({}, 1, 2) is None
+    assert topology_from_pairs(NEAR, 2, 2) is None
+    assert topology_from_pairs(FAR, 2, 2) is None
+    one_each = topology_from_pairs(FAR, 2, 1)
+    assert latency_s(one_each, "node0/rank0", "node1/rank0") == pytest.approx(3e-4, rel=0.01)
+    one_node = topology_from_pairs(NEAR, 1, 4)
+    assert latency_s(one_node, "node0/rank0", "node0/rank3") == pytest.approx(1e-4, rel=0.01)
