@@ -32,7 +32,6 @@ class Cost:
 
     @property
     def kind(self) -> str:
-        """The first word of the provenance: measured, imported or modelled."""
         return self.provenance.split(" ", 1)[0]
 
 

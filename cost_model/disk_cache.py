@@ -42,12 +42,8 @@ def digest(facts: Mapping[str, Any]) -> str:
 def read_cached(path: Path, parse: Callable[[Any], T]) -> T | None:
     """The parsed content of a file, or None if there is no such file.
 
-    A damaged file counts as absent, with a warning once a process.
-
-    Args:
-        path: path of a JSON file.
-        parse: parser of the content; raises an ordinary error, such as KeyError or ValueError, if
-            that is malformed.
+    A damaged file counts as absent, with a warning once a process. `parse` raises an ordinary
+    error, such as KeyError or ValueError, for one.
     """
     try:
         return parse(json.loads(path.read_text()))
@@ -64,11 +60,7 @@ def read_cached(path: Path, parse: Callable[[Any], T]) -> T | None:
 
 
 def check_numbers(data: Any) -> dict[str, Any]:
-    """The table, if it has finite, non-negative numbers by name.
-
-    Raises:
-        ValueError: it has something else.
-    """
+    """The table, if it has finite, non-negative numbers by name; otherwise a ValueError."""
     if not isinstance(data, dict):
         raise ValueError(f"a table is expected, not {str(data)[:40]!r}")
     for name, value in data.items():

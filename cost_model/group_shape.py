@@ -34,7 +34,6 @@ class GroupShape:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the group."""
         return self.ranks // self.ranks_per_node
 
     @classmethod

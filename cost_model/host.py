@@ -14,16 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class Host:
-    """Facts of this machine and process.
-
-    Attributes:
-        name: host name.
-        cpu: model name of the processor.
-        cores: cores that this process may use.
-        threads: threads of one torch operator.
-        memory_bytes: memory of the machine in bytes.
-        torch: version of torch.
-    """
+    """Facts of this machine and process: `cores` it may use, `threads` of one torch operator."""
 
     name: str
     cpu: str
@@ -34,7 +25,6 @@ class Host:
 
     @classmethod
     def here(cls) -> Host:
-        """The host of this process."""
         return cls(
             name=socket.gethostname(),
             cpu=_cpu_model(),
@@ -45,7 +35,6 @@ class Host:
         )
 
     def facts(self) -> dict[str, str | int]:
-        """The attributes as a dict."""
         return asdict(self)
 
 

@@ -12,7 +12,7 @@ number of cores comes from groups measured alone and side by side.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations
 from statistics import median
@@ -87,7 +87,6 @@ class Fabric:
         return max(1.0, self.active(shape) / self.cores)
 
     def steps(self, collective: str, shape: GroupShape) -> float:
-        """Consecutive messages of a ring."""
         return ring(collective, shape.ranks, self.backend)[0]
 
     def floor_s(self, collective: str, shape: GroupShape) -> float:
@@ -174,7 +173,8 @@ def _scaled(
         if more is not None and less is not None:
             return whole + max(more - less, -whole / 2)
     floor = curve.pieces[0].latency_s
-    latency = min(whole, max(floor, _piece_at(curve, equal)))
+    nearest = min(curve.pieces, key=lambda piece: abs(piece(equal) - whole))
+    latency = min(whole, max(floor, nearest.latency_s))
     steps = fabric.steps(wanted.collective, wanted.shape)
     growth = steps / fabric.steps(base.collective, base.shape)
     slowdown = fabric.oversubscription(wanted.shape) / fabric.oversubscription(base.shape)
@@ -187,38 +187,22 @@ def _scaled(
     return whole + latency * (growth * slowdown - 1)  # NICs, not cores, carry the bytes
 
 
-def _piece_at(curve: Curve, nbytes: float) -> float:
-    """The latency of the affine piece nearest to the curve at a size."""
-    time = curve(nbytes)
-    return min(curve.pieces, key=lambda piece: abs(piece(nbytes) - time)).latency_s
-
-
 def effective_cores(curves: Mapping[CurveKey, Measured], ranks_per_node: int) -> float:
     """Ranks of a node that can be busy at once, from groups measured alone and side by side.
 
     The median over all collectives and sizes; infinite without a slowdown or without such pairs.
     """
-    found = [
-        cores
-        for few, many in permutations(curves, 2)
-        if few.shape.nodes == 1
-        and replace(few, shape=replace(few.shape, groups=many.shape.groups)) == many
-        and few.shape.groups < many.shape.groups
-        for cores in _cores(few, many, curves, ranks_per_node)
-    ]
+    found: list[float] = []
+    for few, many in permutations(curves, 2):
+        alike = replace(few, shape=replace(few.shape, groups=many.shape.groups)) == many
+        if few.shape.nodes > 1 or not alike or few.shape.groups >= many.shape.groups:
+            continue
+        fewer, more = (
+            min(ranks_per_node, k.shape.ranks_per_node * k.shape.groups) for k in (few, many)
+        )
+        quick, slow = curves[few].curve, curves[many].curve
+        for nbytes, seconds in zip(slow.bytes, slow.seconds, strict=True):
+            if fewer < more and quick.bytes[0] <= nbytes <= quick.bytes[-1]:
+                longer = seconds / quick(nbytes)
+                found.append(max(fewer, more / longer) if longer > 1 else math.inf)
     return median(found) if found else math.inf
-
-
-def _cores(
-    few: CurveKey, many: CurveKey, curves: Mapping[CurveKey, Measured], ranks_per_node: int
-) -> Iterator[float]:
-    fewer, more = (
-        min(ranks_per_node, k.shape.ranks_per_node * k.shape.groups) for k in (few, many)
-    )
-    if fewer == more:
-        return
-    quick, slow = curves[few].curve, curves[many].curve
-    for nbytes, seconds in zip(slow.bytes, slow.seconds, strict=True):
-        if quick.bytes[0] <= nbytes <= quick.bytes[-1]:
-            longer = seconds / quick(nbytes)
-            yield max(fewer, more / longer) if longer > 1 else math.inf

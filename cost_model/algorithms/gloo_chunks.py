@@ -23,11 +23,7 @@ MAX_CHUNKS = 4
 
 
 def gloo_chunks(nbytes: int, ranks: int) -> int:
-    """The number of chunks of an all-to-all.
-
-    Args:
-        nbytes: message size, as `collectives` defines it.
-        ranks: number of ranks.
+    """The number of chunks of an all-to-all of `nbytes` bytes, as `collectives` defines its size.
 
     >>> [gloo_chunks(size, ranks=2) for size in (2**18, 2**20, 2**21, 2**24)]
     [1, 2, 4, 4]

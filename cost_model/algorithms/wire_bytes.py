@@ -26,12 +26,7 @@ _SEGMENTS = 2  # messages of gloo's rings for each rank's chunk
 
 
 def sent_bytes(graph: TrainingGraph, backend: str) -> dict[str, int]:
-    """Bytes that a rank sends over each axis in one run of a lowered graph.
-
-    Args:
-        graph: a lowered graph.
-        backend: backend of torch.distributed.
-    """
+    """Bytes that a rank sends over each axis in one run of a lowered graph."""
     by_axis: Counter[str] = Counter()
     for transfer in _transfers(graph, 1):
         share = ring(transfer.collective, transfer.shape.ranks, backend)[1]
@@ -40,13 +35,7 @@ def sent_bytes(graph: TrainingGraph, backend: str) -> dict[str, int]:
 
 
 def node_bytes(graph: TrainingGraph, backend: str, ranks_per_node: int) -> int:
-    """Bytes that leave the busiest node in one run of a lowered graph by all ranks.
-
-    Args:
-        graph: a lowered graph.
-        backend: backend of torch.distributed.
-        ranks_per_node: ranks of the world on each node.
-    """
+    """Bytes that leave the busiest node in one run of a lowered graph by all ranks."""
     total = 0.0
     for transfer in _transfers(graph, ranks_per_node):
         args = (transfer.collective, transfer.shape, backend, ranks_per_node)
@@ -64,19 +53,11 @@ def _transfers(graph: TrainingGraph, ranks_per_node: int) -> Iterator[Transfer]:
 
 
 def leaving(collective: str, shape: GroupShape, backend: str, ranks_per_node: int) -> float:
-    """Bytes that leave a node for a collective, as a multiple of its message size.
+    """Bytes that leave the busiest node for a collective, as a multiple of its message size.
 
     Rings follow the order of ranks, so one of their links leaves each node. An all-to-all sends
-    each part directly to its rank. Groups that run at once add up.
-
-    Args:
-        collective: one of COLLECTIVES, which define the message size.
-        shape: the groups that run at once, each over neighbouring nodes.
-        backend: backend of torch.distributed.
-        ranks_per_node: ranks of the world on each node.
-
-    Returns:
-        The multiple for the busiest node, for a broadcast the root's; 0.0 for groups on one node.
+    each part directly to its rank. The busiest node of a broadcast is the root's. Groups that run
+    at once, each over neighbouring nodes, add up.
 
     Raises:
         ClusterError: the collective is unknown, or the groups do not fill such nodes.

@@ -116,9 +116,7 @@ class Cluster:
     def default(cls, world_size: int, device: str = "cpu") -> Cluster:
         """A cluster of one node with modelled figures only.
 
-        Args:
-            world_size: number of ranks.
-            device: "cpu", "cuda" or the name of a GPU.
+        The device is "cpu", "cuda" or the name of a GPU.
         """
         count("world_size", world_size, error=ClusterError)
         text("device", device, "give 'cpu', 'cuda' or the name of a GPU", ClusterError)
@@ -139,13 +137,7 @@ class Cluster:
     def seconds(
         self, collective: str, nbytes: float, shape: GroupShape, dtype: str = "float32"
     ) -> Cost:
-        """The time of one collective.
-
-        Args:
-            collective: one of `collectives.COLLECTIVES`.
-            nbytes: message size in bytes, as `collectives` defines it for each.
-            shape: the groups that run it.
-            dtype: dtype of the tensors.
+        """The time of one collective of `nbytes` bytes, as `collectives` defines the size.
 
         Raises:
             ClusterError: it was not measured and may not be derived; the message says what to
@@ -166,7 +158,6 @@ class Cluster:
 
     @property
     def fabric(self) -> Fabric:
-        """Properties that all groups share."""
         return self._pricer.fabric
 
     @cached_property
@@ -175,7 +166,6 @@ class Cluster:
         return CollectivePricer(**{name: getattr(self, name) for name in names})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["versions"] = dict(self.versions)
         data["slowdown"] = dataclasses.asdict(self.slowdown)
@@ -188,11 +178,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: Any, source: str = "the document") -> Cluster:
-        """The cluster that `to_dict` wrote.
-
-        Args:
-            data: the document.
-            source: name of the document, for errors.
+        """The cluster that `to_dict` wrote; `source` names the document in errors.
 
         Raises:
             ClusterError: a field is missing, unknown, of another type or out of range.
@@ -207,15 +193,14 @@ class Cluster:
         return cls(**cluster_fields(data, source))
 
     def save(self, path: str | Path) -> None:
-        """Writes the cluster as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def named(cls, name: str, nodes: int | None = None) -> Cluster:
-        """A cluster that ships with autopar (see `shipped_clusters`).
+        """A cluster that ships with autopar (see `shipped_clusters`), such as "dgx-h100".
 
         Args:
-            name: name, such as "dgx-h100".
+            name: its name.
             nodes: number of machines; by default as many as were measured. Other numbers require
                 a uniform fabric.
         """

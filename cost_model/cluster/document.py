@@ -37,13 +37,11 @@ class CurveRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> CurveKey:
-        """Key of the curve."""
         shape = GroupShape(self.ranks, self.ranks_per_node, self.groups)
         return CurveKey(self.collective, shape, self.dtype)
 
     @property
     def entry(self) -> Measured:
-        """The curve with its origin."""
         curve = Curve(self.bytes, self.seconds, self.spread)
         return Measured(curve, self.provenance, self.version)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from autopar.common.notices import warn_once
 from autopar.cost_model.cluster.cluster import Cluster
@@ -21,11 +22,8 @@ def import_nccl_tests(
     *,
     name: str | None = None,
     device: str | None = None,
-    ranks: int | None = None,
-    ranks_per_node: int | None = None,
-    collective: str | None = None,
-    least_bytes: int | None = None,
     uniform: bool = False,
+    **facts: Any,
 ) -> Cluster:
     """The cluster of some outputs of nccl-tests, one file for each run.
 
@@ -33,26 +31,13 @@ def import_nccl_tests(
         paths: text with any launcher's prefixes, JSON of `-J`, or CSV.
         name: name of the cluster; by default the name of the first file.
         device: name of the GPUs, if the files lack it.
-        ranks: number of ranks, if the files lack it.
-        ranks_per_node: ranks of a node, if the files list no hosts.
-        collective: name of the collective, if the files lack it.
-        least_bytes: smallest size to import, in bytes.
         uniform: whether times of other groups may be derived (`Cluster.uniform`).
+        facts: arguments of `read_tables`, if the files lack these.
 
     Raises:
         ClusterError: a file is truncated, foreign or contradicts itself; the message says where.
     """
-    tables = [
-        table
-        for path in paths
-        for table in read_tables(
-            path,
-            collective=collective,
-            ranks=ranks,
-            ranks_per_node=ranks_per_node,
-            least_bytes=least_bytes,
-        )
-    ]
+    tables = [table for path in paths for table in read_tables(path, **facts)]
     if not tables:
         raise ClusterError("no files to import")
     title = name or Path(paths[0]).stem

@@ -52,11 +52,9 @@ class Slowdown:
         return cls((1,), (compute,), (communication,), 0.0, 0.0, f"modelled by {why}")
 
     def of_compute(self, nbytes: float) -> float:
-        """The factor on compute beside collectives of this size."""
         return _between(self.bytes, self.compute, nbytes)
 
     def of_communication(self, nbytes: float) -> float:
-        """The factor on collectives of this size beside compute."""
         return _between(self.bytes, self.communication, nbytes)
 
 

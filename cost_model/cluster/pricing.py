@@ -61,7 +61,6 @@ class CollectivePricer:
 
     @cached_property
     def fabric(self) -> Fabric:
-        """Properties that all groups share."""
         nics = 0 if self.topology is None else nics_per_node(self.topology)
         trees = self.backend == "nccl" and any(name in self.device for name in NVLS)
         cores = math.inf

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
@@ -21,9 +21,21 @@ from typing import Any
 import numpy as np
 
 from autopar.cost_model.cost import ClusterError
-from autopar.cost_model.curves.piecewise import Piece, fit_pieces
 
 _UNKNOWN = 0.5  # error per octave beyond a single point: the time may stay or double
+_MOST_PIECES = 3
+_MOST_FITTED = 64  # most points of a fit of pieces: its cost grows with their square
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An affine stretch of a curve: `latency_s` seconds + `seconds_per_byte` a byte."""
+
+    latency_s: float
+    seconds_per_byte: float
+
+    def __call__(self, nbytes: float) -> float:
+        return self.latency_s + self.seconds_per_byte * nbytes
 
 
 @dataclass(frozen=True)
@@ -45,11 +57,7 @@ class Curve:
 
     @classmethod
     def fit(cls, samples: Mapping[int, Sequence[float]]) -> Curve:
-        """The curve through the medians of repeated timings, made monotone.
-
-        Args:
-            samples: timings in seconds by message size in bytes.
-        """
+        """The curve through the medians of repeated timings in seconds by bytes, made monotone."""
         sizes = sorted(samples)
         for size in sizes:
             times = samples[size]
@@ -71,7 +79,7 @@ class Curve:
         It has the least sum of relative differences, so a single outlier does not move it. The
         distance that a point moves is added to its spread.
         """
-        _check(tuple(sizes), tuple(seconds), tuple(spread), rising=False)
+        _check(sizes, seconds, spread, rising=False)
         level = [math.exp(y) for y in _isotonic([math.log(t) for t in seconds])]
         moved = [2 * abs(new - old) for new, old in zip(level, seconds, strict=True)]
         widths = spread or [0.0] * len(moved)
@@ -142,7 +150,7 @@ class Curve:
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Up to three affine pieces over consecutive ranges of size."""
-        return fit_pieces(self.bytes, self.seconds)
+        return _fit_pieces(self.bytes, self.seconds)
 
     @cached_property
     def _cubics(self) -> list[tuple[float, tuple[float, float, float, float]]]:
@@ -157,12 +165,7 @@ class Curve:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        return {
-            "bytes": list(self.bytes),
-            "seconds": list(self.seconds),
-            "spread": list(self.spread),
-        }
+        return {name: list(values) for name, values in asdict(self).items()}
 
 
 def _secants(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
@@ -198,17 +201,80 @@ def _isotonic(values: Sequence[float]) -> list[float]:
     return [level for pool in pools for level in [median(pool)] * len(pool)]
 
 
+def _fit_pieces(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[Piece, ...]:
+    """Splits the points into a few runs, each with the affine piece of least relative error.
+
+    Dynamic programming finds the splits, the Bayesian information criterion their number. Three
+    suffice for NCCL, whose protocols LL, LL128 and Simple are one line each.
+    """
+    if len(sizes) > _MOST_FITTED:
+        indices = [i * (len(sizes) - 1) // (_MOST_FITTED - 1) for i in range(_MOST_FITTED)]
+        sizes, seconds = [sizes[i] for i in indices], [seconds[i] for i in indices]
+    count = len(sizes)
+    if count == 1:
+        return (Piece(0.0, seconds[0] / sizes[0]),)
+    fits = list(_runs(sizes, seconds, shortest=min(count, 3)))
+    best: list[dict[int, tuple[float, tuple[Piece, ...]]]] = [{0: (0.0, ())}]
+    for _ in range(_MOST_PIECES):
+        row: dict[int, tuple[float, tuple[Piece, ...]]] = {}
+        for i, j, piece, error in fits:
+            if i in best[-1]:
+                total = best[-1][i][0] + error
+                if j not in row or total < row[j][0]:
+                    row[j] = (total, (*best[-1][i][1], piece))
+        best.append(row)
+    whole = [row[count] for row in best[1:] if count in row]
+    floor = count * 1e-6  # a relative error of 0.1 %: finer than any timing repeats
+    return min(
+        whole,
+        key=lambda fit: count * math.log(fit[0] + floor) + 3 * len(fit[1]) * math.log(count),
+    )[1]
+
+
+def _runs(
+    sizes: Sequence[int], seconds: Sequence[float], shortest: int
+) -> Iterator[tuple[int, int, Piece, float]]:
+    """The line through every run of points i..j-1, and its summed squared relative error."""
+    for i in range(len(sizes)):
+        u = v = uu = uv = vv = 0.0
+        for j in range(i, len(sizes)):
+            p, q = 1 / seconds[j], sizes[j] / seconds[j]
+            u += p
+            v += q
+            uu += p * p
+            uv += p * q
+            vv += q * q
+            if (count := j + 1 - i) >= shortest:
+                yield i, j + 1, *_line(count, u, v, uu, uv, vv)
+
+
+def _line(count: int, u: float, v: float, uu: float, uv: float, vv: float) -> tuple[Piece, float]:
+    """The a + b x nearest to times t by relative error, and its error; a and b not negative.
+
+    Solves a p + b q = 1 for p = 1/t and q = x/t by the sums of p, q, p p, p q and q q.
+    """
+
+    def error(a: float, b: float) -> float:
+        squares = a * a * uu + 2 * a * b * uv + b * b * vv
+        return max(0.0, squares - 2 * (a * u + b * v) + count)
+
+    candidates = [(u / uu, 0.0), (0.0, v / vv)]
+    determinant = uu * vv - uv * uv
+    if determinant > 0:
+        a, b = (u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant
+        if a >= 0 and b >= 0:
+            candidates.append((a, b))
+    least, a, b = min((error(a, b), a, b) for a, b in candidates)
+    return Piece(a, b), least
+
+
 def _number(value: object) -> bool:
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
     return real and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _check(
-    sizes: tuple[int, ...],
-    seconds: tuple[float, ...],
-    spread: tuple[float, ...],
-    *,
-    rising: bool = True,
+    sizes: Sequence[int], seconds: Sequence[float], spread: Sequence[float], rising: bool = True
 ) -> None:
     """Raises unless sizes ascend and times are positive and non-decreasing."""
     if not sizes:

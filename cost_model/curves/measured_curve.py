@@ -13,13 +13,7 @@ from autopar.cost_model.group_shape import GroupShape
 
 @dataclass(frozen=True, order=True)
 class CurveKey:
-    """Key of a curve.
-
-    Attributes:
-        collective: one of `collectives.COLLECTIVES`.
-        shape: the groups that ran it.
-        dtype: dtype of the tensors, such as "float32".
-    """
+    """Key of a curve: a collective, the groups that ran it, and the dtype of the tensors."""
 
     collective: str
     shape: GroupShape

@@ -1,8 +1,7 @@
 """Channels that NCCL finds on a machine and their bandwidths: the input of its tuning model.
 
-`NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=GRAPH` prints the real ones ("Pattern 4, ... nChannels 12,
-bw 20.000000/20.000000, type NVL/PIX"). `behind_switch` computes them for devices behind one
-switch. Bandwidths are in GB/s (1e9 bytes/s), as in NCCL.
+`NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=GRAPH` prints the real ones. Bandwidths are in GB/s (1e9
+bytes/s), as in NCCL.
 """
 
 from __future__ import annotations
@@ -97,12 +96,10 @@ class Communicator:
 
     @property
     def generation(self) -> str:
-        """One of GENERATIONS."""
         return GENERATIONS[sum(self.capability >= least for least in (80, 90, 100))]
 
     @property
     def per_node(self) -> int:
-        """Ranks on a node."""
         return self.ranks // self.nodes
 
     @property
@@ -119,14 +116,8 @@ def behind_switch(
 
     Simplifies src/graph/search.cc, and gives the known graphs of DGX A100, DGX H100 and p4d. On one
     node a channel has the first bandwidth of NCCL's list that a device carries. On more nodes
-    there is one channel for each NIC.
-
-    Args:
-        shape: the group.
-        capability: compute capability of the devices.
-        device_gbps: GB/s of a device's links, as NCCL counts them.
-        nics: NICs that the group's devices on one node reach.
-        nic_gbps: GB/s of each, as NCCL counts them: 12 for 100 Gbit/s.
+    there is one channel for each of the `nics` that the group's devices on one node reach. GB/s are
+    as NCCL counts them: 12 for 100 Gbit/s.
     """
     era = max(least for least in _INTRA if least <= max(capability, 80))
     if shape.nodes == 1:
@@ -148,7 +139,6 @@ def behind_switch(
 
 
 def _first(speeds: Sequence[float], most: float) -> float:
-    """The first speed of a list that is at most `most`."""
     return next((float(speed) for speed in speeds if speed <= most), float(speeds[-1]))
 
 
@@ -161,12 +151,7 @@ def _channels(count: int, speed: float, capability: int, *, alone: bool = False)
 
 
 def communicator_on(graph: nx.Graph, shape: GroupShape, device: str) -> Communicator:
-    """The communicator of one group on a cluster whose devices are behind NVSwitches.
-
-    Args:
-        graph: topology of the cluster.
-        shape: shape of the group.
-        device: name of the devices, such as "NVIDIA A100-SXM4-80GB".
+    """The communicator of one group on a cluster with devices behind NVSwitches.
 
     Raises:
         ClusterError: the channels on such a cluster are unknown.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from autopar.cost_model.cost import ClusterError
 
@@ -87,24 +86,21 @@ def _latencies(
 ) -> Latencies:
     """Tree and ring, then Simple alone of CollNet direct, chain, NVLS and NVLS tree, then PAT."""
     others = {name: (0.0, 0.0, s) for name, s in zip(ALGORITHMS[2:6], simple, strict=True)}
-    return MappingProxyType({"tree": tree, "ring": ring, **others, "pat": pat})
+    return {"tree": tree, "ring": ring, **others, "pat": pat}
 
 
 def _caps(*rows: tuple[float, float, float]) -> Caps:
-    return MappingProxyType(dict(zip(GENERATIONS, rows, strict=True)))
-
-
-def _with(caps: Caps | None, **rows: tuple[float, float, float]) -> Caps:
-    return MappingProxyType({**(caps or {}), **rows})
+    return dict(zip(GENERATIONS, rows, strict=True))
 
 
 def _twice(caps: Caps) -> Caps:
     first, middle, last = caps["hopper"]
-    return _with(caps, blackwell=(2 * first, 2 * middle, 2 * last))
+    return {**caps, "blackwell": (2 * first, 2 * middle, 2 * last)}
 
 
-_V, _A = (20.0, 20.0, 20.0), (20.0, 20.0, 20.0)
+_V = _A = (20.0, 20.0, 20.0)
 _PAT_HOP = (0.0, 0.0, 4.0)
+_NVLS_TREE = _caps((26.5, 18.5, 10), (24, 23.6, 17.8), (0, 57.7, 45.5), (0, 96, 80))
 
 _V2_30_3 = Constants(
     since=(2, 30, 3),
@@ -116,33 +112,26 @@ _V2_30_3 = Constants(
     ring_ll128=_caps(_V, _A, (36.7, 36.7, 36.7), (40, 40, 40)),
     tree_ll128=_caps(_V, _A, (36.7, 36.7, 29), (55.6, 31.67, 20)),
     tree=_caps((26.5, 18.5, 10), (24, 23.6, 17.8), (38.7, 41.4, 36), (70, 42.8, 24)),
-    nvls_tree=_caps((26.5, 18.5, 10), (24, 23.6, 17.8), (0, 57.7, 45.5), (0, 96, 80)),
-    nvls_efficiency=MappingProxyType({"volta": 0, "ampere": 0, "hopper": 0.85, "blackwell": 0.74}),
+    nvls_tree=_NVLS_TREE,
+    nvls_efficiency={"volta": 0, "ampere": 0, "hopper": 0.85, "blackwell": 0.74},
 )
 
 
 def _blackwell_ring(value: float) -> Caps:
-    return _with(_V2_30_3.ring_ll128, blackwell=(value, value, value))
+    return {**_V2_30_3.ring_ll128, "blackwell": (value, value, value)}
 
 
-_V2_29_7 = replace(
-    _V2_30_3,
-    since=(2, 29, 7),
-    nvls_tree=_with(_V2_30_3.nvls_tree, blackwell=(0, 96, 43.8)),
-)
+_V2_29_7 = replace(_V2_30_3, since=(2, 29, 7), nvls_tree={**_NVLS_TREE, "blackwell": (0, 96, 43.8)})
 _V2_29_2 = replace(_V2_29_7, since=(2, 29, 2), ring_ll128=_blackwell_ring(34.5))
 _V2_28_9 = replace(
-    _V2_29_2,
-    since=(2, 28, 9),
-    ring_ll128=_blackwell_ring(34.6),
-    nvls_tree_corrected=False,
+    _V2_29_2, since=(2, 28, 9), ring_ll128=_blackwell_ring(34.6), nvls_tree_corrected=False
 )
 _V2_28_3 = replace(
     _V2_28_9,
     since=(2, 28, 3),
-    net=MappingProxyType({**_V2_28_9.net, "nvls_tree": (0.0, 0.0, 14.0)}),
+    net={**_V2_28_9.net, "nvls_tree": (0.0, 0.0, 14.0)},
     ring_ll128=_blackwell_ring(73.4),
-    nvls_tree=_with(_V2_28_9.nvls_tree, blackwell=(0, 96, 43.1)),
+    nvls_tree={**_NVLS_TREE, "blackwell": (0, 96, 43.1)},
 )
 _V2_27 = replace(
     _V2_28_3,
@@ -155,10 +144,10 @@ _V2_25_1 = replace(_V2_27, since=(2, 25, 1), nvls_gathers=False)
 _V2_21_5 = replace(
     _V2_25_1,
     since=(2, 21, 5),
-    base=MappingProxyType({**_V2_25_1.base, "tree": (6.8, 14.0, 0.0)}),
-    nvlink=MappingProxyType({**_V2_25_1.nvlink, "tree": (0.6, 1.25, 28.0)}),
-    pci=MappingProxyType({**_V2_25_1.pci, "tree": (1.0, 1.9, 28.0)}),
-    net=MappingProxyType({**_V2_25_1.net, "tree": (5.0, 8.5, 28.0)}),
+    base={**_V2_25_1.base, "tree": (6.8, 14.0, 0.0)},
+    nvlink={**_V2_25_1.nvlink, "tree": (0.6, 1.25, 28.0)},
+    pci={**_V2_25_1.pci, "tree": (1.0, 1.9, 28.0)},
+    net={**_V2_25_1.net, "tree": (5.0, 8.5, 28.0)},
     lone_ll128=0.7,
     pat=None,
     inter_steps=2,
@@ -169,10 +158,8 @@ _V2_21_5 = replace(
 _V2_19_4 = replace(
     _V2_21_5,
     since=(2, 19, 4),
-    nvlink=MappingProxyType(
-        {**_V2_21_5.nvlink, "nvls": (0.0, 0.0, 23.0), "nvls_tree": (0.0, 0.0, 23.0)}
-    ),
-    ll=_with(_V2_21_5.ll, hopper=_V2_21_5.ll["ampere"]),
+    nvlink={**_V2_21_5.nvlink, "nvls": (0.0, 0.0, 23.0), "nvls_tree": (0.0, 0.0, 23.0)},
+    ll={**_V2_21_5.ll, "hopper": _V2_21_5.ll["ampere"]},
     ring_ll=(0.25, 1 / 3),
 )
 
@@ -214,20 +201,18 @@ def constants_of(version: str) -> Constants:
     )
 
 
-TREE_CORRECTION: Mapping[str, tuple[float, ...]] = MappingProxyType(
-    {
-        "ll": (
-            *(1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5),
-            *(0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0),
-        ),
-        "ll128": (
-            *(1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6),
-            *(0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1.0, 1.0, 1.0),
-        ),
-        "simple": (
-            *(0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5),
-            *(0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9, 0.9),
-        ),
-    }
-)
+TREE_CORRECTION: Mapping[str, tuple[float, ...]] = {
+    "ll": (
+        *(1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5),
+        *(0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0),
+    ),
+    "ll128": (
+        *(1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6),
+        *(0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1.0, 1.0, 1.0),
+    ),
+    "simple": (
+        *(0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5),
+        *(0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9, 0.9),
+    ),
+}
 """Factors of a tree's bandwidth for messages of 64 B, 128 B, 256 B, ... (the same since 2.19)."""

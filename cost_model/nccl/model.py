@@ -32,14 +32,7 @@ _THRESHOLDS = {"ll": 8, "ll128": 8, "simple": 64}
 
 @dataclass(frozen=True)
 class Choice:
-    """The combination that NCCL runs.
-
-    Attributes:
-        algorithm: one of `constants.ALGORITHMS`.
-        protocol: one of `constants.PROTOCOLS`.
-        channels: number of channels at this size.
-        cost: NCCL's estimate of the time.
-    """
+    """The combination that NCCL runs at a size, and its estimate of the time."""
 
     algorithm: str
     protocol: str
@@ -49,30 +42,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuning:
-    """NCCL's model of one communicator.
-
-    Attributes:
-        communicator: the ranks and the channels between them.
-        constants: tuning constants of the NCCL version.
-    """
+    """NCCL's model of one communicator, with the constants of one version."""
 
     communicator: Communicator
     constants: Constants
 
     @classmethod
     def of(cls, communicator: Communicator, version: str = LATEST) -> Tuning:
-        """The model of an NCCL version such as "2.27.5"."""
         return cls(communicator, constants_of(version))
 
     def seconds(self, collective: str, nbytes: int, algorithm: str, protocol: str) -> float | None:
-        """NCCL's estimate for one combination, in seconds; None if it is not available.
-
-        Args:
-            collective: one of COLLECTIVES.
-            nbytes: message size, as `collectives` defines it.
-            algorithm: one of `constants.ALGORITHMS`.
-            protocol: one of `constants.PROTOCOLS`.
-        """
+        """NCCL's estimate for one combination, in seconds; None if it is not available."""
         c = self.communicator
         bandwidth = self.bandwidth(collective, algorithm, protocol)
         if bandwidth <= 0:
@@ -110,12 +90,7 @@ class Tuning:
         return dict(sorted(times.items(), key=lambda item: item[1]))
 
     def pick(self, collective: str, nbytes: int) -> Choice:
-        """The combination with the least estimated time.
-
-        Args:
-            collective: one of COLLECTIVES.
-            nbytes: message size, as `collectives` defines it.
-        """
+        """The combination with the least estimated time."""
         times = self.times(collective, nbytes)
         algorithm, protocol = next(iter(times))
         source = f"modelled by NCCL {self.constants.name}'s tuning, {algorithm}/{protocol}"

@@ -40,7 +40,7 @@ class NcclTestsTable:
         bytes: message sizes, ascending.
         seconds: median time out of place of each size, in seconds.
         in_place_s: median seconds in place of each size; out of place where the file has none.
-        least_bytes: smallest usable size, by the file.
+        least_bytes: smallest usable size in bytes.
         device: name of the GPUs; empty if unknown.
         version: version of the library.
         source: origin of the figures.
@@ -114,16 +114,9 @@ def read_tables(
     ranks_per_node: int | None = None,
     least_bytes: int | None = None,
 ) -> list[NcclTestsTable]:
-    """The tables of a file that nccl-tests wrote.
+    """The tables of a file that nccl-tests wrote: text of any launcher, JSON of `-J`, or CSV.
 
     Facts that the file lacks are arguments; none are guessed.
-
-    Args:
-        path: text with any launcher's prefixes, JSON of `-J`, or CSV.
-        collective: name of the collective, if the file lacks it.
-        ranks: number of ranks, if the file lacks it.
-        ranks_per_node: ranks of a node, if the file lists no hosts.
-        least_bytes: smallest usable size.
 
     Raises:
         ClusterError: the file is truncated, foreign or contradicts itself; the message says where.
@@ -133,22 +126,16 @@ def read_tables(
         runs = parse(path.read_text())
         if not runs:
             raise ClusterError("no table of nccl-tests: no line of '# size count type ... time'")
-        facts = _Facts(collective or _named(path.stem), ranks, ranks_per_node, least_bytes)
-        return [_table(run, facts, path) for run in runs]
+        for run in runs:
+            run.collective = run.collective or collective or _named(path.stem)
+            run.ranks = ranks or run.ranks or len(run.hosts) or None
+            run.least_bytes = run.least_bytes if least_bytes is None else least_bytes
+            run.source = run.source or path.name
+        return [_table(run, ranks_per_node) for run in runs]
     except UnicodeDecodeError as error:
         raise ClusterError(f"{path}: not text: {error}") from error
     except ClusterError as error:
         raise ClusterError(f"{path}: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """Facts from the caller, which a file may lack."""
-
-    collective: str | None
-    ranks: int | None
-    ranks_per_node: int | None
-    least_bytes: int | None
 
 
 def _named(stem: str) -> str | None:
@@ -158,7 +145,7 @@ def _named(stem: str) -> str | None:
     return max(hits, key=len) if hits else None
 
 
-def _table(run: RawRun, facts: _Facts, path: Path) -> NcclTestsTable:
+def _table(run: RawRun, ranks_per_node: int | None) -> NcclTestsTable:
     if not run.rows:
         raise ClusterError("the table has no rows")
     if not run.ended:
@@ -166,29 +153,28 @@ def _table(run: RawRun, facts: _Facts, path: Path) -> NcclTestsTable:
             f"line {run.rows[-1].line}: nothing follows this row, not the average bus bandwidth "
             f"that ends a table: was it cut short?"
         )
-    collective = run.collective or facts.collective
-    if collective is None:
+    if run.collective is None:
         raise ClusterError("the file does not say which collective: give it (collective)")
-    collective = _NAMES.get(collective, collective)
+    collective = _NAMES.get(run.collective, run.collective)
     dtypes = {row.dtype for row in run.rows}
     if len(dtypes) > 1:
         raise ClusterError(f"several types in one table: {', '.join(sorted(dtypes))}")
     samples = _samples(run.rows)
-    ranks = _ranks(collective, facts.ranks or run.ranks or len(run.hosts) or None, run.rows)
+    ranks = _ranks(collective, run.ranks, run.rows)
     sizes = tuple(sorted(samples))
     dtype = dtypes.pop()
     return NcclTestsTable(
         collective=collective,
         ranks=ranks,
-        ranks_per_node=_ranks_per_node(run, facts, ranks),
+        ranks_per_node=_ranks_per_node(run, ranks_per_node, ranks),
         dtype=_DTYPES.get(dtype, dtype),
         bytes=sizes,
         seconds=tuple(median(t for t, _ in samples[size]) for size in sizes),
         in_place_s=tuple(median(t for _, t in samples[size]) for size in sizes),
-        least_bytes=run.least_bytes if facts.least_bytes is None else facts.least_bytes,
+        least_bytes=run.least_bytes,
         device=run.device,
         version=run.version or "nccl, version not stated",
-        source=run.source or path.name,
+        source=run.source,
         hardware=run.hardware,
     )
 
@@ -224,9 +210,9 @@ def _decimal(row: RawRow, text: str, what: str) -> Decimal:
         raise ClusterError(f"line {row.line}: the {what} is {text!r}, no number") from None
 
 
-def _ranks_per_node(run: RawRun, facts: _Facts, ranks: int) -> int:
+def _ranks_per_node(run: RawRun, given: int | None, ranks: int) -> int:
     nodes = len(set(run.hosts)) or run.nodes
-    each = facts.ranks_per_node or (ranks // nodes if nodes and ranks % nodes == 0 else None)
+    each = given or (ranks // nodes if nodes and ranks % nodes == 0 else None)
     if each is None:
         raise ClusterError("the file does not list the hosts: give ranks_per_node")
     each = min(each, ranks)
@@ -248,11 +234,10 @@ def _ranks(collective: str, stated: int | None, rows: Sequence[RawRow]) -> int:
     """The number of ranks, derived from or checked against the printed bandwidths."""
     low, high, line = 0.0, math.inf, 0
     for row in rows:
-        bounds = _factor_bounds(row)
-        if bounds is not None and bounds[0] > low:
-            low, line = bounds[0], row.line
-        if bounds is not None:
-            high = min(high, bounds[1])
+        least, most = _factor_bounds(row)
+        if least > low:
+            low, line = least, row.line
+        high = min(high, most)
     if bus_factor(collective, 2) == 1.0 and bus_factor(collective, 3) == 1.0:
         if stated is None:
             raise ClusterError(f"a table of {collective} does not tell the ranks: give ranks")
@@ -281,14 +266,14 @@ def _fitting(collective: str, low: float, high: float) -> range:
     return range(max(1, first), last + 1)
 
 
-def _factor_bounds(row: RawRow) -> tuple[float, float] | None:
+def _factor_bounds(row: RawRow) -> tuple[float, float]:
     """Bounds of busbw x time / size, for figures rounded as printed."""
     try:
         speed, time = Decimal(row.busbw), Decimal(row.time)
     except InvalidOperation:
-        return None
+        return 0.0, math.inf
     if not int(row.size) or not speed.is_finite():
-        return None
+        return 0.0, math.inf
     half = [Decimal(5).scaleb(int(x.as_tuple().exponent) - 1) for x in (speed, time)]
     unit = 1000 / Decimal(row.size)  # GB/s x us
     low = (speed - half[0]) * (time - half[1]) * unit

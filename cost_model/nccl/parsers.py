@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,50 +36,33 @@ _RANK = re.compile(r"#\s+Rank\s+\d+\s.*?\son\s+(\S+)\s+device\s+\d+\s+\[\S+\]\s+
 _CODE = re.compile(r"nccl-library=(\d+)")
 _SPELT = re.compile(r"\b(R?N?CCL) version\s*:?\s*(\d[\w.]*)")
 _COLUMNS = ("size", "count", "type", "time", "busbw")
-_CSV_COLUMNS = {"size_bytes": "size", "count": "count", "dtype": "type", "oop_time_us": "time"}
+_CSV_COLUMNS = ("size_bytes", "count", "dtype", "oop_time_us")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _LEAST = re.compile(r"use >=\s*(\d+)\s*([KMG]?)B rows only")
 
 
-@dataclass(frozen=True)
-class RawRow:
-    """One size, as text of the file.
+class RawRow(NamedTuple):
+    """One size, as text of the file; empty where the file has nothing.
 
-    Attributes:
-        line: number of the line, or of the result in JSON, from 1.
-        size: bytes.
-        dtype: nccl-tests' name of the type.
-        time: microseconds out of place.
-        busbw: GB/s out of place; empty if not given.
-        in_place: microseconds in place; empty if not given.
-        wrong: number of wrong elements; "N/A" or empty if not counted.
+    Times are in microseconds, out of place and in place. `wrong` is the number of wrong elements,
+    or "N/A". `line` counts results in JSON.
     """
 
     line: int
     size: str
     dtype: str
     time: str
-    busbw: str
-    in_place: str
-    wrong: str
+    busbw: str = ""
+    in_place: str = ""
+    wrong: str = ""
 
 
 @dataclass
 class RawRun:
-    """One run of one test program, as text of the file.
+    """One run of one test program, as text of the file; empty or None where the file has nothing.
 
-    Attributes:
-        collective: name in the file; None if absent.
-        ranks: number of ranks; None if absent.
-        hosts: host of each rank, as far as listed.
-        nodes: number of nodes; None if absent.
-        device: name of the devices; empty if absent.
-        version: version of the library; empty if absent.
-        source: origin of the figures; empty if absent.
-        hardware: description of the machines; empty if absent.
-        least_bytes: smallest usable size.
-        rows: the table.
-        ended: whether the file continues after the last row as expected.
+    `hosts` has the host of each rank. `least_bytes` is the smallest usable size in bytes. `ended`
+    tells whether the file continues after the last row as expected.
     """
 
     collective: str | None = None
@@ -113,9 +96,13 @@ def _parse_text(lines: Iterable[str]) -> Iterator[RawRun]:
             if run.rows:
                 yield run
                 run = RawRun(run.collective, None, run.hosts, None, run.device, run.version)
-            columns = _header(words, number)
+            columns = words
+            if missing := [name for name in _COLUMNS if name not in words]:
+                hint = ": this is CPU time, run without -C" if "cputime" in words else ""
+                raise ClusterError(f"line {number}: the table has no column {missing[0]}{hint}")
         elif line.lstrip().startswith("#") or not (columns and words and words[0].isdigit()):
-            if run.ended and _starts(line):
+            next_run = _RANK.search(line) or (_PROGRAM.search(line) and "concluded" not in line)
+            if run.ended and next_run:
                 yield run
                 run, columns = RawRun(), []
             _note(run, line, words, number)
@@ -123,19 +110,6 @@ def _parse_text(lines: Iterable[str]) -> Iterator[RawRun]:
             run.rows.append(_row(columns, words, number))
     if columns:
         yield run
-
-
-def _starts(line: str) -> bool:
-    """Whether a line belongs to the next run."""
-    return bool(_RANK.search(line) or (_PROGRAM.search(line) and "concluded" not in line))
-
-
-def _header(words: Sequence[str], number: int) -> list[str]:
-    missing = [name for name in _COLUMNS if name not in words]
-    if missing:
-        hint = ": this is CPU time, run without -C" if "cputime" in words else ""
-        raise ClusterError(f"line {number}: the table has no column {missing[0]}{hint}")
-    return list(words)
 
 
 def _note(run: RawRun, line: str, words: Sequence[str], number: int) -> None:
@@ -171,16 +145,9 @@ def _row(columns: Sequence[str], words: list[str], number: int) -> RawRow:
     second: dict[str, str] = {}
     for name, word in zip(names, words, strict=True):
         (second if name in first else first)[name] = word
-    wrong = [half.get("#wrong", half.get("error", "")) for half in (first, second)]
-    return RawRow(
-        line=number,
-        size=first["size"],
-        dtype=first["type"],
-        time=first["time"],
-        busbw=first["busbw"],
-        in_place=second.get("time", ""),
-        wrong=wrong[0] if "#wrong" in first else "",
-    )
+    size, dtype, time, busbw = (first[name] for name in ("size", "type", "time", "busbw"))
+    in_place, wrong = second.get("time", ""), first.get("#wrong", "")
+    return RawRow(number, size, dtype, time, busbw, in_place, wrong)
 
 
 def _blank(short: int, words: Sequence[str]) -> tuple[str, ...]:
@@ -217,21 +184,15 @@ def _parse_json(text: str) -> RawRun:
 
 
 class _Device(msgspec.Struct):
-    """A device of a run."""
-
     hostname: str
     device_info: str
 
 
 class _Config(msgspec.Struct):
-    """The devices of a run."""
-
     devices: list[_Device] = []
 
 
 class _Output(msgspec.Struct):
-    """The fields used of an output of nccl-tests -J."""
-
     args: list[str]
     results: list[dict[str, Any]]
     config: _Config = msgspec.field(default_factory=_Config)
@@ -241,15 +202,9 @@ class _Output(msgspec.Struct):
 def _json_row(row: Mapping[str, Any], number: int) -> RawRow:
     try:
         first, second = row["out_of_place"], row.get("in_place") or {}
-        return RawRow(
-            line=number,
-            size=str(row["size"]),
-            dtype=row["type"],
-            time=str(first["time"]),
-            busbw=str(first["bus_bw"]),
-            in_place=str(second.get("time", "")),
-            wrong=str(first.get("nwrong") or 0),
-        )
+        size, dtype, time = str(row["size"]), row["type"], str(first["time"])
+        in_place, wrong = str(second.get("time", "")), str(first.get("nwrong") or 0)
+        return RawRow(number, size, dtype, time, str(first["bus_bw"]), in_place, wrong)
     except (KeyError, TypeError, AttributeError) as error:
         raise ClusterError(f"result {number}: no out-of-place {error}") from error
 
@@ -283,18 +238,10 @@ def _csv_row(columns: Sequence[str], words: Sequence[str], number: int) -> RawRo
             f"short?"
         )
     row = dict(zip(columns, words, strict=True))
-    missing = [name for name in _CSV_COLUMNS if name not in row]
-    if missing:
+    if missing := [name for name in _CSV_COLUMNS if name not in row]:
         raise ClusterError(f"line {number}: the table has no column {missing[0]}")
-    return RawRow(
-        line=number,
-        size=row["size_bytes"],
-        dtype=row["dtype"],
-        time=row["oop_time_us"],
-        busbw=row.get("oop_busbw", ""),
-        in_place=row.get("ip_time_us", ""),
-        wrong="",
-    )
+    size, dtype, time = row["size_bytes"], row["dtype"], row["oop_time_us"]
+    return RawRow(number, size, dtype, time, row.get("oop_busbw", ""), row.get("ip_time_us", ""))
 
 
 def _leading_int(text: str) -> int | None:

@@ -9,11 +9,10 @@ every collective and communicator with explicit channels, and checks its own out
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Protocol
+from itertools import chain, pairwise
 
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
@@ -34,23 +33,11 @@ Forced = Mapping[tuple[str, str, str], Curve]
 """Curves measured with NCCL_ALGO and NCCL_PROTO set, by collective, algorithm and protocol."""
 
 
-class _Choose(Protocol):
-    def __call__(self, nbytes: int) -> Setting: ...
-
-
 @dataclass(frozen=True)
 class Rule:
-    """One line of a configuration.
+    """One line of a configuration, under the plugin's name of its collective.
 
-    Attributes:
-        collective: one of the plugin's names.
-        min_bytes: first size, in bytes.
-        max_bytes: last size, in bytes.
-        algorithm: one of ALGORITHMS.
-        protocol: one of PROTOCOLS.
-        channels: number of channels, at least 1.
-        nodes: nodes of the communicator, or ANY.
-        ranks: ranks of the communicator, or ANY.
+    Nodes and ranks are those of the communicator, or ANY.
     """
 
     collective: str
@@ -67,14 +54,10 @@ class Rule:
 
 
 def export(tunings: Sequence[Tuning], forced: Forced | None = None) -> str:
-    """The text of a configuration for some communicators.
+    """The text of a configuration for the communicators of some models.
 
     Each size gets the fastest measured combination of its collective, or NCCL's own choice where
-    none was measured.
-
-    Args:
-        tunings: the model of each communicator.
-        forced: measured curves of the first communicator.
+    none was measured. `forced` has measured curves of the first communicator.
     """
     if not tunings:
         raise ClusterError("a tuner configuration needs at least one communicator")
@@ -107,13 +90,7 @@ def _curves(forced: Forced, collective: str, tuning: Tuning) -> dict[tuple[str, 
 def choices_by_size(
     tuning: Tuning, collective: str, curves: Mapping[tuple[str, str], Curve] | None = None
 ) -> list[tuple[int, Setting]]:
-    """The choice from each size in bytes on, ascending.
-
-    Args:
-        tuning: the model of a communicator.
-        collective: one of COLLECTIVES.
-        curves: measured curves by algorithm and protocol; their fastest wins over NCCL's choice.
-    """
+    """The choice from each size in bytes on, ascending: the fastest of `curves`, or NCCL's own."""
 
     def choose(nbytes: int) -> Setting:
         if not curves:
@@ -132,15 +109,13 @@ def _ring(tuning: Tuning, collective: str, nbytes: int) -> Setting:
     return "ring", protocol, tuning.channels(nbytes, "ring", protocol)
 
 
-def _choices(choose: _Choose) -> list[tuple[int, Setting]]:
-    starts = [0]
+def _choices(choose: Callable[[int], Setting]) -> list[tuple[int, Setting]]:
     sizes = [0, *(2**power for power in range(_LARGEST_SAMPLE.bit_length()))]
-    for low, high in pairwise(sizes):
-        starts += _changes(choose, low, high)
-    return [(start, choose(start)) for start in starts]
+    changes = (_changes(choose, low, high) for low, high in pairwise(sizes))
+    return [(start, choose(start)) for start in [0, *chain.from_iterable(changes)]]
 
 
-def _changes(choose: _Choose, low: int, high: int) -> list[int]:
+def _changes(choose: Callable[[int], Setting], low: int, high: int) -> list[int]:
     """The sizes in (low, high] at which the choice changes."""
     if choose(low) == choose(high):
         return []
@@ -169,36 +144,32 @@ def parse(text: str) -> list[Rule]:
     """
     rules = []
     for number, line in enumerate(text.splitlines(), 1):
-        if len(line) > _MAX_LINE:
-            raise ClusterError(
-                f"line {number}: {len(line)} characters, the plugin reads {_MAX_LINE}"
-            )
-        if line and not line.startswith("#"):
-            rules.append(_parse_line(number, line))
+        try:
+            if len(line) > _MAX_LINE:
+                raise ValueError(f"{len(line)} characters, the plugin reads {_MAX_LINE}")
+            if line and not line.startswith("#"):
+                rules.append(_parse_line(line))
+        except ValueError as error:
+            raise ClusterError(f"line {number}: {error}") from error
     return rules
 
 
-def _parse_line(number: int, line: str) -> Rule:
+def _parse_line(line: str) -> Rule:
     fields = [field.strip(" \t") for field in line.split(",")]
     if not 8 <= len(fields) <= 10 or "" in fields:
-        raise ClusterError(f"line {number}: 8 to 10 fields, not {line!r}")
+        raise ValueError(f"8 to 10 fields, not {line!r}")
     collective, low, high, algorithm, protocol, *rest = fields
     names = ((collective, NAMES.values()), (algorithm, ALGORITHMS), (protocol, PROTOCOLS))
     for name, known in names:
         if name not in known:
-            raise ClusterError(f"line {number}: {name!r} is none of {', '.join(known)}")
-    try:
-        first, last, channels, nodes, ranks, *_ = map(int, (low, high, *rest))
-    except ValueError as error:
-        raise ClusterError(f"line {number}: {error}") from error
+            raise ValueError(f"{name!r} is none of {', '.join(known)}")
+    first, last, channels, nodes, ranks, *_ = map(int, (low, high, *rest))
     if not 0 <= first <= last <= MAX_BYTES:
-        raise ClusterError(f"line {number}: sizes from {low} to {high}")
+        raise ValueError(f"sizes from {low} to {high}")
     if channels < 1:
-        raise ClusterError(
-            f"line {number}: {channels} channels; the plugin makes that 1, so say how many"
-        )
+        raise ValueError(f"{channels} channels; the plugin makes that 1, so say how many")
     if min(nodes, ranks) < ANY or 0 in (nodes, ranks):
-        raise ClusterError(f"line {number}: {rest[1]} nodes, {rest[2]} ranks")
+        raise ValueError(f"{rest[1]} nodes, {rest[2]} ranks")
     return Rule(collective, first, last, algorithm, protocol, channels, nodes, ranks)
 
 

@@ -37,16 +37,11 @@ class Device:
             raise ClusterError(f"the figures of device {self.name} are not all positive: {figures}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
         return {**dataclasses.asdict(self), "flops_per_s": dict(self.flops_per_s)}
 
 
 def find_device(name: str) -> Device | None:
-    """The published figures of a device; None if unknown.
-
-    Args:
-        name: full name, such as "NVIDIA A100-SXM4-80GB" or "NVIDIA H100 80GB HBM3".
-    """
+    """The published figures of a device such as "NVIDIA H100 80GB HBM3"; None if unknown."""
     plain = _plain(name)
     return next((device for device in DEVICES if _plain(device.name) in plain), None)
 
