@@ -28,7 +28,7 @@ from torch import nn
 import autopar
 from autopar.ir.placement import Shard
 from autopar.plan.pipeline import SCHEDULES
-from benchmarks.report import about, empty_table, save
+from benchmarks.report import about, empty_table, save, wide_console
 from tests.harness.architectures import ARCHITECTURES
 from tests.harness.models import MODELS, Case
 from tests.harness.reference import (
@@ -258,7 +258,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the sweep, show a table, and write the rows as they come."""
-    options, console = parse_arguments(arguments), Console()
+    options, console = parse_arguments(arguments), wide_console()
     torch.set_num_threads(1)
     dtype = DTYPES[options.dtype]
     facts = {**about(), "dtype": options.dtype, "tolerance": EXACT[dtype]}

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,21 +58,6 @@ class Job:
         return cls(**json.loads((folder / "job.json").read_text()))
 
 
-class Status(NamedTuple):
-    """Current phase and contender of rank 0."""
-
-    phase: str
-    contender: str
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The contender that ended a race early, and the reason."""
-
-    contender: str
-    reason: str
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that no reader finds it incomplete."""
     draft = path.with_name(f".{path.name}")
@@ -94,40 +79,35 @@ def race(job: Job, notify: Notify, start: Start | None = None) -> dict[str, Any]
     """
     lost: list[dict[str, str]] = []
     while True:
-        with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
-            result = _attempt(job, Path(folder), notify, start or _start)
-        if isinstance(result, dict):
-            result["contenders"] += lost
-            return result
-        if result.contender not in job.contenders:
-            raise RuntimeError(f"{job.case} at world size {job.world_size}: {result.reason}")
-        notify(f"{result.contender} brought the race down, again without it: {result.reason}")
-        lost.append({"contender": result.contender, "error": result.reason})
-        left = tuple(name for name in job.contenders if name != result.contender)
+        with tempfile.TemporaryDirectory(prefix="benchmarks-") as name:
+            folder = Path(name)
+            reason = _attempt(job, folder, notify, start or _start)
+            if reason is None:
+                outcome: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
+                outcome["contenders"] += lost
+                return outcome
+            _, contender = _status(folder)
+        if contender not in job.contenders:
+            raise RuntimeError(f"{job.case} at world size {job.world_size}: {reason}")
+        notify(f"{contender} brought the race down, again without it: {reason}")
+        lost.append({"contender": contender, "error": reason})
+        left = tuple(name for name in job.contenders if name != contender)
         job = replace(job, contenders=left)
 
 
-def _attempt(job: Job, folder: Path, notify: Notify, start: Start) -> dict[str, Any] | Failure:
+def _attempt(job: Job, folder: Path, notify: Notify, start: Start) -> str | None:
+    """Return None once all ranks have ended well, else the reason why they have not."""
     job.save(folder)
-    port = _port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     processes = [start(job, rank, folder, port) for rank in range(job.world_size)]
     try:
-        reason = _watch(processes, folder, job.patience, notify)
+        return _watch(processes, folder, job.patience, notify)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    if reason is not None:
-        return Failure(_status(folder).contender, reason)
-    outcome: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
-    return outcome
-
-
-def _port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _start(job: Job, rank: int, folder: Path, port: int) -> subprocess.Popen[bytes]:
@@ -149,16 +129,17 @@ def _start(job: Job, rank: int, folder: Path, port: int) -> subprocess.Popen[byt
         )
 
 
-def _status(folder: Path) -> Status:
+def _status(folder: Path) -> tuple[str, str]:
+    """Current phase and contender of rank 0."""
     path = folder / "status"
-    return Status(*path.read_text().split("\t")) if path.exists() else Status("starting", "")
+    phase, _, contender = (path.read_text() if path.exists() else "starting").partition("\t")
+    return phase, contender
 
 
 def _watch(
     processes: list[subprocess.Popen[bytes]], folder: Path, patience: float, notify: Notify
 ) -> str | None:
-    """Return None once all ranks have ended well, else the reason why they have not."""
-    status, since, failing_since = Status("", ""), time.monotonic(), math.inf
+    status, since, failing_since = ("", ""), time.monotonic(), math.inf
     while True:
         codes = [process.poll() for process in processes]
         if all(code == 0 for code in codes):
@@ -175,8 +156,8 @@ def _watch(
         if error and now - failing_since > ERROR_TIMEOUT_S:
             return error
         if (new := _status(folder)) != status:
-            if new.phase != status.phase or new.phase != "timing":
-                notify(f"{new.phase} {new.contender}")
+            if new[0] != status[0] or new[0] != "timing":
+                notify(" ".join(new))
             status, since = new, now
         if now - since > patience:
             return f"no progress in {patience:.0f} s"

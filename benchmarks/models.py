@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import autopar
 
 VOCABULARY = 4096
 WIDTH = 256
@@ -30,14 +33,16 @@ class Case:
         learning_rate: learning rate of AdamW. The conv net's is small: at 1e-3, rounding through
             BatchNorm and Adam's first steps changes losses by 3 % within 15 steps.
         batch_statistics: whether the loss depends on the division of rows over ranks (BatchNorm).
+        experts: placements of experts' parameters along ep, by pattern of names.
     """
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Tensor, Tensor]]
-    blocks: Callable[[nn.Module], list[nn.Module]]
+    blocks: Callable[[Any], list[nn.Module]] = lambda model: list(model.blocks)
     learning_rate: float = 1e-3
     batch_statistics: bool = False
+    experts: Mapping[str, autopar.Shard] = field(default_factory=dict)
 
 
 Norm = Callable[[int], nn.Module]
@@ -60,7 +65,11 @@ class DecoderBlock(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.feed(self.norm2(x))
+
+    def feed(self, x: Tensor) -> Tensor:
+        """Map (rows, tokens, width) to the same shape, each token by itself."""
+        return self.down(F.gelu(self.up(x)))
 
 
 class GPT(nn.Module):
@@ -74,10 +83,11 @@ class GPT(nn.Module):
         tied: bool = True,
         width: int = WIDTH,
         heads: int = HEADS,
+        block: type[DecoderBlock] = DecoderBlock,
     ) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(SEQ, width)
-        self.blocks = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.token.weight, std=0.02)
         if tied:
@@ -182,18 +192,11 @@ def images(step: int, rows: int = 32) -> tuple[Tensor, Tensor]:
     return x, torch.randint(100, (rows,), generator=drawn)
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in `model.blocks`."""
-    blocks = model.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    return list(blocks)
-
-
 CASES = {
     case.name: case
     for case in (
-        Case("gpt", GPT, next_tokens, blocks_of),
-        Case("encoder", Encoder, masked_tokens, blocks_of),
-        Case("conv", ConvNet, images, blocks_of, learning_rate=3e-5, batch_statistics=True),
+        Case("gpt", GPT, next_tokens),
+        Case("encoder", Encoder, masked_tokens),
+        Case("conv", ConvNet, images, learning_rate=3e-5, batch_statistics=True),
     )
 }

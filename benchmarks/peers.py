@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks.contenders import CONTENDERS, field
 from benchmarks.launch import Job, race
 from benchmarks.models import CASES
-from benchmarks.report import Row, about, rows, save, table
+from benchmarks.report import Row, about, rows, save, table, wide_console
 
 
 def words(text: str) -> list[str]:
@@ -76,7 +76,7 @@ def compare(args: argparse.Namespace, model: str, world_size: int, console: Cons
 def main() -> int:
     """Run every race; return 1 if any contender failed or its losses differ."""
     args = parse_arguments()
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = wide_console()
     made: list[Row] = []
     for model in args.models:
         for world_size in map(int, args.world_sizes):

@@ -6,22 +6,19 @@
 Each model is built on the meta device and planned for nodes of a shipped cluster in a process of
 its own. `seconds` runs from the built model to the plan. `cpu_seconds` is the process time of the
 same span, which depends less on the machine's load. `peak_bytes` is the peak memory of the process,
-torch included. The llamas are placements along one axis alone (capture, strategies, costs, solver),
-the other cases are complete plans.
-
-`--before` makes the complete plans with an earlier commit too, unpacked by `benchmarks.before`.
+torch included. `--before` plans with an earlier commit too, unpacked by `benchmarks.before`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
+import itertools
 import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,35 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.batch_slices import capture_of_rank
-from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.measurement.operator_times import OperatorTimes
-from autopar.cost_model.measurement.optimizer_step import UpdateCost
-from autopar.cost_model.memory.liveness import Overhead
-from autopar.planner.machine import Machine
-from autopar.planner.placement.solve import partition
 from benchmarks.before import NAME
 from benchmarks.published import gpt
 from benchmarks.report import about, save
-
-ROWS, LENGTH, RANKS, CLUSTER = 1, 2048, 8, "dgx-h100"
-
-LLAMA: Mapping[str, dict[str, int]] = {
-    "llama-7b": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    },
-    "llama-70b": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -71,8 +42,6 @@ class Row:
         seconds: time from the built model to its plan.
         cpu_seconds: process time of the same span.
         peak_bytes: peak memory of the process.
-        gap: largest fraction by which a better solution could be faster.
-        parts: seconds of each part.
     """
 
     model: str
@@ -80,8 +49,6 @@ class Row:
     seconds: float
     cpu_seconds: float
     peak_bytes: int
-    gap: float
-    parts: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -111,10 +78,22 @@ def gpt2(rows: int) -> tuple[nn.Module, Any]:
 
 
 def llama_70b() -> tuple[nn.Module, Any]:
-    """Return Llama 70B in bfloat16, at 1,024 rows."""
-    model, inputs = llama("llama-70b")
-    tokens = torch.zeros(1024, 4096, dtype=torch.long, device="meta")
-    return model.to(torch.bfloat16), dict.fromkeys(inputs, tokens)
+    """Return Llama 70B, at 1,024 rows."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32000,
+        use_cache=False,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.zeros(1024, 4096, dtype=torch.long)
+    return model, {"input_ids": tokens, "labels": tokens}
 
 
 PIPELINE = {
@@ -138,27 +117,20 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def _clusters(package: str) -> Any:
-    """The class `Cluster` of a package, which was in another module until November 2026."""
-    modules = ("cluster.cluster", "cluster")
-    path = next(m for m in modules if importlib.util.find_spec(f"{package}.cost_model.{m}"))
-    return importlib.import_module(f"{package}.cost_model.{path}").Cluster
-
-
 def complete_plan(name: str, package: str = "autopar") -> Row:
     """Make one plan with a package; for a process of its own."""
     torch.set_num_threads(2)
     case, planner = CASES[name], importlib.import_module(package)
-    machines = _clusters(package)
+    cluster = planner.Cluster.named(case.cluster)
     model, inputs = case.make()
-    nodes = max(1, case.gpus // machines.named(case.cluster).ranks_per_node)
+    nodes = max(1, case.gpus // cluster.ranks_per_node)
     start, begun = time.perf_counter(), time.process_time()
     made = planner.plan(
         model,
         case.gpus,
         example_inputs=inputs,
         strategy=planner.Strategy(**case.strategy),
-        cluster=machines.named(case.cluster, nodes),
+        cluster=planner.Cluster.named(case.cluster, nodes),
         memory=case.memory,
         backend="inductor",
         time_limit_s=case.limit_s,
@@ -167,65 +139,26 @@ def complete_plan(name: str, package: str = "autopar") -> Row:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     axes = ", ".join(f"{axis}={size}" for axis, size in made.mesh if size > 1)
     label = name if package == "autopar" else f"{name} before"
-    return Row(label, axes, taken, computed, peak, 0.0, {"plan": taken})
-
-
-def placements(name: str) -> Row:
-    """Place one model along an axis; for a process of its own."""
-    torch.set_num_threads(2)
-    model, inputs = llama(name)
-    start, begun = time.perf_counter(), time.process_time()
-    graph = capture_of_rank(model, inputs, 0, 1)
-    captured = time.perf_counter()
-    cluster = Cluster.named(CLUSTER)
-    operators = OperatorTimes.load(cluster.device)
-    machine = Machine(cluster, operators, UpdateCost.modelled(operators.roofline), Overhead())
-    solution = partition(graph, RANKS, machine)
-    end, computed = time.perf_counter(), time.process_time() - begun
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    parts = {"capture": captured - start, "placements": end - captured}
-    return Row(name, f"tp={RANKS}", end - start, computed, peak, solution.gap, parts)
-
-
-def llama(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a llama on the meta device, and the arguments of a call."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(vocab_size=32000, use_cache=False, **LLAMA[name])
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-        tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
-    return model, {"input_ids": tokens, "labels": tokens}
-
-
-def jobs(models: Sequence[str], *, before: bool) -> Iterator[tuple[Callable[..., Row], Any]]:
-    """Yield functions that make a row, and their arguments."""
-    for name in models:
-        if name in LLAMA:
-            yield placements, (name,)
-            continue
-        yield complete_plan, (name,)
-        if before:
-            yield complete_plan, (name, NAME)
+    return Row(label, axes, taken, computed, peak)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a line for each model, and write all rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=[*LLAMA, *CASES], default=[*LLAMA, *CASES])
+    parser.add_argument("--models", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--before", action="store_true", help="plan with autopar_before too")
     options = parser.parse_args(arguments)
     rows = []
-    for job in jobs(options.models, before=options.before):
+    packages = ("autopar", NAME) if options.before else ("autopar",)
+    for job in itertools.product(options.models, packages):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = pool.apply(*job)
+            row = pool.apply(complete_plan, job)
         rows.append(row)
-        parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in row.parts.items())
         print(
-            f"{row.model} {row.axes}: {row.seconds:.1f} s, {row.cpu_seconds:.1f} computed "
-            f"({parts}), "
-            f"{row.peak_bytes / 2**30:.2f} GiB, gap {row.gap:.2%}"
+            f"{row.model} {row.axes}: {row.seconds:.1f} s, {row.cpu_seconds:.1f} computed, "
+            f"{row.peak_bytes / 2**30:.2f} GiB",
+            flush=True,
         )
     if options.json:
         save(options.json, {**about(), "rows": [asdict(row) for row in rows]})

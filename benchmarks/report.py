@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contenders import PLAIN, Contender
@@ -33,6 +35,11 @@ def save(path: Path, document: Mapping[str, Any]) -> None:
     """Write a result file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def wide_console() -> Console:
+    """Return a console that is wide enough for tables where there is no terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 def machine() -> dict[str, Any]:

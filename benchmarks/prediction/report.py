@@ -10,12 +10,10 @@ from rich.table import Table
 
 from benchmarks.report import empty_table, number
 
-PARTS = ("curves", "live", "memory")
+PARTS = ("curves", "memory")
 TARGETS = {
     "curves": (0.035, 0.12),
     "curves, other groups": (0.10, None),
-    "live": (0.10, None),
-    "live, other groups": (0.10, None),
     "memory": (0.03, None),
 }
 """Largest allowed median error and worst error."""
@@ -35,14 +33,6 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "worst_error": max(errors, default=None),
         "cases": list(cases),
     }
-
-
-def medians(cases: Sequence[Mapping[str, Any]], field: str) -> dict[str, float]:
-    """Return the median error for each value of a field."""
-    groups: dict[str, list[float]] = {}
-    for each in cases:
-        groups.setdefault(each[field], []).append(each["error"])
-    return {name: median(errors) for name, errors in groups.items()}
 
 
 def overview(outcomes: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -16,6 +16,7 @@ import importlib
 import json
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -29,12 +30,13 @@ from autopar.cost_model.disk_cache import cache_directory
 from benchmarks.cluster import Network, Unavailable
 from benchmarks.cluster.__main__ import SKIPPED
 from benchmarks.cluster.network import bits_per_second
-from benchmarks.cluster.racing import race_over
+from benchmarks.cluster.ranks import start
+from benchmarks.launch import Job, race
 from benchmarks.peers import words
 from benchmarks.regret.plans import Layout
 from benchmarks.regret.score import entries, overview, race_table, summary, verdict
 from benchmarks.regret.worker import RegretJob, names
-from benchmarks.report import about, save, versions
+from benchmarks.report import about, save, versions, wide_console
 
 CLUSTER = r"[1-9]\d*x[1-9]\d*(@.+)?"
 WORKER = "benchmarks.regret.worker"
@@ -108,22 +110,33 @@ def run(
         caps=args.caps,
         limit_s=args.limit_s,
     )
-    title, start = f"{model}, {layout} at {rate}", time.monotonic()
+    title, begun = f"{model}, {layout} at {rate}", time.monotonic()
     with Network(layout.nodes, rate) as network, console.status(title) as status:
 
         def notify(text: str) -> None:
             status.update(f"{title}: {text}")
             if not console.is_terminal:
-                print(f"{time.monotonic() - start:5.0f} s {title}: {text}", file=sys.stderr)
+                print(f"{time.monotonic() - begun:5.0f} s {title}: {text}", file=sys.stderr)
 
-        environment = {"AUTOPAR_CACHE": str(args.cache)}
-        outcome = race_over(network, layout.ranks_per_node, WORKER, job, notify, environment)
+        def start_rank(job: Job, rank: int, folder: Path, port: int) -> subprocess.Popen[bytes]:
+            variables = {
+                "AUTOPAR_CACHE": str(args.cache),
+                "OMP_NUM_THREADS": str(job.threads),
+                "MASTER_PORT": str(port),
+                "PYTHONFAULTHANDLER": "1",
+            }
+            command, log = [sys.executable, "-m", WORKER, str(folder)], folder / f"log.{rank}"
+            return start(
+                network, command, rank, layout.ranks_per_node, environment=variables, log=log
+            )
+
+        outcome = race(job, notify, start_rank)
     return {
         "model": model,
         "cluster": str(layout),
         "rate": rate if layout.nodes > 1 else "",
         "caps": args.caps,
-        "took_s": time.monotonic() - start,
+        "took_s": time.monotonic() - begun,
         "commit": versions()["commit"],
         **outcome,
     }
@@ -143,7 +156,7 @@ def document(done: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     """Run every missing race; return 1 if any contender failed or its losses differ."""
     args = parse_arguments()
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = wide_console()
     done: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         done = json.loads(args.json.read_text())["races"]
@@ -167,10 +180,10 @@ def main() -> int:
 def failed(done: list[dict[str, Any]], console: Console) -> bool:
     """Whether any feasible contender failed; prints its error."""
     found = False
-    for race in done:
-        for entry in entries(race).values():
+    for each in done:
+        for entry in entries(each).values():
             if entry.error is not None and not entry.error.startswith(INFEASIBLE):
-                title = f"{race['model']}, {race['cluster']} at {race['rate']}, {entry.name}"
+                title = f"{each['model']}, {each['cluster']} at {each['rate']}, {entry.name}"
                 console.print(f"{title}: {shorten(entry.error, 400)}", style="red", markup=False)
                 found = True
     return found

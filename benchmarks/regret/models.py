@@ -6,34 +6,22 @@ the division of rows over ranks and micro-batches, so the conv net has GroupNorm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from benchmarks.models import GPT, Case, ConvNet, blocks_of, generator, images, next_tokens
+from benchmarks.models import GPT, Case, ConvNet, DecoderBlock, generator, images, next_tokens
 
 TOKENS, ROWS = 64, 16  # of a global batch of text
 WIDTH, HEADS = 128, 4
 ENTRIES = 512  # of a small vocabulary
 FIELDS, IDS, FACTORS = 16, 4096, 32  # of the recommender
 EXPERTS = 4
-
-
-@dataclass(frozen=True)
-class PlannedCase(Case):
-    """A model and its data.
-
-    Attributes:
-        experts: placements of the experts' parameters along ep, by pattern of names.
-    """
-
-    experts: Mapping[str, autopar.Shard] = field(default_factory=dict)
 
 
 class EncoderDecoder(nn.Module):
@@ -83,38 +71,16 @@ class Experts(nn.Module):
         return torch.einsum("rteh,ehd,rte->rtd", hidden, self.down, combine)
 
 
-class ExpertBlock(nn.Module):
+class ExpertBlock(DecoderBlock):
     """Attention and experts, normalised before."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        del self.up, self.down
         self.experts = Experts()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (rows, tokens, width) to the same shape."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.experts(self.norm2(x))
-
-
-class Mixture(nn.Module):
-    """A language model with experts instead of feed-forwards."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.token = nn.Embedding(ENTRIES, WIDTH)
-        self.blocks = nn.ModuleList(ExpertBlock() for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, ENTRIES)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of predicting tokens `y`."""
-        h = self.token(x)
-        for block in self.blocks:
-            h = block(h)
-        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+    def feed(self, x: Tensor) -> Tensor:
+        return self.experts(x)
 
 
 class Recommender(nn.Module):
@@ -153,44 +119,25 @@ def clicks(step: int, rows: int = 512) -> tuple[Tensor, Tensor]:
     return x, torch.randint(2, (rows,), generator=drawn).float()
 
 
-def gpt(name: str, layers: int, width: int, entries: int, *, tied: bool) -> PlannedCase:
-    """Return a decoder of some size."""
-    build = partial(GPT, layers, entries, tied=tied, width=width, heads=HEADS)
+def gpt(name: str, layers: int, width: int, entries: int, **options: Any) -> Case:
+    """Return a decoder of some size, with `options` of `Case` and of `GPT`."""
+    experts = options.pop("experts", {})
+    build = partial(GPT, layers, entries, width=width, heads=HEADS, **options)
     batch = partial(next_tokens, rows=ROWS, vocabulary=entries, tokens=TOKENS)
-    return PlannedCase(name, build, batch, blocks_of)
+    return Case(name, build, batch, experts=experts)
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    assert isinstance(model, EncoderDecoder)
-    return [*model.encoder, *model.decoder]
-
-
-def _tables(model: nn.Module) -> list[nn.Module]:
-    assert isinstance(model, Recommender)
-    return [*model.tables, *model.layers]
-
-
+EXPERT_SHARDS = {"*.experts.up": autopar.Shard(0), "*.experts.down": autopar.Shard(0)}
 CASES = {
     case.name: case
     for case in (
-        gpt("deep", 8, 96, ENTRIES, tied=True),
-        gpt("wide", 2, 256, ENTRIES, tied=True),
+        gpt("deep", 8, 96, ENTRIES),
+        gpt("wide", 2, 256, ENTRIES),
         gpt("vocabulary", 2, WIDTH, 8192, tied=False),
-        PlannedCase("encdec", EncoderDecoder, translations, _layers),
-        PlannedCase(
-            "conv",
-            partial(ConvNet, partial(nn.GroupNorm, 8)),
-            partial(images, rows=16),
-            blocks_of,
-        ),
-        PlannedCase(
-            "moe",
-            Mixture,
-            partial(next_tokens, rows=ROWS, vocabulary=ENTRIES, tokens=TOKENS),
-            blocks_of,
-            experts={"*.experts.up": autopar.Shard(0), "*.experts.down": autopar.Shard(0)},
-        ),
-        PlannedCase("recommender", Recommender, clicks, _tables),
+        Case("encdec", EncoderDecoder, translations, lambda m: [*m.encoder, *m.decoder]),
+        Case("conv", partial(ConvNet, partial(nn.GroupNorm, 8)), partial(images, rows=16)),
+        gpt("moe", 4, WIDTH, ENTRIES, tied=False, block=ExpertBlock, experts=EXPERT_SHARDS),
+        Case("recommender", Recommender, clicks, lambda m: [*m.tables, *m.layers]),
     )
 }
 """1 to 3 million parameters each."""

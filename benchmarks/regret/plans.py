@@ -66,8 +66,8 @@ def enumeration(case: Case, layout: Layout) -> dict[str, autopar.Strategy]:
         found[f"tp{ranks}"] = plain(tp=ranks, zero=0)
         if ranks < layout.ranks:
             found[f"tp{ranks}, zero3"] = plain(tp=ranks, zero=3)
-        if experts := getattr(case, "experts", {}):
-            found[f"ep{ranks}"] = plain(ep=ranks, zero=0, placements=experts)
+        if case.experts:
+            found[f"ep{ranks}"] = plain(ep=ranks, zero=0, placements=case.experts)
         found |= dict(_pipelines(ranks, every_schedule=ranks == layout.ranks))
     if layout.ranks % 4 == 0:
         half = layout.ranks // 2

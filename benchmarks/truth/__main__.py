@@ -23,10 +23,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import about, save
+from benchmarks.report import about, save, wide_console
 from benchmarks.truth.case import OUTCOMES, Case, counts, run_cases
 from benchmarks.truth.draw import recipe, single_block
 from benchmarks.truth.recipe import Recipe
@@ -71,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sweep."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = wide_console()
     console.print(f"seed {options.seed}")
     start, found = time.monotonic(), list[Case]()
     for case in run_cases(load_models(options) if options.again else draw_models(options)):

@@ -1,9 +1,9 @@
 """Registry of the blocks that random models consist of.
 
-A block is a function or an `nn.Module` class. Its first argument is the hidden state. Each further
+The first argument of a block is the hidden state, after `m` if it has state: a module that holds
+the parts named at its registration, of which `unsaved` is a buffer that is not saved. Each further
 argument is an input of the model, sampled by name (`inputs.py`). A block returns the hidden state,
-or a pair of it and an auxiliary loss. A function whose first argument is `m` has state: `m` is a
-module that holds the parts named at its registration.
+or a pair of it and an auxiliary loss.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -44,8 +45,8 @@ Parts = Mapping[str, Callable[..., Any]]
 """Name -> factory of a submodule, a parameter, a buffer (any other tensor) or a Python value."""
 
 
-class Stateful(nn.Module):
-    """A function with the parts that it reads and changes."""
+class Function(nn.Module):
+    """A function of this module, with the parts that it reads and changes."""
 
     def __init__(self, function: Callable[..., Any], parts: Parts, *sizes: int) -> None:
         super().__init__()
@@ -53,23 +54,12 @@ class Stateful(nn.Module):
         for name, make in parts.items():
             value = make(*sizes)
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self.register_buffer(name, value)
+                self.register_buffer(name, value, persistent=name != "unsaved")
             else:
                 setattr(self, name, value)
 
     def forward(self, *args: Any) -> Any:
         return self.function(self, *args)
-
-
-class Stateless(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
 
 
 @dataclass(frozen=True)
@@ -103,24 +93,14 @@ BLOCKS: dict[str, Block] = {}
 
 
 def define(kind: Kind, name: str, block: Any, parts: Parts | None = None, **options: Any) -> None:
-    """Register a function, a class, or a function of the module with `parts`.
+    """Register a function under a name, with factories of the attributes of `m`.
 
-    Args:
-        kind: shape of the hidden state.
-        name: unique name.
-        block: function or class.
-        parts: factories of the attributes of `m`.
-        **options: further fields of `Block`.
+    `options` are further fields of `Block`.
     """
-    is_class = inspect.isclass(block)
-    arguments = list(inspect.signature(block.forward if is_class else block).parameters)
-    stateful = arguments[0] in ("self", "m")
-    if is_class:
-        make: Callable[..., nn.Module] = block
-    elif stateful:
-        make = lambda *sizes: Stateful(block, parts or {}, *sizes)  # noqa: E731
-    else:
-        make = lambda: Stateless(block)  # noqa: E731
+    arguments = list(inspect.signature(block).parameters)
+    stateful = arguments[0] == "m"
+    function = block if stateful else lambda m, *args: block(*args)
+    make = partial(Function, function, parts or {})
     assert name not in BLOCKS, name
     BLOCKS[name] = Block(name, kind, make, tuple(arguments[1 + stateful :]), **options)
 
@@ -134,7 +114,7 @@ def define_all(kind: Kind, functions: Mapping[str, Callable[..., Any]], **option
 def register(
     kind: Kind, *, plain: bool = False, divides: int = 1, sized: bool = False, **parts: Any
 ) -> Callable[[Any], Any]:
-    """Decorator form of `define`, under the name of the function or class."""
+    """Decorator form of `define`, under the name of the function."""
 
     def add(block: Any) -> Any:
         define(kind, block.__name__, block, parts, plain=plain, divides=divides, sized=sized)

@@ -1,35 +1,16 @@
 """Blocks and losses by theme; importing this package registers all of them."""
 
-from benchmarks.truth.blocks import (
+from benchmarks.truth.blocks import (  # noqa: F401  # noqa: F401  # noqa: F401
     algebra,
     images,
     indices,
-    losses_of_distributions,
     losses_of_pairs,
     losses_of_rows,
     losses_of_tokens,
     norms,
-    order,
     plain,
     regrouping,
     routing,
     sequences,
     state,
 )
-
-__all__ = [
-    "algebra",
-    "images",
-    "indices",
-    "losses_of_distributions",
-    "losses_of_pairs",
-    "losses_of_rows",
-    "losses_of_tokens",
-    "norms",
-    "order",
-    "plain",
-    "regrouping",
-    "routing",
-    "sequences",
-    "state",
-]

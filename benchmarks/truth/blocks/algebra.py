@@ -5,18 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks.truth.registry import WIDTH, define_all, linear, register
-
-
-def _second_moment(h: Tensor) -> Tensor:
-    return h.t() @ h / h.shape[0]
-
+from benchmarks.truth.registry import WIDTH, define_all, register
 
 define_all(
     "rows",
     {
-        "gram": lambda h: h + torch.tanh(h @ h.t()) @ h / h.shape[0],
-        "outer_einsum": lambda h: h + 0.1 * torch.einsum("bi,bj,cj->ci", h, h, h),
         "third_order": lambda h: (
             h + 0.1 * torch.einsum("ai,bi,bj,cj->aj", h, h, h, h) / h.shape[0] ** 2
         ),
@@ -25,15 +18,10 @@ define_all(
         "distances": lambda h: h + torch.exp(-torch.cdist(h, h + 0.5)) @ h / h.shape[0],
         "covariance": lambda h: h + h @ torch.cov(h.t()).tanh(),
         "inverse_weighted": lambda h: (
-            h @ torch.linalg.inv(torch.eye(WIDTH, dtype=h.dtype) + _second_moment(h))
+            h @ torch.linalg.inv(torch.eye(WIDTH, dtype=h.dtype) + h.t() @ h / h.shape[0])
         ),
         "contracted": lambda h: h + h @ torch.tensordot(h, h, ([0], [0])).tanh() / h.shape[0],
         "matrix_vector": lambda h, weights: h + torch.addmv(h.mean(0), h.t(), weights, alpha=0.2),
-        "outer_of_inputs": lambda h, weights, scores: (
-            h + torch.outer(weights, scores).tanh() @ h / h.shape[0]
-        ),
-        "trace_scaled": lambda h: h / (1 + torch.trace(h @ h.t()) / h.shape[0]),
-        "attention_pooled": lambda h: h + h.sum(1).softmax(0) @ h,
     },
 )
 
@@ -46,24 +34,9 @@ def batched_products(h: Tensor) -> Tensor:
     return h + torch.bmm(scores, groups).reshape(-1, WIDTH) / h.shape[0]
 
 
-@register("rows")
-def ridge_fitted(h: Tensor, scores: Tensor) -> Tensor:
-    """Scores fitted on the batch by ridge regression, as one more signal."""
-    gram = h.t() @ h + torch.eye(WIDTH, dtype=h.dtype)
-    weight = torch.linalg.solve(gram, h.t() @ scores)
-    return h + (h @ weight)[:, None].tanh()
-
-
 @register("rows", form=lambda: nn.Bilinear(WIDTH, WIDTH, 1))
 def LearntAffinity(m, h: Tensor) -> Tensor:
     """A bilinear form of pairs of rows, softmaxed over the second."""
     n = h.shape[0]
     scores = m.form(h.repeat_interleave(n, dim=0), h.repeat(n, 1)).view(n, n)
     return h + scores.softmax(1) @ h
-
-
-@register("rows", inner=linear(), outer=linear(2 * WIDTH))
-def DeepSet(m, h: Tensor) -> Tensor:
-    """A sum of all rows through a layer, concatenated to each."""
-    total = m.inner(h).relu().sum(0, keepdim=True).expand(h.shape[0], -1)
-    return m.outer(torch.cat([h, total], dim=1))

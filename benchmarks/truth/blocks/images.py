@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from benchmarks.truth.registry import WIDTH, define, define_all, linear, register
 
-define_all("image", {"mean_image": lambda h: h - 0.5 * h.mean(0)})
 define_all(
     "image",
     {"max_pooled": lambda h: h + F.interpolate(F.max_pool2d(h, 2), scale_factor=2)},
@@ -18,7 +17,6 @@ define_all(
     "image_pool",
     {
         "mean_over_pixels": lambda h: h.mean((2, 3)),
-        "adaptive_pool": lambda h: F.adaptive_avg_pool2d(h, 1).flatten(1),
         "largest_pixel": lambda h: h.flatten(2).amax(-1),
     },
 )
@@ -33,12 +31,6 @@ define(
 @register("image", plain=True, conv=lambda: nn.Conv2d(WIDTH, WIDTH, 3, padding=1))
 def Convolution(m, h: Tensor) -> Tensor:
     return h + m.conv(h).relu()
-
-
-@register("image", plain=True, linear=linear())
-def SqueezeExcite(m, h: Tensor) -> Tensor:
-    """Weight channels by their means over pixels."""
-    return h * torch.sigmoid(m.linear(h.mean((2, 3))))[..., None, None]
 
 
 @register("image", conv=lambda: nn.Conv3d(WIDTH, WIDTH, 3, padding=1))
@@ -57,22 +49,6 @@ def _grouped(h: Tensor, kernel: Tensor) -> Tensor:
 def ImagesAsChannels(m, h: Tensor) -> Tensor:
     """The same filter over every image, with the batch in the groups of a convolution."""
     return h + _grouped(h, m.kernel.expand(h.shape[0] * WIDTH, 1, 3, 3))
-
-
-@register("image")
-def cutmix(h: Tensor) -> Tensor:
-    """Take a patch of every image from the mirrored row."""
-    out = h.clone()
-    out[:, :, :2, :2] = h.flip(0)[:, :, :2, :2]
-    return out
-
-
-@register("image", divides=2)
-def minibatch_deviation(h: Tensor) -> Tensor:
-    """StyleGAN's deviation within groups of images, added to every pixel."""
-    groups = h.reshape(2, -1, *h.shape[1:])
-    spread = groups.var(0, unbiased=False).add(1e-2).sqrt().mean((1, 2, 3), keepdim=True)
-    return h + 0.5 * spread.repeat(2, 1, 1, 1)
 
 
 @register("image", linear=linear(WIDTH * 4, WIDTH * 4))

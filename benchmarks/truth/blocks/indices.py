@@ -1,4 +1,4 @@
-"""Rows picked and written by index."""
+"""Rows picked and written by index; orders, extremes and cumulative reductions along the batch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,10 @@ def _wide(index: Tensor) -> Tensor:
 define_all(
     "rows",
     {
-        "reversed_mixup": lambda h: 0.7 * h + 0.3 * h.flip(0),
         "mixup": lambda h, permutation, mixing: torch.lerp(h[permutation], h, mixing[:, None]),
         "reversed_by_arange": lambda h: h + 0.3 * h[torch.arange(h.shape[0] - 1, -1, -1)],
-        "picked": lambda h, permutation: torch.index_select(h, 0, permutation) * 0.5 + h,
         "gathered": lambda h, permutation: h + 0.4 * h.gather(0, _wide(permutation)),
         "taken_along": lambda h: h + 0.2 * torch.take_along_dim(h, h.detach().argsort(0), 0),
-        "scattered_rows": lambda h, permutation: (
-            h + 0.5 * torch.zeros_like(h).scatter(0, _wide(permutation), h)
-        ),
         "scatter_added": lambda h, edges: torch.scatter_add(h, 0, _wide(edges[:, 0]), h.sin()),
         "copied_rows": lambda h, permutation: (
             0.5 * h + torch.zeros_like(h).index_copy(0, permutation, h.tanh())
@@ -35,7 +30,6 @@ define_all(
         "scattered_slices": lambda h: torch.slice_scatter(h, h[-2:] * 0.5, 0, 0, 2) + 0.1 * h,
         "selected_row": lambda h: torch.select_scatter(h, h.mean(0), 0, 1) + 0.3 * h.select(0, 2),
         "filled_rows": lambda h: h.index_fill(0, torch.tensor([0, 3]), 0.5) * h,
-        "reversed_both_dims": lambda h: h + 0.3 * torch.flip(h, (0, 1)),
         "looked_up_by_row": lambda h, permutation: h + 0.4 * F.embedding(permutation, h),
         "bags_of_rows": lambda h, edges: h + 0.4 * F.embedding_bag(edges, h, mode="mean"),
         "index_list": lambda h: h + 0.5 * h[[(3 * i + 1) % len(h) for i in range(len(h))]],
@@ -43,9 +37,27 @@ define_all(
 )
 
 
-@register("rows", sized=True, order=lambda rows: torch.randperm(rows))
-def FixedPermutation(m, h: Tensor) -> Tensor:
-    return h + 0.5 * h[m.order]
+define_all(
+    "rows",
+    {
+        "sorted_rows": lambda h: h + 0.5 * h.sort(0).values,
+        "top_rows": lambda h: h + 0.5 * h.topk(2, dim=0).values.mean(0),
+        "median_centred": lambda h: h - h.median(0).values,
+        "third_smallest": lambda h: h - 0.5 * h.kthvalue(3, dim=0).values,
+        "quantile_centred": lambda h: h - h.quantile(0.25, dim=0),
+        "scaled_by_max": lambda h: h / (1 + h.abs().max()),
+        "largest_norm": lambda h: h + h / (1 + h.norm(dim=1).max()),
+        "cumulative_sum": lambda h: h + 0.2 * h.cumsum(0),
+        "cumulative_product": lambda h: h + 0.2 * torch.sigmoid(h).add(0.3).cumprod(0),
+        "cumulative_max": lambda h: h + 0.3 * h.cummax(0).values,
+        "cumulative_min": lambda h: h + 0.3 * h.cummin(0).values,
+        "cumulative_logsumexp": lambda h: h + 0.3 * h.logcumsumexp(0),
+        "softmax_over_rows": lambda h: h + h.shape[0] * h.softmax(0),
+        "log_softmax_over_rows": lambda h: h - 0.2 * h.log_softmax(0),
+        "logsumexp_over_rows": lambda h: h - 0.3 * h.logsumexp(0),
+        "product_over_rows": lambda h: h + 0.3 * torch.sigmoid(h).add(0.4).prod(0),
+    },
+)
 
 
 @register("rows")
@@ -62,27 +74,12 @@ def reduced_by_index(h: Tensor, edges: Tensor) -> Tensor:
 
 
 @register("rows")
-def put_rows(h: Tensor) -> Tensor:
-    """Replace the first and third row."""
-    index = torch.tensor([0, 2])
-    return h.index_put((index,), h[index] * 0.5 + 1.0)
-
-
-@register("rows")
 def written_in_place(h: Tensor) -> Tensor:
     """Overwrite a row by the mean of the batch."""
     out = h.clone()
     out[1] = h.mean(0)
     out[-1] += 0.5
     return out
-
-
-@register("rows")
-def masked_in_place(h: Tensor, keep: Tensor) -> Tensor:
-    """Zero rows in place, then add the mean of the rest."""
-    out = h.clone()
-    out.masked_fill_(~keep[:, None], 0.0)
-    return out + 0.5 * out.mean(0) + 0.1 * h
 
 
 @register("rows")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.truth.registry import CLASSES, WIDTH, linear, register
+from benchmarks.truth.registry import linear, register
 
 
 def _numbers(h: Tensor) -> Tensor:
@@ -61,26 +61,8 @@ def combined_pairs(h: Tensor, scores: Tensor) -> Tensor:
     return F.smooth_l1_loss(apart, (scores[first] - scores[second]).abs())
 
 
-@register("rows_head", queue=lambda: torch.randn(14, WIDTH))
-def NearestInQueue(m, h: Tensor, target: Tensor) -> Tensor:
-    """The nearest neighbour in a queue is the positive (NNCLR)."""
-    z, queue = F.normalize(h, dim=1), F.normalize(m.queue.clone(), dim=1)
-    nearest = queue[(z.detach() @ queue.t()).argmax(1)]
-    loss = F.cross_entropy(nearest @ F.normalize(target + h, dim=1).t() * 3, _numbers(h))
-    m.queue.copy_(torch.cat([h.detach(), m.queue])[:14])
-    return loss
-
-
 @register("rows_head")
 def distances_preserved(h: Tensor, target: Tensor) -> Tensor:
     """Pairwise distances like a teacher's, each divided by their mean."""
     a, b = torch.pdist(h), torch.pdist(target)
     return F.smooth_l1_loss(a / a.mean(), b / b.mean())
-
-
-@register("rows_head")
-def margin_from_centres(h: Tensor, labels: Tensor) -> Tensor:
-    """Prototypical networks: the class mean of the batch nearest to each row."""
-    hot = F.one_hot(labels, CLASSES).to(h.dtype)
-    centres = hot.t() @ h / hot.sum(0).clamp(min=1)[:, None]
-    return F.cross_entropy(-torch.cdist(h, centres + 1e-2).square(), labels)

@@ -1,4 +1,4 @@
-"""Losses that are means of rows, with all kinds of weights and denominators."""
+"""Losses that are means of rows, and losses of the distribution of the batch."""
 
 from __future__ import annotations
 
@@ -34,20 +34,9 @@ define_all(
     "rows_head",
     {
         "root_mse": lambda h, target: F.mse_loss(h, target).sqrt(),
-        "log_of_mean": lambda h, target: (
-            torch.log1p(_squares(h, target).mean()) + h.abs().max() * 0.1
-        ),
-        "sorted_regression": lambda h, scores: F.mse_loss(
-            h.mean(1).sort().values, scores.sort().values
-        ),
-        "variance_penalised": lambda h, target: (
-            _squares(h, target).mean() + 0.5 * _squares(h, target).var()
-        ),
-        "soft_worst_case": lambda h, target: torch.logsumexp(_squares(h, target), 0),
         "median_loss": lambda h, target: (
             _squares(h, target).median() + 0.1 * _squares(h, target).mean()
         ),
-        "trimmed_mean": lambda h, target: _squares(h, target).sort().values[:-2].mean(),
         "picked_by_mask": lambda h, target, keep: _squares(h, target)[keep].mean(),
     },
 )
@@ -59,11 +48,6 @@ for _name, _forward in {
     ),
 }.items():
     define("rows_head", _name, _forward, CLASSIFIER, plain=True)
-
-
-@register("rows_head", **CLASSIFIER)
-def SummedCrossEntropy(m, h: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(m.classify(h), labels, reduction="sum", label_smoothing=0.1)
 
 
 @register("rows_head", **CLASSIFIER, class_weight=lambda: torch.tensor([0.2, 1.0, 3.0]))
@@ -99,41 +83,25 @@ def distribution_matched(h: Tensor, labels: Tensor) -> Tensor:
 
 
 @register("rows_head")
-def cox(h: Tensor, scores: Tensor, keep: Tensor) -> Tensor:
-    """Cox's partial likelihood: a cumulative log-sum over the batch sorted by time."""
-    order = scores.argsort(descending=True)
-    risk, event = h.mean(1)[order], keep[order].to(h.dtype)
-    return -((risk - risk.logcumsumexp(0)) * event).sum() / event.sum()
-
-
-@register("rows_head")
 def worst_group(h: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """Group DRO: the largest mean of a class."""
     sums = torch.zeros(CLASSES, dtype=h.dtype).index_add(0, labels, _squares(h, target))
     return (sums / torch.bincount(labels, minlength=CLASSES).clamp(min=1)).max()
 
 
+def _kernel(a: Tensor, b: Tensor) -> Tensor:
+    """Mean of a Gaussian kernel over all pairs."""
+    return torch.exp(-(a[:, None] - b[None]).square().sum(-1) / 4).mean()
+
+
 @register("rows_head")
-def temporal_difference(h: Tensor, scores: Tensor, keep: Tensor) -> Tensor:
-    """Rows are steps of one episode: returns by a loop from the last to the first."""
-    value, future, losses = h.mean(1), h.new_zeros(()), []
-    for t in range(h.shape[0] - 1, -1, -1):
-        future = scores[t] + 0.9 * future * keep[t]
-        losses.append((value[t] - future).square())
-    return torch.stack(losses).mean()
+def mmd(h: Tensor, target: Tensor) -> Tensor:
+    """Maximum mean discrepancy."""
+    return _kernel(h, h) + _kernel(target, target) - 2 * _kernel(h, target)
 
 
-@register("rows_head", log_variance=lambda: torch.nn.Parameter(torch.zeros(2)))
-def UncertaintyWeighted(m, h: Tensor, target: Tensor, scores: Tensor) -> Tensor:
-    """Two losses weighted by learnt variances, with a term of parameters alone."""
-    losses = torch.stack([F.mse_loss(h, target), F.l1_loss(h.mean(1), scores)])
-    return (torch.exp(-m.log_variance) * losses + m.log_variance).sum()
-
-
-@register("rows_head", code=linear(WIDTH, 2 * WIDTH), decode=linear())
-def Variational(m, h: Tensor, target: Tensor, noise: Tensor) -> Tensor:
-    """A reconstruction and a divergence; noise is an input."""
-    mean, log_var = m.code(h).chunk(2, dim=1)
-    out = m.decode(mean + noise * torch.exp(0.5 * log_var))
-    divergence = 0.5 * (mean.square() + log_var.exp() - 1 - log_var).sum(1).mean()
-    return F.mse_loss(out, target, reduction="sum") / h.shape[0] + 0.1 * divergence
+@register("rows_head")
+def coding_rate(h: Tensor) -> Tensor:
+    """The log-determinant of the covariance (MCR2)."""
+    matrix = torch.eye(WIDTH, dtype=h.dtype) + h.t() @ h / h.shape[0]
+    return -0.5 * torch.logdet(matrix) + 0.05 * h.square().mean()

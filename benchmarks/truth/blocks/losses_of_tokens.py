@@ -18,12 +18,6 @@ def TokenCrossEntropy(m, h: Tensor, ragged_tokens: Tensor) -> Tensor:
 
 
 @register("sequence_head", **TAGGER)
-def TransposedCrossEntropy(m, h: Tensor, ragged_tokens: Tensor) -> Tensor:
-    """Classes at dim 1."""
-    return F.cross_entropy(m.tag(h).transpose(1, 2), ragged_tokens)
-
-
-@register("sequence_head", **TAGGER)
 def ShiftedCrossEntropy(m, h: Tensor, ragged_tokens: Tensor, keep: Tensor) -> Tensor:
     """Each token predicts the next; the denominator is an input."""
     logits = m.tag(h)[:, :-1].reshape(-1, CLASSES)
@@ -39,14 +33,6 @@ def MeanOfRowMeans(m, h: Tensor, ragged_tokens: Tensor) -> Tensor:
     return ((loss * inside).sum(1) / inside.sum(1)).mean()
 
 
-@register("sequence_head", predict=linear())
-def FrameContrast(m, h: Tensor) -> Tensor:
-    """Contrastive prediction of the next frame among those of the whole batch."""
-    predicted = m.predict(h[:, :-1]).reshape(-1, WIDTH)
-    frames = h[:, 1:].reshape(-1, WIDTH)
-    return F.cross_entropy(predicted @ frames.t(), torch.arange(predicted.shape[0]))
-
-
 @register("sequence_head", tag=linear(WIDTH, CLASSES + 1))
 def Ctc(m, h: Tensor, labels: Tensor) -> Tensor:
     """Connectionist temporal classification in time-major frames."""
@@ -59,22 +45,6 @@ def Ctc(m, h: Tensor, labels: Tensor) -> Tensor:
 def PixelCrossEntropy(m, h: Tensor, labels: Tensor) -> Tensor:
     """The mean over pixels, all with the label of their row."""
     return F.cross_entropy(m.tag(h), labels[:, None, None].expand(-1, *h.shape[2:]))
-
-
-@register("image_head")
-def pixel_dice(h: Tensor, keep: Tensor) -> Tensor:
-    """The dice loss over all pixels of the batch."""
-    p = torch.sigmoid(h.sum(1))
-    q = keep[:, None, None].to(h.dtype).expand_as(p)
-    return 1 - (2 * (p * q).sum() + 1) / (p.sum() + q.sum() + 1)
-
-
-@register("image_head")
-def style(h: Tensor) -> Tensor:
-    """The Gram matrix of channels, over all pixels of the batch, towards the identity."""
-    channels = h.transpose(0, 1).flatten(1)
-    matrix = channels @ channels.t() / channels.shape[1]
-    return (matrix - torch.eye(WIDTH, dtype=h.dtype)).square().sum()
 
 
 @register("image_head", plain=True)

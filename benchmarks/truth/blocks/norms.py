@@ -18,12 +18,9 @@ define_all(
     "rows",
     {
         "standardised": lambda h: _standardised(h, 0),
-        "divided_by_batch_norm": lambda h: h / (0.1 + h.norm()) * h.shape[0] ** 0.5,
         "column_norms": lambda h: F.normalize(h, dim=0) * h.shape[0] ** 0.5,
-        "one_norm": lambda h: h / (0.1 + torch.linalg.vector_norm(h, 1, 0)) * h.shape[0],
         "infinity_norm": lambda h: h / (0.5 + torch.linalg.vector_norm(h, torch.inf, 0)),
         "layer_norm_over_batch": lambda h: F.layer_norm(h, tuple(h.shape)),
-        "layer_norm_of_columns": lambda h: F.layer_norm(h.t(), (h.shape[0],)).t(),
     },
 )
 define_all(
@@ -73,11 +70,6 @@ def GhostBatchNorm(m, h: Tensor) -> Tensor:
 @register("sequence", norm=lambda: nn.BatchNorm1d(WIDTH))
 def BatchNormOverTokens(m, h: Tensor) -> Tensor:
     return m.norm(h.transpose(1, 2)).transpose(1, 2)
-
-
-@register("rows", linear=lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)))
-def WeightNormed(m, h: Tensor) -> Tensor:
-    return h + m.linear(h).tanh()
 
 
 @register("rows", linear=lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))

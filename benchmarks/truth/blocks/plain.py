@@ -14,7 +14,6 @@ define_all(
     {
         "softmax_of_features": lambda h: h + WIDTH * h.softmax(-1),
         "sorted_features": lambda h: h + 0.5 * h.sort(-1).values,
-        "summed_features": lambda h: h + 0.3 * h.cumsum(-1),
         "normalised_rows": lambda h: F.normalize(h, dim=-1) * WIDTH**0.5,
         "weighted_rows": lambda h, weights: h * weights[:, None],
         "shifted_by_target": lambda h, target: torch.addcmul(h, target, h.sigmoid(), value=0.5),
@@ -36,24 +35,6 @@ def FeedForward(m, h: Tensor) -> Tensor:
 def Gated(m, h: Tensor) -> Tensor:
     value, gate = m.gate(h).chunk(2, dim=-1)
     return h + value * torch.sigmoid(gate)
-
-
-@register("rows", plain=True, weight=lambda: nn.Parameter(torch.ones(WIDTH)))
-def RootMeanSquareNorm(m, h: Tensor) -> Tensor:
-    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 0.1) * m.weight
-
-
-@register("rows", plain=True, linear=linear())
-def SharedLayer(m, h: Tensor) -> Tensor:
-    """One layer, used twice."""
-    return m.linear(m.linear(h).tanh()).tanh()
-
-
-@register("rows", plain=True, table=lambda: nn.Embedding(3, 2 * WIDTH))
-def Conditioned(m, h: Tensor, labels: Tensor) -> Tensor:
-    """Scaled and shifted by the embedding of a label."""
-    scale, shift = m.table(labels).chunk(2, dim=1)
-    return h * (1 + 0.2 * scale) + shift
 
 
 @register("rows", plain=True, net=_two_layers)

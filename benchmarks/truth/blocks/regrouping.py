@@ -25,34 +25,20 @@ define_all(
         "columns_of_the_batch": lambda h: h + torch.softmax(h.t(), dim=-1).t() * h.shape[0],
         "padded": lambda h: F.pad(h, (0, 0, 0, 1), value=1.0)[1:] + 0.1 * h,
         "rolled": lambda h: h + 0.5 * h.roll(1, 0),
-        "shifted_differences": lambda h: h + 0.5 * torch.cat([h[:1], h[1:] - h[:-1]]),
         "diffed": lambda h: h + 0.5 * torch.diff(h, dim=0, prepend=h[-1:]),
         "unfolded": lambda h: h + 0.5 * torch.cat([h[-2:], h]).unfold(0, 3, 1).mean(-1),
-        "max_pooled_over_rows": lambda h: (
-            0.5 * h + F.max_pool1d(_as_series(h), 3, stride=1, padding=1)[0].t()
-        ),
         "second_half_zeroed": lambda h: torch.cat([h[:3], torch.zeros_like(h[3:])]) + 0.1 * h,
-        "narrowed": lambda h: h + 0.5 * h.narrow(0, 1, 2).sum(0),
         "every_second_row": lambda h: h - 0.5 * h[::2].mean(0),
-        "linspace_weights": lambda h: (
-            h * torch.linspace(0.5, 1.5, h.shape[0], dtype=h.dtype)[:, None]
-        ),
-        "listed_weights": lambda h: (
-            h * torch.tensor([1.0 + 0.1 * i for i in range(h.shape[0])], dtype=h.dtype)[:, None]
-        ),
         "numpy_weights": lambda h: h * torch.from_numpy(np.linspace(0.5, 1.5, h.shape[0]))[:, None],
-        "windowed": lambda h: h * (0.5 + torch.hann_window(h.shape[0], dtype=h.dtype)[:, None]),
         "decayed": lambda h: h * 0.9 ** _positions(h)[:, None],
         "divided_by_count": lambda h: h * (1 + 4 / h.shape[0]),
         "first_rows_marked": lambda h: torch.where((_positions(h) < 2)[:, None], h * 2, h),
-        "identity_added": lambda h: h + torch.eye(h.shape[0], WIDTH, dtype=h.dtype),
     },
 )
 define_all(
     "rows",
     {
         "chunked": lambda h: torch.cat([h.chunk(2)[1], torch.tanh(h.chunk(2)[0])]),
-        "interleaved": lambda h: torch.cat([h[0::2] + 0.3 * h[1::2], h[1::2]]),
     },
     divides=2,
 )
@@ -62,13 +48,6 @@ define_all(
 def halves(h: Tensor) -> Tensor:
     first, second = h.view(2, h.shape[0] // 2, WIDTH)
     return torch.cat([first + 0.5 * second, second - 0.5 * first])
-
-
-@register("rows", divides=2)
-def folded_into_features(h: Tensor) -> Tensor:
-    """Two rows as one of twice the width."""
-    wide = h.reshape(h.shape[0] // 2, 2 * WIDTH)
-    return (wide + 0.1 * wide.flip(1)).reshape(h.shape[0], WIDTH)
 
 
 @register("rows", linear=linear(), shift=lambda: torch.tensor([-1.0, 0.0, 1.0]))
@@ -109,13 +88,3 @@ def RowParameter(m, h: Tensor) -> Tensor:
 @register("rows", sized=True, mix=lambda rows: nn.Linear(rows, rows))
 def RowMixer(m, h: Tensor) -> Tensor:
     return h + m.mix(h.t()).t()
-
-
-@register("rows", sized=True, weight=lambda rows: torch.rand(rows, 1))
-def RowWeightsBuffer(m, h: Tensor) -> Tensor:
-    return h * (0.5 + m.weight)
-
-
-@register("rows", table=lambda: nn.Embedding(16, WIDTH))
-def PositionTable(m, h: Tensor) -> Tensor:
-    return h + m.table(torch.arange(h.shape[0]))

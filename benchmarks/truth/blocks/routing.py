@@ -72,10 +72,6 @@ def PackedExperts(m, h: Tensor) -> Tensor:
     return h + torch.zeros_like(h).index_copy(0, order, out)
 
 
-def _class_counts(labels: Tensor) -> Tensor:
-    return torch.bincount(labels, minlength=CLASSES).clamp(min=1)
-
-
 define_all(
     "rows",
     {
@@ -85,25 +81,8 @@ define_all(
             * h.new_zeros(CLASSES, WIDTH).index_put((labels,), h, accumulate=True)[labels].tanh()
         ),
         "weighted_mean_centred": lambda h, weights: h - weights @ h / weights.sum(),
-        "same_neighbour": lambda h, labels: (
-            h * (1 + 0.5 * (labels == labels.roll(1, 0)).to(h.dtype)[:, None])
-        ),
     },
 )
-
-
-@register("rows")
-def segment_means(h: Tensor, labels: Tensor) -> Tensor:
-    """Rows centred by the mean of their class."""
-    sums = h.new_zeros(CLASSES, WIDTH).index_add(0, labels, h)
-    return h - 0.5 * (sums / _class_counts(labels)[:, None])[labels]
-
-
-@register("rows")
-def scattered_sums(h: Tensor, groups: Tensor) -> Tensor:
-    index = groups[:, None].expand_as(h)
-    sums = torch.zeros(CLASSES, WIDTH, dtype=h.dtype).scatter_add(0, index, h)
-    return h + 0.3 * sums.tanh()[groups]
 
 
 @register("rows")
@@ -112,9 +91,3 @@ def reduced_maxima(h: Tensor, labels: Tensor) -> Tensor:
     index = labels[:, None].expand_as(h)
     largest = h.new_full((CLASSES, WIDTH), -5.0).scatter_reduce(0, index, h, "amax")
     return h - 0.3 * largest[labels]
-
-
-@register("rows")
-def class_frequencies(h: Tensor, labels: Tensor) -> Tensor:
-    """Rows weighted by the frequency of their class."""
-    return h * (h.shape[0] / _class_counts(labels))[labels][:, None].sqrt()

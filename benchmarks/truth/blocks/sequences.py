@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.truth.registry import TIME_STEPS, WIDTH, define_all, linear, register
+from benchmarks.truth.registry import WIDTH, define_all, linear, register
 
 
 def _inside(h: Tensor, lengths: Tensor) -> Tensor:
@@ -30,9 +30,6 @@ define_all(
     "sequence",
     {
         "batch_and_time_flattened": lambda h: h + 0.3 * h.flatten(0, 1).roll(1, 0).view_as(h),
-        "batch_and_time_swapped": lambda h: (
-            h + 0.3 * h.reshape(h.shape[1], h.shape[0], -1).tanh().transpose(0, 1)
-        ),
         "means_of_positions": lambda h: h - 0.5 * h.mean(0, keepdim=True),
     },
 )
@@ -71,19 +68,6 @@ def masked_by_lengths(h: Tensor, lengths: Tensor) -> Tensor:
 
 
 @register("sequence")
-def time_major_softmax(h: Tensor) -> Tensor:
-    """Time-major, then a softmax over dim 1, which is the batch."""
-    major = h.transpose(0, 1).contiguous()
-    return h + (major * major.softmax(1)).transpose(0, 1)
-
-
-@register("sequence", plain=True, mix=linear(TIME_STEPS, TIME_STEPS))
-def TokenMixer(m, h: Tensor) -> Tensor:
-    """A learnt matrix over time."""
-    return h + m.mix(h.transpose(1, 2)).transpose(1, 2)
-
-
-@register("sequence")
 def sorted_by_lengths(h: Tensor, lengths: Tensor) -> Tensor:
     """Rows sorted by length, weighted, and put back, as around packed sequences."""
     order = lengths.argsort(descending=True, stable=True)
@@ -94,28 +78,6 @@ def sorted_by_lengths(h: Tensor, lengths: Tensor) -> Tensor:
 @register("sequence", rnn=lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))
 def Lstm(m, h: Tensor) -> Tensor:
     return h + m.rnn(h)[0]
-
-
-@register("sequence", rnn=lambda: nn.LSTM(WIDTH, WIDTH // 2, bidirectional=True))
-def TimeMajorLstm(m, h: Tensor) -> Tensor:
-    """Time-major, with its last states."""
-    out, (_, cell) = m.rnn(h.transpose(0, 1))
-    return out.transpose(0, 1) + cell.sum(0).repeat(1, 2)[:, None]
-
-
-@register("sequence", plain=True, rnn=lambda: nn.GRU(WIDTH, WIDTH, num_layers=2, batch_first=True))
-def Gru(m, h: Tensor) -> Tensor:
-    return h + m.rnn(h)[0]
-
-
-@register("sequence", plain=True, cell=lambda: nn.GRUCell(WIDTH, WIDTH))
-def CellLoop(m, h: Tensor) -> Tensor:
-    """A cell in a loop over time."""
-    state, states = torch.zeros(h.shape[0], WIDTH, dtype=h.dtype), []
-    for t in range(h.shape[1]):
-        state = m.cell(h[:, t], state)
-        states.append(state)
-    return torch.stack(states, 1)
 
 
 @register("rows", rnn=lambda: nn.LSTM(WIDTH, WIDTH))

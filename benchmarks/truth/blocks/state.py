@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.truth.registry import CLASSES, WIDTH, linear, register
+from benchmarks.truth.registry import WIDTH, linear, register
 
 
 def _zeros(*shape: int, **options):
@@ -28,12 +28,6 @@ def EmaRebound(m, h: Tensor) -> Tensor:
     return h - m.mean
 
 
-@register("rows", largest=_zeros(WIDTH))
-def RunningMax(m, h: Tensor) -> Tensor:
-    m.largest.copy_(torch.maximum(m.largest, h.detach().abs().amax(0)))
-    return h / (0.5 + m.largest)
-
-
 @register("rows", batches=_zeros((), dtype=torch.long), rows=_zeros(()))
 def RowsSeen(m, h: Tensor) -> Tensor:
     m.batches += 1
@@ -41,18 +35,12 @@ def RowsSeen(m, h: Tensor) -> Tensor:
     return h / (1 + 0.1 * m.batches) + m.rows / 100
 
 
-@register("rows")
-class LastBatch(nn.Module):
+@register("rows", unsaved=_zeros(2, WIDTH))
+def LastBatch(m, h: Tensor) -> Tensor:
     """The mean and the last row of the batch before, in a buffer that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("before", torch.zeros(2, WIDTH), persistent=False)
-
-    def forward(self, h: Tensor) -> Tensor:
-        out = h - 0.3 * self.before.sum(0)
-        self.before = torch.stack([h.detach().mean(0), h.detach()[-1]])
-        return out
+    out = h - 0.3 * m.unsaved.sum(0)
+    m.unsaved = torch.stack([h.detach().mean(0), h.detach()[-1]])
+    return out
 
 
 @register("rows", queue=lambda: torch.randn(20, WIDTH))
@@ -82,23 +70,6 @@ def CallCounter(m, h: Tensor) -> Tensor:
     return h / m.calls
 
 
-@register("rows", step=_zeros((), dtype=torch.long))
-def StepSchedule(m, h: Tensor) -> Tensor:
-    """A schedule in a buffer."""
-    m.step.add_(1)
-    return h * torch.cos(m.step * 0.3)
-
-
-@register("rows", student=linear(), teacher=_zeros(WIDTH, WIDTH))
-def MeanTeacher(m, h: Tensor) -> tuple[Tensor, Tensor]:
-    """A teacher whose weights, in a buffer, follow those of a layer."""
-    with torch.no_grad():
-        m.teacher.lerp_(m.student.weight, 0.1)
-        target = h @ m.teacher.t()
-    out = m.student(h)
-    return h + out, 0.1 * (out - F.normalize(target)).square().mean()
-
-
 @register("rows", online=linear(), target=lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False))
 def FrozenTwin(m, h: Tensor) -> tuple[Tensor, Tensor]:
     """A second module without gradients, whose parameters follow the first in forward (BYOL)."""
@@ -110,16 +81,6 @@ def FrozenTwin(m, h: Tensor) -> tuple[Tensor, Tensor]:
     return h + out.tanh(), 0.1 * F.mse_loss(out, wanted)
 
 
-@register("rows", ready=_zeros(()), shift=_zeros(WIDTH), scale=lambda: torch.ones(WIDTH))
-def ActNorm(m, h: Tensor) -> Tensor:
-    """Shift and scale taken from the first batch, by a flag in a buffer."""
-    with torch.no_grad():
-        m.shift.copy_(torch.where(m.ready > 0, m.shift, h.mean(0)))
-        m.scale.copy_(torch.where(m.ready > 0, m.scale, h.std(0) + 0.1))
-        m.ready.fill_(1.0)
-    return (h - m.shift) / m.scale
-
-
 @register("rows", ready=lambda: False, shift=_zeros(WIDTH))
 def LazyActNorm(m, h: Tensor) -> Tensor:
     """Shift taken from the first batch, by a flag in Python."""
@@ -127,26 +88,6 @@ def LazyActNorm(m, h: Tensor) -> Tensor:
         m.shift.copy_(h.detach().mean(0))
         m.ready = True
     return h - m.shift
-
-
-@register("rows", centres=_zeros(CLASSES, WIDTH))
-def ClassCentres(m, h: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Centres of classes that follow their rows, and the distance to them (centre loss)."""
-    loss = (h - m.centres[labels]).square().mean()
-    with torch.no_grad():
-        sums = torch.zeros_like(m.centres).index_add_(0, labels, h)
-        counts = F.one_hot(labels, CLASSES).sum(0)[:, None]
-        moved = 0.7 * m.centres + 0.3 * sums / counts.clamp(min=1)
-        m.centres = torch.where(counts > 0, moved, m.centres)
-    return h, 0.2 * loss
-
-
-@register("rows", usual=lambda: torch.ones(()))
-def LossScale(m, h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """An auxiliary loss divided by its own moving mean."""
-    loss = (h - target).square().mean()
-    m.usual = 0.5 * m.usual + 0.5 * loss.detach()
-    return h, 0.3 * loss / m.usual
 
 
 @register("rows", history=list)
@@ -157,13 +98,6 @@ def HistoryList(m, h: Tensor) -> Tensor:
         out = out - 0.3 * mean
     m.history.append(h.detach().mean(0))
     return out
-
-
-@register("rows", linear=linear(), attention=lambda: None)
-def StoredOutput(m, h: Tensor) -> Tensor:
-    """An attribute that forward sets and then reads."""
-    m.attention = torch.softmax(m.linear(h), dim=-1)
-    return h * (1 + m.attention)
 
 
 @register("rows", sized=True, state=lambda rows: torch.zeros(rows, WIDTH))

@@ -1,1 +1,0 @@
-"""Gradient communication over an emulated network: `python -m benchmarks.communication`."""
