@@ -136,7 +136,7 @@ def capture(
         traced.tensor_leaves,
         traced.differentiable,
         traced.structure,
-        writes=writes_of(effects.changes, effects.added),
+        writes=tuple(writes_of(effects)),
         reads=traced.reads(),
         classes=tuple(effects.classes),
         variables=traced.variables,

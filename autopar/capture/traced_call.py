@@ -17,7 +17,7 @@ from autopar.capture.joint import CallSignature
 from autopar.capture.provenance import Annotate
 from autopar.capture.repeated_blocks import RepeatedBlocks
 from autopar.capture.state.effects import Attribute, Effects
-from autopar.capture.state.side_effects import StatePolicy, for_all, rebound_buffers, values_of
+from autopar.capture.state.side_effects import StatePolicy, rebound_buffers, writes_of
 from autopar.capture.state.variables import find_variables
 from autopar.capture.traceable import traceable_modules
 from autopar.common.containers import flatten, hidden_tensors
@@ -136,13 +136,19 @@ class TracedCall(nn.Module):
         """Attributes that the graph depends on, for all blocks that share a trace."""
         names = {module: name for name, module in self.model[0].named_modules()}
         columns = [[names[m] for m in column] for column in self.repeats.columns()]
-        found = [*self.effects.reads, *self.policy.lifted]
-        return tuple(a for a in for_all(found, columns) if a not in self.policy.counters)
+        keys: dict[str, dict[str, None]] = {}
+        for name, key in (*self.effects.reads, *self.policy.lifted):
+            keys.setdefault(name, {})[key] = None
+        for column in columns:
+            if every := {key: None for name in column for key in keys.get(name, ())}:
+                keys |= dict.fromkeys(column, every)
+        found = ((name, key) for name, known in keys.items() for key in known)
+        return tuple(attribute for attribute in found if attribute not in self.policy.counters)
 
     def _outputs_of(self, result: Any) -> tuple[torch.Tensor, ...]:
         results, _ = flatten(result)
-        if written := values_of(self.effects.changes, self.effects.added):
-            result = (result, written)
+        if written := writes_of(self.effects):
+            result = (result, list(written.values()))
         leaves, self.structure = flatten(result)
         for leaf in leaves:
             if hidden_tensors(leaf):

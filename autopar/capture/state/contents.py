@@ -1,4 +1,4 @@
-"""`Snapshot`: shallow copies of the Python containers reachable from a model's attributes."""
+"""Snapshots and fingerprints of the Python values reachable from a model's attributes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ MAX_DEPTH = 6
 
 MAX_CONTAINERS = 20_000
 """Containers copied for one model."""
+
+MAX_COMPARED = 500
+"""Containers compared below one attribute."""
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Types compared by value."""
@@ -191,3 +195,78 @@ def _changes(now: Container, before: Any, path: ValuePath) -> Iterator[Change]:
         one, other = old.get(key, MISSING), new.get(key, MISSING)
         if not equal(one, other):
             yield Change(path.child(key), now, key, one, other)
+
+
+@dataclass(frozen=True, eq=False)
+class ByIdentity:
+    """A hashable wrapper that compares an object by identity and keeps it alive."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class Fingerprinter:
+    """Makes hashable fingerprints of a model's attributes.
+
+    Values with equal fingerprints give the same captured program. Opaque objects compare by
+    identity, weak references by their targets. Fingerprints hold no weak reference, since torch
+    cannot swap a tensor that has one.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+
+    def __call__(self, value: Any, depth: int = MAX_DEPTH) -> Any:
+        if isinstance(value, float):
+            return float, value.hex()
+        if isinstance(value, PLAIN):
+            return type(value), value
+        if isinstance(value, tuple):
+            return (type(value), *(self(part, depth) for part in value))
+        container = contents(value)
+        if container is None or (not container and container is not value):
+            return ByIdentity(referent(value))
+        if (number := self._seen.get(id(container))) is not None:
+            return "container", number
+        if depth == 0 or len(self._seen) == MAX_COMPARED:
+            return ByIdentity(value)
+        self._seen[id(container)] = len(self._seen)
+        if isinstance(container, set):
+            return type(value), frozenset(self(part, depth - 1) for part in container)
+        pairs = ((_key(key), self(part, depth - 1)) for key, part in items(container))
+        return type(value), *pairs
+
+
+def _key(key: Any) -> Any:
+    return key if isinstance(key, PLAIN) else ByIdentity(key)
+
+
+def tensor_type(tensor: torch.Tensor | None) -> Any:
+    """Shape, dtype and device of a tensor."""
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+
+
+def same_type(one: Any, other: Any) -> bool:
+    """Whether two values are tensors of one shape and dtype on one device."""
+    are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return are_tensors and bool(tensor_type(one) == tensor_type(other))
+
+
+def structure_of(name: str, module: nn.Module) -> Any:
+    """The structure of a module: its type, children, parameters, buffers and hooks."""
+    hooks = tuple(ByIdentity(hook) for table in HOOKS for hook in getattr(module, table).values())
+    buffers = tuple((key, tensor_type(buffer)) for key, buffer in module._buffers.items())
+    return name, type(module), tuple(module._modules), tuple(module._parameters), buffers, hooks
+
+
+def member_of(kind: type, key: str) -> tuple[MappingProxyType[str, Any], Any]:
+    """The dict of the class that defines an attribute, and the attribute; else MISSING."""
+    for base in kind.__mro__:
+        if key in vars(base):
+            return vars(base), vars(base)[key]
+    return vars(kind), MISSING

@@ -22,9 +22,7 @@ from autopar.capture.state.contents import (
     equal,
     referent,
 )
-from autopar.capture.state.counting import CounterProxy
 from autopar.capture.state.variables import Variable
-from autopar.ir.graph import source_text
 
 BASE = INTERNAL | vars(nn.Module).keys() - {"forward"}
 """Names that every module inherits from torch."""
@@ -38,7 +36,6 @@ class Effects:
     """Reads and changes of one run of a model.
 
     Attributes:
-        model: the model.
         variables: global and closure variables that its code reads, by name.
         counters: int attributes traced as a `CounterProxy`.
         keep: whether to keep the changes after the run.
@@ -133,10 +130,6 @@ class Effects:
             for key in object.__getattribute__(module, "__dict__").keys() - INTERNAL:
                 self._record(module, name, key, snapshot)
 
-    def line(self, path: ValuePath) -> str:
-        """The user's line that last read an attribute, as `file:line: text`; "" if unknown."""
-        return source_text(self.reads.get(attribute_at(path)))
-
     def is_read(self, path: ValuePath) -> bool:
         """Whether the run depends on the attribute that holds a value."""
         return attribute_at(path) in self.reads or self.is_variable(path)
@@ -167,3 +160,52 @@ def can_lift(value: Any) -> bool:
     """Whether an attribute can be lifted to a buffer of the graph."""
     plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
     return plain and value.layout is torch.strided and not value.requires_grad
+
+
+class CounterProxy:
+    """Stand-in for an int that forward may only increment; appends every other use to `uses`."""
+
+    def __init__(self, value: int, uses: list[str]) -> None:
+        self.value, self._uses = value, uses
+
+    def __add__(self, other: Any) -> Any:
+        if type(other) is int:
+            return CounterProxy(self.value + other, self._uses)
+        return self.use("+") + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        if type(other) is int:
+            return CounterProxy(self.value - other, self._uses)
+        return self.use("-") - other
+
+    def use(self, operation: str) -> int:
+        """The number, for an operation that depends on it."""
+        self._uses.append(operation)
+        return self.value
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """`int`, for `isinstance`; torch's own checks in nn.Module do not count as a use."""
+        if not is_library(sys._getframe(1).f_code.co_filename):
+            self.use("isinstance")
+        return int
+
+
+def _recorded(name: str) -> Any:
+    def method(self: CounterProxy, *args: Any) -> Any:
+        return getattr(self.use(name), name)(*args)
+
+    return method
+
+
+USES = (
+    "bool int index float complex hash str repr format neg pos abs invert eq ne lt le gt ge mul "
+    "rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow rsub and rand or "
+    "ror xor rxor lshift rlshift rshift rrshift round"
+)
+"""Methods of int, without underscores, whose result depends on the number."""
+
+for _name in USES.split():
+    setattr(CounterProxy, f"__{_name}__", _recorded(f"__{_name}__"))

@@ -9,6 +9,7 @@ by value.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from operator import attrgetter, is_
@@ -20,16 +21,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from autopar.capture.state.cells import IdentityGuard, containers_in, unchanged
-from autopar.capture.state.contents import HOOKS, MISSING, PLAIN, ValuePath
-from autopar.capture.state.effects import Attribute, attribute_of
-from autopar.capture.state.fingerprints import (
+from autopar.capture.state.contents import (
+    HOOKS,
+    MAX_COMPARED,
+    MISSING,
     ByIdentity,
+    Container,
     Fingerprinter,
+    Found,
+    ValuePath,
+    copy_of,
+    find_containers,
+    items,
     member_of,
+    referent,
     structure_of,
     tensor_type,
 )
+from autopar.capture.state.effects import Attribute, attribute_of
 from autopar.capture.state.variables import Variable
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning, CaptureError, PlanError
@@ -48,10 +57,6 @@ class Guards:
         state: number of the current state, equal on ranks that saw the same changes.
         lifted: plain tensors, and frozen parameters that forward changes, passed to programs as
             buffers.
-
-    Args:
-        model: the model.
-        parameters: the plan's parameters, by name.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, ParameterInfo]) -> None:
@@ -59,8 +64,8 @@ class Guards:
         self._reads: dict[Attribute, None] = {}
         self._classes: dict[tuple[type, str], None] = {}
         self._variables: dict[str, Variable] = {}
-        self.lifted: frozenset[Attribute] = frozenset()
         self._states: dict[Any, int] = {}
+        self.lifted: frozenset[Attribute] = frozenset()
         self._structure: _Structure | None = None
         self._structure_key: tuple[Any, ...] = ()
         self._values: _Values | None = None
@@ -165,13 +170,14 @@ class Guards:
         """Assigns a tensor of the same type; the state keeps its number."""
         values[key] = value
         if self._structure is not None and self._values is not None:
-            self._structure.guard.expect(values, key, value)
-            self._values.guard.expect(values, key, value)
+            for guard in (self._structure.guard, self._values.guard):
+                guard.expect(values, key, value)
 
     def _compute_key(self) -> None:
         if self._structure is None:
             self._structure = _Structure(self._model)
-            self._structure_key = self._structure.fingerprint()
+            modules = self._structure.modules
+            self._structure_key = tuple(structure_of(name, m) for name, m in modules.items())
         modules, variables = self._structure.modules, list(self._variables.values())
         self._values = _Values(modules, self._reads, self._classes, variables)
         fingerprint = Fingerprinter()
@@ -197,8 +203,8 @@ class Guards:
             return
         name = next(n for n in {**planned, **now} if now.get(n) != planned.get(n))
         was, is_now = (
-            f"{str(found[1])[6:]} {list(found[0])}" if found else "not there"
-            for found in (planned.get(name), now.get(name))
+            f"{str(types[name][1])[6:]} {list(types[name][0])}" if name in types else "not there"
+            for types in (planned, now)
         )
         raise PlanError(
             f"parameter {name} of {type(self._model).__name__} was {was} when autopar.compile was "
@@ -224,7 +230,7 @@ class _Structure:
         self.modules = dict(model.named_modules())
         found = list(self.modules.values())
         tables = [t for m in found for t in (m._modules, m._parameters, m._buffers)]
-        self.guard = IdentityGuard((table, key) for table in tables for key in table)
+        self.guard = _IdentityGuard((table, key) for table in tables for key in table)
         self._children = [module._modules for module in found if module._modules]
         self._sizes = list(map(len, self._children))
         self._parameters = list(model.parameters())
@@ -236,12 +242,11 @@ class _Structure:
         self._next_hook_id = RemovableHandle.next_id
 
     def holds(self) -> bool:
-        """Whether the structure is unchanged."""
         return (
             self.guard.holds()
             and list(map(len, self._children)) == self._sizes
             and list(map(_dtype, self._parameters)) == self._dtypes
-            and all(unchanged(table, copy) for table, copy in self._hooked)
+            and all(_unchanged(table, copy) for table, copy in self._hooked)
             and not self._has_new_hooks()
         )
 
@@ -253,10 +258,6 @@ class _Structure:
             return True
         self._next_hook_id = RemovableHandle.next_id
         return False
-
-    def fingerprint(self) -> tuple[Any, ...]:
-        """A key that is equal for models of equal structure."""
-        return tuple(structure_of(name, module) for name, module in self.modules.items())
 
 
 class _Values:
@@ -271,28 +272,20 @@ class _Values:
     ) -> None:
         attributes = [(vars(modules[name]) if name in modules else {}, key) for name, key in reads]
         global_items = [(v.scope, v.name) for v in variables if isinstance(v.scope, dict)]
-        self.guard = IdentityGuard([*attributes, *global_items])
+        self.guard = _IdentityGuard([*attributes, *global_items])
         self._closures = [(v, v.value) for v in variables if not isinstance(v.scope, dict)]
-        self._nested = [
-            pair
-            for value in (
-                *(values.get(key) for values, key in attributes),
-                *(variable.value for variable in variables),
-            )
-            if not isinstance(value, PLAIN)
-            for pair in containers_in(value)
-        ]
+        held = [values.get(key) for values, key in attributes] + [v.value for v in variables]
+        self._nested = [pair for value in held for pair in _containers_in(value)]
         found = [member_of(kind, key) for kind, key in classes]
         self._classes = [attributes for attributes, _ in found]
         self._names, self._members = [key for _, key in classes], [value for _, value in found]
 
     def holds(self) -> bool:
-        """Whether the values are unchanged."""
         members = map(MappingProxyType.get, self._classes, self._names, repeat(MISSING))
         return (
             self.guard.holds()
             and all(map(is_, members, self._members))
-            and all(unchanged(container, copy) for container, copy in self._nested)
+            and all(_unchanged(container, copy) for container, copy in self._nested)
             and all(variable.value is value for variable, value in self._closures)
         )
 
@@ -301,3 +294,55 @@ def _layout(parameter: torch.Tensor) -> Any:
     """Device type, and placements of a DTensor."""
     placements = parameter.placements if isinstance(parameter, DTensor) else None
     return parameter.device.type, placements
+
+
+class _IdentityGuard:
+    """Expected objects of dict items, given as pairs of a dict and a key, which may be absent."""
+
+    def __init__(self, cells: Iterable[tuple[dict[Any, Any], Any]]) -> None:
+        pairs = list(cells)
+        self._dicts, self._keys = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        self._objects = [values.get(key, MISSING) for values, key in pairs]
+        self._index = {(id(values), key): index for index, (values, key) in enumerate(pairs)}
+
+    def holds(self) -> bool:
+        found = map(dict.get, self._dicts, self._keys, repeat(MISSING))
+        return all(map(is_, found, self._objects))
+
+    def expect(self, values: Any, key: str, value: Any) -> None:
+        """Replaces the expected object of an item that was present."""
+        index = self._index.get((id(values), key))
+        if index is not None and self._objects[index] is not MISSING:
+            self._objects[index] = value
+
+
+class _Referents(list[tuple[Any, Any]]):
+    """Keys and values of a container, with weak references replaced by their targets."""
+
+    def __init__(self, container: Container) -> None:
+        super().__init__((key, referent(value)) for key, value in items(container))
+
+
+def _unchanged(container: Any, copy: Any) -> bool:
+    """Whether a container has the same items, by identity, as a copy from `_containers_in`."""
+    if isinstance(container, set):
+        return bool(container == copy)
+    if len(container) != len(copy):
+        return False
+    if isinstance(copy, _Referents):
+        pairs = zip(_Referents(container), copy, strict=True)
+        return all(key == known and value is old for (key, value), (known, old) in pairs)
+    if isinstance(container, dict):
+        return all(map(is_, container.values(), copy.values())) and list(container) == list(copy)
+    return all(map(is_, container, copy))
+
+
+def _containers_in(value: Any) -> list[tuple[Container, Any]]:
+    """Every container reachable from a value, with a copy of its items."""
+    found: Found = {}
+    find_containers(value, ValuePath(""), found, MAX_COMPARED)
+    copies = []
+    for container, _ in found.values():
+        refers = any(isinstance(item, weakref.ref) for _, item in items(container))
+        copies.append((container, _Referents(container) if refers else copy_of(container)))
+    return copies

@@ -11,7 +11,16 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.capture.state.contents import MISSING, PLAIN, TABLES, Change, ValuePath, contents
+from autopar.capture.state.contents import (
+    MISSING,
+    PLAIN,
+    TABLES,
+    Change,
+    Fingerprinter,
+    ValuePath,
+    contents,
+    same_type,
+)
 from autopar.capture.state.effects import (
     Attribute,
     Effects,
@@ -19,8 +28,8 @@ from autopar.capture.state.effects import (
     attribute_of,
     can_lift,
 )
-from autopar.capture.state.fingerprints import Fingerprinter, same_type
 from autopar.errors import CaptureError
+from autopar.ir.graph import source_text
 
 ADVICE = (
     "A graph would do that once, not at every call. Keep what changes in a buffer "
@@ -31,12 +40,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Write:
-    """A Python value that every call of a program writes to the model.
-
-    Attributes:
-        path: location of the value.
-        adds: whether to add to the number there, rather than replace it.
-    """
+    """The path of a Python value that every call replaces, or adds to the number there."""
 
     path: ValuePath
     adds: bool = False
@@ -66,26 +70,19 @@ class StatePolicy:
     allow_counters: bool = True
 
     def after_run(self, effects: Effects, changed: Iterable[str]) -> StatePolicy:
-        """The policy for the effects of a run; equal to this one if no change is needed.
-
-        Args:
-            effects: effects of the run.
-            changed: names of the frozen parameters that it changed in place.
-        """
+        """The policy for a run that changed these frozen parameters in place; self if it fits."""
         if self.counters and (effects.uses or self.counters != effects.added.keys()):
             return replace(self, counters=frozenset(), allow_counters=False)
-        read = [
-            c
-            for c in effects.changes
-            if effects.is_read(c.path) and len(c.path.keys) == 1 and not effects.is_variable(c.path)
-        ]
-        tensors = {
-            attribute_at(c.path) for c in read if can_lift(c.old) and same_type(c.old, c.new)
-        }
-        ints = {attribute_at(c.path) for c in read if type(c.old) is type(c.new) is int}
-        lifted = self.lifted | tensors | set(map(attribute_of, changed))
-        counters = self.counters | ints if self.allow_counters else self.counters
-        return replace(self, lifted=lifted, counters=counters)
+        lifted, counters = set(map(attribute_of, changed)), set()
+        for c in effects.changes:
+            at = attribute_at(c.path)
+            if at not in effects.reads or len(c.path.keys) > 1 or effects.is_variable(c.path):
+                continue
+            if can_lift(c.old) and same_type(c.old, c.new):
+                lifted.add(at)
+            elif type(c.old) is type(c.new) is int and self.allow_counters:
+                counters.add(at)
+        return replace(self, lifted=self.lifted | lifted, counters=self.counters | counters)
 
     def after_error(self, effects: Effects) -> StatePolicy:
         """The next policy to try after a run that raised; equal to this one if there is none."""
@@ -104,11 +101,8 @@ def check_changes(effects: Effects, following: Iterable[Effects]) -> None:
     """Refuses changes that cannot be replayed.
 
     Plain values that forward reads may change a few times, or in a cycle. Each value is a separate
-    state, for which the model is captured when a call reaches it.
-
-    Args:
-        effects: effects of a run.
-        following: effects of later runs, each of which starts with the changes of earlier runs.
+    state, for which the model is captured when a call reaches it. Each of the `following` runs
+    starts with the changes of earlier runs.
 
     Raises:
         CaptureError: a change cannot be replayed; the message names it.
@@ -160,15 +154,15 @@ def _unsupported(change: Change, effects: Effects) -> str:
 
 def _refusal(effects: Effects, path: ValuePath, why: str) -> CaptureError:
     """The error for a change, with the user's line and advice."""
-    line = effects.line(path)
-    name = type(effects.model).__name__
     if effects.is_variable(path):
         text = str(path.keys[0]) + "".join(f"[{key}]" for key in path.keys[1:])
     elif path.keys[0] in TABLES:
         text = str(ValuePath(path.module, path.keys[1:]))
     else:
         text = str(path)
+    line = source_text(effects.reads.get(attribute_at(path)))
     where = f" at {line}" if line else ""
+    name = type(effects.model).__name__
     return CaptureError(f"cannot capture {name}: forward changes {text}{where}: {why}. {ADVICE}")
 
 
@@ -179,15 +173,11 @@ def _text(value: Any) -> str:
     return repr(value)[:40] if plain else f"a {type(value).__name__}"
 
 
-def values_of(changes: Sequence[Change], added: dict[Attribute, int]) -> list[Any]:
-    """The values that a run writes, in the order of `writes_of`."""
-    return [*(change.new for change in changes), *added.values()]
-
-
-def writes_of(changes: Sequence[Change], added: dict[Attribute, int]) -> tuple[Write, ...]:
-    """The locations that a run writes."""
-    counted = (Write(ValuePath(module, (key,)), adds=True) for module, key in added)
-    return (*(Write(change.path) for change in changes), *counted)
+def writes_of(effects: Effects) -> dict[Write, Any]:
+    """The locations that a run writes, with their values."""
+    writes = {Write(change.path): change.new for change in effects.changes}
+    counted = effects.added.items()
+    return writes | {Write(ValuePath(m, (key,)), adds=True): n for (m, key), n in counted}
 
 
 def rebound_buffers(
@@ -196,13 +186,7 @@ def rebound_buffers(
     after: Mapping[str, Any],
     parameters: Sequence[str],
 ) -> tuple[str, ...]:
-    """Buffers that a run rebound to new tensors of the same type.
-
-    Args:
-        model: name of the model, for errors.
-        before: parameters and buffers at the start of the run.
-        after: the same at its end.
-        parameters: names of the parameters among them.
+    """Buffers that a run of `model` rebound to new tensors of the same type.
 
     Raises:
         CaptureError: a rebound tensor is a parameter, is shared by modules, or changes its type.
@@ -224,20 +208,3 @@ def rebound_buffers(
                 f"cannot capture {model}: forward rebinds {kind} {name}: {why}. {ADVICE}"
             )
     return found
-
-
-def for_all(reads: Iterable[Attribute], columns: Iterable[Sequence[str]]) -> list[Attribute]:
-    """Repeats the attributes read for every corresponding module.
-
-    Args:
-        reads: attributes.
-        columns: groups of names of corresponding modules; only some modules of a group ran.
-    """
-    keys: dict[str, dict[str, None]] = {}
-    for name, key in reads:
-        keys.setdefault(name, {})[key] = None
-    for column in columns:
-        every = {key: None for name in column for key in keys.get(name, ())}
-        if every:
-            keys |= dict.fromkeys(column, every)
-    return [(name, key) for name, found in keys.items() for key in found]

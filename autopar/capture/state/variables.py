@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autopar.capture.provenance import is_library
-from autopar.capture.state.contents import HOOKS, INTERNAL, MISSING, PLAIN, contents
+from autopar.capture.state.contents import HOOKS, INTERNAL, MISSING, PLAIN, contents, member_of
 
 MAX_FUNCTIONS = 400
 """Functions searched for one model."""
@@ -122,8 +122,7 @@ def _search(
         ):
             found.setdefault(f"{where}.{variable.name}", variable)
     for name in attributes:
-        member = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-        if (inner := _python_function(member)) is not None:
+        if (inner := _python_function(member_of(kind, name)[1])) is not None:
             _search(inner, kind, found, seen)
 
 
