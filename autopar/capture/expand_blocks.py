@@ -52,8 +52,10 @@ class _Body:
         inside: set[fx.Node] = set()
         while ends:
             node = ends.pop()
-            if node in inside or node.op == "get_attr" or self.borders(node):
-                continue
+            source = node.args[0] if node.args else None
+            is_border = source is not None and source in (self.enter, self.leave_back)
+            if node in inside or node.op == "get_attr" or is_border:
+                continue  # a border is an input of the block, or a gradient of an output
             if node.op != "call_function" or node.target is MARK:
                 raise BlocksDiffer(f"a block reads {node.name}, which is not an input of it")
             inside.add(node)
@@ -61,11 +63,6 @@ class _Body:
         order = [node for node in graph.nodes if node in inside]
         self.forward = [node for node in order if not _is_backward(node)]
         self.backward = [node for node in order if _is_backward(node)]
-
-    def borders(self, node: fx.Node) -> bool:
-        """Whether a node is an input of the block, or a gradient of an output."""
-        source = node.args[0] if node.args else None
-        return source is self.enter or (source is not None and source is self.leave_back)
 
     def copy(self, graph: fx.Graph, number: int, call: fx.Node, back: fx.Node | None) -> None:
         """Inserts a copy at the marks of an equal call."""
@@ -97,7 +94,6 @@ class _Body:
 
 
 def _meta(node: fx.Node, old: str, block: str, number: int) -> dict[str, Any]:
-    """Node meta of a copy, with its own block and sequence numbers."""
     meta = dict(node.meta)
     if note := meta.get("custom"):
         meta["custom"] = note | {"module": block + note["module"].removeprefix(old)}
@@ -107,7 +103,6 @@ def _meta(node: fx.Node, old: str, block: str, number: int) -> dict[str, Any]:
 
 
 def _replace(mark: fx.Node, results: Sequence[fx.Node | None]) -> None:
-    """Replaces the results of a mark."""
     for user, result in zip(_results(mark), results, strict=True):
         if user is None or not user.users:
             continue

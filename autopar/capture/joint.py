@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar import _torch
-from autopar.capture.checked_linalg import mark_failures
 from autopar.capture.provenance import annotate_nodes
+from autopar.capture.traced_call import TracedCall
 from autopar.errors import CaptureError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.roles import (
@@ -26,31 +28,10 @@ from autopar.ir.roles import (
     Update,
 )
 
-TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class CallSignature:
-    """Inputs and outputs of a traced call.
-
-    Attributes:
-        parameters: names of the parameters, in order.
-        buffers: names of the buffers, in order.
-        positions: indices of the tensors among the flattened arguments.
-        tensor_leaves: which outputs are tensors.
-        rebound: buffers whose new values follow the outputs.
-    """
-
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-    positions: tuple[int, ...]
-    tensor_leaves: tuple[bool, ...]
-    rebound: tuple[str, ...]
-
-
-def to_training_graph(
-    module: fx.GraphModule, call: CallSignature, parameters: Mapping[str, ParameterInfo], name: str
-) -> TrainingGraph:
+def to_training_graph(module: fx.GraphModule, call: TracedCall) -> TrainingGraph:
     """AOTAutograd's joint graph with descriptors as a TrainingGraph with roles."""
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(module.graph, {}))
@@ -58,18 +39,18 @@ def to_training_graph(
     inputs = [n.meta["desc"] for n in graph.find_nodes(op="placeholder")]
     outputs = list(old_output.meta["desc"])
     output.args = (list(output.args[0]),)
-    annotate_nodes(graph, parameters)
-    mark_failures(graph)
-    for node in [n for n in graph.nodes if n.target in TRANSPARENT]:
+    annotate_nodes(graph, call.infos)
+    _mark_failures(graph)
+    for node in [n for n in graph.nodes if n.target in (aten.detach.default, aten.alias.default)]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
     training = TrainingGraph(
         graph,
         tuple(_input_role(d, call) for d in inputs),
         (),
-        dict(parameters),
+        dict(call.infos),
         constants={n.target: getattr(module, n.target) for n in graph.find_nodes(op="get_attr")},
-        history=(f"captured from {name}",),
+        history=(f"captured from {type(call.model[0]).__name__}",),
     )
     roles = {
         _output_role(d, call): value  # a rebound buffer keeps its last value
@@ -110,17 +91,17 @@ def _keep_old_values(graph: TrainingGraph) -> None:
         if role not in updated or not late or first is None:
             continue
         with graph.graph.inserting_before(first):
-            copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy = graph.graph.call_function(aten.clone.default, (node,))
         copy.meta = {**node.meta, "phase": "forward", "seq_nr": None}
         for user in late:
             user.replace_input_with(node, copy)
 
 
-def _input_role(desc: Any, call: CallSignature) -> InputRole:
+def _input_role(desc: Any, call: TracedCall) -> InputRole:
     if isinstance(desc, _torch.ParamAOTInput):
-        return Parameter(_name_of(desc, call.parameters))
+        return Parameter(_name_of(desc, call.names))
     if isinstance(desc, _torch.BufferAOTInput):
-        return Buffer(call.buffers[int(desc.target.removeprefix("b"))])
+        return Buffer(call.buffer_names[int(desc.target.removeprefix("b"))])
     if isinstance(desc, _torch.PlainAOTInput):
         return Input(call.positions[desc.idx])
     if isinstance(desc, _torch.TangentAOTInput):
@@ -131,7 +112,7 @@ def _input_role(desc: Any, call: CallSignature) -> InputRole:
     )
 
 
-def _output_role(desc: Any, call: CallSignature) -> OutputRole:
+def _output_role(desc: Any, call: TracedCall) -> OutputRole:
     if isinstance(desc, _torch.PlainAOTOutput):
         index = desc.idx - sum(call.tensor_leaves)
         if index >= 0:
@@ -158,10 +139,10 @@ def _changed_in_place(parameter: str) -> CaptureError:
     )
 
 
-def _output_index(desc: Any, call: CallSignature) -> int:
+def _output_index(desc: Any, call: TracedCall) -> int:
     mutated = getattr(desc, "mutated_input", None)
     if isinstance(mutated, _torch.ParamAOTInput):
-        raise _changed_in_place(_name_of(mutated, call.parameters))
+        raise _changed_in_place(_name_of(mutated, call.names))
     if not isinstance(desc, _torch.PlainAOTOutput):
         raise CaptureError(
             f"the model changes in place what gradients flow into ({type(desc).__name__}): an "
@@ -169,3 +150,47 @@ def _output_index(desc: Any, call: CallSignature) -> int:
         )
     tensors = [i for i, is_tensor in enumerate(call.tensor_leaves) if is_tensor]
     return tensors[desc.idx]
+
+
+# -- failed factorisations ---------------------------------------------------------------------
+
+
+def _mark_failures(graph: fx.Graph) -> None:
+    """Makes results of failed matrix factorisations NaN, since a graph cannot raise.
+
+    Eager `torch.linalg` functions raise for a singular or not positive definite matrix, by reading
+    the status `info` of the kernel. Operators whose `info` the model reads, such as `cholesky_ex`,
+    keep the kernel's results.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
+            continue
+        names = [result.name for result in node.target._schema.returns]
+        if "info" not in names:
+            continue
+        place = names.index("info")
+        elements = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        if place in elements and elements[place].users:
+            continue
+        for index, result in elements.items():
+            value = result.meta["val"]
+            if index != place and (value.is_floating_point() or value.is_complex()):
+                _mark(graph, node, place, result)
+
+
+def _mark(graph: fx.Graph, source: fx.Node, place: int, result: fx.Node) -> None:
+    """Replaces a result by NaN for each matrix with a status other than 0."""
+    users, value, known = list(result.users), result.meta["val"], source.meta["val"][place]
+
+    def op(target: Callable[..., Any], *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        fakes = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+        node.meta = {**result.meta, "val": target(*fakes)}
+        return node
+
+    with graph.inserting_before(result.next), value.fake_mode:
+        failed = op(aten.ne.Scalar, op(operator.getitem, source, place), 0)
+        shape = [*known.shape, *[1] * (value.dim() - known.dim())]
+        made = op(aten.masked_fill.Scalar, result, op(aten.view.default, failed, shape), math.nan)
+    for user in users:
+        user.replace_input_with(result, made)

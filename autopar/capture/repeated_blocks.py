@@ -47,12 +47,7 @@ class BlocksDiffer(Exception):
 
 @dataclass
 class BlockKind:
-    """Equal blocks.
-
-    Attributes:
-        modules: modules of each block, in order.
-        hidden: int attributes that differ, as (index of the module, name).
-    """
+    """Modules of equal blocks; `hidden`: differing int attributes, as (index of module, name)."""
 
     modules: list[list[nn.Module]]
     hidden: set[tuple[int, str]] = field(default_factory=set)
@@ -60,30 +55,17 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class TracedBlock:
-    """A traced call of a block.
-
-    Attributes:
-        number: number of the call.
-        inputs: flattened state and arguments: types of tensors, other values as they are.
-        input_structure: tree structure of the inputs.
-        outputs: flattened outputs.
-        output_structure: tree structure of the outputs.
-    """
+    """A traced call of a block; tensors among the flattened `inputs` are replaced by types."""
 
     number: int
     inputs: tuple[Any, ...]
     input_structure: Any
-    outputs: tuple[Any, ...]
+    outputs: list[Any]
     output_structure: Any
 
 
 class RepeatedBlocks:
-    """Marks the calls of repeated blocks of a model while it is traced.
-
-    Args:
-        model: the model.
-        blocks: names of its repeated blocks.
-    """
+    """Marks the calls of repeated blocks of a model, given by name, while it is traced."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         kinds: list[BlockKind] = []
@@ -114,13 +96,11 @@ class RepeatedBlocks:
                 del block.forward
 
     def _marked(self, kind: BlockKind, block: nn.Module, forward: Callable[..., Any]) -> Any:
-        """The marked forward of a block."""
-
         def call(*args: Any, **kwargs: Any) -> Any:
             state: dict[str, Tensor] = dict(block.named_parameters(remove_duplicate=False))
             state |= dict(block.named_buffers(remove_duplicate=False))
             leaves, structure = pytree.tree_flatten((state, args, kwargs))
-            if any(map(_is_special, block.modules())) or not _are_plain(leaves):
+            if any(map(_has_hooks, block.modules())) or not _are_plain(leaves):
                 return forward(*args, **kwargs)
             inputs = tuple(map(_type, leaves))
             alike = self.traced.setdefault(id(kind), [])
@@ -130,31 +110,22 @@ class RepeatedBlocks:
                     return _repeated(known, self.calls, _tensors(leaves))
             entered = _Border.apply("enter", self.calls, *_tensors(leaves))
             state, args, kwargs = pytree.tree_unflatten(_filled(leaves, entered), structure)
-            with (
-                _hidden(kind, block),
-                _unchanged(block, entered),
-                patched(block, "forward", forward),
-            ):
+            plain = patched(block, "forward", forward)
+            with _hidden(kind, block), _unchanged(block, entered), plain:
                 before = dict(state)
                 result = torch.func.functional_call(block, state, args, kwargs, tie_weights=False)
             if any(state[name] is not tensor for name, tensor in before.items()):
                 raise BlocksDiffer("a block rebinds a buffer")
             outputs, output_structure = pytree.tree_flatten(result)
-            outputs = _marked_outputs(self.calls, outputs, entered)
-            alike.append(
-                TracedBlock(self.calls, inputs, structure, tuple(outputs), output_structure)
-            )
+            out = _tensors(outputs)
+            if not _are_plain(outputs) or any(o._base is t for o in out for t in entered):
+                raise BlocksDiffer("a block returns values other than new tensors")
+            if out:
+                outputs = _filled(outputs, _Border.apply("leave", self.calls, *out))
+            alike.append(TracedBlock(self.calls, inputs, structure, outputs, output_structure))
             return pytree.tree_unflatten(outputs, output_structure)
 
         return call
-
-
-def _marked_outputs(number: int, outputs: Sequence[Any], entered: Sequence[Tensor]) -> list[Any]:
-    """The outputs of a block, marked."""
-    out = _tensors(outputs)
-    if not _are_plain(outputs) or any(o._base is t for o in out for t in entered):
-        raise BlocksDiffer("a block returns values other than new tensors")
-    return _filled(outputs, _Border.apply("leave", number, *out)) if out else list(outputs)
 
 
 def _joins(kind: BlockKind, modules: list[nn.Module]) -> bool:
@@ -195,8 +166,7 @@ def _equal(one: Any, other: Any) -> bool:
     return same and isinstance(one, (*PLAIN, tuple, list, dict, set)) and bool(one == other)
 
 
-def _is_special(module: nn.Module) -> bool:
-    """Whether a module has hooks."""
+def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
@@ -209,7 +179,6 @@ def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def _filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """Leaves with their tensors replaced."""
     others = iter(tensors)
     return [next(others) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 

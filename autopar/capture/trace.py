@@ -34,8 +34,6 @@ from autopar.common.notices import warn_once
 from autopar.errors import AutoparError, AutoparWarning, CaptureError, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 
-MakeTracedCall = Callable[[StatePolicy], TracedCall]
-
 
 @dataclass(frozen=True)
 class Capture:
@@ -131,7 +129,7 @@ def capture(
     with contextlib.closing(_following_effects(make, traced.policy)) as following:
         check_changes(effects, following)
     return Capture(
-        to_training_graph(module, traced.signature(), traced.infos, type(model).__name__),
+        to_training_graph(module, traced),
         traced.leaves,
         traced.tensor_leaves,
         traced.differentiable,
@@ -146,7 +144,7 @@ def capture(
 
 
 def _trace_until_stable(
-    make: MakeTracedCall, policy: StatePolicy
+    make: Callable[[StatePolicy], TracedCall], policy: StatePolicy
 ) -> tuple[TracedCall, fx.GraphModule]:
     """Traces the call again until the policy fits its changes of Python values."""
     share_blocks = True
@@ -163,16 +161,17 @@ def _trace_until_stable(
         else:
             changed = changed_parameters(module, traced.infos)
             following = policy.after_run(traced.effects, changed)
-            changes_in_blocks = bool(
-                share_blocks and traced.repeats.kinds and traced.effects.changes
-            )
-            if following == policy and not changes_in_blocks:
-                return traced, module
-            share_blocks = share_blocks and not changes_in_blocks
+            if not (share_blocks and traced.repeats.kinds and traced.effects.changes):
+                if following == policy:
+                    return traced, module
+            else:
+                share_blocks = False
         policy = following
 
 
-def _following_effects(make: MakeTracedCall, policy: StatePolicy) -> Generator[Effects]:
+def _following_effects(
+    make: Callable[[StatePolicy], TracedCall], policy: StatePolicy
+) -> Generator[Effects]:
     """Effects of the calls after the first; each call starts with the changes of earlier ones."""
     calls = (make(replace(policy, counters=frozenset())) for _ in itertools.count())
     traced = next(calls)
@@ -196,7 +195,9 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
     def attempt() -> fx.GraphModule:
         with contextlib.ExitStack() as stack, fx_traceback.preserve_node_meta():
             stack.enter_context(torch.set_grad_enabled(traced.differentiate))
-            stack.enter_context(_without_autocast_cache())
+            # casts made by a trace must not outlive it
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
             stack.enter_context(_torch.without_effect_tokens())
             inputs = tuple(traced.inputs)
             return _torch.aot_export_joint_with_descriptors(stack, traced, inputs).graph_module
@@ -215,17 +216,6 @@ def _random_state() -> tuple[object, ...]:
     """States of Python's and numpy's global generators."""
     numbers: Any = np.random.get_state()
     return random.getstate(), bytes(numbers[1]), numbers[2]
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Turns off the autocast cache, since casts made by a trace must not outlive it."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from torch import nn
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.capture.call import Call, TensorSpec
-from autopar.capture.joint import CallSignature
 from autopar.capture.provenance import Annotate
 from autopar.capture.repeated_blocks import RepeatedBlocks
 from autopar.capture.state.effects import Attribute, Effects
@@ -29,13 +28,12 @@ class TracedCall(nn.Module):
     """A call on fake tensors; every run of `forward` records its outputs and Python effects.
 
     Attributes:
-        effects: Python effects of the last run.
-        leaves: flattened outputs, None for tensors.
-        tensor_leaves: which outputs are tensors.
-        differentiable: which outputs require gradients.
-        structure: tree structure of the outputs.
-        rebound: buffers that the run rebound to new tensors.
+        infos: parameters by name, without lifted ones.
+        buffer_names: names of buffers and lifted tensors.
+        positions: indices of the tensors among the flattened arguments.
         keep: whether runs leave their Python changes in the model.
+        effects, leaves, tensor_leaves, differentiable, structure, rebound: as in `Capture`, of the
+            last run.
     """
 
     def __init__(
@@ -125,12 +123,6 @@ class TracedCall(nn.Module):
                 result = loss_fn(result, target)
         self.rebound = rebound_buffers(type(model).__name__, before, state, self.names)
         return (*self._outputs_of(result), *(state[name].detach() for name in self.rebound))
-
-    def signature(self) -> CallSignature:
-        """Inputs and outputs of the last run."""
-        return CallSignature(
-            self.names, self.buffer_names, self.positions, self.tensor_leaves, self.rebound
-        )
 
     def reads(self) -> tuple[Attribute, ...]:
         """Attributes that the graph depends on, for all blocks that share a trace."""
