@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.ir.graph import GraphProperty, TrainingGraph, tensor_bytes, tensors
 from autopar.passes.core.collective_ops import (
+    annotate,
     axis_of,
     collective,
     op_of,
@@ -101,10 +102,8 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     old = [result for m in members for result in results_of(m)]
     graph.inserting_before(place.next)
     new = collective(graph, place, first.target, operands, *options)  # type: ignore[arg-type]
-    done = new[0].args[0]
-    start = done.args[0]  # type: ignore[union-attr]
-    for item in (start, done):
-        item.meta |= {k: first.meta[k] for k in COPIED_META if k in first.meta}  # type: ignore
+    annotate(new, **{k: first.meta[k] for k in COPIED_META if k in first.meta})
+    (start,) = new[0].all_input_nodes[0].all_input_nodes
     for before, after in zip(old, new, strict=True):
         if before is None:
             graph.erase_node(after)
@@ -115,7 +114,6 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     for member in members:
         graph.erase_node(wait_of(member))
         graph.erase_node(member)
-    assert isinstance(start, fx.Node)
     return start
 
 
@@ -126,8 +124,7 @@ def merge_statistics(graph: TrainingGraph) -> int:
     """Merges all-reduces of statistics with the next if possible; returns the number merged."""
     count, previous = 0, None
     for start in list(starts(graph)):
-        small = start.target is start_all_reduce and "gradient" not in start.meta
-        if not small:
+        if start.target is not start_all_reduce or "gradient" in start.meta:
             continue
         if previous is not None and can_merge(previous, start):
             previous = merge_collectives(graph.graph, [previous, start])

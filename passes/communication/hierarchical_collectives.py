@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import Any
 
-import torch
 from torch import fx
 
 from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
 from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, Levels, level
 from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.passes.communication.lower_functional import Rewriter
 from autopar.passes.core.collective_ops import (
+    annotate,
     axis_of,
     collective,
     kind_of,
     message_bytes,
     op_of,
-    replace_collective,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
     starts,
 )
-from autopar.passes.core.node_builder import aten, call
+from autopar.passes.core.node_builder import aten
 from autopar.passes.core.pass_base import Pass, PassResult
 
 PARTS = {
@@ -40,6 +40,9 @@ PARTS = {
     "all_gather": (("all_gather", INTER_NODE), ("all_gather", INTRA_NODE)),
 }
 """Collectives that replace each kind, with the level of each, in order."""
+
+KEPT = ("gradient", "summed")
+"""Metadata of a collective that those over its levels inherit."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class HierarchicalCollectives(Pass):
         graph = graph.copy()
         found = [s for s in starts(graph) if axis_of(s) == axis and self.splits(s)]
         for start in found:
-            _Split(graph, start).run()
+            split = _Split(graph, start)
+            split.replace(split.begin())
         return PassResult(graph, "" if found else f"no message over {axis} is large enough")
 
     def splits(self, start: fx.Node) -> bool:
@@ -81,32 +85,18 @@ class HierarchicalCollectives(Pass):
         return sums and self.levels.splits(kind_of(start), message_bytes(start))
 
 
-class _Split:
+class _Split(Rewriter):
     """Replaces one collective by collectives over the levels of its axis."""
 
     def __init__(self, graph: TrainingGraph, start: fx.Node) -> None:
-        axis = axis_of(start)
-        self.graph, self.start = graph.graph, start
-        self.between, self.within = level(axis, INTER_NODE), level(axis, INTRA_NODE)
+        super().__init__(graph, start)
+        self.between, self.within = level(self.axis, INTER_NODE), level(self.axis, INTRA_NODE)
         self.nodes, self.near = graph.axes[self.between], graph.axes[self.within]
-        self.ranks = self.nodes * self.near
-        self.operands: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
-        self.typed = axis not in graph.partitioned
-        self.placement: Placement | None = self.operands[0].meta.get("placement")
+        self.typed = self.axis not in graph.partitioned
 
-    def run(self) -> None:
-        """Replaces the start, the wait and the results."""
-        write: Callable[[], list[fx.Node]] = {
-            start_all_reduce: self.all_reduce,
-            start_all_gather: self.all_gather,
-            start_reduce_scatter: self.reduce_scatter,
-        }[self.start.target]  # type: ignore[index]
-        self.graph.inserting_before(self.start)
-        replace_collective(self.graph, self.start, write())
-
-    def all_reduce(self) -> list[fx.Node]:
+    def all_reduce(self) -> Iterator[fx.Node]:
         shapes = [tensors(x)[0].shape for x in self.operands]
-        pieces = [self.shaped(x, [-1]) for x in self.operands]
+        pieces = [self.flat(x) for x in self.operands]
         count = sum(shape.numel() for shape in shapes)
         if missing := -count % self.near:
             pieces.append(self.op(aten.new_zeros.default, pieces[0], [missing]))
@@ -115,41 +105,37 @@ class _Split:
         own = self.send(start_reduce_scatter, flat, [part], self.within, Partial())
         own = self.send(start_all_reduce, own, None, self.between, Shard(0))
         whole = self.send(start_all_gather, own, [count + missing], self.within, Replicate())
-        return list(self.cut(whole, shapes))
+        return self.cut(whole, shapes)
 
-    def reduce_scatter(self) -> list[fx.Node]:
+    def reduce_scatter(self) -> Iterator[fx.Node]:
         """Packs a table with one row for each neighbour, which holds its chunk of every node."""
-        chunks = self.chunks([tensors(x)[0].shape[0] for x in self.operands])
+        chunks = self.chunks(tensors(x)[0].shape[0] for x in self.operands)
         tables = []
         for x, (size, *rest) in zip(self.operands, chunks, strict=True):
-            padded = self.shaped(self.pad(x, size * self.ranks), [-1])
+            padded = self.flat(self.pad(x, size * self.ranks))
             table = self.op(aten.view.default, padded, [self.nodes, self.near, size * prod(rest)])
             tables.append(self.op(aten.permute.default, table, [1, 0, 2]))
-        flat = self.shaped(self.joined(tables, 2), [-1])
+        flat = self.flat(self.joined(tables, 2))
         length = tensors(flat)[0].numel() // self.ranks
         own = self.send(start_reduce_scatter, flat, [length * self.nodes], self.within, Partial())
         own = self.send(start_reduce_scatter, own, [length], self.between, Shard(0))
-        rows: list[int] = self.start.args[1]  # type: ignore[assignment]
-        return [self.take(x, n) for x, n in zip(self.cut(own, chunks), rows, strict=True)]
+        return self.cut(own, chunks)
 
-    def all_gather(self) -> list[fx.Node]:
+    def all_gather(self) -> Iterator[fx.Node]:
         """Gathers chunks in the order (neighbour, node) and reorders them to (node, neighbour)."""
-        rows: list[int] = self.start.args[1]  # type: ignore[assignment]
-        chunks = self.chunks(rows)
+        chunks = self.chunks(self.start.args[1])  # type: ignore[arg-type]
         padded = [self.pad(x, size) for x, (size, *_) in zip(self.operands, chunks, strict=True)]
-        flat = self.joined([self.shaped(x, [-1]) for x in padded])
+        flat = self.joined([self.flat(x) for x in padded])
         length = tensors(flat)[0].numel()
         own = self.send(start_all_gather, flat, [length * self.nodes], self.between, Shard(0))
         whole = self.send(start_all_gather, own, [length * self.ranks], self.within, Replicate())
         table = self.op(aten.view.default, whole, [self.near, self.nodes, length])
         table = self.op(aten.permute.default, table, [1, 0, 2])
-        ends = list(accumulate(prod(chunk) for chunk in chunks))
-        found = []
-        for (size, *rest), end, count in zip(chunks, ends, rows, strict=True):
+        ends = accumulate(prod(chunk) for chunk in chunks)
+        for (size, *rest), end in zip(chunks, ends, strict=True):
             columns = self.op(aten.slice.Tensor, table, 2, end - size * prod(rest), end)
-            found.append(self.shaped(columns, [size * self.ranks, *rest]))
-            found[-1] = self.take(found[-1], count)
-        return found
+            shape = [size * self.ranks, *rest]
+            yield self.op(aten.view.default, self.contiguous(columns), shape)
 
     # Pieces.
 
@@ -159,38 +145,16 @@ class _Split:
         """Writes a collective of one tensor over a level and returns its result."""
         options = (axis,) if rows is None else (rows, axis)
         (result,) = collective(self.graph, self.start, start, [operand], *options)
-        for node in (result.args[0].args[0], result.args[0], result):  # type: ignore[union-attr]
-            node.meta["placement"] = placement if self.typed else self.placement  # type: ignore[union-attr]
-            kept = (key for key in ("gradient", "summed") if key in self.start.meta)
-            node.meta |= {key: self.start.meta[key] for key in kept}  # type: ignore[union-attr]
-        self.placement = result.meta["placement"]
+        if self.typed:
+            self.placement = placement
+        kept = {key: self.start.meta[key] for key in KEPT if key in self.start.meta}
+        annotate([result], placement=self.placement, **kept)
         return result
 
-    def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = call(self.graph, self.start, target, *args, **kwargs)
-        node.meta["placement"] = self.placement
-        return node
-
-    def chunks(self, rows: Sequence[int]) -> list[list[int]]:
+    def chunks(self, rows: Iterable[int]) -> list[list[int]]:
         """The shape of a padded chunk of each operand; `rows` counts the rows of all its chunks."""
         rest = [tensors(x)[0].shape[1:] for x in self.operands]
-        return [[-(-n // self.ranks), *dims] for n, dims in zip(rows, rest, strict=True)]
-
-    def pad(self, node: fx.Node, rows: int) -> fx.Node:
-        fake = tensors(node)[0]
-        if not (missing := rows - fake.shape[0]):
-            return node
-        padding = [0, 0] * (fake.dim() - 1) + [0, missing]
-        return self.op(aten.constant_pad_nd.default, node, padding)
-
-    def shaped(self, node: fx.Node, shape: list[int]) -> fx.Node:
-        if not tensors(node)[0].is_contiguous():
-            node = self.op(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return self.op(aten.view.default, node, shape)
-
-    def joined(self, pieces: list[fx.Node], dim: int = 0) -> fx.Node:
-        options = (dim,) if dim else ()
-        return pieces[0] if len(pieces) == 1 else self.op(aten.cat.default, pieces, *options)
+        return [[n, *dims] for n, dims in zip(self.chunk_sizes(rows), rest, strict=True)]
 
     def cut(self, flat: fx.Node, shapes: Sequence[Sequence[int]]) -> Iterator[fx.Node]:
         """Unpacks tensors of the given shapes from a flat one, without the padding at its end."""
@@ -200,8 +164,3 @@ class _Split:
         for index, shape in enumerate(shapes):
             piece = self.op(operator.getitem, pieces, index)
             yield self.op(aten.view.default, piece, list(shape))
-
-    def take(self, node: fx.Node, rows: int) -> fx.Node:
-        if tensors(node)[0].shape[0] == rows:
-            return node
-        return self.op(aten.slice.Tensor, node, 0, 0, rows)

@@ -1,9 +1,9 @@
-"""`Lowering`: an abstract collective as copies, a functional collective, and views."""
+"""`Rewriter`: replaces an abstract collective; `Lowering`: by a functional one and views."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -11,57 +11,95 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.placement import Varying
+from autopar.ir.placement import Placement, Varying
 from autopar.passes.core.collective_ops import (
     axis_of,
+    kind_of,
     op_of,
     replace_collective,
-    start_all_gather,
-    start_all_reduce,
-    start_all_to_all,
-    start_reduce_scatter,
     wait_of,
 )
 from autopar.passes.core.node_builder import aten, call, is_view
 
 c10d = torch.ops._c10d_functional
-Finish = Callable[..., list[fx.Node]]
-"""Writes the results of a collective from the awaited tensors."""
+READ_UNTIL_WAITED = (
+    c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default,
+)
+Begun = tuple[list[fx.Node], Callable[..., Iterable[fx.Node]]]
+"""Issued functional collectives, and the function that writes the results of awaited ones."""
 
-Begun = tuple[list[fx.Node], Finish]
-"""The issued functional collectives, and the function that writes the results."""
 
+class Rewriter:
+    """Writes the operators that replace one collective, in a method named after its kind."""
 
-class Lowering:
-    """Lowers one collective."""
-
-    def __init__(self, graph: TrainingGraph, start: fx.Node, rank: int) -> None:
-        self.graph, self.start, self.rank = graph.graph, start, rank
+    def __init__(self, graph: TrainingGraph, start: fx.Node) -> None:
+        self.graph, self.start, self.like = graph.graph, start, start
         self.axis = axis_of(start)
         self.ranks = graph.axes[self.axis]
         self.operands: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
-        self.like = start
-        self.placement = self.operands[0].meta.get("placement")
+        self.placement: Placement | None = self.operands[0].meta.get("placement")
 
-    def run(self) -> None:
-        """Replaces the start, the wait and the results."""
-        begin: Callable[[], Begun] = {
-            start_all_reduce: self.all_reduce,
-            start_all_gather: self.all_gather,
-            start_reduce_scatter: self.reduce_scatter,
-            start_all_to_all: self.all_to_all,
-        }[self.start.target]  # type: ignore[index]
-        done = wait_of(self.start)
+    def begin(self) -> Any:
+        """Writes the operators at the place of the start."""
         self.graph.inserting_before(self.start)
-        issued, finish = begin()
-        self.graph.inserting_before(done)
-        self.like, self.placement = done, Varying()  # results keep their placements
-        new = finish(*[self.op(c10d.wait_tensor.default, pending) for pending in issued])
+        return getattr(self, kind_of(self.start))()
+
+    def replace(self, results: Iterable[fx.Node]) -> None:
+        """Replaces the collective by results, without the padding at the end of their dim 0."""
+        new = []
+        for node, fake in zip(results, tensors(self.start), strict=True):
+            padded = tensors(node)[0].shape != fake.shape
+            new.append(self.op(aten.slice.Tensor, node, 0, 0, fake.shape[0]) if padded else node)
         replace_collective(self.graph, self.start, new)
+
+    def chunk_sizes(self, rows: Iterable[int]) -> list[int]:
+        """Rows of the padded chunk of each tensor with `rows` rows."""
+        return [-(-n // self.ranks) for n in rows]
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = call(self.graph, self.like, target, *args, **kwargs)
-        node.meta |= {"placement": self.placement, "of": self.start.name}
+        node.meta["placement"] = self.placement
+        return node
+
+    def flat(self, node: fx.Node) -> fx.Node:
+        return self.op(aten.view.default, self.contiguous(node), [-1])
+
+    def contiguous(self, node: fx.Node) -> fx.Node:
+        if tensors(node)[0].is_contiguous():
+            return node
+        return self.op(aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def pad(self, node: fx.Node, rows: int) -> fx.Node:
+        fake = tensors(node)[0]
+        missing = rows - fake.shape[0]
+        if not missing:
+            return node
+        return self.op(aten.constant_pad_nd.default, node, [0, 0] * (fake.dim() - 1) + [0, missing])
+
+    def joined(self, pieces: list[fx.Node], *dim: int) -> fx.Node:
+        return pieces[0] if len(pieces) == 1 else self.op(aten.cat.default, pieces, *dim)
+
+
+class Lowering(Rewriter):
+    """Lowers one collective."""
+
+    def __init__(self, graph: TrainingGraph, start: fx.Node, rank: int) -> None:
+        super().__init__(graph, start)
+        self.rank = rank
+
+    def run(self) -> None:
+        """Replaces the start, the wait and the results."""
+        done = wait_of(self.start)
+        issued, finish = self.begin()
+        self.graph.inserting_before(done)
+        self.like, self.placement = done, Varying()  # results keep their placements
+        self.replace(finish(*[self.op(c10d.wait_tensor.default, pending) for pending in issued]))
+
+    def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().op(target, *args, **kwargs)
+        node.meta["of"] = self.start.name
         return node
 
     # Kinds of collectives.
@@ -69,10 +107,7 @@ class Lowering:
     def all_reduce(self) -> Begun:
         how = op_of(self.start)
         if len(self.operands) == 1:
-            (operand,) = self.operands
-            fake = tensors(operand)[0]
-            if not fake.is_contiguous():
-                operand = self.contiguous(operand)
+            operand = self.contiguous(self.operands[0])
             target = c10d.all_reduce_ if self.owns(operand) else c10d.all_reduce
             return [self.op(target.default, operand, how, self.axis)], lambda done: [done]
         flat = self.op(aten.cat.default, [self.flat(n) for n in self.operands])
@@ -81,36 +116,24 @@ class Lowering:
         return [issued], lambda done: self.cut(done, shapes)
 
     def all_gather(self) -> Begun:
-        rows: list[int] = self.start.args[1]  # type: ignore[assignment]
-        padded = self.padded_chunks(rows)
+        padded = self.padded_chunks()
         shapes = [list(tensors(n)[0].shape) for n in padded]
         single = len(padded) == 1
         sent = padded[0] if single else self.op(aten.cat.default, [self.flat(n) for n in padded])
         issued = self.op(c10d.all_gather_into_tensor.default, sent, self.ranks, self.axis)
 
-        def finish(done: fx.Node) -> list[fx.Node]:
-            if single:
-                return [self.take(done, rows[0])]
-            wholes = self.columns(done, [[self.ranks * n, *rest] for n, *rest in shapes])
-            return [self.take(x, count) for x, count in zip(wholes, rows, strict=True)]
-
-        return [issued], finish
+        wholes = [[self.ranks * n, *rest] for n, *rest in shapes]
+        return [issued], lambda done: [done] if single else self.columns(done, wholes)
 
     def reduce_scatter(self) -> Begun:
-        rows: list[int] = self.start.args[1]  # type: ignore[assignment]
         padded, shapes = self.padded_wholes()
         tables = [
             self.op(aten.view.default, x, [self.ranks, prod(shape)])
             for x, shape in zip(padded, shapes, strict=True)
         ]
-        sent = tables[0] if len(tables) == 1 else self.op(aten.cat.default, tables, 1)
+        sent = self.joined(tables, 1)
         issued = self.op(c10d.reduce_scatter_tensor.default, sent, "sum", self.ranks, self.axis)
-
-        def finish(done: fx.Node) -> list[fx.Node]:
-            cut = self.cut(self.op(aten.view.default, done, [-1]), shapes)
-            return [self.take(x, count) for x, count in zip(cut, rows, strict=True)]
-
-        return [issued], finish
+        return [issued], lambda done: self.cut(self.op(aten.view.default, done, [-1]), shapes)
 
     def all_to_all(self) -> Begun:
         """Packs the tensors into a table with one row for each rank."""
@@ -118,8 +141,8 @@ class Lowering:
         tables = [
             self.op(aten.view.default, self.contiguous(x), [self.ranks, -1]) for x in self.operands
         ]
-        sent = tables[0] if len(tables) == 1 else self.op(aten.cat.default, tables, 1)
         splits = [1] * self.ranks
+        sent = self.joined(tables, 1)
         issued = self.op(c10d.all_to_all_single.default, sent, splits, splits, self.axis)
         return [issued], lambda done: self.columns(done, shapes)
 
@@ -138,40 +161,20 @@ class Lowering:
             offset += width
         return found
 
-    def padded_chunks(self, rows: list[int]) -> list[fx.Node]:
-        """The operands, chunks of tensors with `rows` rows, padded to equal size on all ranks."""
-        sizes = [-(-n // self.ranks) for n in rows]
+    def padded_chunks(self) -> list[fx.Node]:
+        """The chunks of a gather, padded to equal size on all ranks."""
+        sizes = self.chunk_sizes(self.start.args[1])  # type: ignore[arg-type]
         return [self.pad(x, size) for x, size in zip(self.operands, sizes, strict=True)]
 
     def padded_wholes(self) -> tuple[list[fx.Node], list[list[int]]]:
         """The operands, contiguous and padded to equal chunks, and the shape of a chunk of each."""
-        sizes = [-(-tensors(x)[0].shape[0] // self.ranks) for x in self.operands]
+        sizes = self.chunk_sizes(tensors(x)[0].shape[0] for x in self.operands)
         padded = [
             self.contiguous(self.pad(x, self.ranks * size))
             for x, size in zip(self.operands, sizes, strict=True)
         ]
         shapes = [[size, *tensors(x)[0].shape[1:]] for x, size in zip(padded, sizes, strict=True)]
         return padded, shapes
-
-    def flat(self, node: fx.Node) -> fx.Node:
-        return self.op(aten.view.default, self.contiguous(node), [-1])
-
-    def contiguous(self, node: fx.Node) -> fx.Node:
-        if tensors(node)[0].is_contiguous():
-            return node
-        return self.op(aten.clone.default, node, memory_format=torch.contiguous_format)
-
-    def pad(self, node: fx.Node, rows: int) -> fx.Node:
-        fake = tensors(node)[0]
-        missing = rows - fake.shape[0]
-        if not missing:
-            return node
-        return self.op(aten.constant_pad_nd.default, node, [0, 0] * (fake.dim() - 1) + [0, missing])
-
-    def take(self, node: fx.Node, rows: int) -> fx.Node:
-        if tensors(node)[0].shape[0] == rows:
-            return node
-        return self.op(aten.slice.Tensor, node, 0, 0, rows)
 
     def cut(self, flat: fx.Node, shapes: list[list[int]]) -> list[fx.Node]:
         if len(shapes) == 1:
@@ -200,10 +203,3 @@ class Lowering:
                     family.add(user)
                     queue.append(user)
         return True
-
-
-READ_UNTIL_WAITED = (
-    c10d.all_gather_into_tensor.default,
-    c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default,
-)

@@ -10,7 +10,7 @@ chunk on one rank and sends it to the others, so all ranks get identical bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -40,9 +40,8 @@ class GlooLowering(Lowering):
 
     def all_gather(self) -> Begun:
         """Sends this rank's chunks to every other rank and concatenates those received."""
-        rows: list[int] = self.start.args[1]  # type: ignore[assignment]
-        own = self.padded_chunks(rows)
-        shapes = [list(tensors(x)[0].shape) for x in own]
+        own = self.padded_chunks()
+        shapes = [[self.ranks * size, *rest] for size, *rest in (tensors(x)[0].shape for x in own)]
         flat = [self.flat(x) for x in own]
         pieces = self.pieces(flat)
         issued = []
@@ -51,22 +50,10 @@ class GlooLowering(Lowering):
             if self.ranks > 2:
                 sent = self.op(aten.repeat.default, sent, [self.ranks - 1])
             issued.append(self.exchange(sent, len(pieces)))
-
-        def finish(*done: fx.Node) -> list[fx.Node]:
-            chunks = self.received(pieces, done)
-            found = []
-            for index, ([size, *rest], count) in enumerate(zip(shapes, rows, strict=True)):
-                parts = [x for mine in chunks for x in mine[index] or [flat[index]]]
-                whole = self.op(aten.cat.default, parts)
-                whole = self.op(aten.view.default, whole, [self.ranks * size, *rest])
-                found.append(self.take(whole, count))
-            return found
-
-        return issued, finish
+        return issued, lambda *done: self.gathered(pieces, done, flat, shapes)
 
     def reduce_scatter(self) -> Begun:
         """Sends every other rank its chunks and adds those received to this rank's own."""
-        rows: list[int] = self.start.args[1]  # type: ignore[assignment]
         padded, shapes = self.padded_wholes()
         chunks = [
             [self.chunk(x, rank, shape[0]) for x, shape in zip(padded, shapes, strict=True)]
@@ -75,12 +62,8 @@ class GlooLowering(Lowering):
         own = chunks.pop(self.rank)
         flat = [[self.flat(x) for x in group] for group in chunks]
         pieces = self.pieces(flat[0])
-        issued = []
-        for piece in pieces:
-            parts = [self.part(g[s.operand], s.begin, s.size) for g in flat for s in piece]
-            issued.append(self.exchange(self.joined(parts), len(pieces)))
 
-        def finish(*done: fx.Node) -> list[fx.Node]:
+        def finish(*done: fx.Node) -> Iterator[fx.Node]:
             totals: list[list[fx.Node]] = [[] for _ in own]
             for piece, total in zip(pieces, done, strict=True):
                 if self.ranks > 2:
@@ -88,13 +71,11 @@ class GlooLowering(Lowering):
                     total = self.op(aten.sum.dim_IntList, table, [0])
                 for segment, part in zip(piece, self.parts(total, piece), strict=True):
                     totals[segment.operand].append(part)
-            found = []
-            for parts, mine, shape, count in zip(totals, own, shapes, rows, strict=True):
+            for parts, mine, shape in zip(totals, own, shapes, strict=True):
                 total = self.op(aten.view.default, self.joined(parts), shape)
-                found.append(self.take(self.op(aten.add_.Tensor, total, mine), count))
-            return found
+                yield self.op(aten.add_.Tensor, total, mine)
 
-        return issued, finish
+        return self.exchanges(pieces, flat), finish
 
     def all_to_all(self) -> Begun:
         """Sends every other rank its chunks and concatenates those received, by rank."""
@@ -109,20 +90,8 @@ class GlooLowering(Lowering):
         ]
         own = chunks.pop(self.rank)
         pieces = self.pieces(own)
-        issued = []
-        for piece in pieces:
-            parts = [self.part(g[s.operand], s.begin, s.size) for g in chunks for s in piece]
-            issued.append(self.exchange(self.joined(parts), len(pieces)))
-
-        def finish(*done: fx.Node) -> list[fx.Node]:
-            came = self.received(pieces, done)
-            found = []
-            for index, shape in enumerate(shapes):
-                parts = [x for mine in came for x in mine[index] or [own[index]]]
-                found.append(self.op(aten.view.default, self.op(aten.cat.default, parts), shape))
-            return found
-
-        return issued, finish
+        issued = self.exchanges(pieces, chunks)
+        return issued, lambda *done: self.gathered(pieces, done, own, shapes)
 
     # Pieces.
 
@@ -133,6 +102,16 @@ class GlooLowering(Lowering):
         nbytes = sum(sizes) * fakes[0].element_size() * self.ranks
         return cut_evenly(sizes, gloo_chunks(nbytes, self.ranks))
 
+    def exchanges(
+        self, pieces: list[list[Segment]], chunks: Sequence[Sequence[fx.Node]]
+    ) -> list[fx.Node]:
+        """Sends each piece of the flat chunks of every other rank."""
+        issued = []
+        for piece in pieces:
+            parts = [self.part(g[s.operand], s.begin, s.size) for g in chunks for s in piece]
+            issued.append(self.exchange(self.joined(parts), len(pieces)))
+        return issued
+
     def exchange(self, sent: fx.Node, pieces: int) -> fx.Node:
         """Writes one of `pieces` all-to-alls, with an equal part for every other rank."""
         part = tensors(sent)[0].numel() // (self.ranks - 1)
@@ -141,20 +120,24 @@ class GlooLowering(Lowering):
         node.meta["pieces"] = pieces
         return node
 
-    def received(
-        self, pieces: Sequence[Sequence[Segment]], done: Sequence[fx.Node]
-    ) -> list[list[list[fx.Node]]]:
-        """The received parts by rank and operand; empty for this rank."""
-        operands = 1 + max(s.operand for piece in pieces for s in piece)
-        found: list[list[list[fx.Node]]]
-        found = [[[] for _ in range(operands)] for _ in range(self.ranks)]
+    def gathered(
+        self,
+        pieces: list[list[Segment]],
+        done: Sequence[fx.Node],
+        own: Sequence[fx.Node],
+        shapes: Sequence[Sequence[int]],
+    ) -> Iterator[fx.Node]:
+        """Concatenates the received chunks and this rank's `own`, by rank."""
+        found: list[list[list[fx.Node]]] = [[[] for _ in own] for _ in range(self.ranks)]
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         for piece, table in zip(pieces, done, strict=True):
             every = [segment for _ in others for segment in piece]
             owners = [rank for rank in others for _ in piece]
             for rank, segment, part in zip(owners, every, self.parts(table, every), strict=True):
                 found[rank][segment.operand].append(part)
-        return found
+        for index, shape in enumerate(shapes):
+            parts = [x for mine in found for x in mine[index] or [own[index]]]
+            yield self.op(aten.view.default, self.op(aten.cat.default, parts), list(shape))
 
     def parts(self, flat: fx.Node, segments: Sequence[Segment]) -> list[fx.Node]:
         """Splits a message into its segments."""
@@ -171,9 +154,6 @@ class GlooLowering(Lowering):
 
     def chunk(self, node: fx.Node, rank: int, rows: int) -> fx.Node:
         return self.op(aten.slice.Tensor, node, 0, rank * rows, (rank + 1) * rows)
-
-    def joined(self, pieces: list[fx.Node]) -> fx.Node:
-        return pieces[0] if len(pieces) == 1 else self.op(aten.cat.default, pieces)
 
 
 def cut_evenly(sizes: Sequence[int], count: int) -> list[list[Segment]]:

@@ -140,6 +140,13 @@ def collective(
     return [call(graph, like, operator.getitem, done, i) for i in range(len(tensors))]
 
 
+def annotate(results: Sequence[fx.Node], **meta: object) -> None:
+    """Adds metadata to the start, the wait and the results of a written collective."""
+    done = results[0].all_input_nodes[0]
+    for node in (*done.all_input_nodes, done, *results):
+        node.meta |= meta
+
+
 def replace_collective(graph: fx.Graph, start: fx.Node, results: Sequence[fx.Node]) -> None:
     """Replaces a collective by the nodes `results`, which inherit its results' `TAGS`."""
     done = wait_of(start)
