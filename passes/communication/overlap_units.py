@@ -16,7 +16,7 @@ statistics and redistributions, belong to main compute.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,7 +32,7 @@ AT_MARK = 0.01
 """Fraction of the stretch between two marks that counts as the first mark."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Unit:
     """Nodes that move together.
 
@@ -46,11 +46,11 @@ class Unit:
     """
 
     kind: Kind
-    nodes: tuple[fx.Node, ...]
+    nodes: list[fx.Node]
     start: fx.Node | None
-    behind: tuple[Unit, ...]
-    mark: int
-    level: int
+    behind: tuple[Unit, ...] = ()
+    mark: int = 0
+    level: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +94,11 @@ class Half:
 
 def halves(graph: TrainingGraph) -> tuple[Half, Half]:
     """The units of the forward and of the backward of a graph with abstract collectives."""
-    first, nodes = graph.backward_start, list(graph.graph.nodes)
-    split = nodes.index(first)
-    parts = (nodes[:split], nodes[split:])
+    nodes = list(graph.graph.nodes)
+    split = nodes.index(graph.backward_start)
     forward, backward = (
-        [n for n in part if n.op in ("call_function", "get_attr")] for part in parts
+        [n for n in part if n.op in ("call_function", "get_attr")]
+        for part in (nodes[:split], nodes[split:])
     )
     return _half(forward), _half(backward)
 
@@ -122,72 +122,43 @@ def sink_waits(graph: TrainingGraph) -> None:
 def _half(nodes: list[fx.Node]) -> Half:
     late = _late(nodes)
     early = _early([node for node in nodes if node not in late], late)
-    groups = [*_groups(nodes, late, "late"), *_groups(nodes, early, "early")]
-    moving = {node for group in groups for node in group.nodes}
-    main = [node for node in nodes if node not in moving]
-    return _Assembly(main, groups).half()
+    units = [*_units(nodes, late, "late"), *_units(nodes, early, "early")]
+    owner = {node: unit for unit in units for node in unit.nodes}
+    main = [node for node in nodes if node not in owner]
+    at = {node: place for place, node in enumerate(main)}
 
-
-@dataclass(eq=False)
-class _Group:
-    """A unit before its mark and level are known."""
-
-    kind: Kind
-    nodes: list[fx.Node]
-    start: fx.Node | None
-
-
-class _Assembly:
-    """Computes the marks of a half and the mark of each unit."""
-
-    def __init__(self, main: list[fx.Node], groups: list[_Group]) -> None:
-        self.main, self.groups = main, groups
-        self.at = {node: place for place, node in enumerate(main)}
-        owner = {node: group for group in groups for node in group.nodes}
-        self.behind = {
-            group: list(dict.fromkeys(owner[n] for n in _given(group) if n in owner))
-            for group in groups
-        }
-        meetings: list[tuple[int, int, _Group | None]] = []
-        for order, group in enumerate(groups):
-            if group.kind == "needed" or (group.kind == "late" and not self.behind[group]):
-                meetings.append((self.place(group), order, group))
-        meetings += [(at, -1, None) for node, at in self.at.items() if node.target in STARTS]
-        meetings.sort(key=lambda item: item[:2])
-        self.marks = (0, *(place for place, _, _ in meetings), len(main))
-        self.mark = {group: i for i, (_, _, group) in enumerate(meetings, 1) if group is not None}
-
-    def place(self, group: _Group) -> int:
+    def place(unit: Unit) -> int:
         """The place where an early unit is needed, or where a late unit has its operands."""
-        if group.kind == "late":
-            return max((self.at[n] + 1 for n in _given(group) if n in self.at), default=0)
-        users = (user for node in group.nodes for user in node.users)
-        return min((self.at[user] for user in users if user in self.at), default=len(self.main))
+        if unit.kind == "late":
+            given = (n for node in unit.nodes for n in node.all_input_nodes)
+            return max((at[n] + 1 for n in given if n in at), default=0)
+        users = (user for node in unit.nodes for user in node.users)
+        return min((at[user] for user in users if user in at), default=len(main))
 
-    def half(self) -> Half:
-        for group in reversed(self.groups):
-            if group.kind != "late":
-                mark = self.mark.get(group, len(self.marks) - 1)
-                if group.kind == "early":
-                    last = bisect_right(self.marks, self.place(group)) - 1
-                    self.mark[group] = mark = min(mark, last)
-                for before in self.behind[group]:
-                    self.mark[before] = min(mark, self.mark.get(before, mark))
-        units: dict[_Group, Unit] = {}
-        for group in self.groups:
-            behind = tuple(units[before] for before in self.behind[group])
-            if group.kind == "late" and behind:
-                first = bisect_left(self.marks, self.place(group))
-                self.mark[group] = max(first, *(unit.mark for unit in behind))
-            level = max((unit.level + 1 for unit in behind), default=0)
-            mark, nodes = self.mark[group], tuple(group.nodes)
-            units[group] = Unit(group.kind, nodes, group.start, behind, mark, level)
-        return Half(tuple(self.main), tuple(units.values()), self.marks)
-
-
-def _given(group: _Group) -> Iterator[fx.Node]:
-    own = set(group.nodes)
-    return (n for node in group.nodes for n in node.all_input_nodes if n not in own)
+    meetings: list[tuple[int, int, Unit | None]] = []
+    for order, unit in enumerate(units):
+        owners = (owner.get(n, unit) for node in unit.nodes for n in node.all_input_nodes)
+        unit.behind = tuple(dict.fromkeys(before for before in owners if before is not unit))
+        unit.level = max((before.level + 1 for before in unit.behind), default=0)
+        if unit.kind == "needed" or (unit.kind == "late" and not unit.behind):
+            meetings.append((place(unit), order, unit))
+    meetings += [(at[node], -1, None) for node in main if node.target in STARTS]
+    meetings.sort(key=lambda item: item[:2])
+    marks = (0, *(begin for begin, _, _ in meetings), len(main))
+    index = {unit: mark for mark, (_, _, unit) in enumerate(meetings, 1)}
+    for unit in units:
+        unit.mark = index.get(unit, len(marks) - 1)
+    for unit in reversed(units):
+        if unit.kind == "early":
+            unit.mark = min(unit.mark, bisect_right(marks, place(unit)) - 1)
+        if unit.kind != "late":
+            for before in unit.behind:
+                before.mark = min(unit.mark, before.mark)
+    for unit in units:
+        if unit.kind == "late" and unit.behind:
+            first = bisect_left(marks, place(unit))
+            unit.mark = max(first, *(before.mark for before in unit.behind))
+    return Half(tuple(main), tuple(units), marks)
 
 
 def _late(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -224,19 +195,19 @@ def _early(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _groups(nodes: list[fx.Node], own: set[fx.Node], kind: Kind) -> list[_Group]:
+def _units(nodes: list[fx.Node], own: set[fx.Node], kind: Kind) -> list[Unit]:
     """Groups each start with the operators before it, and each last wait with its readers."""
     order = {node: index for index, node in enumerate(nodes) if node in own}
-    found: list[_Group] = []
+    found: list[Unit] = []
     group_of: dict[fx.Node, int] = {}
     for start in (node for node in order if node.target in STARTS):
         needs = {n for n in ancestors([start], own) if n not in group_of} | {start}
         group_of |= dict.fromkeys(needs, len(found))
-        found.append(_Group(kind, sorted(needs, key=order.__getitem__), start))
+        found.append(Unit(kind, sorted(needs, key=order.__getitem__), start))
     for node in (node for node in order if node not in group_of):
         if node.target is wait:
             group_of[node] = len(found)
-            found.append(_Group("needed" if kind == "early" else kind, [], None))
+            found.append(Unit("needed" if kind == "early" else kind, [], None))
         else:
             group_of[node] = max(group_of[n] for n in node.all_input_nodes if n in group_of)
         found[group_of[node]].nodes.append(node)

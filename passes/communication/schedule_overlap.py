@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -43,7 +43,7 @@ class ScheduleOverlap(Pass):
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass to a copy of `graph`."""
-        if not any(True for _ in starts(graph)):
+        if next(starts(graph), None) is None:
             return PassResult(graph, "there is no collective")
         graph = graph.copy()
         sink_waits(graph)
@@ -83,11 +83,9 @@ class ScheduleOverlap(Pass):
     def prefetched(self, half: Half) -> dict[Unit, float]:
         """Positions of early units: chains start `prefetch` gathers ahead, with even spacing."""
         needs = sorted(unit.mark for unit in half.of("needed"))
-        deepest = {unit.mark: 0 for unit in half.of("early")}
-        for unit in half.of("early"):
-            deepest[unit.mark] = max(deepest[unit.mark], unit.level + 1)
-        found = {}
-        for unit in half.of("early"):
+        early, found = half.of("early"), {}
+        deepest = {u.mark: u.level + 1 for u in sorted(early, key=lambda u: u.level)}
+        for unit in early:
             ahead = bisect_left(needs, unit.mark) - self.prefetch
             first = needs[ahead] if ahead >= 0 else 0
             found[unit] = first + (unit.mark - first) * unit.level / deepest[unit.mark]
@@ -102,9 +100,8 @@ class ScheduleOverlap(Pass):
             ahead = unit.level if unit.start else max(self.in_flight, unit.level)
             later = bisect_left(firsts, unit.mark) + ahead
             bounded = unit.start is not None or self.in_flight > 0
-            found[unit] = float(firsts[later] if bounded and later < len(firsts) else end)
-            if not unit.behind:
-                found[unit] = float(unit.mark)
+            last = firsts[later] if bounded and later < len(firsts) else end
+            found[unit] = float(last if unit.behind else unit.mark)
         return found
 
 
@@ -117,8 +114,7 @@ def in_order(half: Half, positions: dict[Unit, float]) -> dict[Unit, float]:
     """Corrects positions so that units follow the units they read and respect their marks."""
     found: dict[Unit, float] = {}
     for unit in half.units:
-        behind = (found[before] for before in unit.behind)
-        at = max([positions[unit], *behind])
+        at = max([positions[unit], *(found[before] for before in unit.behind)])
         found[unit] = min(at, unit.mark + AT_MARK) if unit.kind == "early" else max(at, unit.mark)
     return found
 
@@ -137,23 +133,17 @@ def rearrange(half: Half, positions: dict[Unit, float], graph: TrainingGraph) ->
     at_end = graph.output_node
     if half.main and half.main[0].meta["phase"] == "forward":
         at_end = graph.backward_start
-    for unit in _dependent(sorted(half.units, key=key)):
+    for unit in _dependent(sorted(half.units, key=key), set()):
         place = half.marks[unit.mark] if unit.kind == "needed" else half.place(positions[unit])
         anchor: fx.Node = half.main[place] if place < len(half.main) else at_end
         for node in unit.nodes:
             anchor.prepend(node)
 
 
-def _dependent(units: Sequence[Unit]) -> Iterator[Unit]:
+def _dependent(units: Iterable[Unit], done: set[Unit]) -> Iterator[Unit]:
     """The units in this order, except that each follows the units whose results it reads."""
-    done: set[Unit] = set()
-
-    def visit(unit: Unit) -> Iterator[Unit]:
+    for unit in units:
         if unit not in done:
-            for before in unit.behind:
-                yield from visit(before)
+            yield from _dependent(unit.behind, done)
             done.add(unit)
             yield unit
-
-    for unit in units:
-        yield from visit(unit)
