@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar._torch import FakeTensor, FakeTensorMode, fake_result_cache
 from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import InputRole
+from autopar.ir.roles import InputRole, OutputRole
 
 Target = Callable[..., Any]
 aten = torch.ops.aten
@@ -70,6 +70,32 @@ def add_input(
         node = graph.graph.placeholder(name)
     node.meta = {"val": like, "phase": "forward", "block": "", "source": None, "seq_nr": None}
     return replace(graph, inputs=(*graph.inputs, role)), node
+
+
+def extract(
+    graph: TrainingGraph,
+    inputs: Mapping[fx.Node, InputRole],
+    body: Iterable[fx.Node],
+    outputs: Mapping[OutputRole, fx.Node | None],
+) -> TrainingGraph:
+    """The graph of the operators `body`, with an input for each node of `inputs`."""
+    new = fx.Graph()
+    copies = copy_nodes(new, inputs, body)
+    new.output([copies[n] if n is not None else None for n in outputs.values()])
+    return replace(graph, graph=new, inputs=tuple(inputs.values()), outputs=tuple(outputs))
+
+
+def copy_nodes(
+    new: fx.Graph, inputs: Iterable[fx.Node], body: Iterable[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Writes a placeholder for each input and a copy of each operator; returns all by original."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = new.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in body:
+        copies[node] = new.node_copy(node, copies.__getitem__)
+    return copies
 
 
 def fake_like(graph: TrainingGraph, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -60,13 +60,8 @@ def backward_stage(
     """The stage of a backward operator, given the stages of its operands.
 
     Gradients move to lower stages and forward values to higher ones, which bounds the stage from
-    both sides. A sum of gradients runs on the lower stage of its terms.
-
-    Args:
-        node: the operator.
-        wanted: preferred stage, None for the highest possible.
-        dependence: dependence of each node.
-        stages: number of stages.
+    both sides. A sum of gradients runs on the lower stage of its terms. Without a `wanted` stage it
+    is the highest possible of `stages`.
     """
     staged = [n for n in node.all_input_nodes if dependence[n] == "staged"]
     gradients = [n for n in staged if n.meta["phase"] == "backward"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -48,7 +48,7 @@ class StageAssignment:
     num_stages: int
     dependence: Mapping[fx.Node, Dependence]
     stage: Mapping[fx.Node, int]
-    outputs: tuple[Mapping[OutputRole, tuple[fx.Node, ...]], ...]
+    outputs: Sequence[Mapping[OutputRole, tuple[fx.Node, ...]]]
     prologue: Mapping[OutputRole, fx.Node]
     epilogue: Mapping[OutputRole, fx.Node]
     skipped: frozenset[fx.Node]
@@ -56,13 +56,9 @@ class StageAssignment:
     def computes(self, stage: int, node: fx.Node) -> bool:
         """Whether a stage computes a node itself."""
         own = self.stage.get(node, stage)
-        return own == stage or (own < stage and self._is_received_view(node))
-
-    def _is_received_view(self, node: fx.Node) -> bool:
-        """Whether a node is a view of a value that later stages receive, and so compute it."""
-        if op_packet(node) not in LAYOUT_OPS or node.meta["phase"] == "backward":
-            return False
-        source = node.args[0]
+        if own >= stage or op_packet(node) not in LAYOUT_OPS or node.meta["phase"] == "backward":
+            return own == stage
+        source = node.args[0]  # later stages compute a view of a value that they receive
         if not isinstance(source, fx.Node) or source not in self.stage:
             return False
         before, after = tensors(source)[0], tensors(node)[0]
@@ -78,16 +74,22 @@ def assign_stages(graph: TrainingGraph, num_stages: int) -> StageAssignment:
     dependence = dependences(graph)
     stage: dict[fx.Node, int] = {}
     for node in graph.calls():
-        if dependence[node] == "staged":
-            stage[node] = node.meta["stage"] = _stage_of(node, stage, dependence, num_stages)
+        if dependence[node] != "staged":
+            continue
+        own = node.meta.get("stage")
+        if node.meta["phase"] == "backward":
+            own = backward_stage(node, own, dependence, num_stages)
+        else:  # the recorded stage, or a later one that an operand requires
+            earliest = max((stage[n] for n in node.all_input_nodes if n in stage), default=0)
+            own = earliest if own is None or is_name(node) else max(own, earliest)
+        stage[node] = node.meta["stage"] = own
     empty = sorted(set(range(num_stages)) - set(stage.values()))
     if empty:
         raise StrategyError(
             f"stage {empty[0]} of {num_stages} has nothing to do: the model has fewer layers "
             "than stages. Give a smaller pp or stages_per_rank."
         )
-    outputs: tuple[dict[OutputRole, tuple[fx.Node, ...]], ...]
-    outputs = tuple({} for _ in range(num_stages))
+    outputs: list[dict[OutputRole, tuple[fx.Node, ...]]] = [{} for _ in range(num_stages)]
     prologue: dict[OutputRole, fx.Node] = {}
     epilogue: dict[OutputRole, fx.Node] = {}
     skipped: set[fx.Node] = set()
@@ -120,42 +122,17 @@ def assign_stages(graph: TrainingGraph, num_stages: int) -> StageAssignment:
     )
 
 
-def _stage_of(
-    node: fx.Node,
-    stage: Mapping[fx.Node, int],
-    dependence: Mapping[fx.Node, Dependence],
-    num_stages: int,
-) -> int:
-    """The recorded stage of an operator, or another stage if its operands require it."""
-    recorded = node.meta.get("stage")
-    if node.meta["phase"] == "backward":
-        return backward_stage(node, recorded, dependence, num_stages)
-    earliest = max((stage[n] for n in node.all_input_nodes if n in stage), default=0)
-    return earliest if recorded is None or is_name(node) else max(recorded, earliest)
-
-
 def _gradient_terms(
     gradient: fx.Node, stage: Mapping[fx.Node, int], skipped: set[fx.Node]
 ) -> Iterator[fx.Node]:
-    """The terms of a gradient, one or more for each stage that contributes to it.
-
-    Args:
-        gradient: returned gradient, or a term of it.
-        stage: stage of each operator.
-        skipped: sums that nothing else reads; this function adds to it.
-    """
+    """The terms of a gradient by stage; adds sums that nothing else reads to `skipped`."""
     if op_packet(gradient) is aten.add and gradient.meta["phase"] == "backward":
         terms = [n for n in gradient.args if isinstance(n, fx.Node) and n in stage]
-        alike = len(terms) == 2 and all(_same_type(n, gradient) for n in terms)
-        if alike and any(stage[n] != stage[gradient] for n in terms):
+        types = {(t.shape, t.dtype) for n in (*terms, gradient) for t in tensors(n)[:1]}
+        if len(terms) == 2 and len(types) == 1 and any(stage[n] != stage[gradient] for n in terms):
             if skipped.issuperset(n for n in gradient.users if n.op != "output"):
                 skipped.add(gradient)
             for term in terms:
                 yield from _gradient_terms(term, stage, skipped)
             return
     yield gradient
-
-
-def _same_type(one: fx.Node, other: fx.Node) -> bool:
-    a, b = tensors(one)[0], tensors(other)[0]
-    return a.shape == b.shape and a.dtype == b.dtype

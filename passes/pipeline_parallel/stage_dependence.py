@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -56,21 +57,19 @@ def op_packet(node: fx.Node) -> object:
 def dependences(graph: TrainingGraph) -> dict[fx.Node, Dependence]:
     """The dependence of every node."""
     found: dict[fx.Node, Dependence] = {}
-    for role, node in zip(graph.inputs, graph.placeholders, strict=True):
-        match role:
+    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    for node in graph.graph.nodes:
+        match roles.get(node):
             case Parameter():
                 found[node] = "parameters"
             case BatchTotal(_, True):
                 found[node] = "totals"
             case StageInput():
                 found[node] = "staged"
-            case _:
+            case _ if node.op == "call_function":
+                found[node] = _dependence(node, {found[n] for n in node.all_input_nodes})
+            case _ if node.op != "output":
                 found[node] = "inputs"
-    for node in graph.graph.nodes:
-        if node.op == "get_attr":
-            found[node] = "inputs"
-        elif node.op == "call_function":
-            found[node] = _dependence(node, {found[n] for n in node.all_input_nodes})
     return found
 
 
@@ -103,23 +102,19 @@ class ParameterUse:
 
 def parameter_uses(graph: TrainingGraph) -> Iterator[ParameterUse]:
     """The uses of parameters by the forward, in execution order."""
-    found, counts = dependences(graph), dict[str, int]()
-    names: dict[fx.Node, tuple[str, ...]] = {
-        node: (role.name,)
-        for role, node in zip(graph.inputs, graph.placeholders, strict=True)
-        if isinstance(role, Parameter)
-    }
+    found, counts = dependences(graph), Counter[str]()
+    roles = zip(graph.inputs, graph.placeholders, strict=True)
+    names = {node: [role.name] for role, node in roles if isinstance(role, Parameter)}
     for node in graph.calls():
         if node.meta["phase"] == "backward":
             return
-        read = tuple(dict.fromkeys(n for i in node.all_input_nodes for n in names.get(i, ())))
+        read = list(dict.fromkeys(n for i in node.all_input_nodes for n in names.get(i, ())))
         if found[node] == "parameters":
             names[node] = read
             continue
         for name in read:
-            index = counts.get(name, 0)
-            counts[name] = index + 1
-            yield ParameterUse(node, name, index)
+            yield ParameterUse(node, name, counts[name])
+            counts[name] += 1
 
 
 def forward_stages(
