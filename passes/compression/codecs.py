@@ -9,8 +9,8 @@ Codecs never hide an overflow: inf and NaN decode to inf or NaN and may spread w
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,11 @@ GROUP = 8
 """Number of elements in a group: top-k first selects groups by their largest element."""
 
 
-class Codec(Protocol):
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Floating type of each casting method."""
+
+
+class Codec(ABC):
     """Encodes and decodes messages."""
 
     def fit(self, width: int) -> int:
@@ -32,32 +36,30 @@ class Codec(Protocol):
 
         Callers pad and cut tables, because inductor miscompiles codecs that do so.
         """
-        ...
+        return width
 
+    @abstractmethod
     def encode(self, table: Tensor) -> Tensor:
         """Encodes each row of a table [n, width] as a message."""
-        ...
 
+    @abstractmethod
     def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Decodes messages into a table [n, width]."""
-        ...
 
     def total(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Sums the decoded rows of messages: [width]."""
-        ...
+        return self.decode(messages, width, dtype).sum(0)
 
     def lost(self, table: Tensor, messages: Tensor) -> Tensor:
         """Encoding error: the table minus its decoded messages."""
-        ...
+        return table - self.decode(messages, table.shape[1], table.dtype)
 
 
 def codec(given: Compression) -> Codec:
     """Codec of a compression method; PowerSGD and random-k have none."""
     match given.method:
-        case "bf16":
-            return Cast(torch.bfloat16)
-        case "fp16":
-            return Cast(torch.float16)
+        case "bf16" | "fp16":
+            return Cast(NARROW[given.method])
         case "int8":
             return Int8(given.block)
         case "sign":
@@ -69,24 +71,11 @@ def codec(given: Compression) -> Codec:
     raise AssertionError(f"{given} has no codec")
 
 
-class _Read:
-    """Computes sums and encoding errors from decoded messages."""
-
-    def total(self: Codec, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        return self.decode(messages, width, dtype).sum(0)
-
-    def lost(self: Codec, table: Tensor, messages: Tensor) -> Tensor:
-        return table - self.decode(messages, table.shape[1], table.dtype)
-
-
 @dataclass(frozen=True)
-class Cast(_Read):
+class Cast(Codec):
     """Casts to a narrower floating type."""
 
     narrow: torch.dtype
-
-    def fit(self, width: int) -> int:
-        return width
 
     def encode(self, table: Tensor) -> Tensor:
         return table.to(self.narrow)
@@ -96,16 +85,20 @@ class Cast(_Read):
 
 
 @dataclass(frozen=True)
-class Int8(_Read):
-    """Symmetric int8 quantization, with one float32 scale per block.
-
-    (Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016; blocks as in ZeRO++.)
-    """
+class Blockwise(Codec):
+    """Encodes blocks of elements, with one float32 scale per block."""
 
     block: int
 
     def fit(self, width: int) -> int:
         return math.ceil(width / self.block) * self.block
+
+
+class Int8(Blockwise):
+    """Symmetric int8 quantization.
+
+    (Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016; blocks as in ZeRO++.)
+    """
 
     def encode(self, table: Tensor) -> Tensor:
         blocks = table.view(table.shape[0], -1, self.block)
@@ -119,17 +112,11 @@ class Int8(_Read):
         return (steps * scales).to(dtype).flatten(1)
 
 
-@dataclass(frozen=True)
-class Sign(_Read):
-    """One sign bit per element, with one float32 mean magnitude per block.
+class Sign(Blockwise):
+    """One sign bit per element, scaled by the mean magnitude.
 
     (Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
     """
-
-    block: int
-
-    def fit(self, width: int) -> int:
-        return math.ceil(width / self.block) * self.block
 
     def encode(self, table: Tensor) -> Tensor:
         blocks = table.view(table.shape[0], -1, self.block)
@@ -143,7 +130,7 @@ class Sign(_Read):
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Codec):
     """Largest elements of each row, as bfloat16 values and two-byte indices.
 
     (Stich, Cordonnier & Jaggi, Sparsified SGD with Memory, 2018.)
@@ -170,12 +157,13 @@ class TopK:
         return _bytes(short.transpose(0, 1))
 
     def decode(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        return torch.stack([self._read(message, width, dtype) for message in messages.unbind()])
+        rows = [self._read(message, width, dtype).view(-1) for message in messages.unbind()]
+        return torch.stack(rows)
 
     def total(self, messages: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Sums messages one after the other, so that all ranks add in the same order."""
         first, *rest = messages.unbind()
-        found = self._read(first, width, dtype, whole=True)
+        found = self._read(first, width, dtype)
         for message in rest:
             values, places = self._entries(message, width, dtype)
             found = found.scatter_add(-1, places, values)
@@ -189,13 +177,10 @@ class TopK:
             rows.append(own.scatter_add(-1, places, -values).view(-1))
         return torch.stack(rows)
 
-    def _read(
-        self, message: Tensor, width: int, dtype: torch.dtype, *, whole: bool = False
-    ) -> Tensor:
+    def _read(self, message: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         values, places = self._entries(message, width, dtype)
         rows = math.ceil(width / ROW)
-        found = values.new_zeros((rows, width // rows)).scatter(-1, places, values)
-        return found if whole else found.view(-1)
+        return values.new_zeros((rows, width // rows)).scatter(-1, places, values)
 
     def _entries(self, message: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rows = math.ceil(width / ROW)

@@ -10,12 +10,12 @@ from torch import fx
 
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.roles import OutputRole, StageInput, StageOutput
+from autopar.passes.compression.codecs import NARROW
 from autopar.passes.core.collective_ops import axis_of, op_of, results_of, starts, wait_of
 from autopar.passes.core.node_builder import aten, call, value
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.plan.compression import Compression
 
-NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 16
 """Least size of the last dim to cast; narrower tensors are statistics, such as softmax sums."""
 
@@ -49,23 +49,25 @@ class CompressActivations(Pass):
             for role, node in zip(graph.inputs, graph.placeholders, strict=True)
             if isinstance(role, StageInput)
         ]
-        sent: dict[OutputRole, fx.Node | None] = {
-            role: _cast_sent(graph, node, narrow)
-            for role, node in zip(graph.outputs, graph.results, strict=True)
-            if isinstance(role, StageOutput) and node is not None and _is_wide([node], narrow)
-        }
+        sent: dict[OutputRole, fx.Node | None] = {}
+        for output, node in zip(graph.outputs, graph.results, strict=True):
+            if isinstance(output, StageOutput) and node is not None and _is_wide([node], narrow):
+                graph.graph.inserting_after(node)
+                sent[output] = _cast(graph.graph, node, node, narrow)
         found = any(done) or any(received) or bool(sent)
         return PassResult(graph.with_results(sent), "" if found else "nothing wide is sent")
 
 
 def _is_wide(nodes: Iterable[fx.Node], narrow: torch.dtype) -> bool:
     """Whether all values are matrices of a wider floating type."""
-    kept = [tensor for node in nodes for tensor in tensors(node)]
     return all(
-        t.is_floating_point() and t.itemsize > narrow.itemsize and t.dim() > 1
+        t.is_floating_point()
+        and t.itemsize > narrow.itemsize
+        and t.dim() > 1
         and t.shape[-1] >= WIDTH
-        for t in kept
-    )  # fmt: skip
+        for node in nodes
+        for t in tensors(node)
+    )
 
 
 def _cast_collective(graph: TrainingGraph, start: fx.Node, narrow: torch.dtype) -> bool:
@@ -92,22 +94,14 @@ def _cast_received(graph: TrainingGraph, node: fx.Node, phase: str, narrow: torc
     (fake,) = tensors(node)
     node.meta["val"] = fake.to(narrow)
     users = [user for user in node.users if user.op != "output"]
-    at_once = phase == "forward" and any(_stays(user) for user in node.users)
+    at_once = phase == "forward" and any(
+        user.op == "output" or user.meta["phase"] == "forward" for user in node.users
+    )
     place = min([next(graph.calls(), graph.output_node) if at_once else graph.output_node, *users])
     graph.graph.inserting_before(place)
     wide = _widen(graph.graph, place, node, fake.dtype)
     wide.meta["phase"] = "forward" if at_once else "backward"
     return True
-
-
-def _stays(user: fx.Node) -> bool:
-    """Whether a user is the output or a node of the forward."""
-    return user.op == "output" or user.meta["phase"] == "forward"
-
-
-def _cast_sent(graph: TrainingGraph, node: fx.Node, narrow: torch.dtype) -> fx.Node:
-    graph.graph.inserting_after(node)
-    return _cast(graph.graph, node, node, narrow)
 
 
 def _cast(graph: fx.Graph, like: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:

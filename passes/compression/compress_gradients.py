@@ -55,13 +55,10 @@ class CompressGradients(Pass):
                 notes.append(f"the gradient of {names[0]} is not compressed: {reason}")
                 continue
             compression = Compression.of(chosen[names[0]])
-            one = REDUCE_ALGORITHMS[compression.method](
-                graph,
-                start,
-                compression,
-                coordinate_on(axis_of(start), self.rank, graph.axes),
-                by_level=self._by_level(graph, start, compression),
-            )
+            rank = coordinate_on(axis_of(start), self.rank, graph.axes)
+            by_level = self._by_level(graph, start, compression)
+            algorithm = REDUCE_ALGORITHMS[compression.method]
+            one = algorithm(graph, start, compression, rank, by_level)
             one.run()
             graph, done = one.graph, True
             updates |= one.updates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, level
 from autopar.ir.placement import Partial, chunk_rows
 from autopar.ir.roles import OutputRole, State, Update
 from autopar.passes.core.collective_ops import (
+    annotate,
     axis_of,
     collective,
     replace_collective,
@@ -37,6 +38,7 @@ class CompressedReduce(ABC):
     all-gather within the node. The owner of a part keeps the residual of that part.
 
     Attributes:
+        splits: whether each rank sums a part of an all-reduce, and not all of it.
         graph: graph to rewrite; state becomes new inputs.
         updates: nodes with the new values of state, by output role.
         ranks: number of ranks that sum.
@@ -48,14 +50,15 @@ class CompressedReduce(ABC):
         wide: dtype of sums and residuals, float32 or wider.
     """
 
+    splits = True
+
     def __init__(
         self,
         graph: TrainingGraph,
         start: fx.Node,
         compression: Compression,
         rank: int,
-        *,
-        by_level: bool = False,
+        by_level: bool,
     ) -> None:
         self.graph, self.start, self.compression, self.rank = graph, start, compression, rank
         axis = axis_of(start)
@@ -95,11 +98,8 @@ class CompressedReduce(ABC):
             for operand in given:
                 operand.meta["placement"] = Partial()
         found = collective(self.graph.graph, self.start, kind, given, *options, axis)
-        done = found[0].args[0]
-        assert isinstance(done, fx.Node)
-        for node in (done.args[0], done, *found):
-            node.meta["gradient"] = self.names[0]  # type: ignore[union-attr]
-        return done, found
+        annotate(found, gradient=self.names[0])
+        return found[0].all_input_nodes[0], found
 
     def beside(self, done: fx.Node, function: Any, *arguments: Any) -> Any:
         """Inlines `function` before the wait `done`, to run while the collective is in flight."""
@@ -114,12 +114,15 @@ class CompressedReduce(ABC):
         node.meta["phase"] = "backward"
         return node
 
-    def residuals(self) -> list[fx.Node]:
-        """Residual of each operand; empty without error feedback."""
+    def residuals(self, which: Iterable[int]) -> list[fx.Node]:
+        """Residuals of some operands; empty without error feedback."""
         if not self.compression.feeds_back:
             return []
-        pairs = zip(self.names, self.shapes, strict=True)
-        return [self.state("residual", name, shape, self.wide) for name, shape in pairs]
+        return [self.state("residual", self.names[i], self.shapes[i], self.wide) for i in which]
+
+    def update(self, kind: str, names: Iterable[str], values: Iterable[fx.Node]) -> None:
+        """Returns new values of the state of some parameters."""
+        self.updates |= {Update(State(kind, n)): v for n, v in zip(names, values, strict=True)}
 
     def begin(self, residuals: Sequence[fx.Node]) -> fx.Node:
         """Table of the values that this rank sends: [parts, width]."""
@@ -152,16 +155,15 @@ class CompressedReduce(ABC):
             left = self.inline(self.beside_neighbours, left)
         if left is not None:
             kept = self.inline(self.settle, left, whole, residuals)
-            roles = (Update(State("residual", name)) for name in self.names)
-            self.updates |= zip(roles, kept, strict=True)
+            self.update("residual", self.names, kept)
         return list(self.inline(self.outcome, whole))
 
     # Conversion between tensors and tables.
 
     @property
     def parts(self) -> int:
-        """Number of rows in the table that a rank sends; sender r owns row r."""
-        return self.senders
+        """Number of rows in the table that a rank sends; sender r owns row r if there are more."""
+        return self.senders if self.splits or self.scatters else 1
 
     def fit(self, width: int) -> int:
         """Least width, at or above `width`, that the algorithm can send."""
@@ -195,8 +197,7 @@ class CompressedReduce(ABC):
                 filled(piece, self.ranks * size).reshape(self.ranks, -1)
                 for piece, size in zip(pieces, self.sizes, strict=True)
             ]
-            missing = self.width - sum(part.shape[1] for part in parts)
-            if missing:
+            if missing := self.width - sum(part.shape[1] for part in parts):
                 parts.append(parts[0].new_zeros((self.ranks, missing)))
             return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         rows = self.neighbours * self.parts
@@ -231,22 +232,18 @@ class CompressedReduce(ABC):
         flat = table.reshape(-1)[: sum(counts)].split(counts)
         return [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
 
-    def own_rows(self, row: Tensor) -> list[Tensor]:
-        """Splits this rank's row of a reduce-scatter's table into its results."""
+    def outcome(self, whole: Tensor) -> list[Tensor]:
+        """Results, from the whole table of an all-reduce or the own row of a reduce-scatter."""
+        if not self.scatters:
+            return [piece.to(self.dtype) for piece in self.pieces(whole)]
         found, at = [], 0
         for size, shape in zip(self.sizes, self.shapes, strict=True):
             wide = size * math.prod(shape[1:])
             rows = chunk_rows(shape[0], self.ranks)[self.rank]
-            part = row[at : at + wide].view(size, *shape[1:])[:rows]
+            part = whole[at : at + wide].view(size, *shape[1:])[:rows]
             found.append(part.to(self.dtype).contiguous())
             at += wide
         return found
-
-    def outcome(self, whole: Tensor) -> list[Tensor]:
-        """Results, from the whole table of an all-reduce or the own row of a reduce-scatter."""
-        if self.scatters:
-            return self.own_rows(whole)
-        return [piece.to(self.dtype) for piece in self.pieces(whole)]
 
     def settle(self, left: Tensor, whole: Tensor, residuals: Sequence[Tensor]) -> list[Tensor]:
         """Updates the residuals in place, unless the sum or `left` is not finite."""

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, fx
 
 from autopar.ir.placement import chunk_rows
-from autopar.ir.roles import State, Update
+from autopar.ir.roles import State
 from autopar.passes.compression.codecs import Codec, codec, random_places
 from autopar.passes.compression.compressed_reduce import CompressedReduce
 from autopar.passes.core.collective_ops import (
@@ -44,11 +45,18 @@ class AllToAllReduce(CompressedReduce):
 
     def write(self) -> list[fx.Node]:
         codec_, width, wide = codec(self.compression), self.width, self.wide
-        residuals = self.residuals()
+        gathers = not (self.splits or self.scatters)
+        residuals = self.residuals(range(len(self.names)))
         table = self.begin(residuals)
         message = self.inline(codec_.encode, table)
-        done, (came,) = self.send(start_all_to_all, [message])
+        if gathers:
+            done, (came,) = self.send(start_all_gather, [message], [self.senders])
+        else:
+            done, (came,) = self.send(start_all_to_all, [message])
         left = self.beside(done, codec_.lost, table, message) if residuals else None
+        if gathers:
+            whole = self.inline(self._totals, codec_, self.share(came))
+            return self.end(whole, left, residuals)
         whole = self.inline(codec_.total, came, width, wide)
         if not self.scatters:
             own = whole
@@ -64,30 +72,16 @@ class AllToAllReduce(CompressedReduce):
         mine = left[self.place] + codec_.lost(own.unsqueeze(0), again)
         return torch.cat([left[: self.place], mine, left[self.place + 1 :]])
 
-
-class AllGatherReduce(AllToAllReduce):
-    """Each rank sums the messages of all ranks; a reduce-scatter uses an all-to-all."""
-
-    @property
-    def parts(self) -> int:
-        return self.senders if self.scatters else 1
-
-    def write(self) -> list[fx.Node]:
-        if self.scatters:
-            return super().write()
-        codec_ = codec(self.compression)
-        residuals = self.residuals()
-        table = self.begin(residuals)
-        message = self.inline(codec_.encode, table)
-        done, (came,) = self.send(start_all_gather, [message], [self.senders])
-        left = self.beside(done, codec_.lost, table, message) if residuals else None
-        whole = self.inline(self._totals, codec_, self.share(came))
-        return self.end(whole, left, residuals)
-
     def _totals(self, codec_: Codec, messages: Tensor) -> Tensor:
         """Sums the senders' messages for each neighbour's part."""
         parts = messages.unflatten(0, (self.neighbours, self.senders))
         return torch.stack([codec_.total(own, self.width, self.wide) for own in parts.unbind()])
+
+
+class AllGatherReduce(AllToAllReduce):
+    """Each rank sums the messages of all ranks; a reduce-scatter uses an all-to-all."""
+
+    splits = False
 
 
 class RandomKReduce(CompressedReduce):
@@ -96,12 +90,10 @@ class RandomKReduce(CompressedReduce):
     Without error feedback the sums are scaled to be unbiased.
     """
 
-    @property
-    def parts(self) -> int:
-        return self.senders if self.scatters else 1
+    splits = False
 
     def write(self) -> list[fx.Node]:
-        residuals = self.residuals()
+        residuals = self.residuals(range(len(self.names)))
         count = self.state("count", self.names[0], (), torch.int64)
         table = self.begin(residuals)
         places = self.inline(self._places, count)
@@ -110,10 +102,12 @@ class RandomKReduce(CompressedReduce):
             done, (sums,) = self.send(start_reduce_scatter, [values], [1])
         else:
             done, (sums,) = self.send(start_all_reduce, [values])
-        left = self.beside(done, _others, table, places) if residuals else None
+        left = None
+        if residuals:
+            left = self.beside(done, lambda x, at: x.index_fill(1, at, 0.0), table, places)
         whole = self.inline(self._spread, sums if self.scatters else self.share(sums), places)
-        role = Update(State("count", self.names[0]))
-        self.updates[role] = self.inline(lambda count: count.copy_(count + 1), count)
+        after = self.inline(lambda count: count.copy_(count + 1), count)
+        self.update("count", self.names[:1], [after])
         return self.end(whole, left, residuals)
 
     def _places(self, count: Tensor) -> Tensor:
@@ -133,14 +127,15 @@ class LowRankReduce(CompressedReduce):
 
     def write(self) -> list[fx.Node]:
         rank = self.compression.rank
-        narrow = [i for i, shape in enumerate(self.shapes) if pays(shape, rank)]
-        plain = [i for i in range(len(self.shapes)) if i not in narrow]
+        every = range(len(self.shapes))
+        narrow = [i for i in every if pays(self.shapes[i], rank)]
+        plain = [i for i in every if i not in narrow]
         found: dict[int, fx.Node] = {}
         if plain:
             found |= zip(plain, self._as_they_are(plain), strict=True)
         if narrow:
             found |= zip(narrow, self._as_products(narrow), strict=True)
-        return [found[i] for i in range(len(self.shapes))]
+        return [found[i] for i in every]
 
     def _as_they_are(self, which: Sequence[int]) -> list[fx.Node]:
         given = [self.operands[i] for i in which]
@@ -151,15 +146,10 @@ class LowRankReduce(CompressedReduce):
 
     def _as_products(self, which: Sequence[int]) -> list[fx.Node]:
         rank, names = self.compression.rank, [self.names[i] for i in which]
-        shapes = [self.shapes[i] for i in which]
-        residuals = [
-            self.state("residual", name, shape, self.wide)
-            for name, shape in zip(names, shapes, strict=True)
-            if self.compression.feeds_back
-        ]
+        residuals = self.residuals(which)
         factors = [
-            self.state("factor", name, (math.prod(shape[1:]), rank), self.wide)
-            for name, shape in zip(names, shapes, strict=True)
+            self.state("factor", self.names[i], (math.prod(self.shapes[i][1:]), rank), self.wide)
+            for i in which
         ]
         matrices = self.inline(self._matrices, [self.operands[i] for i in which], residuals)
         lefts = self.inline(_products, matrices, factors)
@@ -168,13 +158,8 @@ class LowRankReduce(CompressedReduce):
         done, sums = self.send(start_all_reduce, rights)
         if residuals:
             lost = self.beside(done, _rest, matrices, lefts, rights)
-            kept = self.inline(_settle_each, lost, sums, residuals)
-            pairs = zip(names, kept, strict=True)
-            self.updates |= {Update(State("residual", name)): node for name, node in pairs}
-        kept = self.inline(_settle_each, sums, sums, factors)
-        self.updates |= {
-            Update(State("factor", name)): node for name, node in zip(names, kept, strict=True)
-        }
+            self.update("residual", names, self.inline(_settle_each, lost, sums, residuals))
+        self.update("factor", names, self.inline(_settle_each, sums, sums, factors))
         return list(self.inline(self._rows_of_products, which, lefts, sums))
 
     def _matrices(self, given: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:
@@ -207,15 +192,15 @@ def kept_of(
         shapes: shape of each gradient, by parameter name.
         dtype: dtype of residuals and factors.
     """
+    empty = partial(torch.empty, dtype=dtype, device="meta")
     low_rank = compression.method == "powersgd"
     for name, shape in shapes.items():
         if low_rank and not pays(shape, compression.rank):
             continue
         if compression.feeds_back:
-            yield State("residual", name), torch.empty(shape, dtype=dtype, device="meta")
+            yield State("residual", name), empty(shape)
         if low_rank:
-            factor = (math.prod(shape[1:]), compression.rank)
-            yield State("factor", name), torch.empty(factor, dtype=dtype, device="meta")
+            yield State("factor", name), empty((math.prod(shape[1:]), compression.rank))
     if compression.method == "randomk":
         count = torch.empty((), dtype=torch.int64, device="meta")
         yield State("count", next(iter(shapes))), count
@@ -245,7 +230,7 @@ def messages_of_sum(
         places = math.ceil(count / max(1, round(1 / compression.density)))
         return (("all_reduce", 4 * places),)
     codec_ = codec(compression)
-    parts = ranks if REDUCE_ALGORITHMS[compression.method] is AllToAllReduce else 1
+    parts = ranks if REDUCE_ALGORITHMS[compression.method].splits else 1
     width = codec_.fit(math.ceil(count / parts))
     message = codec_.encode(torch.empty((1, width), device="meta"))
     nbytes = message.numel() * message.element_size()
@@ -264,10 +249,6 @@ REDUCE_ALGORITHMS: dict[str, type[CompressedReduce]] = {
     "randomk": RandomKReduce,
     "powersgd": LowRankReduce,
 }
-
-
-def _others(table: Tensor, places: Tensor) -> Tensor:
-    return table.index_fill(1, places, 0.0)
 
 
 def _products(matrices: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
