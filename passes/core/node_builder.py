@@ -117,6 +117,42 @@ def ancestors(nodes: Iterable[fx.Node], within: Set[fx.Node] | None = None) -> s
     return found
 
 
+def recompute(
+    graph: fx.Graph,
+    readers: Iterable[fx.Node],
+    again: Callable[[fx.Node], bool],
+    **meta: object,
+) -> Set[fx.Node]:
+    """Runs the nodes of which `again` is true a second time, before their first reader.
+
+    Args:
+        graph: graph to change in place.
+        readers: backward operators in graph order, which read the clones instead.
+        again: whether a node is recomputed.
+        meta: metadata of the clones, which have phase "backward".
+
+    Returns:
+        The recomputed nodes.
+    """
+    clones: dict[fx.Node, fx.Node] = {}
+    for reader in readers:
+        for node in filter(again, reader.all_input_nodes):
+            pending = [node]
+            while pending:
+                current = pending[-1]
+                missing = [n for n in current.all_input_nodes if again(n) and n not in clones]
+                pending += missing
+                if missing:
+                    continue
+                pending.pop()
+                if current not in clones:
+                    with graph.inserting_before(reader):
+                        clones[current] = graph.node_copy(current, lambda n: clones.get(n, n))
+                    clones[current].meta = {**current.meta, "phase": "backward", **meta}
+            reader.replace_input_with(node, clones[node])
+    return clones.keys()
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node is a view of another."""
     return node.op == "call_function" and (node.target in VIEWS or _aliases(node.target))

@@ -10,7 +10,7 @@ import torch
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.placement import Partial, Replicate, Varying
 from autopar.ir.roles import BatchChecksum, ChecksumSum
-from autopar.passes.core.collective_ops import collective, start_all_reduce
+from autopar.passes.core.collective_ops import annotate, collective, start_all_reduce
 from autopar.passes.core.node_builder import add_input, fake_like
 from autopar.passes.core.pass_base import Pass, PassResult
 
@@ -55,7 +55,5 @@ def sum_batch_checksums(graph: TrainingGraph, axes: Sequence[str], name: str) ->
     graph.graph.inserting_before(first)
     for axis in axes:
         (total,) = collective(graph.graph, like, start_all_reduce, [total], axis)
-        done = total.args[0]
-        for node in (done.args[0], done, total):  # type: ignore[union-attr]
-            node.meta |= {"phase": "forward", "batch_dims": ((),), "placement": placement}  # type: ignore
+        annotate([total], phase="forward", batch_dims=((),), placement=placement)
     return graph.with_results({ChecksumSum(name): total})

@@ -22,7 +22,7 @@ from autopar.ir.roles import (
     Tangent,
     Update,
 )
-from autopar.passes.core.collective_ops import collective, start_all_reduce
+from autopar.passes.core.collective_ops import annotate, collective, start_all_reduce
 from autopar.passes.core.node_builder import add_input, aten, call, fake_like
 from autopar.passes.core.pass_base import Pass, PassResult
 
@@ -120,11 +120,10 @@ def _average(graph: TrainingGraph, fraction: fx.Node) -> TrainingGraph:
         for node in local.values()
     ]
     sums = collective(graph.graph, like, start_all_reduce, terms, BATCH)
-    done = sums[0].args[0]
-    for item in (done.args[0], done, *sums):  # type: ignore[union-attr]
-        item.meta |= {"placement": WHOLE, "batch_dims": ((),) * len(elements(item))}  # type: ignore
+    annotate(sums, placement=WHOLE, batch_dims=((),) * len(sums))
     averages = {}
     for (role, node), total in zip(local.items(), sums, strict=True):
+        total.meta["batch_dims"] = ((),)
         averages[role] = _cast(graph.graph, like, total, tensors(node)[0].dtype)
         averages[role].meta |= {"placement": WHOLE, "batch_dims": ((),)}
     return graph.with_results(averages)

@@ -34,7 +34,7 @@ from autopar.passes.core.collective_ops import (
 )
 from autopar.passes.core.node_builder import call, fake_like, is_random
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.passes.data_parallel.propagate import BatchPlacements, propagate
+from autopar.passes.data_parallel.propagate import BatchPlacements
 from autopar.passes.data_parallel.redistribute import BatchRedistributor, moves
 from autopar.passes.data_parallel.strategy_choice import batch_dims_after
 from autopar.passes.rules.batch_loops import draws_random
@@ -68,7 +68,7 @@ class PartitionBatch(Pass):
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass and leaves `graph` unchanged."""
-        placements = propagate(graph, self.slices, self.has_batch_dim, self.whole_outputs)
+        placements = BatchPlacements(graph, self.slices, self.has_batch_dim, self.whole_outputs)
         return PassResult(_BatchPartitioner(graph, self.slices, placements).run())
 
 
@@ -95,12 +95,10 @@ class _BatchPartitioner(Partitioner):
             copy.meta["val"] = whole.new_empty_strided(shape, strides)
 
     def batch_index(self) -> fx.Node:
-        """The placeholder of this slice's `BatchIndex`."""
         shape = (self.slices.local_units,)
         return self.slice_input(BatchIndex(), "batch_index", shape, torch.int64)
 
     def batch_fraction(self) -> fx.Node:
-        """The placeholder of this slice's `BatchFraction`."""
         return self.slice_input(BatchFraction(), "row_weight", (), torch.float64)
 
     def slice_input(
@@ -137,11 +135,8 @@ class _BatchPartitioner(Partitioner):
         if is_name(node) or not is_random(node) or not draws_random(Operator.of(node)):
             return
         op_strategy = self.op_strategies.get(node.name)
-        if op_strategy is None or not any(isinstance(p, Shard) for p in op_strategy.results):
-            self.broadcast_random(node)
-
-    def broadcast_random(self, node: fx.Node) -> None:
-        """Gives every slice the random numbers of slice 0."""
+        if op_strategy is not None and any(isinstance(p, Shard) for p in op_strategy.results):
+            return
         for index, fake in enumerate(elements(node)):
             if fake is None:
                 continue
@@ -233,18 +228,13 @@ class _BatchPartitioner(Partitioner):
                 return self.placements.outputs[index]
             case Gradient(Parameter()):
                 return PARTIAL
-            case Gradient(Input() as of):
-                placement = self.input_placement(of)
-                return PARTIAL if placement == WHOLE and self.slices.over_time else placement
-            case Update(Input() as of):
-                return self.input_placement(of)
+            case Gradient(Input() as of) | Update(Input() as of):
+                node = self.source.placeholder(of)
+                assert node is not None
+                placement = self.placements.inputs[node.name]
+                is_summed = isinstance(role, Gradient) and self.slices.over_time
+                return PARTIAL if placement == WHOLE and is_summed else placement
         return WHOLE
-
-    def input_placement(self, role: Input) -> Placement:
-        """The placement of an argument of the call."""
-        node = self.source.placeholder(role)
-        assert node is not None
-        return self.placements.inputs[node.name]
 
     # Metadata of new nodes.
 

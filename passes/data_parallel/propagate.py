@@ -1,4 +1,4 @@
-"""`propagate`: placements along the batch axis, from sharded inputs to every operator.
+"""`BatchPlacements`: placements along the batch axis, from sharded inputs to every operator.
 
 Inputs with a batch dim are `Shard(0)` and parameters are `Replicate`. In execution order, every
 operator takes the cheapest strategy that the rules of `passes/rules` prove. A reduction over rows
@@ -8,8 +8,7 @@ run on replicated operands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,9 +28,14 @@ from autopar.passes.rules.operators.partial_linear import JOINTLY_LINEAR, LINEAR
 WHOLE = Replicate()
 
 
-@dataclass(frozen=True)
 class BatchPlacements:
-    """Placements of a graph along the batch axis.
+    """Placements of every value of a graph of the whole batch.
+
+    Args:
+        graph: forward and backward of the whole batch.
+        slices: the slices of the batch.
+        has_batch_dim: for each flattened argument, whether its dim 0 is the batch dim.
+        whole_outputs: indices of outputs that are returned whole.
 
     Attributes:
         op_strategies: strategy of every operator that is not replicated, by node name.
@@ -41,39 +45,12 @@ class BatchPlacements:
         local_random: names of operators that draw random numbers for their own rows.
     """
 
-    op_strategies: Mapping[str, OpStrategy]
-    inputs: Mapping[str, Placement]
-    outputs: Mapping[int, Placement]
-    gathered_bytes: Mapping[str, int]
-    local_random: frozenset[str]
-
-
-def propagate(
-    graph: TrainingGraph,
-    slices: BatchSlices,
-    has_batch_dim: Sequence[bool],
-    whole_outputs: Sequence[int] = (),
-) -> BatchPlacements:
-    """Placements of every value of a graph of the whole batch.
-
-    Args:
-        graph: forward and backward of the whole batch.
-        slices: the slices of the batch.
-        has_batch_dim: for each flattened argument, whether its dim 0 is the batch dim.
-        whole_outputs: indices of outputs that are returned whole.
-    """
-    return _Propagation(graph, slices, has_batch_dim, whole_outputs).run()
-
-
-class _Propagation:
-    """One walk over the graph in execution order."""
-
     def __init__(
         self,
         graph: TrainingGraph,
         slices: BatchSlices,
         has_batch_dim: Sequence[bool],
-        whole_outputs: Sequence[int],
+        whole_outputs: Sequence[int] = (),
     ) -> None:
         self.graph, self.slices, self.whole_outputs = graph, slices, whole_outputs
         self.chooser = StrategyChooser(slices)
@@ -89,32 +66,21 @@ class _Propagation:
         self.gathered_bytes: dict[str, int] = {}
         self.local_random: set[str] = set()
         self.stay_partial = _gradient_values(graph)
-
-    def run(self) -> BatchPlacements:
-        """The placements of the graph."""
-        backward = self.graph.backward_start
-        outputs: dict[int, Placement] | None = None
-        for node in self.graph.graph.nodes:
+        backward = graph.backward_start  # the output node if there is none
+        for node in graph.graph.nodes:
             if node is backward:
-                outputs = self.outputs()
+                self.outputs = self.place_outputs()
                 for tangent, role in self.roles.items():
                     if isinstance(role, Tangent):
-                        self.placements[Value(tangent)] = outputs.get(role.index, WHOLE)
+                        self.placements[Value(tangent)] = self.outputs.get(role.index, WHOLE)
             if node.op == "get_attr":
                 self.placements[Value(node)] = WHOLE
             elif node.op == "call_function" and not is_name(node):
                 self.visit(node)
-        outputs = outputs or self.outputs()
-        self.shard_unread_wholes(outputs)
-        return BatchPlacements(
-            self.op_strategies,
-            {node.name: self.placements[Value(node)] for node in self.roles},
-            outputs,
-            self.gathered_bytes,
-            frozenset(self.local_random),
-        )
+        self.shard_unread_wholes()
+        self.inputs = {node.name: self.placements[Value(node)] for node in self.roles}
 
-    def outputs(self) -> dict[int, Placement]:
+    def place_outputs(self) -> dict[int, Placement]:
         """Placements of the model's outputs: sharded if computed so, otherwise replicated."""
         found: dict[int, Placement] = {}
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
@@ -163,7 +129,7 @@ class _Propagation:
                 gathered = self.gathered_bytes.get(reader.name, 0)
                 self.gathered_bytes[reader.name] = gathered + tensor_bytes(value.tensor)
 
-    def shard_unread_wholes(self, outputs: Mapping[int, Placement]) -> None:
+    def shard_unread_wholes(self) -> None:
         """Shards replicated operators whose readers all want the same shard.
 
         The first walk leaves these operators replicated, since it visits readers later.
@@ -172,16 +138,13 @@ class _Propagation:
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
             if node is not None:
                 index = role.index if isinstance(role, Output) else -1
-                wanted.setdefault(value_of(node), set()).add(outputs.get(index, WHOLE))
+                wanted.setdefault(value_of(node), set()).add(self.outputs.get(index, WHOLE))
         for node in reversed([node for node in self.graph.calls() if not is_name(node)]):
             values = [value_of(source) for source in operands(node)]
             readers = wanted.get(Value(node), set())
             if len(readers) == 1 and self.is_whole(node, values):
                 (shard,) = readers
-                strategy = isinstance(shard, Shard) and self.chooser.strategy_for_result(
-                    node, shard
-                )
-                if strategy:
+                if strategy := self.chooser.strategy_for_result(node, shard):
                     self.op_strategies[node.name] = strategy
                     self.placements[Value(node)] = shard
             chosen = self.op_strategies.get(node.name)
@@ -216,14 +179,10 @@ def _gradient_values(graph: TrainingGraph) -> frozenset[Value]:
 
 def _batch_independent(graph: TrainingGraph) -> frozenset[fx.Node]:
     """Nodes that depend on parameters, buffers and constants alone."""
-    found: set[fx.Node] = set()
-    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    roles = zip(graph.placeholders, graph.inputs, strict=True)
+    found = {node for node, role in roles if isinstance(role, (Parameter, Buffer))}
     for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            known = isinstance(roles[node], (Parameter, Buffer))
-        else:
-            known = found.issuperset(node.all_input_nodes)
-        if known:
+        if node.op != "placeholder" and found.issuperset(node.all_input_nodes):
             found.add(node)
     return frozenset(found)
 

@@ -16,9 +16,8 @@ is the input `BatchIndex`, so ranks and micro-batches of equal shapes share one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -27,9 +26,8 @@ from autopar.ir.batch_slicing import BATCH, BatchSlices
 from autopar.ir.graph import tensors
 from autopar.ir.placement import Partial, Placement, Replicate, Shard, even_rows
 from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_reduce
-from autopar.passes.core.node_builder import aten, call
+from autopar.passes.core.node_builder import aten
 from autopar.passes.rules.emit_redistribute import RedistributeEmitter
-from autopar.passes.rules.local_args import local_shape
 from autopar.passes.rules.redistribute import RedistributeStep
 
 Kind = Literal["select", "gather", "reduce", "scatter", "share", "spread", "exchange"]
@@ -114,11 +112,10 @@ def move_cost(move: Move, tensor: torch.Tensor, slices: BatchSlices) -> float:
             return start + sent * whole
 
 
-@dataclass(frozen=True)
-class BatchRedistributor:
+class BatchRedistributor(RedistributeEmitter):
     """Writes moves at a graph's insertion point.
 
-    Attributes:
+    Args:
         graph: graph of one slice.
         like: node whose phase, block, stage and source new nodes take.
         slices: the slices of the batch.
@@ -126,11 +123,16 @@ class BatchRedistributor:
         batch_fraction: returns the `BatchFraction` placeholder.
     """
 
-    graph: fx.Graph
-    like: fx.Node
-    slices: BatchSlices
-    batch_index: Callable[[], fx.Node]
-    batch_fraction: Callable[[], fx.Node]
+    def __init__(
+        self,
+        graph: fx.Graph,
+        like: fx.Node,
+        slices: BatchSlices,
+        batch_index: Callable[[], fx.Node],
+        batch_fraction: Callable[[], fx.Node],
+    ) -> None:
+        super().__init__(graph, like, slices.axis_size, slices.index, BATCH)
+        self.slices, self.batch_index, self.batch_fraction = slices, batch_index, batch_fraction
 
     def write(self, move: Move, value: fx.Node, whole: tuple[int, ...]) -> fx.Node:
         """Writes one move of a value of unsharded shape `whole`; returns the moved value."""
@@ -138,15 +140,15 @@ class BatchRedistributor:
             case "select", _, Shard() as after:
                 return self._select(value, after)
             case "gather", Shard() as before, after if self.slices.is_even:
-                return self._emit(RedistributeStep("all_gather", before, after), value, whole)
+                return self.emit(RedistributeStep("all_gather", before, after), value, whole)
             case "gather", Shard() as before, _:
                 return self._gather_uneven(value, before, whole)
             case "reduce", Partial() as before, _:
                 return self.reduce([value], before.op)[0]
             case "scatter", before, Shard() as after:
-                return self._emit(RedistributeStep("reduce_scatter", before, after), value, whole)
+                return self.emit(RedistributeStep("reduce_scatter", before, after), value, whole)
             case "exchange", before, after:
-                return self._emit(RedistributeStep("all_to_all", before, after), value, whole)
+                return self.emit(RedistributeStep("all_to_all", before, after), value, whole)
             case "share", _, _:
                 return self.share(value)
             case "spread", Shard() as before, _:
@@ -182,31 +184,19 @@ class BatchRedistributor:
         others = self.op(aten.ne.Scalar, place, 0)
         return self.op(aten.masked_fill.Scalar, value, others, 0)
 
-    def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Writes an operator."""
-        return call(self.graph, self.like, target, *args, **kwargs)
-
-    def _emit(self, step: RedistributeStep, value: fx.Node, whole: tuple[int, ...]) -> fx.Node:
-        return self._emitter().emit(step, value, whole)
-
-    def _emitter(self) -> RedistributeEmitter:
-        return RedistributeEmitter(
-            self.graph, self.like, self.slices.count, self.slices.index, BATCH
-        )
-
     def _select(self, value: fx.Node, shard: Shard) -> fx.Node:
         shape = tuple(_fake(value).shape)
         split, dim = self.slices.split_shape(shape, shard)
-        part = self.op(aten.index_select.default, self._view(value, split), dim, self.batch_index())
-        return self._view(part, self._local(shape, shard))
+        part = self.op(aten.index_select.default, self.view(value, split), dim, self.batch_index())
+        return self.view(part, self.local(shape, shard))
 
     def _spread(self, value: fx.Node, shard: Shard, whole: tuple[int, ...]) -> fx.Node:
         split, dim = self.slices.split_shape(whole, shard)
         local = [*split[:dim], self.slices.local_units, *split[dim + 1 :]]
         zeros = self.op(aten.new_zeros.default, value, split)
-        part = self._view(value, local)
+        part = self.view(value, local)
         spread = self.op(aten.index_copy.default, zeros, dim, self.batch_index(), part)
-        return self._view(spread, list(whole))
+        return self.view(spread, list(whole))
 
     def _gather_uneven(self, value: fx.Node, shard: Shard, whole: tuple[int, ...]) -> fx.Node:
         """Gathers slices padded to the rows of the largest, and drops the padding."""
@@ -214,26 +204,24 @@ class BatchRedistributor:
         sizes = even_rows(slices.rows, slices.count)
         most, full = sizes[0], slices.rows % slices.count
         split, dim = slices.split_shape(whole, shard)
-        local = self._view(value, [*split[:dim], slices.local_units, *split[dim + 1 :]])
+        local = self.view(value, [*split[:dim], slices.local_units, *split[dim + 1 :]])
         order = [dim, *(d for d in range(len(split)) if d != dim)]
-        front = self._contiguous(self.op(aten.permute.default, local, order))
+        front = self.contiguous(self.op(aten.permute.default, local, order))
         rest = list(_fake(front).shape[1:])
         pads = [0] * (2 * len(rest)) + [0, most - slices.local_units]
         front = self.op(aten.constant_pad_nd.default, front, pads)
-        (every,) = collective(
-            self.graph, self.like, start_all_gather, [front], [slices.count * most], BATCH
-        )
-        table = self._view(every, [slices.count, most, *rest])
+        every = self.start(start_all_gather, front, [slices.count * most])
+        table = self.view(every, [slices.count, most, *rest])
         first = self.op(aten.slice.Tensor, table, 0, 0, full)
         others = self.op(aten.slice.Tensor, table, 0, full, slices.count)
         others = self.op(aten.slice.Tensor, others, 1, 0, most - 1)
         parts = [
-            self._view(first, [full * most, *rest]),
-            self._view(others, [(slices.count - full) * (most - 1), *rest]),
+            self.view(first, [full * most, *rest]),
+            self.view(others, [(slices.count - full) * (most - 1), *rest]),
         ]
         joined = self.op(aten.cat.default, parts)
         back = [*range(1, dim + 1), 0, *range(dim + 1, len(split))]
-        return self._view(self.op(aten.permute.default, joined, back), list(whole))
+        return self.view(self.op(aten.permute.default, joined, back), list(whole))
 
     def _negated(self, value: fx.Node) -> fx.Node:
         """The value in reverse order, so that its minimum is the maximum."""
@@ -251,15 +239,6 @@ class BatchRedistributor:
         if _fake(value).dtype == dtype:
             return value
         return self.op(aten._to_copy.default, value, dtype=dtype)
-
-    def _local(self, shape: Sequence[int], shard: Shard) -> list[int]:
-        return local_shape(shape, shard, self.slices.axis_size, self.slices.index)
-
-    def _contiguous(self, value: fx.Node) -> fx.Node:
-        return self._emitter().contiguous(value)
-
-    def _view(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
-        return self._emitter().view(value, shape)
 
 
 def _fake(node: fx.Node) -> torch.Tensor:

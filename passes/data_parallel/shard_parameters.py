@@ -10,8 +10,8 @@ from torch import fx
 from autopar.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
 from autopar.ir.placement import Replicate, Shard, chunk_rows
 from autopar.ir.roles import Parameter
-from autopar.passes.core.collective_ops import collective, start_all_gather
-from autopar.passes.core.node_builder import is_random
+from autopar.passes.core.collective_ops import annotate, collective, start_all_gather
+from autopar.passes.core.node_builder import is_random, recompute
 from autopar.passes.core.pass_base import Pass, PassResult
 
 
@@ -75,8 +75,7 @@ class ShardParameters(Pass):
                 graph.graph, like, start_all_gather, [node], [info.shape[0]], self.axis
             )
             full.meta["gathered"] = info.name
-            for item in (full.args[0].args[0], full.args[0], full):  # type: ignore[union-attr]
-                item.meta["placement"] = Replicate()  # type: ignore[union-attr]
+            annotate([full], placement=Replicate())
             for user in group:
                 user.replace_input_with(node, full)
 
@@ -115,12 +114,9 @@ def recompute_derived(
         parameters: all parameters.
     """
     derived = _derived_from(parameter, parameters)
-    clones: dict[fx.Node, fx.Node] = {}
     readers = {user for node in derived for user in node.users}
     backward = (u for u in readers if u.meta["phase"] == "backward" and u.op != "output")
-    for user in sorted(backward):  # in order, so that each clone precedes all its readers
-        for node in filter(derived.__contains__, user.all_input_nodes):
-            user.replace_input_with(node, _clone(graph.graph, node, user, derived, clones))
+    recompute(graph.graph, sorted(backward), derived.__contains__)
 
 
 def _derived_from(parameter: fx.Node, parameters: Collection[fx.Node]) -> set[fx.Node]:
@@ -134,21 +130,3 @@ def _derived_from(parameter: fx.Node, parameters: Collection[fx.Node]) -> set[fx
             derived.add(node)
             todo.extend(node.users)
     return derived
-
-
-def _clone(
-    graph: fx.Graph,
-    node: fx.Node,
-    before: fx.Node,
-    derived: set[fx.Node],
-    clones: dict[fx.Node, fx.Node],
-) -> fx.Node:
-    if node not in clones:
-        for source in node.all_input_nodes:
-            if source in derived:
-                _clone(graph, source, before, derived, clones)
-        with graph.inserting_before(before):
-            clone = graph.node_copy(node, lambda n: clones.get(n, n))
-        clone.meta = {**node.meta, "phase": "backward"}
-        clones[node] = clone
-    return clones[node]

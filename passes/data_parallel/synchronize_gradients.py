@@ -10,7 +10,12 @@ from autopar.ir.graph import GraphProperty, TrainingGraph
 from autopar.ir.mesh_levels import INTER_NODE, coordinate_on, level
 from autopar.ir.placement import Partial, Placement, Replicate, Shard, chunk_rows
 from autopar.ir.roles import Accumulated, Gradient, Parameter, UnreducedGrad
-from autopar.passes.core.collective_ops import collective, start_all_reduce, start_reduce_scatter
+from autopar.passes.core.collective_ops import (
+    annotate,
+    collective,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from autopar.passes.core.node_builder import add_input, aten, call, fake_like
 from autopar.passes.core.pass_base import Pass, PassResult
 
@@ -46,8 +51,11 @@ class SynchronizeGradients(Pass):
         names = [r.of.name for r in graph.outputs if _is_parameter(r)]  # type: ignore[union-attr]
         if not names and not self.accumulated:
             return PassResult(graph, "no parameter has a gradient")
-        if self.unreduced:
-            graph = self.keep_unreduced(graph)
+        roles = (  # gradients of `unreduced` are returned under another role
+            UnreducedGrad(r.of.name) if _is_parameter(r) and r.of.name in self.unreduced else r  # type: ignore[union-attr]
+            for r in graph.outputs
+        )
+        graph = replace(graph, outputs=tuple(roles))
         for name in self.accumulated:
             graph = add_accumulated(graph, name)
         changed = {}
@@ -56,28 +64,19 @@ class SynchronizeGradients(Pass):
                 changed[role] = self.reduce(graph, role.of.name, node)  # type: ignore[union-attr]
         return PassResult(graph.with_results(changed))
 
-    def keep_unreduced(self, graph: TrainingGraph) -> TrainingGraph:
-        """Returns the gradients of `unreduced` under the role `UnreducedGrad`."""
-        roles = tuple(
-            UnreducedGrad(r.of.name) if _is_parameter(r) and r.of.name in self.unreduced else r  # type: ignore[union-attr]
-            for r in graph.outputs
-        )
-        return replace(graph, outputs=roles)
-
     def reduce(self, graph: TrainingGraph, name: str, node: fx.Node) -> fx.Node:
         """Writes the reduction of a gradient right after it."""
         info = graph.parameters[name]
-        first = graph.backward_start if node.op == "placeholder" else node.next
-        graph.graph.inserting_before(first)
-        like = node if node.op != "placeholder" else first
+        is_input = node.op == "placeholder"
+        graph.graph.inserting_before(graph.backward_start if is_input else node.next)
+        like = graph.backward_start if is_input else node
         layout = graph.layouts.get(name, Replicate())
 
         def reduced(
             start: object, tensor: fx.Node, placement: Placement, *options: object
         ) -> fx.Node:
             (result,) = collective(graph.graph, like, start, [tensor], *options)
-            for item in (result.args[0].args[0], result.args[0], result):  # type: ignore[union-attr]
-                item.meta |= {"placement": placement, "phase": "backward", "gradient": name}  # type: ignore[union-attr]
+            annotate([result], placement=placement, phase="backward", gradient=name)
             return result
 
         if not isinstance(layout, Shard):

@@ -14,7 +14,7 @@ from torch import fx
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 from autopar.ir.roles import Update
 from autopar.passes.core.collective_ops import STARTS, start_all_gather, wait
-from autopar.passes.core.node_builder import aten, is_random, is_view
+from autopar.passes.core.node_builder import aten, is_random, is_view, recompute
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.plan.recompute import LEVELS, Level
 
@@ -97,7 +97,15 @@ class CheckpointActivations(Pass):
         if set(levels.values()) == {"none"} and not self.fuses:
             return PassResult(graph, "everything is kept, within the budget")
         changed = replace(graph, disposable=False).copy()  # a decline returns `graph` unchanged
-        if not recompute(changed, {node.name for node in kept}):
+        nodes, names = list(changed.graph.nodes), {node.name for node in kept}
+        backward = nodes[nodes.index(changed.backward_start) : -1]
+        again = recompute(
+            changed.graph,
+            backward,
+            lambda node: _is_forward_value(node) and node.name not in names,
+            recomputed=True,
+        )
+        if all(map(is_view, again)):
             return PassResult(graph, "nothing cheap enough is kept")
         return PassResult(changed)
 
@@ -184,49 +192,6 @@ class MinCut:
         if level == "selective" or not node.meta["block"]:
             return maker.target in EXPENSIVE
         return _leaves_block(node)
-
-
-def recompute(graph: TrainingGraph, kept: set[str]) -> int:
-    """Rewrites the backward to read only `kept` values and inputs.
-
-    Returns:
-        Number of recomputed values, without views.
-    """
-    clones: dict[fx.Node, fx.Node] = {}
-    nodes = list(graph.graph.nodes)
-    backward = nodes[nodes.index(graph.backward_start) : -1]
-    for user in backward:
-        for node in user.all_input_nodes:
-            if _is_forward_value(node) and node.name not in kept:
-                user.replace_input_with(node, _clone(graph.graph, node, user, kept, clones))
-    return sum(not is_view(node) for node in clones)
-
-
-def _clone(
-    graph: fx.Graph,
-    node: fx.Node,
-    before: fx.Node,
-    kept: set[str],
-    clones: dict[fx.Node, fx.Node],
-) -> fx.Node:
-    pending = [node]
-    while pending:
-        current = pending[-1]
-        missing = [
-            n
-            for n in current.all_input_nodes
-            if _is_forward_value(n) and n.name not in kept and n not in clones
-        ]
-        if missing:
-            pending += missing
-            continue
-        pending.pop()
-        if current not in clones:
-            with graph.inserting_before(before):
-                clone = graph.node_copy(current, lambda n: clones.get(n, n))
-            clone.meta = {**current.meta, "phase": "backward", "recomputed": True}
-            clones[current] = clone
-    return clones[node]
 
 
 def _leaves_block(node: fx.Node) -> bool:
