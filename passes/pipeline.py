@@ -69,14 +69,7 @@ def build_model_pipeline(
     op_strategies: Sequence[NodeStrategies] = (),
     micro_batches: int = 1,
 ) -> PassPipeline:
-    """The passes over the whole model, before it is split into pipeline stages.
-
-    Args:
-        plan: the plan.
-        rank: this rank in the world.
-        op_strategies: as in `build_pass_pipeline`.
-        micro_batches: number of micro-batches of a pipeline.
-    """
+    """The passes of `build_pass_pipeline` before the model is split into pipeline stages."""
     coordinate = plan.mesh_coordinate(rank)
     axes = tuple(partition.axis for partition in plan.partitions)
     passes: list[Pass] = []
@@ -104,21 +97,10 @@ def build_stage_pipeline(
     accumulate: bool = False,
     disable: Sequence[str] = (),
 ) -> PassPipeline:
-    """The passes over the model, or over one of its pipeline stages, down to lowered collectives.
+    """The passes of `build_pass_pipeline` over the model, or over one of its pipeline stages.
 
-    Args:
-        plan: the plan.
-        rank: this rank in the world.
-        backend: torch.distributed backend to lower collectives for.
-        hold: keep gradients unreduced, as under `no_sync`.
-        held: parameters with unreduced gradients from earlier calls.
-        compiled: whether a compiler that fuses operators follows.
-        accumulate: whether another micro-batch follows, so that the gradients in
-            `plan.unsharded_grad_params` stay unreduced.
-        disable: names of passes to leave out.
-
-    Raises:
-        StrategyError: the graph would be wrong without a pass in `disable`, or a name is unknown.
+    With `accumulate`, another micro-batch follows, so that the gradients in
+    `plan.unsharded_grad_params` stay unreduced.
     """
     coordinate = plan.mesh_coordinate(rank)
     axes = [partition.axis for partition in plan.partitions]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.utils.hooks import RemovableHandle
 
@@ -16,25 +16,10 @@ DISABLE = "AUTOPAR_DISABLE_PASSES"
 """Environment variable of the passes that training leaves out: names with commas between them."""
 
 
-@dataclass(frozen=True)
-class _Registration:
+class _Registration(NamedTuple):
     item: Pass
     before: str
     after: str
-
-    def insert(self, pipeline: PassPipeline, *, is_last: bool) -> PassPipeline:
-        """The pipeline with the pass, if it has its neighbour."""
-        names = pipeline.names
-        if self.before:
-            index = names.index(self.before) if self.before in names else None
-        elif self.after:
-            places = [place for place, name in enumerate(names, 1) if name == self.after]
-            index = max(places, default=None)
-        else:
-            index = len(pipeline) if is_last else None
-        if index is None:
-            return pipeline
-        return PassPipeline((*pipeline[:index], self.item, *pipeline[index:]))
 
 
 _registered: OrderedDict[int, _Registration] = OrderedDict()
@@ -72,14 +57,17 @@ def register_pass(item: Pass, *, before: str = "", after: str = "") -> Removable
 
 
 def with_registered(pipeline: PassPipeline, *, is_last: bool) -> PassPipeline:
-    """A pipeline with the registered passes.
-
-    Args:
-        pipeline: passes of autopar.
-        is_last: whether no other pipeline follows.
-    """
-    for registration in _registered.values():
-        pipeline = registration.insert(pipeline, is_last=is_last)
+    """A pipeline with the registered passes; no other pipeline follows if `is_last`."""
+    for it in _registered.values():
+        names, index = pipeline.names, None
+        if it.before in names:
+            index = names.index(it.before)
+        elif it.after in names:
+            index = len(names) - names[::-1].index(it.after)
+        elif is_last and not (it.before or it.after):
+            index = len(names)
+        if index is not None:
+            pipeline = PassPipeline((*pipeline[:index], it.item, *pipeline[index:]))
     return pipeline
 
 

@@ -33,10 +33,17 @@ def place_plan_stages(
     op_strategies: Sequence[NodeStrategies],
     micro_batches: int,
 ) -> TrainingGraph:
-    """The graph of a captured micro-batch, partitioned, with the stage of every operator."""
-    graph = replace(graph, axes=plan.axes)
-    if micro_batches > 1:
-        graph = replace(graph, axes={**graph.axes, BATCH: plan.dp_size * micro_batches})
+    """The graph of a captured micro-batch, partitioned, with the stage of every operator.
+
+    Args:
+        graph: captured graph of one micro-batch.
+        plan: plan with a pipeline.
+        rank: this rank in the world.
+        op_strategies: strategies of the nodes along each axis of `plan.partitions`, in that order.
+        micro_batches: number of micro-batches of each rank.
+    """
+    batch = {BATCH: plan.dp_size * micro_batches} if micro_batches > 1 else {}
+    graph = replace(graph, axes={**plan.axes, **batch})
     passes = build_model_pipeline(
         plan, rank, op_strategies=op_strategies, micro_batches=micro_batches
     )
@@ -50,19 +57,10 @@ def split_plan_stages(
     op_strategies: Sequence[NodeStrategies],
     micro_batches: int,
 ) -> PipelineStages:
-    """The graphs of all stages of a captured micro-batch, partitioned for one rank.
-
-    Args:
-        graph: captured graph of one micro-batch.
-        plan: plan with a pipeline.
-        rank: this rank in the world.
-        op_strategies: strategies of the nodes along each axis of `plan.partitions`, in that order.
-        micro_batches: number of micro-batches of each rank.
-    """
+    """The graphs of all stages of a captured micro-batch, partitioned for one rank."""
     assert plan.pipeline is not None
-    return split_stages(
-        place_plan_stages(graph, plan, rank, op_strategies, micro_batches), plan.pipeline.stages
-    )
+    placed = place_plan_stages(graph, plan, rank, op_strategies, micro_batches)
+    return split_stages(placed, plan.pipeline.stages)
 
 
 def build_microbatch_pipelines(
@@ -79,30 +77,20 @@ def build_microbatch_pipelines(
 ) -> tuple[PassPipeline, PassPipeline]:
     """The pass pipelines of a stage, for the last micro-batch and for the earlier ones.
 
-    Only the last micro-batch reduces the gradients that earlier ones keep unreduced.
-
-    Args:
-        graph: graph of the stage.
-        plan: plan with a pipeline.
-        rank: this rank in the world.
-        backend: torch.distributed backend to lower collectives for.
-        micro_batches: number of micro-batches.
-        hold: keep gradients unreduced, as under `no_sync`.
-        held: parameters with unreduced gradients from earlier calls.
-        compiled: whether a compiler that fuses operators follows.
-        disable: names of passes to leave out.
+    Only the last micro-batch reduces the gradients that earlier ones keep unreduced. Arguments are
+    as in `build_pass_pipeline`, for the graph of a stage.
     """
-    gradients = (r.of for r in graph.outputs if isinstance(r, Gradient))
-    trained = {of.name for of in gradients if isinstance(of, Parameter)}
     several = plan.dp_size > 1 and micro_batches > 1
-    kept = (
-        () if hold or not several else tuple(n for n in plan.unsharded_grad_params if n in trained)
-    )
-    own = tuple(n for n in dict.fromkeys((*held, *kept)) if n in graph.parameters)
+    own: tuple[str, ...] = ()
+    if not hold:
+        gradients = (r.of for r in graph.outputs if isinstance(r, Gradient))
+        trained = {of.name for of in gradients if isinstance(of, Parameter)}
+        kept = (n for n in plan.unsharded_grad_params if several and n in trained)
+        own = tuple(n for n in dict.fromkeys((*held, *kept)) if n in graph.parameters)
     build = partial(
         build_stage_pipeline, plan, rank, backend, hold=hold, compiled=compiled, disable=disable
     )
-    last = build(held=() if hold else own)
+    last = build(held=own)
     return last, build(accumulate=True) if several else last
 
 

@@ -41,7 +41,6 @@ class BucketCollectives(Pass):
     ensures = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
         merged = 0
         for groups, select in (

@@ -31,7 +31,6 @@ class BucketTpGradients(Pass):
     nbytes: int
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
         buckets = [bucket for bucket in self.buckets(graph) if len(bucket) > 1]
         for members in buckets:

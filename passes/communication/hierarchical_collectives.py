@@ -67,7 +67,6 @@ class HierarchicalCollectives(Pass):
     requires = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         axis, within = self.levels.axis, self.levels.intra_node
         ranks = graph.axes[axis]
         if not self.levels.sizes(ranks):

@@ -38,7 +38,6 @@ class LowerCollectives(Pass):
     ensures = frozenset({GraphProperty.COLLECTIVES_LOWERED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
         pending = [s for s in starts(graph) if self.axis in ("", axis_of_level(axis_of(s)))]
         if not pending:

@@ -42,7 +42,6 @@ class ScheduleOverlap(Pass):
     overlaps: tuple[Overlap, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         if next(starts(graph), None) is None:
             return PassResult(graph, "there is no collective")
         graph = graph.copy()

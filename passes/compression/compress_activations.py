@@ -36,7 +36,6 @@ class CompressActivations(Pass):
     tier = "lossy"
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         narrow = NARROW[Compression.of(self.compression).method]
         graph = graph.copy()
         done = [

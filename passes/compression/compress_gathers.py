@@ -45,7 +45,6 @@ class CompressGathers(Pass):
     requires = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         graph, done = graph.copy(), False
         buckets = {"forward": self.gather, "backward": self.regather}
         chosen = {

@@ -41,7 +41,6 @@ class CompressGradients(Pass):
     requires = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         pairs = zip(self.buckets, self.compressions, strict=True)
         chosen = {name: text for names, text in pairs for name in names if text}
         graph, done, notes = graph.copy(), False, []

@@ -32,7 +32,6 @@ class AgreeOnBatch(Pass):
     axes: tuple[str, ...]
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         if next(graph.calls(), None) is None:
             return PassResult(graph, "nothing is computed")
         return PassResult(sum_batch_checksums(graph.copy(), self.axes, "_".join(self.axes)))

@@ -33,7 +33,6 @@ class AssignBatchAxis(Pass):
     ensures = frozenset({GraphProperty.BATCH_SHARDED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
         for start in starts(graph):
             if axis_of(start) == BATCH:

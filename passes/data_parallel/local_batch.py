@@ -52,7 +52,6 @@ class LocalBatch(Pass):
     has_batch_dim: tuple[bool, ...]
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
         self._annotate(graph)
         like = fake_like(graph, (), torch.float64)

@@ -67,7 +67,6 @@ class PartitionBatch(Pass):
     whole_outputs: tuple[int, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass and leaves `graph` unchanged."""
         placements = BatchPlacements(graph, self.slices, self.has_batch_dim, self.whole_outputs)
         return PassResult(_BatchPartitioner(graph, self.slices, placements).run())
 

@@ -37,7 +37,6 @@ class ShardParameters(Pass):
     ensures = frozenset({GraphProperty.PARAMETERS_SHARDED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         stages = dict(self.stages)
         sharded = [p for p in graph.parameters.values() if is_sharded(p, stages[p.block])]
         if not sharded:

@@ -46,7 +46,6 @@ class SynchronizeGradients(Pass):
     ensures = frozenset({GraphProperty.GRADIENTS_SYNCHRONIZED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
         names = [r.of.name for r in graph.outputs if _is_parameter(r)]  # type: ignore[union-attr]
         if not names and not self.accumulated:

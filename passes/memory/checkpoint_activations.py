@@ -78,7 +78,6 @@ class CheckpointActivations(Pass):
     fuses: bool = False
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         if graph.backward_start.op == "output":
             return PassResult(graph, "there is no backward")
         blocks = ["", *dict.fromkeys(p.block for p in graph.parameters.values() if p.block)]

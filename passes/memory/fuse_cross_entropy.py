@@ -25,7 +25,6 @@ class FuseCrossEntropy(Pass):
     """
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
         found = [node for node in graph.calls() if _fits(node)]
         for node in found:

@@ -37,7 +37,6 @@ class PlaceStages(Pass):
     ensures = frozenset({GraphProperty.STAGES_PLACED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        """Applies the pass to a copy of `graph`."""
         graph = graph.copy()
         stage_of_seq_nr: dict[int, int] = {}
         for node, stage in forward_stages(graph, dict(self.uses)).items():
