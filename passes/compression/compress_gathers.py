@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
-from autopar.passes.compression.codecs import codec
+from autopar.passes.compression.codecs import Codec, codec
 from autopar.passes.compression.compressed_reduce import filled
 from autopar.passes.core.collective_ops import (
     axis_of,
@@ -56,45 +56,35 @@ class CompressGathers(Pass):
         for start in list(starts(graph)):
             names = [r.meta.get("gathered", "") for r in results_of(start) if r is not None]
             text = chosen.get((start.meta["phase"], names[0])) if names else None
-            given = [tensors(node)[0] for node in start.args[0]]  # type: ignore[union-attr,arg-type]
-            floats = all(tensor.is_floating_point() for tensor in given)
+            floats = all(tensor.is_floating_point() for tensor in tensors(start))
             if start.target is start_all_gather and text and floats:
-                _Gather(graph, start, Compression.of(text)).run()
+                _compress(graph, start, codec(Compression.of(text)))
                 done = True
         return PassResult(graph, "" if done else "no gather is compressed")
 
 
-class _Gather:
-    """Compresses one gather."""
+def _compress(graph: TrainingGraph, start: fx.Node, codec_: Codec) -> None:
+    """Replaces the start, the wait and the results of one gather."""
+    axis, given = axis_of(start), list[fx.Node](start.args[0])  # type: ignore[arg-type]
+    ranks, rows = graph.axes[axis], list[int](start.args[1])  # type: ignore[arg-type]
+    fakes = [tensors(node)[0] for node in given]
+    sizes = [math.ceil(n / ranks) for n in rows]
+    widths = [n * math.prod(t.shape[1:]) for n, t in zip(sizes, fakes, strict=True)]
+    width = codec_.fit(sum(widths))
 
-    def __init__(self, graph: TrainingGraph, start: fx.Node, compression: Compression) -> None:
-        self.graph, self.start, self.codec = graph.graph, start, codec(compression)
-        self.ranks = graph.axes[axis_of(start)]
-        self.chunks: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
-        self.rows: list[int] = list(start.args[1])  # type: ignore[arg-type]
-        self.rests = [tuple(tensors(node)[0].shape[1:]) for node in self.chunks]
-        self.dtype = tensors(self.chunks[0])[0].dtype
-        self.sizes = [math.ceil(rows / self.ranks) for rows in self.rows]
-
-    def run(self) -> None:
-        """Replaces the start, the wait and the results."""
-        self.graph.inserting_before(self.start)
-        message = inline(self.graph, self.start, self.message, self.chunks)
-        axis = axis_of(self.start)
-        came = collective(self.graph, self.start, start_all_gather, [message], [self.ranks], axis)
-        replace_collective(
-            self.graph, self.start, inline(self.graph, self.start, self.whole, *came)
-        )
-
-    def message(self, chunks: Sequence[Tensor]) -> Tensor:
+    def message(chunks: Sequence[Tensor]) -> Tensor:
         """Encodes this rank's chunks as one message."""
-        pairs = zip(chunks, self.sizes, strict=True)
+        pairs = zip(chunks, sizes, strict=True)
         row = torch.cat([filled(chunk, size).reshape(-1) for chunk, size in pairs])
-        return self.codec.encode(filled(row, self.codec.fit(len(row))).unsqueeze(0))
+        return codec_.encode(filled(row, width).unsqueeze(0))
 
-    def whole(self, messages: Tensor) -> list[Tensor]:
+    def whole(messages: Tensor) -> list[Tensor]:
         """Decodes the messages of all ranks into whole parameters."""
-        widths = [size * math.prod(rest) for size, rest in zip(self.sizes, self.rests, strict=True)]
-        table = self.codec.decode(messages, self.codec.fit(sum(widths)), self.dtype)
-        parts = zip(table[:, : sum(widths)].split(widths, 1), self.rows, self.rests, strict=True)
-        return [part.reshape(-1, *rest)[:rows] for part, rows, rest in parts]
+        table = codec_.decode(messages, width, fakes[0].dtype)
+        parts = zip(table[:, : sum(widths)].split(widths, 1), rows, fakes, strict=True)
+        return [part.reshape(-1, *t.shape[1:])[:n] for part, n, t in parts]
+
+    graph.graph.inserting_before(start)
+    sent = inline(graph.graph, start, message, given)
+    came = collective(graph.graph, start, start_all_gather, [sent], [ranks], axis)
+    replace_collective(graph.graph, start, inline(graph.graph, start, whole, *came))

@@ -15,7 +15,6 @@ from autopar.ir.roles import (
     BatchFraction,
     Gradient,
     Input,
-    InputRole,
     Output,
     OutputRole,
     Parameter,
@@ -58,18 +57,18 @@ class LocalBatch(Pass):
         graph, fraction = add_input(graph, BatchFraction(), "row_weight", like)
         fraction.meta |= {"placement": VARYING, "batch_dims": ((),)}
         _scale_tangents(graph, fraction)
-        return PassResult(
-            replace(
-                _average(graph, fraction),
-                partitioned=(*graph.partitioned, BATCH),
-                notes=(*graph.notes, NumericsNote(NOTE)),
-            )
-        )
+        partitioned, notes = (*graph.partitioned, BATCH), (*graph.notes, NumericsNote(NOTE))
+        graph = _average(graph, fraction)
+        return PassResult(replace(graph, partitioned=partitioned, notes=notes))
 
     def _annotate(self, graph: TrainingGraph) -> None:
         """Records placements and batch dims: values that depend on the batch are Varying."""
         roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
-        batched = [node for node, role in roles.items() if self._is_batched(role)]
+        batched = [
+            node
+            for node, role in roles.items()
+            if isinstance(role, Input) and self.has_batch_dim[role.index]
+        ]
         rows = tensors(batched[0])[0].shape[0] if batched else 0
         for node in graph.graph.nodes:
             role = roles.get(node)
@@ -83,9 +82,6 @@ class LocalBatch(Pass):
         for of, result in zip(graph.outputs, graph.results, strict=True):
             if isinstance(of, Gradient) and isinstance(of.of, Parameter) and result is not None:
                 result.meta |= {"placement": PARTIAL, "batch_dims": ((),) * len(elements(result))}
-
-    def _is_batched(self, role: InputRole) -> bool:
-        return isinstance(role, Input) and self.has_batch_dim[role.index]
 
 
 def _scale_tangents(graph: TrainingGraph, fraction: fx.Node) -> None:

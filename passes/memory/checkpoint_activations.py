@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -38,12 +39,7 @@ EXPENSIVE = frozenset(
 """Operators that level "selective" never recomputes."""
 
 FUSED = frozenset(
-    {
-        aten.clone.default,
-        aten._to_copy.default,
-        aten.full.default,
-        aten.scalar_tensor.default,
-    }
+    {aten.clone.default, aten._to_copy.default, aten.full.default, aten.scalar_tensor.default}
 )
 """Operators, besides pointwise ones, that a compiler fuses into their users."""
 
@@ -81,18 +77,17 @@ class CheckpointActivations(Pass):
         if graph.backward_start.op == "output":
             return PassResult(graph, "there is no backward")
         blocks = ["", *dict.fromkeys(p.block for p in graph.parameters.values() if p.block)]
-        given = dict.fromkeys(blocks, self.level) if isinstance(self.level, str) else {}
-        levels: dict[str, Level] = {**dict.fromkeys(blocks, "none"), **(given or dict(self.level))}  # type: ignore[arg-type]
+        levels: dict[str, Level] = dict.fromkeys(blocks, "none")
+        levels |= dict.fromkeys(blocks, self.level) if isinstance(self.level, str) else self.level
         if self.budget is None and set(levels.values()) == {"none"} and not self.fuses:
             return PassResult(graph, "everything is kept")
         kept = MinCut(graph, levels, self.fuses).kept()
-        for level in LEVELS[1:]:
-            for block in [*blocks[1:], ""]:
-                if self.budget is None or _bytes(kept) <= self.budget:
-                    break
-                if LEVELS.index(level) > LEVELS.index(levels[block]):
-                    levels[block] = level
-                    kept = MinCut(graph, levels, self.fuses).kept()
+        for level, block in product(LEVELS[1:], [*blocks[1:], ""]):
+            if self.budget is None or _bytes(kept) <= self.budget:
+                break
+            if LEVELS.index(level) > LEVELS.index(levels[block]):
+                levels[block] = level
+                kept = MinCut(graph, levels, self.fuses).kept()
         if set(levels.values()) == {"none"} and not self.fuses:
             return PassResult(graph, "everything is kept, within the budget")
         changed = replace(graph, disposable=False).copy()  # a decline returns `graph` unchanged
@@ -112,15 +107,11 @@ class CheckpointActivations(Pass):
 class MinCut:
     """Minimum cut, by bytes, between the forward's inputs and the backward's uses."""
 
-    def __init__(
-        self, graph: TrainingGraph, levels: Mapping[str, Level], fuses: bool = False
-    ) -> None:
-        start = graph.backward_start
+    def __init__(self, graph: TrainingGraph, levels: Mapping[str, Level], fuses: bool) -> None:
         nodes = list(graph.graph.nodes)
-        self.nodes = [n for n in nodes[: nodes.index(start)] if n.op != "output"]
+        self.nodes = nodes[: nodes.index(graph.backward_start)]
         self.index = {node: i for i, node in enumerate(self.nodes)}
-        self.levels = levels
-        self.fuses = fuses
+        self.levels, self.fuses = levels, fuses
         changed = {role.of for role in graph.outputs if isinstance(role, Update)}
         roles = zip(graph.placeholders, graph.inputs, strict=True)
         self.changed = {node for node, role in roles if role in changed}
@@ -144,11 +135,9 @@ class MinCut:
                 end = sink if j is None else 2 * j
                 if user.op != "output":
                     edges[2 * i + 1, end] = infinite
-        rows, columns = np.array(list(edges), dtype=np.int32).T
-        size = 2 * count + 2
-        capacity = csr_array(
-            (np.array(list(edges.values()), dtype=np.int32), (rows, columns)), shape=(size, size)
-        )
+        ends, size = np.array(list(edges), dtype=np.int32).T, 2 * count + 2
+        prices = np.array(list(edges.values()), dtype=np.int32)
+        capacity = csr_array((prices, tuple(ends)), shape=(size, size))
         flow = maximum_flow(capacity, source, sink).flow
         residual = csr_array(capacity - flow)
         residual.data = (residual.data > 0).astype(np.int32)
@@ -164,10 +153,10 @@ class MinCut:
         """Cost of keeping a value: 0 for inputs, `infinite` for tuples, else by bytes."""
         if node.op == "placeholder":
             return 0
-        if not isinstance(node.meta["val"], (tuple, list)):
-            written = 2 if self.fuses and _is_fused(node) else 1  # fusion saves the write
-            return 1 + written * _size(node) // unit
-        return infinite
+        if isinstance(node.meta["val"], (tuple, list)):
+            return infinite
+        written = 2 if self.fuses and _is_fused(node) else 1  # fusion saves the write
+        return 1 + written * _size(node) // unit
 
     def fixed(self, node: fx.Node) -> bool:
         """Whether a value must not be recomputed."""
