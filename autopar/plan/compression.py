@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from autopar.common.checks import argument_error, choice, count, flag, number, short_repr
 from autopar.errors import StrategyError
@@ -19,6 +21,15 @@ MILD = ("bf16", "int8")
 
 ELEMENTWISE = (*CASTS, "int8")
 """Methods that send every element; gathers of parameters must use one of these."""
+
+_OPTIONS: Mapping[str, Callable[[str], object]] = {
+    "rank": int,
+    "density": float,
+    "threshold": float,
+    "block": int,
+    "feedback": {"True": True, "False": False, "None": None}.__getitem__,
+}
+"""Parser of each option."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +82,22 @@ class Compression:
         if isinstance(given, Compression):
             return given
         match = re.fullmatch(r"(\w+)(?:\((.*)\))?", given.strip())
-        types = {f.name: f for f in fields(Compression)}
-        options: dict[str, object] = {}
+        options: dict[str, Any] = {}
         for part in filter(None, (match[2] or "").split(",")) if match else ():
             option, _, value = (each.strip() for each in part.partition("="))
-            if option not in types or option == "method" or not value:
+            if option not in _OPTIONS or not value:
                 match = None
                 break
-            options[option] = _value(option, value, name, given)
+            try:
+                options[option] = _OPTIONS[option](value)
+            except (KeyError, ValueError) as error:
+                unread = f"{option}={short_repr(value)} cannot be read"
+                raise argument_error(name, given, unread) from error
         if match is None or match[1] not in METHODS:
             wanted = f"write one of {', '.join(METHODS)}, or as in 'powersgd(rank=2)'"
             raise argument_error(name, given, wanted)
         try:
-            return Compression(match[1], **options)  # type: ignore[arg-type]
+            return Compression(match[1], **options)
         except StrategyError as error:
             raise StrategyError(f"{name}={short_repr(given)}: {error}") from None
 
@@ -114,12 +128,3 @@ class Compressions:
 
     def __bool__(self) -> bool:
         return any((*self.gather, *self.regather, *self.reduce, self.activations))
-
-
-def _value(option: str, text: str, name: str, given: str) -> object:
-    try:
-        if option == "feedback":
-            return {"True": True, "False": False, "None": None}[text]
-        return int(text) if option in ("rank", "block") else float(text)
-    except (KeyError, ValueError) as error:
-        raise argument_error(name, given, f"{option}={short_repr(text)} cannot be read") from error

@@ -15,9 +15,7 @@ from autopar.errors import PlanError, StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard, placement_of
 from autopar.plan.compression import Compression
-from autopar.plan.overlap import Overlap
 from autopar.plan.partition import parse_op_strategy
-from autopar.plan.pipeline import Pipeline
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import SCHEMA_VERSION, PlanSpec
 from autopar.plan.upgrade import upgrade_schema_6
@@ -61,42 +59,33 @@ def check(plan: PlanSpec) -> None:
     Raises:
         FieldError: Two fields contradict each other.
     """
-    _check_mesh(plan)
-    _check_parameters(plan)
-    _check_levels(plan)
-    _check_compressions(plan)
-    for index, own in enumerate(plan.overlaps):
-        _check_overlap(own, f"$.overlaps[{index}]")
-    if plan.pipeline is not None:
-        _check_pipeline(plan, plan.pipeline)
+    for section in (_check_mesh, _check_parameters, _check_messages, _check_pipeline):
+        section(plan)
     if plan.prediction is not None:
         _check_prediction(plan, plan.prediction)
-    if plan.precision is not None and not _is_floating(plan.precision):
+    dtype = torch.float32 if plan.precision is None else getattr(torch, plan.precision, None)
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise FieldError("$.precision", f"is {plan.precision!r}: expected a floating-point dtype")
 
 
 def _check_mesh(plan: PlanSpec) -> None:
-    known = ("pp", DATA_AXIS, *MODEL_AXES)
+    sizes, known = dict(plan.mesh), ("pp", DATA_AXIS, *MODEL_AXES)
     _check_unique("$.mesh", (axis for axis, _ in plan.mesh))
     for index, (axis, _) in enumerate(plan.mesh):
         if axis not in known:
-            raise FieldError(
-                f"$.mesh[{index}][0]", f"is {axis!r}: expected one of {', '.join(known)}"
-            )
-    sizes = dict(plan.mesh)
+            wanted = f"expected one of {', '.join(known)}"
+            raise FieldError(f"$.mesh[{index}][0]", f"is {axis!r}: {wanted}")
     if DATA_AXIS not in sizes:
         raise FieldError("$.mesh", f"lacks {DATA_AXIS!r}, the axis of the data")
-    if math.prod(sizes.values()) != plan.world_size:
-        raise FieldError("$.mesh", f"is of {math.prod(sizes.values())} ranks, $.world_size is not")
+    if (ranks := math.prod(sizes.values())) != plan.world_size:
+        raise FieldError("$.mesh", f"is of {ranks} ranks, $.world_size is not")
     _check_unique("$.partitions", (own.axis for own in plan.partitions))
     for index, own in enumerate(plan.partitions):
         path = f"$.partitions[{index}]"
         if own.axis not in MODEL_AXES or sizes.get(own.axis) != own.ranks:
             raise FieldError(path, f"is over {own.ranks} ranks of {own.axis!r}, $.mesh is not")
         for at, (text, _) in enumerate(own.strategies):
-            _check_text(
-                f"{path}.strategies[{at}][0]", text, lambda text: str(parse_op_strategy(text))
-            )
+            _check_text(f"{path}.strategies[{at}][0]", text, parse_op_strategy)
     if missing := sizes.keys() & set(MODEL_AXES) - {own.axis for own in plan.partitions}:
         raise FieldError("$.partitions", f"lacks the axis {min(missing)!r} of $.mesh")
 
@@ -111,7 +100,10 @@ def _check_parameters(plan: PlanSpec) -> None:
     for path, table in placed.items():
         _check_names(path, names, (name for name, _ in table))
         for index, (_, text) in enumerate(table):
-            _check_placement(f"{path}[{index}][1]", text)
+            _check_text(f"{path}[{index}][1]", text, placement_of)
+            if not isinstance(placement_of(text), (Replicate, Shard)):
+                wanted = "a parameter is replicated, R, or sharded, as in S(0)"
+                raise FieldError(f"{path}[{index}][1]", f"is {text!r}: {wanted}")
     if missing := set(names).difference(name for name, _ in plan.placements):
         raise FieldError("$.placements", f"lacks {min(missing)!r} of $.parameter_bytes")
     _check_unique("$.changed", plan.changed)
@@ -130,53 +122,46 @@ def _check_parameters(plan: PlanSpec) -> None:
             _check_names(path, names, group)
 
 
-def _check_levels(plan: PlanSpec) -> None:
+def _check_messages(plan: PlanSpec) -> None:
+    """Checks levels, compressions and overlaps."""
     sizes = dict(plan.mesh)
     for index, own in enumerate(plan.levels):
-        size = sizes.get(own.axis)
-        if size is None or own.intra_node > size:
-            raise FieldError(
-                f"$.levels[{index}]",
-                f"has {own.intra_node} ranks of {own.axis!r} together: not $.mesh",
-            )
+        if own.intra_node > sizes.get(own.axis, 0):
+            together = f"has {own.intra_node} ranks of {own.axis!r} together: not $.mesh"
+            raise FieldError(f"$.levels[{index}]", together)
         _check_unique(f"$.levels[{index}].from_bytes", (kind for kind, _ in own.from_bytes))
     if plan.hybrid and plan.shard_axis not in plan.axes:
         raise FieldError("$.hybrid", "is true, but no $.levels divide the data's axis")
-
-
-def _check_compressions(plan: PlanSpec) -> None:
-    given = plan.compressions
+    path = "$.compressions"
     for kind in KINDS:
-        methods, buckets = getattr(given, kind), getattr(plan.buckets, kind)
+        methods, buckets = getattr(plan.compressions, kind), getattr(plan.buckets, kind)
         if methods and len(methods) != len(buckets):
-            raise FieldError(
-                f"$.compressions.{kind}", f"has {len(methods)} methods for {len(buckets)} buckets"
-            )
+            sizes_differ = f"has {len(methods)} methods for {len(buckets)} buckets"
+            raise FieldError(f"{path}.{kind}", sizes_differ)
         for index, text in enumerate(methods):
-            _check_method(f"$.compressions.{kind}[{index}]", text)
-    _check_method("$.compressions.activations", given.activations)
+            _check_method(f"{path}.{kind}[{index}]", text)
+    _check_method(f"{path}.activations", plan.compressions.activations)
+    for index, overlap in enumerate(plan.overlaps):
+        for kind in KINDS:
+            for at, value in enumerate(getattr(overlap, kind)):
+                if value < 0:
+                    path = f"$.overlaps[{index}].{kind}[{at}]"
+                    raise FieldError(path, f"is {value}: expected at least 0")
 
 
-def _check_overlap(own: Overlap, path: str) -> None:
-    for kind in KINDS:
-        for index, value in enumerate(getattr(own, kind)):
-            if value < 0:
-                raise FieldError(f"{path}.{kind}[{index}]", f"is {value}: expected at least 0")
-
-
-def _check_pipeline(plan: PlanSpec, pipeline: Pipeline) -> None:
-    if pipeline.ranks != plan.pp_size:
-        raise FieldError(
-            "$.pipeline.ranks", f"is {pipeline.ranks}, but $.mesh has {plan.pp_size} of pp"
-        )
+def _check_pipeline(plan: PlanSpec) -> None:
+    if (own := plan.pipeline) is None:
+        return
+    if own.ranks != plan.pp_size:
+        raise FieldError("$.pipeline.ranks", f"is {own.ranks}, but $.mesh has {plan.pp_size} of pp")
     names = [name for name, _ in plan.parameter_bytes]
-    _check_names("$.pipeline.uses", names, (name for name, _ in pipeline.uses))
-    for index, (_, stages) in enumerate(pipeline.uses):
-        path = f"$.pipeline.uses[{index}][1]"
-        if not stages or max(stages) >= pipeline.stages:
-            raise FieldError(path, f"is {list(stages)}: there are {pipeline.stages} stages")
-    if plan.prediction is not None and len(plan.prediction.stages) not in (0, pipeline.stages):
-        raise FieldError("$.prediction.stages", f"is not of {pipeline.stages} stages")
+    _check_names("$.pipeline.uses", names, (name for name, _ in own.uses))
+    for index, (_, stages) in enumerate(own.uses):
+        if not stages or max(stages) >= own.stages:
+            path = f"$.pipeline.uses[{index}][1]"
+            raise FieldError(path, f"is {list(stages)}: there are {own.stages} stages")
+    if plan.prediction is not None and len(plan.prediction.stages) not in (0, own.stages):
+        raise FieldError("$.prediction.stages", f"is not of {own.stages} stages")
 
 
 def _check_prediction(plan: PlanSpec, prediction: Prediction) -> None:
@@ -185,13 +170,11 @@ def _check_prediction(plan: PlanSpec, prediction: Prediction) -> None:
     for index, event in enumerate(prediction.events):
         if event[3] < event[2]:
             raise FieldError(f"$.prediction.events[{index}][3]", "is before the event starts")
-    times = prediction.report_data.memory_s
-    for index, (_, sizes) in enumerate(prediction.report_data.memory):
-        if len(sizes) != len(times):
-            raise FieldError(
-                f"$.prediction.report_data.memory[{index}][1]",
-                f"has {len(sizes)} sizes for {len(times)} times",
-            )
+    data = prediction.report_data
+    for index, (_, sizes) in enumerate(data.memory):
+        if len(sizes) != len(data.memory_s):
+            path = f"$.prediction.report_data.memory[{index}][1]"
+            raise FieldError(path, f"has {len(sizes)} sizes for {len(data.memory_s)} times")
 
 
 def _check_unique(path: str, names: Iterable[str]) -> None:
@@ -209,20 +192,14 @@ def _check_names(path: str, known: Iterable[str], names: Iterable[str]) -> None:
             raise FieldError(f"{path}[{index}]", f"names {name!r}, which this plan does not know")
 
 
-def _check_text(path: str, text: str, again: Callable[[str], str]) -> None:
-    """Raises FieldError unless parsing and printing a text gives the same text."""
+def _check_text(path: str, text: str, parse: Callable[[str], object]) -> None:
+    """Raises FieldError unless a text is what its parsed value prints as."""
     try:
-        same = again(text) == text
+        same = str(parse(text)) == text
     except ValueError:
         same = False
     if not same:
         raise FieldError(path, f"is {text!r}, which cannot be read")
-
-
-def _check_placement(path: str, text: str) -> None:
-    _check_text(path, text, lambda text: str(placement_of(text)))
-    if not isinstance(placement_of(text), (Replicate, Shard)):
-        raise FieldError(path, f"is {text!r}: a parameter is replicated, R, or sharded, as in S(0)")
 
 
 def _check_method(path: str, text: str) -> None:
@@ -230,8 +207,3 @@ def _check_method(path: str, text: str) -> None:
         Compression.of(text or "bf16")
     except StrategyError as error:
         raise FieldError(path, f"is {text!r}: {error}") from error
-
-
-def _is_floating(name: str) -> bool:
-    dtype = getattr(torch, name, None)
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
 from math import prod
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from autopar.common.checks import choice
+from autopar.common.checks import MAX_BYTES, argument_error, choice, count, flag, text, texts
 from autopar.errors import StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard
-from autopar.plan.compression import MILD, Compression
+from autopar.plan.compression import CASTS, ELEMENTWISE, METHODS, MILD, Compression
+from autopar.plan.pipeline import SCHEDULES
 from autopar.plan.recompute import Level
-from autopar.plan.strategy_fields import check_fields
 
 ZERO_OF_NAME = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 SEARCHED = {"auto": ("tp", "dp_shard"), "fastest": ("pp", "tp", "dp_shard")}
@@ -26,6 +26,9 @@ MESH = ("cp", "tp", "ep")
 
 ORDER = ("tp", "cp", "ep")
 """Model-parallel axes in the order of partitioning, which is the order of sharding parameters."""
+
+SEARCHABLE = ("pp", "tp", "cp", "ep", "dp_shard")
+MOST_PREFETCH = 2**16
 
 Pin = Shard | Replicate
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -101,36 +104,37 @@ class Strategy:
     sequence_parallel: bool = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        self._check_pipeline()
-        pinned = {axis for _, axis, _ in self._pins()}
-        if missing := sorted(pinned - ({"tp", "ep"} & set(self.axes))):
-            raise StrategyError(
-                f"placements are along the axes of tp and ep, but there is no {missing[0]}: give "
-                f"Strategy({missing[0]}=...) too"
-            )
+        for name, check in _CHECKS.items():
+            if (value := getattr(self, name)) is not None or name in _NEVER_NONE:
+                check(name, value)
+        if message := self._contradiction():
+            raise StrategyError(message)
 
-    def _check_pipeline(self) -> None:
+    def _contradiction(self) -> str | None:
+        """Text on fields that contradict each other."""
         if self.stages == 1 and (self.schedule or self.split_points):
-            raise StrategyError(
-                "schedule and split_points need a pipeline: give Strategy(pp=...) too"
-            )
-        several = (self.stages_per_rank or 1) > 1
-        if several and self.schedule not in (None, "interleaved"):
-            raise StrategyError(
+            return "schedule and split_points need a pipeline: give Strategy(pp=...) too"
+        if (self.stages_per_rank or 1) > 1 and self.schedule not in (None, "interleaved"):
+            return (
                 f"stages_per_rank={self.stages_per_rank} is for schedule='interleaved', not for "
                 f"{self.schedule!r}"
             )
         if self.schedule == "interleaved" and self.stages_per_rank == 1:
-            raise StrategyError(
+            return (
                 "schedule='interleaved' runs several stages on a rank: give stages_per_rank=2 or "
                 "more, or leave it out"
             )
-        if self.split_points is not None and len(self.split_points) != self.stages - 1:
-            raise StrategyError(
-                f"split_points={self.split_points!r}: {self.stages} stages have "
-                f"{self.stages - 1} cuts between them"
+        cuts = self.stages - 1
+        if self.split_points is not None and len(self.split_points) != cuts:
+            points = f"split_points={self.split_points!r}"
+            return f"{points}: {self.stages} stages have {cuts} cuts between them"
+        pinned = {axis for _, axis, _ in self._pins()}
+        for axis in sorted(pinned - ({"tp", "ep"} & set(self.axes))):
+            return (
+                f"placements are along the axes of tp and ep, but there is no {axis}: give "
+                f"Strategy({axis}=...) too"
             )
+        return None
 
     def allowing(self, lossy: bool | Sequence[str]) -> Strategy:
         """This strategy with methods that the planner may choose for gradients; True for `MILD`."""
@@ -143,7 +147,7 @@ class Strategy:
     def stages(self) -> int:
         """Number of pipeline stages."""
         several = self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
-        return (self.pp or 1) * several
+        return self.pp_size * several
 
     @property
     def pipelined(self) -> bool:
@@ -168,15 +172,12 @@ class Strategy:
     def mesh(self, world_size: int) -> tuple[tuple[str, int], ...]:
         """Names and sizes of all axes, outermost first.
 
-        Args:
-            world_size: number of ranks.
-
         Raises:
-            StrategyError: The sizes do not divide `world_size`.
+            StrategyError: The sizes do not divide the number of ranks.
         """
-        model_ranks = self.model_parallel_size * (self.pp or 1)
+        model_ranks = self.model_parallel_size * self.pp_size
         if world_size % model_ranks:
-            every = {"pp": self.pp or 1, **self.axes}
+            every = {"pp": self.pp_size, **self.axes}
             given = " x ".join(f"{axis}={n}" for axis, n in every.items() if n > 1)
             divisors = [n for n in range(2, world_size + 1) if world_size % n == 0]
             raise StrategyError(
@@ -213,3 +214,91 @@ class Strategy:
         if strategy in SEARCHED:
             return Strategy(search=SEARCHED[strategy])
         return Strategy(zero=ZERO_OF_NAME[strategy])
+
+
+def _zero(name: str, value: Any) -> None:
+    stages = value if isinstance(value, Mapping) else {"": value}
+    plain = all(isinstance(s, int) and not isinstance(s, bool) for s in stages.values())
+    named = all(isinstance(block, str) for block in stages)
+    if not (plain and named and all(0 <= stage <= 3 for stage in stages.values())):
+        wanted = "a ZeRO stage is 0, 1, 2 or 3; give one, or one for each block"
+        raise argument_error(name, value, wanted)
+
+
+def _split_points(name: str, value: Any) -> None:
+    names = texts(name, value, "give a tuple of names of modules or parameters")
+    if len(set(names)) < len(names):
+        raise argument_error(name, value, "give each name once")
+
+
+def _hierarchical(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        if not isinstance(value, int) or value < 2:
+            wanted = "choose True, False, None or the number of neighbours, 2 or more"
+            raise argument_error(name, value, wanted)
+        count(name, value, 2)
+
+
+def _method(allowed: tuple[str, ...]) -> Callable[[str, Any], None]:
+    """Check that a compression uses one of the allowed methods."""
+
+    def check(name: str, value: Any) -> None:
+        if value == "none":
+            return
+        if not isinstance(value, Compression):
+            text(name, value, f"choose {', '.join(allowed)}, or as in 'powersgd(rank=2)'")
+        choice(name, Compression.of(value, name).method, allowed)
+
+    return check
+
+
+def _lossy(name: str, value: Any) -> None:
+    for method in texts(name, value, f"give a tuple of methods: {', '.join(METHODS)}"):
+        Compression.of(method, name)
+
+
+def _search(name: str, value: Any) -> None:
+    for axis in texts(name, value, f"give a tuple of axes: {', '.join(SEARCHABLE)}"):
+        choice(name, axis, SEARCHABLE)
+
+
+def _placements(name: str, value: Any) -> None:
+    def is_pin(pin: Any) -> bool:
+        if isinstance(pin, Shard):
+            return type(pin.dim) is int and type(pin.interleave) is int and pin.interleave >= 1
+        return isinstance(pin, Replicate)
+
+    wanted = "give a dict of autopar.Shard(dim) or autopar.Replicate() by parameter name"
+    if not isinstance(value, Mapping):
+        raise argument_error(name, value, wanted)
+    for pattern, where in value.items():
+        for axis, pin in where.items() if isinstance(where, Mapping) else [("tp", where)]:
+            if not (isinstance(pattern, str) and isinstance(axis, str) and is_pin(pin)):
+                raise argument_error(name, value, wanted)
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
+    "zero": _zero,
+    "recompute": lambda name, value: choice(name, value, get_args(Level)),
+    "gather_bytes": lambda name, value: count(name, value, 1, MAX_BYTES),
+    "reduce_bytes": lambda name, value: count(name, value, 1, MAX_BYTES),
+    "prefetch": lambda name, value: count(name, value, 0, MOST_PREFETCH),
+    "activation_bytes": lambda name, value: count(name, value, 0, MAX_BYTES),
+    "batch_semantics": lambda name, value: choice(name, value, ("global", "local")),
+    **dict.fromkeys(("tp", "cp", "ep", "pp", "micro_batches", "stages_per_rank"), count),
+    "schedule": lambda name, value: choice(name, value, SCHEDULES),
+    "split_points": _split_points,
+    "dp_shard": count,
+    "hierarchical": _hierarchical,
+    "compress": _method(METHODS),
+    "compress_gathers": _method(ELEMENTWISE),
+    "compress_activations": _method(CASTS),
+    "lossy": _lossy,
+    "search": _search,
+    "placements": _placements,
+    "keep_sharded": flag,
+    "sequence_parallel": flag,
+}
+_NEVER_NONE = {
+    "batch_semantics", "lossy", "search", "placements", "keep_sharded", "sequence_parallel",
+}  # fmt: skip

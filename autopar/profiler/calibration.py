@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import chain
 
 import numpy as np
 from torch import fx
@@ -33,9 +35,11 @@ from autopar.planner.machine import Machine
 WAITED = 0.1
 """Minimum stall, as a fraction of a collective's time, for the collective's end to be known."""
 
-
 ROUNDS = 3
 """Number of fixed-point iterations over times and mutual slowdowns."""
+
+Ratios = dict[tuple[str, GroupShape], list[tuple[int, float]]]
+"""Message sizes in bytes and ratios of recorded to known time, by kind and process group."""
 
 
 @dataclass(frozen=True)
@@ -55,36 +59,28 @@ class TimedCollectives:
     @staticmethod
     def of(graph: TrainingGraph, steps: Iterable[Sequence[Event]]) -> TimedCollectives:
         """Times from the events of recorded or simulated steps of a lowered graph."""
-        source = {
-            node.name: made.name
-            for node in graph.calls()
-            if is_wait(node) and (made := issuer(node)) is not None
-        }
-        own: dict[str, list[float]] = {}
-        sent: dict[str, list[float]] = {}
-        waits: dict[str, list[float]] = {}
+        source = issuers(graph)
+        own, sent, waits = (defaultdict[str, list[float]](list) for _ in range(3))
         for events in steps:
             issued = {e.name: e.start_s for e in events if e.stream == COMPUTE}
             for event in events:
                 if event.stream != COMPUTE:
-                    taken = event.end_s - issued.get(event.name, event.start_s)
-                    sent.setdefault(event.name, []).append(taken)
+                    sent[event.name].append(event.end_s - issued.get(event.name, event.start_s))
                 elif event.kind == "wait":
-                    waits.setdefault(source.get(event.name, ""), []).append(event.seconds)
+                    waits[source.get(event.name, "")].append(event.seconds)
                 else:
-                    own.setdefault(event.name, []).append(event.seconds)
+                    own[event.name].append(event.seconds)
         return TimedCollectives(
             *({k: statistics.mean(v) for k, v in t.items()} for t in (own, sent, waits))
         )
 
     def together(self, ranks: ReplayGroup) -> TimedCollectives:
         """Means of operators over ranks, and minima of collectives to exclude late ranks."""
-        every = ranks.gather(self)
-        operators, collectives, waits = (
-            [getattr(one, name) for one in every] for name in ("operators", "collectives", "waits")
-        )
+        every: list[TimedCollectives] = ranks.gather(self)
         return TimedCollectives(
-            _joined(operators, statistics.mean), _joined(collectives, min), _joined(waits, min)
+            _joined([one.operators for one in every], statistics.mean),
+            _joined([one.collectives for one in every], min),
+            _joined([one.waits for one in every], min),
         )
 
 
@@ -121,44 +117,49 @@ def calibrated(
         taken: recorded times of the nodes over all ranks.
         where: name of the model, for the provenance.
     """
-    found, seen, factor = machine, list[str](), 1.0
-    factors = dict.fromkeys(_ended(machine, graph, taken), 1.0)
-    ratios: Ratios = {}
+    found, seen, factor, ratios = machine, list[str](), 1.0, Ratios()
+    result = simulated(graph, machine)
+    known = TimedCollectives.of(graph, [result.timeline]).collectives
+    factors = {  # of collectives with a known end: compute stalled, or they took less than known
+        name: 1.0
+        for name, seconds in taken.collectives.items()
+        if seconds > 0.0 and known.get(name, 0.0) > 0.0
+        if taken.waits.get(name, 0.0) >= WAITED * seconds or seconds < known[name]
+    }
     for _ in range(ROUNDS):
-        result = simulate(graph, found.cluster, found.operators, overhead=machine.overhead)
-        expected = TimedCollectives.of(graph, [result.timeline]).collectives
+        known = TimedCollectives.of(graph, [result.timeline]).collectives
         for name in factors:
-            if known_s := expected.get(name, 0.0):  # collectives without duration have no event
+            if known_s := known.get(name, 0.0):  # collectives without duration have no event
                 factors[name] *= taken.collectives[name] / known_s
         ratios = _ratios(machine.cluster, graph, factors)
         cluster = _cluster(machine.cluster, ratios, f"{date.today()} in steps of {where}")
         beside = _beside(found.operators.of(graph), graph, result)
         operators, seen, factor = _operators(machine.operators, graph, taken, beside)
         found = replace(machine, cluster=cluster, operators=operators)
-    kinds = {
-        kind: math.exp(statistics.mean(math.log(r) for _, r in _of(ratios, kind)))
-        for kind in sorted({kind for kind, _ in ratios})
-    }
+        result = simulated(graph, found)
+    logs = defaultdict[str, list[float]](list)
+    for (kind, _), pairs in sorted(ratios.items()):
+        logs[kind] += [math.log(ratio) for _, ratio in pairs]
+    kinds = {kind: math.exp(statistics.mean(each)) for kind, each in logs.items()}
     return Calibration(found, frozenset(seen), factor, kinds)
 
 
-def _ended(machine: Machine, graph: TrainingGraph, taken: TimedCollectives) -> list[str]:
-    """Collectives with a known end: compute stalled for them, or they took less than predicted."""
-    result = simulate(graph, machine.cluster, machine.operators, overhead=machine.overhead)
-    known = TimedCollectives.of(graph, [result.timeline]).collectives
-    return [
-        name
-        for name, seconds in taken.collectives.items()
-        if seconds > 0.0 and known.get(name, 0.0) > 0.0
-        if taken.waits.get(name, 0.0) >= WAITED * seconds or seconds < known[name]
-    ]
+def simulated(graph: TrainingGraph, machine: Machine) -> Simulation:
+    """A simulated step of a lowered graph on a machine."""
+    return simulate(graph, machine.cluster, machine.operators, overhead=machine.overhead)
+
+
+def issuers(graph: TrainingGraph) -> dict[str, str]:
+    """Node name of the collective of each wait."""
+    waits = [node for node in graph.calls() if is_wait(node)]
+    return {node.name: made.name for node in waits if (made := issuer(node)) is not None}
 
 
 def _beside(known: OperatorTimes, graph: TrainingGraph, result: Simulation) -> dict[str, float]:
     """Slowdown of each operator by concurrent collectives."""
     plain = {node.name: _plain(known, node) for node in graph.calls() if not is_wait(node)}
-    simulated = {e.name: e.seconds for e in result.timeline if e.stream == COMPUTE}
-    return {k: simulated[k] / s for k, s in plain.items() if s > 0.0 and k in simulated}
+    slowed = {e.name: e.seconds for e in result.timeline if e.stream == COMPUTE}
+    return {k: slowed[k] / s for k, s in plain.items() if s > 0.0 and k in slowed}
 
 
 def _plain(known: OperatorTimes, node: fx.Node) -> float:
@@ -171,29 +172,25 @@ def _operators(
     known: OperatorTimes, graph: TrainingGraph, taken: TimedCollectives, beside: Mapping[str, float]
 ) -> tuple[OperatorTimes, list[str], float]:
     """Times of operators, signatures of recorded ones, and their ratio to known times."""
-    costs, samples = known.of(graph), dict[str, list[float]]()
+    costs, samples = known.of(graph), defaultdict[str, list[float]](list)
     sizes: dict[str, tuple[float, int]] = {}
     before_s = after_s = 0.0
     for node in graph.calls():
         if is_wait(node) or node.name not in taken.operators:
             continue
         key, seconds = time_key(node), taken.operators[node.name] / beside.get(node.name, 1.0)
-        samples.setdefault(key, []).append(seconds)
+        samples[key].append(seconds)
         if collective_of(node) is not None:
             sizes[key] = 0.0, 0  # call of a collective, not an operator
             continue
         sizes[key] = flops_of(node), moved_bytes(node)
         before_s, after_s = before_s + _plain(costs, node), after_s + seconds
     factor = after_s / before_s if before_s > 0.0 else 1.0
-    day = str(date.today())
     times = {key: replace(t, seconds=t.seconds * factor) for key, t in known.times.items()}
     for key, several in samples.items():
-        times[key] = Timing(statistics.mean(several), *sizes[key], day, rehearsed=True)
+        mean_s = statistics.mean(several)
+        times[key] = Timing(mean_s, *sizes[key], str(date.today()), rehearsed=True)
     return replace(known, times=times), list(samples), factor
-
-
-Ratios = dict[tuple[str, GroupShape], list[tuple[int, float]]]
-"""Message sizes in bytes and ratios of recorded to known time, by kind and process group."""
 
 
 def _ratios(cluster: Cluster, graph: TrainingGraph, factors: Mapping[str, float]) -> Ratios:
@@ -206,10 +203,6 @@ def _ratios(cluster: Cluster, graph: TrainingGraph, factors: Mapping[str, float]
     return found
 
 
-def _of(ratios: Ratios, kind: str) -> list[tuple[int, float]]:
-    return [pair for (one, _), pairs in ratios.items() if one == kind for pair in pairs]
-
-
 def _cluster(cluster: Cluster, ratios: Ratios, when: str) -> Cluster:
     """Cluster with curves scaled by the ratios of their kind, or of others on the same group."""
     if not ratios:
@@ -217,28 +210,25 @@ def _cluster(cluster: Cluster, ratios: Ratios, when: str) -> Cluster:
 
     def scaled(key: CurveKey, entry: Measured) -> Measured:
         own = ratios.get((key.collective, key.shape))
-        pairs = own or [
-            p for (_, shape), more in ratios.items() if shape == key.shape for p in more
-        ]
+        others = (more for (_, shape), more in ratios.items() if shape == key.shape)
+        pairs = own or list(chain.from_iterable(others))
         if not pairs:
             return entry
         kind = "measured" if own else "modelled by other collectives"
-        origin = f"{kind} {when}, before {entry.provenance}"
-        curve = entry.curve
-        factors = _factors(pairs, curve.bytes)
+        curve, factors = entry.curve, _factors(pairs, entry.curve.bytes)
         seconds = [s * f for s, f in zip(curve.seconds, factors, strict=True)]
         spread = [s * f for s, f in zip(curve.spread, factors, strict=False)]
-        return Measured(Curve.smooth(curve.bytes, seconds, spread), origin, entry.version)
+        scaled_curve = Curve.smooth(curve.bytes, seconds, spread)
+        return Measured(scaled_curve, f"{kind} {when}, before {entry.provenance}", entry.version)
 
-    curves = {key: scaled(key, entry) for key, entry in cluster.curves.items()}
-    return replace(cluster, curves=curves)
+    return replace(cluster, curves={key: scaled(key, e) for key, e in cluster.curves.items()})
 
 
 def _factors(pairs: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[float]:
     """Ratio at each size, interpolated in the logarithms of size and ratio."""
-    by_size: dict[int, list[float]] = {}
+    by_size = defaultdict[int, list[float]](list)
     for nbytes, ratio in pairs:
-        by_size.setdefault(max(1, nbytes), []).append(ratio)
+        by_size[max(1, nbytes)].append(ratio)
     known = sorted(by_size)
     ratios = [math.log(statistics.median(by_size[n])) for n in known]
     return np.exp(np.interp(np.log(sizes), np.log(known), ratios)).tolist()

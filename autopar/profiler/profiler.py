@@ -8,25 +8,25 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.collectives import Transfer, collective_of, is_wait, issuer
+from autopar.cost_model.collectives import Transfer, collective_of
 from autopar.cost_model.curves.curve import Curve
-from autopar.cost_model.curves.measured_curve import CurveKey, Measured
-from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.curves.measured_curve import Measured
 from autopar.cost_model.measurement.optimizer_step import Optimizer
-from autopar.cost_model.simulator.step import Simulation, simulate
+from autopar.cost_model.simulator.step import Simulation
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import TrainingGraph
 from autopar.planner.machine import Machine, measure_machine, ranks_of
 from autopar.planner.problem import Graphs, PlanningProblem
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
-from autopar.profiler.calibration import TimedCollectives, calibrated
+from autopar.profiler.calibration import TimedCollectives, calibrated, issuers, simulated
 from autopar.profiler.report import Again, Message, Profile, Side
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
@@ -91,9 +91,8 @@ class Profiler(Recorder):
         """Profile of recorded steps, with their prediction and a calibrated plan."""
         graph = steps[0].graph
         machine = measure_machine([graph], self.device, None, self.optimizer, live=True)
-        taken = TimedCollectives.of(graph, [step.events() for step in steps]).together(
-            ranks_of(live=True)
-        )
+        own = TimedCollectives.of(graph, [step.events() for step in steps])
+        taken = own.together(ranks_of(live=True))
         again = broadcast_from_rank0(lambda: self.again(graph, machine, taken))
         return replace(compare(steps, machine), again=again)
 
@@ -104,13 +103,14 @@ class Profiler(Recorder):
         if self.kept is not None:
             refit.machine.cluster.save(self.kept)
             refit.measured().save()
-        now_s = _step(graph, refit.machine)
+        best_s = now_s = step_seconds(graph, refit.machine)
         found = [
             plan_fixed_mesh(problem, graphs, refit.machine) for problem, graphs in self.planned
         ]
-        best = min((plan for plan in found if plan.prediction), key=_predicted_s, default=None)
-        wins = best is not None and self.plan is not None and chosen(best) != chosen(self.plan)
-        best_s = min(now_s, _predicted_s(best)) if best is not None and wins else now_s
+        predicted = [(p.prediction.step_s, p) for p in found if p.prediction is not None]
+        least_s, best = min(predicted, key=lambda pair: pair[0], default=(math.inf, None))
+        if best is not None and self.plan is not None and chosen(best) != chosen(self.plan):
+            best_s = min(now_s, least_s)
         return Again(
             operators=refit.operators,
             collectives=refit.collectives,
@@ -127,51 +127,42 @@ def chosen(plan: Plan) -> Plan:
     return replace(plan, name="", prediction=None, runners_up=(), notes=(), cluster="")
 
 
-def _predicted_s(plan: Plan) -> float:
-    return plan.prediction.step_s if plan.prediction is not None else math.inf
-
-
 def compare(steps: Sequence[RecordedStep], machine: Machine) -> Profile:
     """Compares recorded steps of one graph with their prediction."""
     graph = steps[0].graph
-    result = simulate(graph, machine.cluster, machine.operators, overhead=machine.overhead)
-    update_s = update_seconds(graph, machine)
-    names = {node.name: str(node.target) for node in graph.calls()}
-    wait_of = {
-        node.name: source.name
-        for node in graph.calls()
-        if is_wait(node) and (source := issuer(node)) is not None
+    cluster, operators = machine.cluster, machine.operators
+    faster_curves = {k: _twice_as_fast(e) for k, e in cluster.curves.items()}
+    faster_times = {k: replace(t, seconds=t.seconds / 2) for k, t in operators.times.items()}
+    faster = {
+        "collectives": replace(machine, cluster=replace(cluster, curves=faster_curves)),
+        "operators": replace(machine, operators=replace(operators, times=faster_times)),
     }
-    messages = tuple(messages_of(graph, machine.cluster))
+    result = simulated(graph, machine)
+    names = {node.name: str(node.target) for node in graph.calls()}
+    wait_of, messages = issuers(graph), tuple(messages_of(graph, cluster))
+    kinds = {message.name: message.collective for message in messages}
+    waited = {wait: kinds[name] for wait, name in wait_of.items() if name in kinds}
     return Profile(
         rank=rank(),
         steps_s=tuple(step.seconds for step in steps),
-        measured=_measured(steps, names, wait_of, {m.name: m.collective for m in messages}),
-        predicted=_predicted(result, update_s, names),
+        measured=_measured(steps, names, waited),
+        predicted=_predicted(result, update_seconds(graph, machine), names),
         messages=messages,
         wait_of=wait_of,
-        faster={
-            "collectives": _step(graph, replace(machine, cluster=halved(machine.cluster))),
-            "operators": _step(graph, replace(machine, operators=_halved(machine.operators))),
-        },
+        faster={name: step_seconds(graph, other) for name, other in faster.items()},
         kinds=dict(result.provenance),
-        cluster=f"{machine.cluster.name} ({machine.cluster.provenance})",
+        cluster=f"{cluster.name} ({cluster.provenance})",
     )
 
 
-def messages_of(graph: TrainingGraph, cluster: Cluster) -> list[Message]:
+def messages_of(graph: TrainingGraph, cluster: Cluster) -> Iterator[Message]:
     """Collectives of a graph with their predicted times."""
-    found = []
     for node in graph.calls():
-        if collective_of(node) is None:
-            continue
-        sent = Transfer.of(node, graph.axes, cluster.ranks_per_node)
-        cost = cluster.price(sent)
-        empty = cluster.seconds(sent.collective, 1, sent.shape, sent.dtype)
-        found.append(
-            Message(node.name, sent.collective, sent.nbytes, cost.seconds, empty.seconds, cost.kind)
-        )
-    return found
+        if collective_of(node) is not None:
+            sent = Transfer.of(node, graph.axes, cluster.ranks_per_node)
+            kind, cost = sent.collective, cluster.price(sent)
+            empty_s = cluster.seconds(kind, 1, sent.shape, sent.dtype).seconds
+            yield Message(node.name, kind, sent.nbytes, cost.seconds, empty_s, cost.kind)
 
 
 def update_seconds(graph: TrainingGraph, machine: Machine) -> float:
@@ -180,60 +171,40 @@ def update_seconds(graph: TrainingGraph, machine: Machine) -> float:
     return machine.update.seconds(list(trained), dtensors=bool(graph.layouts)).seconds
 
 
-def halved(cluster: Cluster) -> Cluster:
-    """The same cluster with collectives twice as fast."""
-
-    def faster(entry: Measured) -> Measured:
-        curve = entry.curve
-        half = Curve(curve.bytes, tuple(s / 2 for s in curve.seconds))
-        return Measured(half, "modelled by halving what was measured", entry.version)
-
-    curves: Mapping[CurveKey, Measured] = {k: faster(e) for k, e in cluster.curves.items()}
-    return replace(cluster, curves=curves)
+def step_seconds(graph: TrainingGraph, machine: Machine) -> float:
+    """Simulated time of a step with the optimizer's, in seconds."""
+    return simulated(graph, machine).step_s + update_seconds(graph, machine)
 
 
-def _halved(operators: OperatorTimes) -> OperatorTimes:
-    times = {key: replace(t, seconds=t.seconds / 2) for key, t in operators.times.items()}
-    return replace(operators, times=times)
-
-
-def _step(graph: TrainingGraph, machine: Machine) -> float:
-    result = simulate(graph, machine.cluster, machine.operators, overhead=machine.overhead)
-    return result.step_s + update_seconds(graph, machine)
+def _twice_as_fast(entry: Measured) -> Measured:
+    half = Curve(entry.curve.bytes, tuple(s / 2 for s in entry.curve.seconds))
+    return Measured(half, "modelled by halving what was measured", entry.version)
 
 
 def _measured(
-    steps: Sequence[RecordedStep],
-    names: Mapping[str, str],
-    wait_of: Mapping[str, str],
-    collective: Mapping[str, str],
+    steps: Sequence[RecordedStep], names: Mapping[str, str], kinds: Mapping[str, str]
 ) -> Side:
+    """Recorded side, given the operator of each node and the collective of each wait."""
     middle = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
-    operators: dict[str, float] = {}
-    waits: dict[str, float] = {}
+    operators, waits = defaultdict[str, float](float), defaultdict[str, float](float)
     for step in steps:
         for event in step.events():
-            if event.stream != COMPUTE:
-                continue
-            share = event.seconds / len(steps)
-            if event.kind == "wait":
-                kind = collective[wait_of[event.name]]
-                waits[kind] = waits.get(kind, 0.0) + share
-            else:
-                target = names.get(event.name, event.name)
-                operators[target] = operators.get(target, 0.0) + share
+            if event.stream == COMPUTE:
+                waited = event.kind == "wait"
+                key = kinds[event.name] if waited else names.get(event.name, event.name)
+                (waits if waited else operators)[key] += event.seconds / len(steps)
     inside = statistics.mean(sum(t[-1] - t[0] for _, t in step.runs) for step in steps)
     mean = statistics.mean(step.seconds for step in steps)
-    return Side(middle.seconds, operators, waits, mean - inside, tuple(middle.events()))
+    events = tuple(middle.events())
+    return Side(middle.seconds, dict(operators), dict(waits), mean - inside, events)
 
 
 def _predicted(result: Simulation, update_s: float, names: Mapping[str, str]) -> Side:
-    operators: dict[str, float] = {}
+    operators = defaultdict[str, float](float)
     for event in result.timeline:
         if event.stream == COMPUTE and event.kind == COMPUTE:
-            target = names.get(event.name, event.name)
-            operators[target] = operators.get(target, 0.0) + event.seconds
+            operators[names.get(event.name, event.name)] += event.seconds
     step_s = result.step_s + update_s
     update = Event("optimizer", COMPUTE, result.step_s, step_s, COMPUTE)
     events = (*result.timeline, update)
-    return Side(step_s, operators, result.waits, update_s, events, result.memory_curve)
+    return Side(step_s, dict(operators), result.waits, update_s, events, result.memory_curve)

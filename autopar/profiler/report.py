@@ -63,11 +63,6 @@ class Side:
     events: tuple[Event, ...]
     memory: tuple[tuple[float, Count], ...] = ()
 
-    @property
-    def waiting_s(self) -> float:
-        """Total stall in seconds."""
-        return sum(self.waits.values())
-
 
 @dataclass(frozen=True)
 class Again:
@@ -159,41 +154,23 @@ def find(profiles: Sequence[Profile]) -> list[Finding]:
         profiles: profiles of all ranks.
     """
     first = profiles[0]
-    least = _least_waits(profiles)
-    found = [*_waiting(first, least), _apart(profiles, sum(least.values())), _idle(first)]
+    waits = [[e for e in p.measured.events if e.kind == "wait"] for p in profiles]
+    mean_s = statistics.mean(sum(event.seconds for event in own) for own in waits)
+    rows = [{event.name: event.seconds for event in own} for own in waits]
+    least = {name: min(row.get(name, 0.0) for row in rows) for name in rows[0]}  # not late ranks
+    messages = {message.name: message for message in first.messages}
+    seconds = {True: 0.0, False: 0.0}
+    for name, own_s in least.items():
+        if message := messages.get(first.wait_of.get(name, "")):
+            seconds[message.is_small] += own_s
+    found = [
+        _small(first, seconds[True]),
+        _large(first, seconds[False]),
+        _apart(mean_s, sum(least.values())),
+        _idle(first.measured.outside_s, first.predicted.outside_s),
+    ]
     found = [item for item in found if item.seconds >= WORTH_NAMING * first.measured.step_s]
     return sorted(found, key=lambda item: -item.seconds)
-
-
-def _least_waits(profiles: Sequence[Profile]) -> dict[str, float]:
-    """Minimum wait over ranks by waiting node, which excludes late ranks."""
-    rows = [{e.name: e.seconds for e in p.measured.events if e.kind == "wait"} for p in profiles]
-    return {name: min(row.get(name, 0.0) for row in rows) for name in rows[0]}
-
-
-def _waiting(profile: Profile, waits: Mapping[str, float]) -> list[Finding]:
-    """Findings on waits for small messages and for other messages."""
-    messages = {message.name: message for message in profile.messages}
-    small_s = other_s = 0.0
-    for name, seconds in waits.items():
-        message = messages.get(profile.wait_of.get(name, ""))
-        if message is not None:
-            small_s += seconds * message.is_small
-            other_s += seconds * (not message.is_small)
-    return [_small(profile, small_s), _large(profile, other_s)]
-
-
-def _apart(profiles: Sequence[Profile], own_s: float) -> Finding:
-    """Finding on waits for late ranks, beyond the time of the collectives."""
-    mean_s = statistics.mean(
-        sum(e.seconds for e in p.measured.events if e.kind == "wait") for p in profiles
-    )
-    return Finding(
-        "ranks out of step",
-        max(0.0, mean_s - own_s),
-        f"a rank waits {_ms(mean_s)} on average, the last to come only {_ms(own_s)} (measured)",
-        "as many rows and as fast a device for every rank, and nothing else on their cores",
-    )
 
 
 def _small(profile: Profile, seconds: float) -> Finding:
@@ -213,28 +190,36 @@ def _large(profile: Profile, seconds: float) -> Finding:
     step_s = profile.measured.step_s
     faster_s = profile.predicted.step_s - profile.faster.get("collectives", 0.0)
     gain = f"collectives twice as fast would save {_ms(faster_s)} (modelled)"
+    waits = f"compute waits {_ms(seconds)} for them (measured); {gain}"
     if total >= SATURATED * step_s:
         return Finding(
             "a saturated link",
             seconds,
-            f"collectives take {_ms(total)} of a step of {_ms(step_s)} even alone, and compute "
-            f"waits {_ms(seconds)} for them (measured); {gain}",
+            f"collectives take {_ms(total)} of a step of {_ms(step_s)} even alone, and {waits}",
             "fewer bytes (a lower ZeRO stage, more rows a step, gradients kept over several "
             "batches), or a faster link",
         )
     return Finding(
         "exposed collectives",
         seconds,
-        f"collectives take {_ms(total)} alone and would fit beside compute, but compute waits "
-        f"{_ms(seconds)} for them (measured); {gain}",
+        f"collectives take {_ms(total)} alone and would fit beside compute, but {waits}",
         "earlier starts (Strategy.prefetch, smaller buckets), or a lower ZeRO stage where memory "
         "allows",
     )
 
 
-def _idle(profile: Profile) -> Finding:
+def _apart(mean_s: float, own_s: float) -> Finding:
+    """Finding on waits for late ranks, beyond the time of the collectives."""
+    return Finding(
+        "ranks out of step",
+        max(0.0, mean_s - own_s),
+        f"a rank waits {_ms(mean_s)} on average, the last to come only {_ms(own_s)} (measured)",
+        "as many rows and as fast a device for every rank, and nothing else on their cores",
+    )
+
+
+def _idle(outside_s: float, update_s: float) -> Finding:
     """Finding on time outside of forward and backward, beyond the optimizer's step."""
-    outside_s, update_s = profile.measured.outside_s, profile.predicted.outside_s
     return Finding(
         "an idle device",
         max(0.0, outside_s - update_s),

@@ -46,7 +46,7 @@ def test_every_rank_records_a_step_and_predicts_it(tmp_path):
         assert len(profile.steps_s) == STEPS
         assert set(profile.measured.operators) <= set(profile.predicted.operators)
         assert set(profile.measured.waits) == {m.collective for m in profile.messages}
-        inside = sum(profile.measured.operators.values()) + profile.measured.waiting_s
+        inside = sum(profile.measured.operators.values()) + sum(profile.measured.waits.values())
         assert 0 < inside < max(profile.steps_s)
         assert profile.kinds["measured"] > 0
     rows = trace(profiles)["traceEvents"]
