@@ -18,8 +18,8 @@ from autopar.commands import (
     show,
     verify,
 )
-from autopar.commands.launch import add_script, launch
 from autopar.commands.plain_console import PlainConsole
+from autopar.commands.script import add_script, launch
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.formatting import printable
 from autopar.report.plan import Plan

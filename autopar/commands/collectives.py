@@ -8,11 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from autopar.commands.option_types import ranks, size
-from autopar.commands.plain_console import PlainConsole
+from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
 from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError, Cost
@@ -32,26 +29,23 @@ DEFAULT = "dgx-a100"
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
     names = ", ".join(shipped_clusters())
-    parser = commands.add_parser(
-        "collectives",
-        help="time of a collective by algorithm and protocol, and NCCL's pick",
-    )
-    parser.add_argument("--bytes", type=size, required=True, help="message size, such as 64MiB")
-    parser.add_argument("--ranks", type=ranks, required=True, help="ranks of the group")
-    parser.add_argument("--nodes", type=ranks, default=1, help="nodes of the group")
-    parser.add_argument("--groups", type=ranks, default=1, help="groups that run at once")
-    parser.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
-    parser.add_argument(
+    text = "time of a collective by algorithm and protocol, and NCCL's pick"
+    parser = commands.add_parser("collectives", help=text)
+    add = parser.add_argument
+    add("--bytes", type=size, required=True, help="message size, such as 64MiB")
+    add("--ranks", type=ranks, required=True, help="ranks of the group")
+    add("--nodes", type=ranks, default=1, help="nodes of the group")
+    add("--groups", type=ranks, default=1, help="groups that run at once")
+    add("--collective", default="all_reduce", choices=COLLECTIVES)
+    add(
         "--cluster",
         metavar="NAME|FILE",
         default=DEFAULT,
         help=f"JSON file of a cluster, or one of {names} (default {DEFAULT})",
     )
-    parser.add_argument("--nccl", default=LATEST, metavar="VERSION", help="version of NCCL")
-    parser.add_argument(
-        "--tuner", metavar="FILE", help="write NCCL's choices as a tuner plugin's configuration"
-    )
-    parser.add_argument(
+    add("--nccl", default=LATEST, metavar="VERSION", help="version of NCCL")
+    add("--tuner", metavar="FILE", help="write NCCL's choices as a tuner plugin's configuration")
+    add(
         "--forced",
         action="append",
         default=[],
@@ -64,26 +58,25 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`autopar collectives`."""
+    collective, nbytes = options.collective, options.bytes
     if options.ranks < 2 or options.ranks % options.nodes:
         raise StrategyError(f"{options.ranks} ranks do not fill {options.nodes} nodes evenly")
     shape = GroupShape(options.ranks, options.ranks // options.nodes, options.groups)
     cluster, constants = cluster_for(options.cluster, shape), constants_of(options.nccl)
-    tuning, notes = None, list[str]()
+    tuning, notes, times = None, list[str](), dict[str, Cost]()
     try:
         tuning = Tuning(_communicator(cluster, shape), constants)
     except ClusterError as error:
         if options.tuner:
             raise
         notes.append(f"no times of NCCL's algorithms: {error}")
-    if tuning is not None and options.collective not in NAMES:
-        notes.append(f"no times of NCCL's algorithms: NCCL's model has no {options.collective}")
-    request = options.collective, options.bytes, shape
-    times = dict[str, Cost]()
-    if tuning is not None and options.collective in NAMES:
-        times = algorithm_times(tuning, options.collective, options.bytes)
-        notes += pick_lines(tuning, options.collective, options.bytes)
+    if tuning is not None and collective in NAMES:
+        times = algorithm_times(tuning, collective, nbytes)
+        notes += pick_lines(tuning, collective, nbytes)
+    elif tuning is not None:
+        notes.append(f"no times of NCCL's algorithms: NCCL's model has no {collective}")
     try:
-        times = {"the planner's price": cluster.seconds(*request), **times}
+        times = {"the planner's price": cluster.seconds(collective, nbytes, shape), **times}
     except ClusterError as error:
         if not times:
             raise
@@ -91,10 +84,19 @@ def run(options: argparse.Namespace) -> int:
     console = PlainConsole()
     if not console.is_terminal:
         console.width = max(console.width, 120)
-    title = f"{options.collective} of {options.bytes:,} bytes ({human_bytes(options.bytes)})"
-    console.print(table(f"{title}: {shape}, on {cluster.name}", times, request))
-    sources = [f"[{number}] {source}" for number, source in enumerate(_sources(times), 1)]
-    for line in [*notes, *sources]:
+    title = f"{collective} of {nbytes:,} bytes ({human_bytes(nbytes)}): {shape}, on {cluster.name}"
+    sources = list(dict.fromkeys(cost.provenance for cost in times.values()))
+    right = ("ms", "busbw GB/s", "source")
+    grid = plain_table(title, ["algorithm/protocol x channels"], right)
+    for name, cost in times.items():
+        grid.add_row(
+            name,
+            f"{cost.seconds * 1e3:.4g}" + (f" ±{cost.error:.0%}" if cost.error else ""),
+            f"{bus_factor(collective, shape.ranks) * nbytes / cost.seconds / 1e9:.4g}",
+            f"{cost.kind} [{sources.index(cost.provenance) + 1}]",
+        )
+    console.print(grid)
+    for line in [*notes, *(f"[{number}] {source}" for number, source in enumerate(sources, 1))]:
         console.print(line, soft_wrap=True, highlight=False)
     if options.tuner and tuning is not None:
         text = export([tuning], forced_curves(options.forced, shape))
@@ -174,25 +176,3 @@ def pick_lines(tuning: Tuning, collective: str, nbytes: int) -> Iterator[str]:
     ranges = [("/".join(choice), next(group)[0]) for choice, group in sizes]
     first, *later = [f"{name} from {human_bytes(start)}" for name, start in ranges]
     yield f"By size: {', '.join([first.removesuffix(' from 0 B'), *later])}."
-
-
-def table(title: str, times: dict[str, Cost], request: tuple[str, int, GroupShape]) -> Table:
-    """One row for each time: milliseconds, bus bandwidth, number of its source."""
-    collective, nbytes, shape = request
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    grid.add_column("algorithm/protocol x channels", no_wrap=True)
-    for heading in ("ms", "busbw GB/s", "source"):
-        grid.add_column(heading, justify="right", no_wrap=True)
-    sources, factor = _sources(times), bus_factor(collective, shape.ranks)
-    for name, cost in times.items():
-        grid.add_row(
-            name,
-            f"{cost.seconds * 1e3:.4g}" + (f" ±{cost.error:.0%}" if cost.error else ""),
-            f"{factor * nbytes / cost.seconds / 1e9:.4g}",
-            f"{cost.kind} [{sources.index(cost.provenance) + 1}]",
-        )
-    return grid
-
-
-def _sources(times: dict[str, Cost]) -> list[str]:
-    return list(dict.fromkeys(cost.provenance for cost in times.values()))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from autopar.commands.option_types import ranks, size
-from autopar.commands.plain_console import PlainConsole
+from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.import_nccl_tests import import_nccl_tests
 from autopar.formatting import human_bytes
@@ -24,17 +23,16 @@ def add_to(commands: Any) -> None:
         "each run of one test program, of groups of one size. Times are imported, bandwidths only "
         "checked. Options give the facts that the files lack.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE")
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="JSON file to write")
-    parser.add_argument("--name", help="name of the cluster")
-    parser.add_argument("--device", help="name of the GPUs, if the files lack it")
-    parser.add_argument("--ranks", type=ranks, help="number of ranks, if the files lack it")
-    parser.add_argument(
-        "--ranks-per-node", type=ranks, help="ranks of a node, if the files list no hosts"
-    )
-    parser.add_argument("--collective", help="such as all_reduce, if the files lack it")
-    parser.add_argument("--least-bytes", type=size, help="smallest size to import, such as 8M")
-    parser.add_argument(
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE")
+    add("-o", "--output", required=True, metavar="FILE", help="JSON file to write")
+    add("--name", help="name of the cluster")
+    add("--device", help="name of the GPUs, if the files lack it")
+    add("--ranks", type=ranks, help="number of ranks, if the files lack it")
+    add("--ranks-per-node", type=ranks, help="ranks of a node, if the files list no hosts")
+    add("--collective", help="such as all_reduce, if the files lack it")
+    add("--least-bytes", type=size, help="smallest size to import, such as 8M")
+    add(
         "--uniform",
         action="store_true",
         help="groups of one shape take equally long wherever they are (behind switches): allow "
@@ -64,11 +62,8 @@ def run(options: argparse.Namespace) -> None:
 
 def table(cluster: Cluster) -> Table:
     """The curves of a cluster, one in each row."""
-    drawn = Table(title=cluster.name, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("collective", "groups"):
-        drawn.add_column(heading, no_wrap=True)
-    for heading in ("sizes", "from", "to", "takes", "GB/s at most"):
-        drawn.add_column(heading, justify="right", no_wrap=True)
+    right = ("sizes", "from", "to", "takes", "GB/s at most")
+    drawn = plain_table(cluster.name, ("collective", "groups"), right)
     for key, entry in sorted(cluster.curves.items()):
         curve = entry.curve
         speeds = [size / time / 1e9 for size, time in zip(curve.bytes, curve.seconds, strict=True)]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from rich import box
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from autopar.commands.launch import launch
 from autopar.commands.option_types import budget_s, processes, ranks, size
-from autopar.commands.plain_console import PlainConsole
+from autopar.commands.plain_console import PlainConsole, plain_table
+from autopar.commands.script import launch
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.measurement.measure import DTYPES, SIZES, measure
 from autopar.cost_model.measurement.sampling import ReportProgress
 from autopar.errors import StrategyError
@@ -35,20 +33,15 @@ def add_to(commands: Any) -> None:
         description="Under torchrun, times the collectives of its ranks on all nodes. Otherwise "
         "launches --nproc processes of this machine.",
     )
-    parser.add_argument("--nproc", type=processes, help="processes to launch on this machine")
-    parser.add_argument("--output", metavar="FILE", help="also write the cluster as JSON")
-    parser.add_argument(
-        "--budget", type=budget_s, default=40.0, help="approximate seconds to spend"
-    )
-    parser.add_argument("--dtype", default="float32", choices=DTYPES)
-    parser.add_argument("--sizes", type=sizes_of, default=SIZES, help="such as 64KiB,1MiB,16MiB")
-    parser.add_argument(
-        "--mesh", type=mesh_of, help="only groups along the axes of this mesh, such as dp=2,tp=4"
-    )
-    parser.add_argument("--no-cache", action="store_true", help="neither read nor write the cache")
-    parser.add_argument(
-        "--force", action="store_true", help="measure even if the cached times still hold"
-    )
+    add = parser.add_argument
+    add("--nproc", type=processes, help="processes to launch on this machine")
+    add("--output", metavar="FILE", help="also write the cluster as JSON")
+    add("--budget", type=budget_s, default=40.0, help="approximate seconds to spend")
+    add("--dtype", default="float32", choices=DTYPES)
+    add("--sizes", type=sizes_of, default=SIZES, help="such as 64KiB,1MiB,16MiB")
+    add("--mesh", type=mesh_of, help="only groups along the axes of this mesh, such as dp=2,tp=4")
+    add("--no-cache", action="store_true", help="neither read nor write the cache")
+    add("--force", action="store_true", help="measure even if the cached times still hold")
     parser.set_defaults(command=run)
 
 
@@ -133,20 +126,23 @@ def _progress(console: PlainConsole) -> Iterator[ReportProgress | None]:
 
 def table(cluster: Cluster) -> Table:
     """Each curve in a row: milliseconds by size, GB/s at the largest size, error bar."""
-    title = f"{cluster.name}, {cluster.provenance}"
-    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = _spread_out({n for entry in cluster.curves.values() for n in entry.curve.bytes})
+    right = ("group", "at once", *map(in_units, shown), "GB/s", "±")
+    drawn = plain_table(f"{cluster.name}, {cluster.provenance}", ["collective"], right)
     drawn.padding = (0, 1, 0, 0)
     drawn.caption = "groups: nodes x ranks on each, at once; times in ms"
     if not cluster.curves:
         drawn.caption = "one process: no collectives"
-    shown = _spread_out({n for entry in cluster.curves.values() for n in entry.curve.bytes})
-    drawn.add_column("collective", no_wrap=True)
-    for heading in ("group", "at once", *map(in_units, shown), "GB/s", "±"):
-        drawn.add_column(heading, justify="right", no_wrap=True)
     for key, entry in sorted(cluster.curves.items()):
-        group = f"{key.shape.nodes}x{key.shape.ranks_per_node}"
-        cells = _cells(entry.curve, shown)
-        drawn.add_row(key.collective, group, str(key.shape.groups), *cells)
+        curve = entry.curve
+        drawn.add_row(
+            key.collective,
+            f"{key.shape.nodes}x{key.shape.ranks_per_node}",
+            str(key.shape.groups),
+            *(f"{curve(n) * 1e3:.3g}" if n <= curve.bytes[-1] else "" for n in shown),
+            f"{curve.bytes[-1] / curve.seconds[-1] / 1e9:.3g}",
+            f"{sorted(curve.error(n) for n in curve.bytes)[len(curve.bytes) // 2]:.0%}",
+        )
     return drawn
 
 
@@ -154,13 +150,6 @@ def _spread_out(sizes: set[int]) -> list[int]:
     """Up to four sizes from the smallest to the largest."""
     ascending, steps = sorted(sizes), min(4, len(sizes))
     return [ascending[i * (len(sizes) - 1) // max(1, steps - 1)] for i in range(steps)]
-
-
-def _cells(curve: Curve, shown: Sequence[int]) -> list[str]:
-    measured = [f"{curve(n) * 1e3:.3g}" if n <= curve.bytes[-1] else "" for n in shown]
-    errors = sorted(curve.error(n) for n in curve.bytes)
-    rate = curve.bytes[-1] / curve.seconds[-1] / 1e9
-    return [*measured, f"{rate:.3g}", f"{errors[len(errors) // 2]:.0%}"]
 
 
 def in_units(nbytes: int) -> str:

@@ -10,33 +10,10 @@ from autopar.common.checks import MAX_RANKS, count, nbytes, seconds, short_repr
 
 T = TypeVar("T")
 
-MOST_PROCESSES = 2**12
-MOST_STEPS = 2**20
-
 
 def size(text: str) -> int:
     """A size in bytes, such as "64MiB", "64MB", "64M" (64 MiB) or "4096"."""
     return _read(lambda: nbytes("", text, bare=True), text, "a size such as 64MiB")
-
-
-def ranks(text: str) -> int:
-    """A number of ranks, nodes, stages or micro-batches: at least 1."""
-    return _whole(text, 1, MAX_RANKS)
-
-
-def rank(text: str) -> int:
-    """A rank, from 0."""
-    return _whole(text, 0, MAX_RANKS)
-
-
-def processes(text: str) -> int:
-    """A number of processes."""
-    return _whole(text, 1, MOST_PROCESSES)
-
-
-def steps(text: str) -> int:
-    """A number of training steps."""
-    return _whole(text, 1, MOST_STEPS)
 
 
 def budget_s(text: str) -> float:
@@ -49,9 +26,13 @@ def limit_s(text: str) -> float:
     return _read(lambda: seconds("", float(text), zero=True), text, "a number of seconds from 0")
 
 
-def _whole(text: str, least: int, most: int) -> int:
+def _whole(least: int, most: int) -> Callable[[str], int]:
     what = f"a whole number from {least} to {most}"
-    return _read(lambda: count("", int(text), least, most), text, what)
+    return lambda text: _read(lambda: count("", int(text), least, most), text, what)
+
+
+rank, ranks = _whole(0, MAX_RANKS), _whole(1, MAX_RANKS)
+processes, steps = _whole(1, 2**12), _whole(1, 2**20)
 
 
 def _read(read: Callable[[], T], text: str, what: str) -> T:

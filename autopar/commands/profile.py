@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.commands.launch import add_script, launch
 from autopar.commands.option_types import steps
-from autopar.commands.plain_console import PlainConsole
+from autopar.commands.plain_console import PlainConsole, plain_table
+from autopar.commands.script import add_script, launch
 from autopar.cost_model.simulator.chrome_trace import chrome_trace, write_trace
 from autopar.errors import StrategyError
 from autopar.formatting import printable
@@ -39,11 +38,10 @@ def add_to(commands: Any) -> None:
         "compiled by a backend are not recorded. On a GPU, times are launch times.",
     )
     add_script(parser)
-    parser.add_argument("--steps", type=steps, default=5, help="number of steps to record")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="file for both timelines, for ui.perfetto.dev"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--steps", type=steps, default=5, help="number of steps to record")
+    add("--trace", metavar="FILE", help="file for both timelines, for ui.perfetto.dev")
+    add(
         "--refit",
         metavar="FILE",
         help="write the cluster to FILE and the operators' times to the cache, as recorded",
@@ -150,22 +148,16 @@ def _operators(measured: Side, predicted: Side) -> Table:
     for name in by_time[:_SHOWN]:
         pair = _pair(measured.operators[name], predicted.operators.get(name, 0.0))
         table.add_row(name.removesuffix(".default"), *pair)
-    rest = by_time[_SHOWN:]
-    others = [_sum_of(side.operators, rest) for side in (measured, predicted)]
-    if rest:
+    if rest := by_time[_SHOWN:]:
+        sides = measured.operators, predicted.operators
+        others = [sum(times.get(name, 0.0) for name in rest) for times in sides]
         table.add_row(f"{len(rest)} others", *_pair(*others))
     return table
 
 
-def _sum_of(times: Mapping[str, float], names: list[str]) -> float:
-    return sum(times.get(name, 0.0) for name in names)
-
-
 def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True, max_width=60)
-    for heading in ("measured", "predicted", "error"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(title, [""], ("measured", "predicted", "error"))
+    table.columns[0].max_width = 60
     return table
 
 

@@ -50,22 +50,17 @@ def add_to(commands: Any) -> None:
         help="throughput and efficiency by number of GPUs, for each strategy",
         usage="autopar scale SCRIPT --cluster NAME --gpus 8,64,512 [OPTIONS] [-- ARGUMENTS]",
     )
-    parser.add_argument("script", help="Python file with make() -> (model, example inputs)")
-    parser.add_argument(
-        "--cluster", required=True, help="name of a shipped cluster with a uniform fabric"
-    )
-    parser.add_argument(
-        "--gpus", type=numbers, required=True, help="numbers of GPUs, such as 8,64,512"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("script", help="Python file with make() -> (model, example inputs)")
+    add("--cluster", required=True, help="name of a shipped cluster with a uniform fabric")
+    add("--gpus", type=numbers, required=True, help="numbers of GPUs, such as 8,64,512")
+    add(
         "--strategies",
         default=",".join(DEFAULT),
         help="such as ddp,zero3,tp8+zero1,pp4+tp8+m16+zero1,fastest: ZeRO, axes, micro-batches",
     )
-    parser.add_argument("--backend", default="inductor", help="as for autopar plan")
-    parser.add_argument(
-        "--time-limit", type=limit_s, default=60.0, help="as for autopar plan, for each cell"
-    )
+    add("--backend", default="inductor", help="as for autopar plan")
+    add("--time-limit", type=limit_s, default=60.0, help="as for autopar plan, for each cell")
     parser.set_defaults(command=run)
 
 

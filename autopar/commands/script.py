@@ -1,36 +1,56 @@
-"""Python files with `make()`, which returns the model to plan and its inputs."""
+"""Scripts of the user: `load` calls make() of one, `launch` runs one as ranks through torchrun."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import runpy
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autopar.commands.option_types import processes
 from autopar.errors import StrategyError
 
 
 def load(script: str, arguments: Sequence[str] = ()) -> tuple[Any, Any]:
-    """The model and example inputs of a script's make().
-
-    Args:
-        script: path of the file.
-        arguments: the script's arguments, in sys.argv.
-    """
+    """The model and example inputs of a script's make(), with its arguments in sys.argv."""
     saved, sys.argv = sys.argv, [script, *arguments]
     try:
-        return _made(script)
+        names = runpy.run_path(script, run_name="autopar_script")
+        if "make" not in names:
+            raise StrategyError(
+                f"{script} has no make(). Define make() that returns (model, example inputs)."
+            )
+        made = names["make"]()
     finally:
         sys.argv = saved
-
-
-def _made(script: str) -> tuple[Any, Any]:
-    names = runpy.run_path(script, run_name="autopar_script")
-    if "make" not in names:
-        raise StrategyError(
-            f"{script} has no make(). Define make() that returns (model, example inputs)."
-        )
-    made = names["make"]()
     if not (isinstance(made, tuple) and len(made) == 2):
         raise StrategyError(f"make() in {script} returned {made!r:.60}, not (model, inputs)")
     return made
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `launch`."""
+    cores = os.cpu_count() or 1
+    parser.add_argument("script", help="Python file")
+    parser.add_argument("--nproc", type=processes, default=cores, help="number of processes")
+
+
+def launch(
+    script: str, nproc: int, rest: Sequence[str], environment: Mapping[str, str] | None = None
+) -> int:
+    """Runs a script as `nproc` ranks that divide the cores; returns the exit status.
+
+    Args:
+        script: path of the script, or "-m" to run the module at the start of `rest`.
+        nproc: number of ranks.
+        rest: arguments of the script.
+        environment: extra environment variables.
+    """
+    threads = max(1, (os.cpu_count() or 1) // nproc)
+    variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **(environment or {})}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(nproc), script, *rest]
+    return subprocess.run(command, env=variables, check=False).returncode

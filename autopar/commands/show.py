@@ -31,28 +31,25 @@ _WIDTH = 160
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
     parser = commands.add_parser("show", help="print a plan")
-    parser.add_argument("plan", help="JSON file of a plan")
-    parser.add_argument("--explain", action="store_true", help="print the reasons for this plan")
-    parser.add_argument(
-        "--timeline", metavar="FILE", help="write the predicted step as a Chrome trace"
-    )
-    parser.add_argument(
-        "--graph", metavar="SCRIPT", help="print the program of one rank, for the script's make()"
-    )
-    parser.add_argument("--rank", type=rank, default=0)
-    parser.add_argument(
+    add = parser.add_argument
+    add("plan", help="JSON file of a plan")
+    add("--explain", action="store_true", help="print the reasons for this plan")
+    add("--timeline", metavar="FILE", help="write the predicted step as a Chrome trace")
+    add("--graph", metavar="SCRIPT", help="print the program of one rank, for the script's make()")
+    add("--rank", type=rank, default=0)
+    add(
         "--disable",
         metavar="NAME[,NAME]",
         default="",
         help="passes to leave out of the program of --graph",
     )
-    parser.add_argument(
+    add(
         "--placements",
         metavar="SCRIPT",
         help="print placements of parameters and activations along each model-parallel axis, block "
         "by block, and every redistribution, for the script's make()",
     )
-    parser.add_argument(
+    add(
         "--cluster",
         metavar="NAME|FILE",
         help="cluster of the times of --placements; by default they are modelled",
@@ -66,11 +63,8 @@ def run(options: argparse.Namespace) -> None:
     if options.graph:
         model, example_inputs = load(options.graph)
         disable = tuple(filter(None, options.disable.split(",")))
-        print(
-            printable(
-                program_text(model, example_inputs, plan=plan, rank=options.rank, disable=disable)
-            )
-        )
+        text = program_text(model, example_inputs, plan=plan, rank=options.rank, disable=disable)
+        print(printable(text))
         return
     if options.placements:
         cluster = Cluster.load(options.cluster) if options.cluster else None

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.api import verify
-from autopar.commands.launch import add_script, launch
 from autopar.commands.plan import add_strategy, strategy_of
-from autopar.commands.script import load
+from autopar.commands.script import add_script, launch, load
 from autopar.errors import StrategyError
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
 from autopar.runtime.process_groups import ensure_process_group, rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -32,28 +32,23 @@ def diff_lines(one: PlanSpec, other: PlanSpec) -> list[str]:
 
 
 def _values(before: Any, after: Any) -> str:
-    return f"{_short(before)} -> {_short(after)}"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    texts = str(before), str(after)
+    return " -> ".join(text if len(text) <= 80 else text[:77] + "..." for text in texts)
 
 
 def _tables(before: Iterable[tuple[str, Any]], after: Iterable[tuple[str, Any]]) -> str:
     """Changed names, grouped by equal change."""
     first, second = dict(before), dict(after)
-    changed: dict[str, list[str]] = {}
+    changed = defaultdict[str, list[str]](list)
     for name in dict.fromkeys((*first, *second)):
         old, new = first.get(name, "none"), second.get(name, "none")
         if old != new:
-            changed.setdefault(f"{old} -> {new}", []).append(name or "(outside of blocks)")
-    return "; ".join(f"{_named(names)} {text}" for text, names in changed.items()) or "in order"
-
-
-def _named(names: Sequence[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+            changed[f"{old} -> {new}"].append(name or "(outside of blocks)")
+    parts = []
+    for text, names in changed.items():
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        parts.append(f"{', '.join(names[:NAMED])}{more} {text}")
+    return "; ".join(parts) or "in order"
 
 
 def _sizes(before: Iterable[tuple[str, int]], after: Iterable[tuple[str, int]]) -> str:
@@ -79,21 +74,27 @@ def _buckets(before: Buckets, after: Buckets) -> str:
 
 def _compressions(before: Compressions, after: Compressions) -> str:
     """Changed counts of each method; "" if only the number of uncompressed buckets differs."""
-    texts = [
-        {f.name: _methods(getattr(own, f.name)) for f in fields(own)} for own in (before, after)
-    ]
-    return "" if texts[0] == texts[1] else _tables(*(text.items() for text in texts))
 
+    def methods(given: str | Sequence[str]) -> str:
+        if isinstance(given, str):
+            return given or "whole"
+        counts = Counter(text for text in given if text)
+        return ", ".join(f"{text} {n} of {len(given)}" for text, n in counts.items()) or "whole"
 
-def _methods(given: str | Sequence[str]) -> str:
-    if isinstance(given, str):
-        return given or "whole"
-    counts = Counter(text for text in given if text)
-    return ", ".join(f"{text} {n} of {len(given)}" for text, n in counts.items()) or "whole"
+    first, second = (
+        {field.name: methods(getattr(own, field.name)) for field in fields(own)}
+        for own in (before, after)
+    )
+    return "" if first == second else _tables(first.items(), second.items())
 
 
 def _partitions(before: Sequence[Partition], after: Sequence[Partition]) -> str:
     """Parameters with changed placements along each axis, or other differences."""
+
+    def whole(one: Partition, other: Partition) -> Iterable[tuple[str, str]]:
+        both = (name for name, _ in (*one.parameters, *other.parameters))
+        return (dict.fromkeys(both, "R") | dict(one.parameters)).items()
+
     first, second = ({own.axis: own for own in each} for each in (before, after))
     parts = []
     for axis in dict.fromkeys((*first, *second)):
@@ -103,45 +104,36 @@ def _partitions(before: Sequence[Partition], after: Sequence[Partition]) -> str:
         if old is None or new is None:
             parts.append(f"not along {axis} any more" if new is None else f"along {axis} too")
         elif old.parameters != new.parameters:
-            parts.append(f"{axis}: {_tables(_whole(old, new), _whole(new, old))}")
+            parts.append(f"{axis}: {_tables(whole(old, new), whole(new, old))}")
         else:
             parts.append(f"{axis}: parameters lie alike, operators or buckets do not")
     return "; ".join(parts)
 
 
-def _whole(one: Partition, other: Partition) -> Iterable[tuple[str, str]]:
-    """Placements of the parameters that either partition shards."""
-    both = (name for name, _ in (*one.parameters, *other.parameters))
-    return (dict.fromkeys(both, "R") | dict(one.parameters)).items()
-
-
 def _pipeline(before: Pipeline | None, after: Pipeline | None) -> str:
-    if before is None or after is None:
-        return " -> ".join("none" if own is None else _form(own) for own in (before, after))
-    forms = [_form(own) for own in (before, after)]
+    def form(own: Pipeline | None) -> str:
+        if own is None:
+            return "none"
+        return f"{own.stages} stages, {own}" if own.stages > 1 else str(own)
+
+    forms = form(before), form(after)
     parts = [" -> ".join(forms)] if forms[0] != forms[1] else []
-    starts = [own.starts for own in (before, after)]
-    if starts[0] != starts[1]:
-        parts.append("stages begin with " + " -> ".join(", ".join(names) for names in starts))
+    if before is not None and after is not None and before.starts != after.starts:
+        starts = [", ".join(own.starts) for own in (before, after)]
+        parts.append(f"stages begin with {' -> '.join(starts)}")
     return "; ".join(parts) or "other uses of parameters"
 
 
-def _form(own: Pipeline) -> str:
-    return f"{own.stages} stages, {own}" if own.stages > 1 else str(own)
-
-
 def _prediction(before: Prediction | None, after: Prediction | None) -> str:
+    def arrow(text: Callable[[Prediction], str]) -> str:
+        return " -> ".join("none" if own is None else text(own) for own in (before, after))
+
+    ms = arrow(lambda p: f"{p.step_s * 1e3:.2f} ms")
     if before is None or after is None:
-        texts = ["none" if own is None else f"{own.step_s * 1e3:.2f} ms" for own in (before, after)]
-        return " -> ".join(texts)
-    ms = " -> ".join(f"{own.step_s * 1e3:.2f} ms" for own in (before, after))
-    waits = " -> ".join(f"{own.exposed_s * 1e3:.2f} ms" for own in (before, after))
-    peak = " -> ".join(human_bytes(own.peak_bytes) for own in (before, after))
+        return ms
+    waits = arrow(lambda p: f"{p.exposed_s * 1e3:.2f} ms")
+    peak = arrow(lambda p: human_bytes(p.peak_bytes))
     return f"a step {ms}, of it waiting {waits}; peak {peak}"
-
-
-def _runners_up(before: Sequence[Any], after: Sequence[Any]) -> str:
-    return f"{len(before)} -> {len(after)}, others"
 
 
 def _notes(before: Sequence[str], after: Sequence[str]) -> str:
@@ -163,6 +155,6 @@ _TEXTS: Mapping[str, Callable[[Any, Any], str]] = {
     "parameter_bytes": _sizes,
     "prediction": _prediction,
     "sent_bytes": _sizes,
-    "runners_up": _runners_up,
+    "runners_up": lambda before, after: f"{len(before)} -> {len(after)}, others",
     "notes": _notes,
 }

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from autopar.formatting import human_bytes, printable
-from autopar.report.table import exposures, layout, levels, notes, predicted
+from autopar.report.table import exposures, layout, levels, predicted
 
 if TYPE_CHECKING:
     from autopar.plan.prediction import Prediction, RunnerUp
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def with_reasons(plan: PlanSpec) -> str:
     """Table of a plan, with the explanation instead of its figures."""
-    return printable("\n".join([*layout(plan), *notes(plan), explain(plan)]))
+    notes = (f"note: {note}" for note in plan.notes)
+    return printable("\n".join([*layout(plan), *notes, explain(plan)]))
 
 
 def explain(plan: PlanSpec) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -25,12 +26,7 @@ def table(plan: PlanSpec) -> str:
     """The plan and its predicted cost as text tables."""
     lines = [*layout(plan), *levels(plan), *predicted(plan)]
     lines += exposures(plan.prediction, 5) if plan.prediction else []
-    return printable("\n".join([*lines, *notes(plan)]))
-
-
-def notes(plan: PlanSpec) -> list[str]:
-    """The notes of a plan."""
-    return [f"note: {note}" for note in plan.notes]
+    return printable("\n".join([*lines, *(f"note: {note}" for note in plan.notes)]))
 
 
 def layout(plan: PlanSpec) -> list[str]:
@@ -48,9 +44,17 @@ def layout(plan: PlanSpec) -> list[str]:
         if not names:
             continue
         kinds = "sharded" if held < whole else "whole"
-        grid.add_row(_span(blocks), str(stage), kinds, human_bytes(whole), human_bytes(held), level)
+        span = blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]}"
+        span = span or "(outside of blocks)"
+        grid.add_row(span, str(stage), kinds, human_bytes(whole), human_bytes(held), level)
     mesh = f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}"
-    return [_render(grid), *_stages(plan), mesh, *_sent(plan)]
+    lines = [_render(grid), *_stages(plan), mesh, *compressed(plan)]
+    if plan.sent_bytes:
+        sent = ", ".join(f"{human_bytes(size)} over {axis}" for axis, size in plan.sent_bytes)
+        lines.append(f"a rank sends {sent} a step")
+    if plan.prediction is not None and plan.prediction.node_bytes:
+        lines.append(f"a node sends {human_bytes(plan.prediction.node_bytes)} a step to others")
+    return lines
 
 
 def levels(plan: PlanSpec) -> list[str]:
@@ -74,20 +78,21 @@ def predicted(plan: PlanSpec) -> list[str]:
     context = ""
     if p.context_bytes:
         context = f"; beside that {human_bytes(p.context_bytes)} of context ({CONTEXT_SOURCE})"
+    causes = ", ".join(f"{name} {s * 1e3:.1f}" for name, s in p.causes.items() if s * 1e3 >= 0.05)
     return [
         *_throughput(plan, p),
         f"predicted step {p.step_s * 1e3:.1f} ms: compute {p.compute_s * 1e3:.1f}, "
         f"communication {p.communication_s * 1e3:.1f}, of it exposed {p.exposed_s * 1e3:.1f}, "
         f"optimizer {p.update_s * 1e3:.1f}",
-        *([f"exposed because of: {causes}"] if (causes := _causes(p)) else []),
+        *([f"exposed because of: {causes}"] if causes else []),
         f"predicted peak {human_bytes(p.peak_bytes)} of tensors per rank, modelled by liveness: "
         f"{memory_text(p.memory)}",
         f"reserved for them {human_bytes(p.reserved_bytes)}, as torch's allocator does{context}",
-        *_bars(plan, p),
+        _bars(plan, p),
     ]
 
 
-def _bars(plan: PlanSpec, p: Prediction) -> list[str]:
+def _bars(plan: PlanSpec, p: Prediction) -> str:
     """Prediction intervals of step time and memory."""
     step, memory = step_interval(p), memory_interval(p)
     low, high = (seconds * 1e3 for seconds in step.of(p.step_s))
@@ -99,10 +104,10 @@ def _bars(plan: PlanSpec, p: Prediction) -> list[str]:
         if used := p.work.utilisation(p.step_s, plan.world_size):
             parts.append("utilisation {:.1%} to {:.1%}".format(*step.of_rate(used)))
     held = " to ".join(human_bytes(nbytes) for nbytes in memory.of(p.peak_bytes))
-    return [
+    return (
         f"error bars: {', '.join(parts)} (nine in ten of {step.source}); peak {held} (nine in ten "
         f"of {memory.source})"
-    ]
+    )
 
 
 def _throughput(plan: PlanSpec, p: Prediction) -> list[str]:
@@ -120,11 +125,6 @@ def _throughput(plan: PlanSpec, p: Prediction) -> list[str]:
     return [", ".join(parts)]
 
 
-def _causes(p: Prediction) -> str:
-    """Seconds of exposed communication by cause."""
-    return ", ".join(f"{cause} {s * 1e3:.1f}" for cause, s in p.causes.items() if s * 1e3 >= 0.05)
-
-
 def exposures(p: Prediction, most: int) -> list[str]:
     """The most exposed collectives and their causes."""
     if not p.exposures:
@@ -138,17 +138,6 @@ def exposures(p: Prediction, most: int) -> list[str]:
         row = [item.name, item.axis, item.block, human_bytes(item.nbytes)]
         grid.add_row(*row, *(f"{seconds * 1e3:.2f} ms" for seconds in times))
     return [_render(grid)]
-
-
-def _sent(plan: PlanSpec) -> list[str]:
-    """Bytes sent in a step, and their compression."""
-    lines = compressed(plan)
-    if plan.sent_bytes:
-        sizes = ", ".join(f"{human_bytes(size)} over {axis}" for axis, size in plan.sent_bytes)
-        lines.append(f"a rank sends {sizes} a step")
-    if plan.prediction is not None and plan.prediction.node_bytes:
-        lines.append(f"a node sends {human_bytes(plan.prediction.node_bytes)} a step to others")
-    return lines
 
 
 def compressed(plan: PlanSpec) -> list[str]:
@@ -189,32 +178,17 @@ def _stages(plan: PlanSpec) -> list[str]:
     return [_render(grid)]
 
 
-def _runs(plan: PlanSpec) -> Iterable[tuple[list[str], int, str]]:
+def _runs(plan: PlanSpec) -> Iterator[tuple[list[str], int, str]]:
     """Consecutive blocks with the same ZeRO stage and checkpointing."""
     levels = dict(plan.recompute)
-    run: list[str] = []
-    key: tuple[int, str] | None = None
-    for block, stage in plan.zero_stages:
-        this = (stage, levels.get(block, "none"))
-        if run and (this != key or not block or not run[-1]):
-            assert key is not None
-            yield run, *key
-            run = []
-        run.append(block)
-        key = this
-    if key is not None:
-        yield run, *key
+    rows = ((block, stage, levels.get(block, "none")) for block, stage in plan.zero_stages)
+    for (_, stage, level), run in groupby(rows, key=lambda row: (not row[0], *row[1:])):
+        yield [block for block, *_ in run], stage, level
 
 
 def _block_of(name: str, plan: PlanSpec) -> str:
     blocks = [block for block, _ in plan.zero_stages if block and name.startswith(block + ".")]
     return max(blocks, key=len, default="")
-
-
-def _span(blocks: list[str]) -> str:
-    if blocks == [""]:
-        return "(outside of blocks)"
-    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]}"
 
 
 def _render(grid: Table) -> str:

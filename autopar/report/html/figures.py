@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from autopar.formatting import human_bytes
 from autopar.report.html.markup import Markup, tag
@@ -49,6 +50,27 @@ def rate_text(bytes_per_s: float) -> str:
         if bytes_per_s >= factor:
             return f"{bytes_per_s / factor:.3g} {unit}"
     return f"{bytes_per_s:.3g} B/s"
+
+
+def grid(
+    across: Iterable[tuple[float, str]], up: Iterable[tuple[float, str]], box: tuple[int, int, int]
+) -> list[Markup]:
+    """Lines and labels of a chart.
+
+    Args:
+        across: position and label of each vertical line.
+        up: position and label of each horizontal line.
+        box: left, right and lower edge.
+    """
+    left, right, floor = box
+    found = []
+    for at, label in across:
+        found.append(tag("path", d=f"M{at:.1f} 8V{floor}", class_="grid"))
+        found.append(tag("text", label, x=at, y=floor + 16, text_anchor="middle"))
+    for at, label in up:
+        found.append(tag("path", d=f"M{left} {at:.1f}H{right}", class_="grid"))
+        found.append(tag("text", label, x=left - 6, y=at + 4, text_anchor="end"))
+    return found
 
 
 def even_ticks(most: float, about: int = 5) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -58,9 +58,9 @@ class Lane:
 def lanes_of(p: Prediction) -> tuple[Lane, ...]:
     """Lanes of a predicted step, with at most `MOST_PIECES` pieces."""
     rows = _stages(p) if p.stages else _streams(p)
-    least = 0
+    least = 10
     while sum(len(row.pieces) for row in rows) > MOST_PIECES:
-        least = max(20, least * 2)
+        least *= 2
         rows = [Lane(row.name, tuple(_merged(row.pieces, least)), row.part) for row in rows]
     return tuple(rows)
 
@@ -78,9 +78,9 @@ def _streams(p: Prediction) -> list[Lane]:
         name, stream, start_s, _, kind = row
         if stream != COMPUTE or kind == "wait":
             return kind
-        if name == "optimizer" or turn_s is None:
-            return "optimizer" if name == "optimizer" else "forward"
-        return "backward" if start_s >= turn_s else "forward"
+        if name == "optimizer":
+            return "optimizer"
+        return "forward" if turn_s is None or start_s < turn_s else "backward"
 
     blocks = tuple(
         _piece(block or "outside of blocks", start, end, phase, p.step_s)
@@ -111,8 +111,7 @@ def _stages(p: Prediction) -> list[Lane]:
     return found
 
 
-def _pieces(rows: Iterable[Row], look: object, step_s: float) -> tuple[Piece, ...]:
-    assert callable(look)
+def _pieces(rows: Iterable[Row], look: Callable[[Row], str], step_s: float) -> tuple[Piece, ...]:
     found = (_piece(row[0], row[2], row[3], look(row), step_s) for row in rows)
     return tuple(sorted(found, key=lambda piece: piece.start))
 
@@ -125,11 +124,10 @@ def _piece(name: str, start_s: float, end_s: float, look: str, step_s: float) ->
 def _merged(pieces: Sequence[Piece], least: int) -> Iterable[Piece]:
     """Pieces, with neighbours of the same look merged if they are shorter than `least`."""
     for (short, _), run in groupby(pieces, key=lambda p: (p.width < least, p.look)):
-        own = list(run)
         if not short:
-            yield from own
+            yield from run
             continue
-        for _, near in groupby(own, key=lambda p: p.start // (2 * least)):
+        for _, near in groupby(run, key=lambda p: p.start // (2 * least)):
             yield _joined(list(near))
 
 
@@ -137,6 +135,5 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     first, last = pieces[0], pieces[-1]
     if len(pieces) == 1:
         return first
-    names = [piece.name.split(" … ") for piece in (first, last)]
-    name = f"{names[0][0]} … {names[1][-1]}"
+    name = f"{first.name.split(' … ')[0]} … {last.name.split(' … ')[-1]}"
     return Piece(first.start, last.start + last.width - first.start, name, first.look)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 
 _VOID = ("meta", "br", "hr")
 
@@ -51,6 +52,17 @@ def table(headings: tuple[str, ...], rows: list[tuple[object, ...]], caption: st
     )
     own = tag("table", tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *body))
     return tag("div", own, class_="scroll", tabindex=0, role="region", aria_label=caption)
+
+
+def section(key: str, title: str, *children: object) -> Markup:
+    """A section of the page with a heading."""
+    return tag("section", tag("h2", title), *children, id=key)
+
+
+def legend(items: Iterable[tuple[object, ...]], name: str | None = None) -> Markup:
+    """A legend: CSS class and text of each colour, with an optional name."""
+    rows = (tag("li", tag("i", class_=f"swatch {look}"), *text) for look, *text in items)
+    return tag("ul", tag("li", name) if name else None, *rows, class_="legend")
 
 
 def _child(child: object) -> str:

@@ -10,7 +10,7 @@ from autopar.plan.prediction import Prediction
 from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import byte_ticks, share, size
 from autopar.report.html.lanes import WIDTH, place
-from autopar.report.html.markup import Markup, join, table, tag
+from autopar.report.html.markup import Markup, join, legend, section, table, tag
 
 _HEIGHT = 1000  # height of the curve in SVG units
 _NEAR = 3.0  # maximum ratio of a drawn cap to the peak
@@ -36,18 +36,19 @@ def memory(plan: PlanSpec) -> Markup:
     if p is None:
         return Markup("")
     rows: list[tuple[object, ...]] = [
-        (join(_swatch(name), name), size(p.memory[name]), _bar(p.memory[name], p), MEANS[name])
+        (
+            join(tag("i", class_=f"swatch {_look(name)}"), name),
+            size(p.memory[name]),
+            _bar(p.memory[name], p),
+            MEANS[name],
+        )
         for name in reversed(MEANS)
         if p.memory.get(name)
     ]
     caption = "At the peak, of the rank that needs most"
-    return tag(
-        "section",
-        tag("h2", "Memory"),
-        tag("p", *_says(plan, p), class_="lead"),
-        table(("category", "bytes >", "share", "what it is"), rows, caption),
-        id="memory",
-    )
+    headings = ("category", "bytes >", "share", "what it is")
+    lead = tag("p", *_says(plan, p), class_="lead")
+    return section("memory", "Memory", lead, table(headings, rows, caption))
 
 
 def _says(plan: PlanSpec, p: Prediction) -> Sequence[object]:
@@ -67,10 +68,6 @@ def _bar(nbytes: int, p: Prediction) -> Markup:
     return tag("span", tag("span", fill, class_="bar"), share(part), class_="bars")
 
 
-def _swatch(name: str) -> Markup:
-    return tag("i", class_=f"swatch {_look(name)}")
-
-
 def _look(name: str) -> str:
     return "c-" + name.replace(" ", "-")
 
@@ -84,47 +81,38 @@ def _layers(p: Prediction) -> tuple[tuple[float, ...], list[tuple[str, tuple[int
     return times, [("tensors", tuple(nbytes for _, nbytes in p.memory_curve))]
 
 
-def _ceiling(plan: PlanSpec, p: Prediction) -> float:
-    """Bytes at the top of the curve's scale."""
-    cap, peak = plan.memory_cap or 0, p.peak_bytes
-    return max(peak, cap if cap <= _NEAR * peak else 0) * 1.04
-
-
-def curve(plan: PlanSpec) -> Markup | None:
+def curve(plan: PlanSpec, p: Prediction) -> Markup | None:
     """Row of the timeline with the memory curve; None without a curve."""
-    p = plan.prediction
-    assert p is not None
     times, layers = _layers(p)
     if not times or not layers:
         return None
-    most, sums = _ceiling(plan, p), [0] * len(times)
-    areas = []
+    cap, areas, sums = plan.memory_cap, list[Markup](), [0] * len(times)
+    near = cap or 0 if (cap or 0) <= _NEAR * p.peak_bytes else 0
+    most = max(p.peak_bytes, near) * 1.04
     for name, row in layers:
         sums = [below + own for below, own in zip(sums, row, strict=True)]
         areas.append(_area(name, times, sums, p.step_s, most))
-    cap, lines = plan.memory_cap, []
+    marks = [_mark(tick, most, "") for tick in byte_ticks(most / 1.04) if tick]
+    line = None
     if cap is not None and cap <= most:
-        y = _y(cap, most)
-        lines.append(tag("path", d=f"M0 {y}H{WIDTH}", class_="cap"))
+        line = tag("path", d=f"M0 {_y(cap, most)}H{WIDTH}", class_="cap")
+        marks.append(_mark(cap, most, "cap "))
     plot = tag(
         "svg",
         *reversed(areas),
-        *lines,
+        line,
         viewbox=f"0 0 {WIDTH} {_HEIGHT}",
         preserveaspectratio="none",
         role="img",
         aria_label=f"Bytes over time; at most {human_bytes(p.peak_bytes)}",
     )
-    marks = [_mark(tick, most, "") for tick in byte_ticks(most / 1.04) if tick]
-    marks += [_mark(cap, most, "cap ")] if cap is not None and cap <= most else []
     plotted = tag("div", plot, tag("div", *marks, class_="marks"), class_="area")
     return tag("div", tag("span", "memory", class_="label"), plotted, class_="row plot memory")
 
 
 def layers_legend(p: Prediction) -> Markup:
     """Legend of the curve."""
-    items = (tag("li", _swatch(name), name) for name, _ in reversed(_layers(p)[1]))
-    return tag("ul", tag("li", "memory:"), *items, class_="legend")
+    return legend(((_look(name), name) for name, _ in reversed(_layers(p)[1])), "memory:")
 
 
 def curve_data(p: Prediction) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -10,10 +10,11 @@ from math import prod
 from autopar.formatting import human_bytes
 from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
 from autopar.ir.placement import Placement, Shard
+from autopar.plan.pipeline import Pipeline
 from autopar.plan.spec import PlanSpec
 from autopar.plan.strategy import MESH
 from autopar.report.html.figures import count, size
-from autopar.report.html.markup import Markup, table, tag
+from autopar.report.html.markup import Markup, section, table, tag
 
 _MOST = 32  # maximum number of drawn ranks
 _WIDE, _TALL = 120, 36  # size of a rank's bar in SVG units
@@ -67,13 +68,12 @@ def mesh(plan: PlanSpec) -> Markup:
     )
     if drawn < plan.world_size:
         lead += f" {drawn} of {plan.world_size} ranks are drawn, the others are like them."
-    return tag(
-        "section",
-        tag("h2", "The mesh, and what each rank holds"),
+    return section(
+        "mesh",
+        "The mesh, and what each rank holds",
         _axes(plan),
         tag("p", lead, class_="lead"),
-        tag("div", *_level(plan, portions, shown, axes, {}), class_="mesh"),
-        id="mesh",
+        tag("div", *_level(plan, portions, shown, {}), class_="mesh"),
     )
 
 
@@ -95,18 +95,13 @@ def portions_of(plan: PlanSpec) -> tuple[Portion, ...]:
 
 def held_bytes(plan: PlanSpec, portions: Iterable[Portion], rank: int) -> float:
     """Bytes of parameters that a rank stores between steps."""
-    sizes, total = dict(plan.storage), 0.0
-    for portion in _own(plan, portions, plan.mesh_coordinate(rank)):
-        low, high = portion.interval(stored(plan, rank), sizes)
-        total += portion.nbytes * (high - low)
-    return total
+    return sum(portion.nbytes * (high - low) for portion, low, high in _held(plan, portions, rank))
 
 
 def stored(plan: PlanSpec, rank: int) -> dict[str, int]:
     """Coordinate of a rank on each axis of `Plan.storage`."""
-    place, found = plan.mesh_coordinate(rank), {}
-    sizes = dict(plan.storage)
-    for axis, at in place.items():
+    sizes, found = dict(plan.storage), {}
+    for axis, at in plan.mesh_coordinate(rank).items():
         if axis in sizes:
             found[axis] = at
         else:
@@ -115,33 +110,28 @@ def stored(plan: PlanSpec, rank: int) -> dict[str, int]:
     return found
 
 
-def _own(plan: PlanSpec, portions: Iterable[Portion], place: Mapping[str, int]) -> list[Portion]:
-    """Portions of the stages that a rank runs."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return list(portions)
-    stages = pipeline.stages_of(place.get("pp", 0))
-    return [portion for portion in portions if portion.stage in stages]
+def _held(
+    plan: PlanSpec, portions: Iterable[Portion], rank: int
+) -> Iterator[tuple[Portion, float, float]]:
+    """Portions of the stages that a rank runs, and the rank's interval of each."""
+    place, sizes = stored(plan, rank), dict(plan.storage)
+    stages = plan.pipeline.stages_of(place.get("pp", 0)) if plan.pipeline else None
+    for portion in portions:
+        if stages is None or portion.stage in stages:
+            yield portion, *portion.interval(place, sizes)
 
 
 def _axes(plan: PlanSpec) -> Markup:
-    sent = dict(plan.sent_bytes)
     rows: list[tuple[object, ...]] = []
     for axis, ranks in plan.mesh:
-        over = sum(n for name, n in sent.items() if name.partition(".")[0] == axis)
-        rows.append((axis, count(ranks), _divides(plan, axis), size(over)))
+        divides = _DOES.get(axis, "")
+        stages = sorted({stage for _, stage in plan.zero_stages if stage})
+        if axis == DATA_AXIS and stages and plan.dp_size > 1:
+            divides += f"; parameters in shards: ZeRO {', '.join(map(str, stages))}"
+        over = sum(n for name, n in plan.sent_bytes if name.partition(".")[0] == axis)
+        rows.append((axis, count(ranks), divides, size(over)))
     headings = ("axis", "ranks >", "divides", "a rank sends a step >")
     return table(headings, rows, "Axes of the mesh, the last one among neighbours")
-
-
-def _divides(plan: PlanSpec, axis: str) -> str:
-    text = _DOES.get(axis, "")
-    if axis == DATA_AXIS:
-        stages = sorted({stage for _, stage in plan.zero_stages if stage})
-        text = _DOES["dp"]
-        if stages and plan.dp_size > 1:
-            text += f"; parameters in shards: ZeRO {', '.join(map(str, stages))}"
-    return text
 
 
 def _shown(axes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
@@ -164,32 +154,30 @@ def _level(
     plan: PlanSpec,
     portions: Sequence[Portion],
     shown: Mapping[str, list[int]],
-    axes: Sequence[tuple[str, int]],
-    place: dict[str, int],
-) -> Iterable[Markup]:
-    """Groups of ranks along the outermost axis, with nested inner axes."""
-    (axis, _), inner = axes[0], axes[1:]
-    places = shown[axis]
-    for index, at in enumerate(places):
-        if index and at != places[index - 1] + 1:
-            yield tag("p", f"… {at - places[index - 1] - 1} more", class_="gap")
-        own = place | {axis: at}
+    outer: dict[str, int],
+) -> Iterator[Markup]:
+    """Groups of ranks along the outermost axis that `outer` lacks, with nested inner axes."""
+    axis, *inner = [axis for axis in shown if axis not in outer]
+    before = -1
+    for at in shown[axis]:
+        if at != before + 1:
+            yield tag("p", f"… {at - before - 1} more", class_="gap")
+        before, own = at, outer | {axis: at}
         if not inner:
             yield _rank(plan, portions, own, f"{axis} {at}")
             continue
-        caption = tag("p", f"{axis} {at}", tag("small", _stage_names(plan, axis, at)))
-        parts = tag("div", *_level(plan, portions, shown, inner, own), class_="ranks")
+        stages = _stage_names(plan.pipeline, at) if axis == "pp" and plan.pipeline else ""
+        caption = tag("p", f"{axis} {at}", tag("small", stages))
+        parts = tag("div", *_level(plan, portions, shown, own), class_="ranks")
         yield tag("div", caption, parts, class_="group")
 
 
-def _stage_names(plan: PlanSpec, axis: str, at: int) -> str:
+def _stage_names(pipeline: Pipeline, rank: int) -> str:
     """First parameter of each stage of a pipeline rank."""
-    if axis != "pp" or plan.pipeline is None:
-        return ""
-    owners = plan.pipeline.owners
     found = []
-    for stage in plan.pipeline.stages_of(at):
-        first = next((name for name, owner in owners.items() if owner == stage), "nothing")
+    for stage in pipeline.stages_of(rank):
+        owners = pipeline.owners.items()
+        first = next((name for name, owner in owners if owner == stage), "nothing")
         found.append(f"stage {stage} from {first}")
     return "; ".join(found)
 
@@ -197,35 +185,22 @@ def _stage_names(plan: PlanSpec, axis: str, at: int) -> str:
 def _rank(
     plan: PlanSpec, portions: Sequence[Portion], place: Mapping[str, int], where: str
 ) -> Markup:
+    """One rank, with a bar of the model that is filled with the rank's part."""
     number = 0
     for axis, ranks in plan.mesh:
         number = number * ranks + place.get(axis, 0)
-    held = held_bytes(plan, portions, number)
-    whole = sum(nbytes for _, nbytes in plan.parameter_bytes)
-    said = f"rank {number} holds {human_bytes(held)} of {human_bytes(whole)} of parameters"
-    return tag(
-        "div",
-        tag("b", f"rank {number}"),
-        tag("small", where),
-        _holds(plan, portions, number, said),
-        tag("small", size(held)),
-        class_="rank",
-    )
-
-
-def _holds(plan: PlanSpec, portions: Sequence[Portion], rank: int, said: str) -> Markup:
-    """Bar of the model, with a rank's part filled."""
-    sizes, place = dict(plan.storage), stored(plan, rank)
-    own = _own(plan, portions, plan.mesh_coordinate(rank))
-    whole, x, path = sum(p.nbytes for p in portions) or 1, 0.0, []
+    own = {portion: interval for portion, *interval in _held(plan, portions, number)}
+    whole, x, path = sum(p.nbytes for p in portions), 0.0, []
     for portion in portions:
-        wide = portion.nbytes / whole * _WIDE
+        wide = portion.nbytes / (whole or 1) * _WIDE
         if portion in own:
-            low, high = portion.interval(place, sizes)
+            low, high = own[portion]
             y, tall = low * _TALL, max(1.0, (high - low) * _TALL)
             path.append(f"M{x:.4g} {y:.4g}h{wide:.4g}v{tall:.4g}h-{wide:.4g}z")
         x += wide
-    return tag(
+    held = held_bytes(plan, portions, number)
+    said = f"rank {number} holds {human_bytes(held)} of {human_bytes(whole)} of parameters"
+    bar = tag(
         "svg",
         tag("title", said),
         tag("rect", width=_WIDE, height=_TALL, class_="whole"),
@@ -234,3 +209,5 @@ def _holds(plan: PlanSpec, portions: Sequence[Portion], rank: int, said: str) ->
         role="img",
         preserveaspectratio="none",
     )
+    small = tag("small", where), bar, tag("small", size(held))
+    return tag("div", tag("b", f"rank {number}"), *small, class_="rank")

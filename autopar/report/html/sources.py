@@ -9,7 +9,7 @@ from autopar.formatting import human_bytes
 from autopar.plan.spec import PlanSpec
 from autopar.report.explain import explain
 from autopar.report.html.figures import count
-from autopar.report.html.markup import Markup, join, tag
+from autopar.report.html.markup import Markup, join, legend, section, tag
 from autopar.report.table import table
 
 _MOST_JSON = 250_000  # characters; longer JSON omits the fields in _DRAWN
@@ -28,8 +28,8 @@ def sources(plan: PlanSpec) -> Markup:
     if p is not None and p.provenance:
         parts.append(_kinds({kind: p.provenance.get(kind, 0) for kind in KINDS}))
         parts.append(tag("p", "Cluster: ", plan.cluster or "not named", class_="lead"))
-    notes = (tag("li", note) for note in plan.notes)
-    parts.append(tag("ul", *notes, class_="notes") if plan.notes else None)
+    if plan.notes:
+        parts.append(tag("ul", *(tag("li", note) for note in plan.notes), class_="notes"))
     parts.append(
         tag(
             "p",
@@ -39,7 +39,7 @@ def sources(plan: PlanSpec) -> Markup:
             class_="lead",
         )
     )
-    return tag("section", tag("h2", "Where the figures come from"), *parts, id="sources")
+    return section("sources", "Where the figures come from", *parts)
 
 
 def _kinds(kinds: dict[str, int]) -> Markup:
@@ -51,44 +51,27 @@ def _kinds(kinds: dict[str, int]) -> Markup:
         role="img",
         aria_label=", ".join(f"{n} {kind}" for kind, n in kinds.items()),
     )
-    items = (
-        tag("li", tag("i", class_=f"swatch k-{kind}"), count(n), f" {kind}: {_MEANS[kind]}")
-        for kind, n in kinds.items()
-    )
-    return join(bar, tag("ul", *items, class_="legend"))
+    rows = ((f"k-{kind}", count(n), f" {kind}: {_MEANS[kind]}") for kind, n in kinds.items())
+    return join(bar, legend(rows))
 
 
 def texts(plan: PlanSpec) -> Markup:
     """Renders the section with the plan as text and JSON."""
-    document, left = _document(plan)
-    note = ""
-    if left:
-        note = f" Without {', '.join(left)}, to keep this page small: save the plan to have these."
-    return tag(
-        "section",
-        tag("h2", "The plan, for copying"),
-        _text("As text", f"{table(plan)}\n\n{explain(plan)}", ""),
-        _text(f"As JSON, {human_bytes(len(document))}", document, note),
-        id="text",
+    text, note = json.dumps(document := plan.to_dict()), None
+    if len(text) > _MOST_JSON and document["prediction"] is not None:
+        for name in _DRAWN:
+            del document["prediction"][name]
+        text = json.dumps(document)
+        left = f"Without {', '.join(_DRAWN)}, to keep this page small"
+        note = tag("p", f"{left}: save the plan to have these.", class_="lead")
+    return section(
+        "text",
+        "The plan, for copying",
+        _text("As text", f"{table(plan)}\n\n{explain(plan)}"),
+        _text(f"As JSON, {human_bytes(len(text))}", text, note),
     )
 
 
-def _text(name: str, text: str, note: str) -> Markup:
+def _text(name: str, text: str, note: Markup | None = None) -> Markup:
     copy = tag("button", "Copy", type="button", class_="copy script")
-    return tag(
-        "details",
-        tag("summary", name),
-        tag("p", note.strip(), class_="lead") if note else None,
-        copy,
-        tag("pre", text, tabindex=0),
-    )
-
-
-def _document(plan: PlanSpec) -> tuple[str, tuple[str, ...]]:
-    """JSON of the plan, and the names of omitted fields."""
-    text = json.dumps(document := plan.to_dict())
-    if len(text) <= _MOST_JSON or document["prediction"] is None:
-        return text, ()
-    for name in _DRAWN:
-        del document["prediction"][name]
-    return json.dumps(document), _DRAWN
+    return tag("details", tag("summary", name), note, copy, tag("pre", text, tabindex=0))

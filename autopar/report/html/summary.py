@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autopar.formatting import human_bytes
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import PlanSpec
-from autopar.report.error_bars import memory_interval, step_interval
+from autopar.report.error_bars import PredictionInterval, memory_interval, step_interval
 from autopar.report.html.figures import amount, count, seconds, seconds_text, share, size
-from autopar.report.html.markup import Markup, join, tag
+from autopar.report.html.markup import Markup, join, legend, tag
+
+_LOOKS = ("g-compute", "g-optimizer", "g-wait", "g-memory", "g-depends", "g-slow")
+
+_NOTHING = (
+    "Nothing was predicted: the strategy left nothing to choose, so nothing was measured. A "
+    "memory cap, or a strategy that leaves something open, makes a prediction."
+)
 
 
 def summary(plan: PlanSpec) -> Markup:
@@ -24,23 +33,24 @@ def summary(plan: PlanSpec) -> Markup:
         tag("h1", f"{plan.model} on {ranks}"),
         tag("p", plan.name, class_="name"),
         tag("dl", *tiles, class_="tiles"),
-        _goes(plan, p) if p is not None else _nothing(),
+        _goes(p) if p is not None else tag("p", _NOTHING, class_="note"),
     )
 
 
 def _predicted(plan: PlanSpec, p: Prediction) -> list[Markup]:
     waits = p.exposed_s / p.step_s if p.step_s else 0.0
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(p.provenance.items()))
+    within = *_bounds(step_interval(p), p.step_s, seconds), "; "
+    held = "; ", *_bounds(memory_interval(p), p.peak_bytes, size)
     found = [
-        _tile("Step", seconds(p.step_s), *_within(p), f"predicted from figures: {kinds}"),
+        _tile("Step", seconds(p.step_s), *within, f"predicted from figures: {kinds}"),
         *_throughput(plan, p),
-        _tile("Memory of a rank", size(p.peak_bytes), *_cap(plan, p), *_held(p)),
+        _tile("Memory of a rank", size(p.peak_bytes), *_cap(plan, p), *held),
         _tile("Waits for messages", seconds(p.exposed_s), share(waits), " of the step"),
     ]
     if p.stages:
         found.append(_tile("Pipeline idle", share(p.bubble), "of all ranks' time"))
-    sent = sum(nbytes for _, nbytes in plan.sent_bytes)
-    if sent:
+    if sent := sum(nbytes for _, nbytes in plan.sent_bytes):
         over = ", ".join(f"{human_bytes(n)} over {axis}" for axis, n in plan.sent_bytes)
         found.append(_tile("A rank sends", size(sent), f"a step: {over}"))
     return found
@@ -60,18 +70,11 @@ def _throughput(plan: PlanSpec, p: Prediction) -> list[Markup]:
     return [_tile(f"{kind} a second", amount(done / p.step_s), *more)]
 
 
-def _within(p: Prediction) -> tuple[object, ...]:
-    """Prediction interval of the step."""
-    bar = step_interval(p)
-    low, high = map(seconds, bar.of(p.step_s))
-    return low, " to ", high, f" as nine in ten of {bar.source}; "
-
-
-def _held(p: Prediction) -> tuple[object, ...]:
-    """Prediction interval of the memory."""
-    bar = memory_interval(p)
-    low, high = map(size, bar.of(p.peak_bytes))
-    return "; ", low, " to ", high, f" as nine in ten of {bar.source}"
+def _bounds(
+    bar: PredictionInterval, value: float, figure: Callable[[float], Markup]
+) -> tuple[object, ...]:
+    low, high = map(figure, bar.of(value))
+    return low, " to ", high, f" as nine in ten of {bar.source}"
 
 
 def _cap(plan: PlanSpec, p: Prediction) -> tuple[object, ...]:
@@ -87,16 +90,7 @@ def _tile(name: str, figure: object, *more: object) -> Markup:
     return tag("div", tag("dt", name), tag("dd", figure), tag("dd", *more, class_="more"))
 
 
-def _nothing() -> Markup:
-    return tag(
-        "p",
-        "Nothing was predicted: the strategy left nothing to choose, so nothing was measured. A "
-        "memory cap, or a strategy that leaves something open, makes a prediction.",
-        class_="note",
-    )
-
-
-def _goes(plan: PlanSpec, p: Prediction) -> Markup:
+def _goes(p: Prediction) -> Markup:
     """Bar of the parts of the step."""
     parts = {"compute": p.compute_s, "optimizer": p.update_s}
     rest = max(0.0, p.step_s - p.compute_s - p.update_s)
@@ -110,25 +104,16 @@ def _goes(plan: PlanSpec, p: Prediction) -> Markup:
         parts["slowed down by messages under way"] = rest - known * scale
     shown = {name: s for name, s in parts.items() if s > 1e-4 * p.step_s}
     looks = dict(zip(parts, _LOOKS, strict=False))
+    titles = {name: f"{name} {seconds_text(s)}" for name, s in shown.items()}
     bar = tag(
         "div",
         *(
-            tag("i", class_=looks[n], style=f"flex:{s / p.step_s:.5g}", title=_title(n, s))
+            tag("i", class_=looks[n], style=f"flex:{s / p.step_s:.5g}", title=titles[n])
             for n, s in shown.items()
         ),
         class_="goes",
         role="img",
-        aria_label="; ".join(_title(n, s) for n, s in shown.items()),
+        aria_label="; ".join(titles.values()),
     )
-    items = (
-        tag("li", tag("i", class_=f"swatch {looks[n]}"), n, " ", seconds(s))
-        for n, s in shown.items()
-    )
-    return join(tag("h2", "Where a step goes"), bar, tag("ul", *items, class_="legend"))
-
-
-_LOOKS = ("g-compute", "g-optimizer", "g-wait", "g-memory", "g-depends", "g-slow")
-
-
-def _title(name: str, value: float) -> str:
-    return f"{name} {seconds_text(value)}"
+    rows = ((looks[name], name, " ", seconds(s)) for name, s in shown.items())
+    return join(tag("h2", "Where a step goes"), bar, legend(rows))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby
 
+from autopar.plan.prediction import Prediction
 from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import even_ticks, tick_text
-from autopar.report.html.lanes import HUES, WIDTH, Lane, Piece, lanes_of
-from autopar.report.html.markup import Markup, tag
+from autopar.report.html.lanes import HUES, WIDTH, Lane, lanes_of
+from autopar.report.html.markup import Markup, legend, section, tag
 from autopar.report.html.memory import curve, curve_data, layers_legend
 
 _TALL, _THIN = 26, 5  # height in pixels of full and thin rows
@@ -38,10 +39,11 @@ def timeline(plan: PlanSpec) -> Markup:
         "tracks": [[_data(lane) for lane in track] for track in tracks],
         "memory": curve_data(p),
     }
-    return tag(
-        "section",
-        tag("h2", "One step"),
-        tag("p", _says(plan), class_="lead"),
+    safe = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return section(
+        "step",
+        "One step",
+        tag("p", _says(plan, p), class_="lead"),
         tag(
             "figure",
             _buttons(),
@@ -49,7 +51,7 @@ def timeline(plan: PlanSpec) -> Markup:
                 "div",
                 _axis(p.step_s),
                 *(_track(track) for track in tracks),
-                curve(plan),
+                curve(plan, p),
                 class_="zoom",
                 tabindex=0,
                 role="group",
@@ -59,14 +61,11 @@ def timeline(plan: PlanSpec) -> Markup:
             layers_legend(p),
             tag("p", class_="reading", aria_live="polite"),
         ),
-        tag("script", Markup(_script_safe(data)), type="application/json", id="timeline"),
-        id="step",
+        tag("script", Markup(safe), type="application/json", id="timeline"),
     )
 
 
-def _says(plan: PlanSpec) -> str:
-    p = plan.prediction
-    assert p is not None
+def _says(plan: PlanSpec, p: Prediction) -> str:
     if plan.pipeline is None:
         return (
             "What the rank with the most to do runs, and what is under way over each axis. "
@@ -81,11 +80,10 @@ def _says(plan: PlanSpec) -> str:
 
 
 def _buttons() -> Markup:
-    names = (("-", "Zoom out"), ("+", "Zoom in"), ("0", "Whole step"))
-    signs = {"-": "−", "+": "+", "0": "⤢"}
+    keys = (("-", "−", "Zoom out"), ("+", "+", "Zoom in"), ("0", "⤢", "Whole step"))
     own = (
-        tag("button", signs[key], type="button", data_key=key, aria_label=name, title=name)
-        for key, name in names
+        tag("button", sign, type="button", data_key=key, aria_label=name, title=name)
+        for key, sign, name in keys
     )
     hint = tag("span", "drag to move, Ctrl + wheel or pinch to zoom", class_="hint")
     return tag("div", hint, *own, class_="buttons script")
@@ -100,16 +98,11 @@ def _axis(step_s: float) -> Markup:
     return tag("div", tag("span", class_="label"), tag("div", *ticks, class_="ticks"), class_="row")
 
 
-def _tracks(lanes: Iterable[Lane]) -> Iterable[list[Lane]]:
+def _tracks(lanes: Sequence[Lane]) -> Iterable[list[Lane]]:
     """Each full row with the thin rows under it."""
-    track: list[Lane] = []
-    for lane in lanes:
-        if track and not lane.part:
-            yield track
-            track = []
-        track.append(lane)
-    if track:
-        yield track
+    starts = accumulate(not lane.part for lane in lanes)
+    for _, track in groupby(zip(starts, lanes, strict=True), key=lambda pair: pair[0]):
+        yield [lane for _, lane in track]
 
 
 def _top(lane: Lane) -> int:
@@ -119,10 +112,9 @@ def _top(lane: Lane) -> int:
 def _track(track: list[Lane]) -> Markup:
     thin = len(track) - 1
     height = _TALL + thin * (_THIN + 1)
-    paths = [path for lane in track for path in _paths(lane)]
     plot = tag(
         "svg",
-        *paths,
+        *(path for lane in track for path in _paths(lane)),
         viewbox=f"0 0 {WIDTH} {height}",
         preserveaspectratio="none",
         style=f"height:{height}px",
@@ -151,12 +143,8 @@ def _data(lane: Lane) -> dict[str, object]:
         "name": lane.name,
         "top": _top(lane),
         "looks": looks,
-        "pieces": [_row(piece, looks) for piece in lane.pieces],
+        "pieces": [[p.start, p.width, p.name, looks.index(p.look)] for p in lane.pieces],
     }
-
-
-def _row(piece: Piece, looks: list[str]) -> list[object]:
-    return [piece.start, piece.width, piece.name, looks.index(piece.look)]
 
 
 def _legend(lanes: Iterable[Lane]) -> Markup:
@@ -164,11 +152,4 @@ def _legend(lanes: Iterable[Lane]) -> Markup:
     looks = dict.fromkeys(piece.look for lane in lanes for piece in lane.pieces)
     known = [(look, text) for look, text in _LOOKS.items() if look in looks]
     micro = sorted({int(look.split("m")[-1]) for look in looks if " m" in look})
-    known += [(f"F m{m}", f"micro-batch {m}") for m in micro[:HUES]]
-    items = (tag("li", tag("i", class_=f"swatch {look}"), text) for look, text in known)
-    return tag("ul", *items, class_="legend")
-
-
-def _script_safe(data: object) -> str:
-    """JSON that is safe inside a script element."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return legend([*known, *((f"F m{m}", f"micro-batch {m}") for m in micro[:HUES])])

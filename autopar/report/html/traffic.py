@@ -12,8 +12,16 @@ from collections.abc import Callable, Sequence
 from autopar.formatting import human_bytes
 from autopar.plan.report_data import Traffic
 from autopar.plan.spec import PlanSpec
-from autopar.report.html.figures import count, log_ticks, rate_text, seconds, seconds_text, size
-from autopar.report.html.markup import Markup, table, tag
+from autopar.report.html.figures import (
+    count,
+    grid,
+    log_ticks,
+    rate_text,
+    seconds,
+    seconds_text,
+    size,
+)
+from autopar.report.html.markup import Markup, section, table, tag
 
 _MOST = 9  # maximum number of charts; the table lists all collectives
 _WIDE, _TALL, _LEFT, _LOW = 340, 210, 58, 24  # size and margins of a chart
@@ -28,11 +36,11 @@ def traffic(plan: PlanSpec) -> Markup:
     if not items:
         return Markup("")
     order = sorted(items, key=_seconds, reverse=True)
-    step = tuple(_row(item) for item in order)
     headings = ("collective", "over", "groups", "messages >", "bytes >", "alone >", "times are")
-    return tag(
-        "section",
-        tag("h2", "Messages, under their roofs"),
+    caption = "The messages of a rank in a step; times of each alone"
+    return section(
+        "traffic",
+        "Messages, under their roofs",
         tag(
             "p",
             "How fast messages go by their size: what was timed (rings), the curve that prices it, "
@@ -40,8 +48,7 @@ def traffic(plan: PlanSpec) -> Markup:
             class_="lead",
         ),
         tag("div", *(_figure(item) for item in order[:_MOST]), class_="charts"),
-        table(headings, list(step), "The messages of a rank in a step; times of each alone"),
-        id="traffic",
+        table(headings, [_row(item) for item in order], caption),
     )
 
 
@@ -53,16 +60,9 @@ def _row(item: Traffic) -> tuple[object, ...]:
     total = sum(nbytes * times for nbytes, times, _ in item.sent)
     times = sum(times for _, times, _ in item.sent)
     origin = item.provenance if len(item.provenance) < 120 else item.provenance[:117] + "…"
-    name = f"{item.collective.replace('_', '-')}, {item.dtype}"
-    return (
-        name,
-        item.axis,
-        item.groups,
-        count(times),
-        size(total),
-        seconds(_seconds(item)),
-        tag("span", origin, title=item.provenance),
-    )
+    what = f"{item.collective.replace('_', '-')}, {item.dtype}", item.axis, item.groups
+    source = tag("span", origin, title=item.provenance)
+    return *what, count(times), size(total), seconds(_seconds(item)), source
 
 
 def _figure(item: Traffic) -> Markup:
@@ -81,7 +81,7 @@ def _chart(item: Traffic, name: str) -> Markup:
     y = _scale([rate for _, rate in points], _TALL - _LOW, 12)
     return tag(
         "svg",
-        *_grid(points, x, y),
+        *grid(*_ticks(points, x, y), (_LEFT, _WIDE - 6, _TALL - _LOW)),
         _band(item, x, y),
         tag("path", d=_line([(x(n), y(n / s)) for n, s, _ in item.modelled]), class_="model"),
         *(tag("circle", cx=x(n), cy=y(n / s), r=2.5, class_="timed") for n, s in item.measured),
@@ -114,17 +114,19 @@ def _band(item: Traffic, x: Scale, y: Scale) -> Markup | None:
     return tag("path", d=_line(edge) + "z", class_="band")
 
 
-def _grid(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> list[Markup]:
+def _ticks(
+    points: Sequence[tuple[float, float]], x: Scale, y: Scale
+) -> tuple[list[tuple[float, str]], list[tuple[float, str]]]:
+    """Positions and labels of sizes, and of rates."""
     sizes, rates = [n for n, _ in points], [rate for _, rate in points]
-    floor, found = _TALL - _LOW, []
-    for tick in log_ticks(min(sizes), max(sizes), 4, 5):
-        found.append(tag("path", d=f"M{x(tick):.1f} 8V{floor}", class_="grid"))
-        label = human_bytes(tick).replace(".0 ", " ")
-        found.append(tag("text", label, x=x(tick), y=floor + 16, text_anchor="middle"))
-    for tick in log_ticks(min(rates), max(rates) * 1.2, 10, 5):
-        found.append(tag("path", d=f"M{_LEFT} {y(tick):.1f}H{_WIDE - 6}", class_="grid"))
-        found.append(tag("text", rate_text(tick), x=_LEFT - 6, y=y(tick) + 4, text_anchor="end"))
-    return found
+    across, up = (
+        log_ticks(min(sizes), max(sizes), 4, 5),
+        log_ticks(min(rates), max(rates) * 1.2, 10, 5),
+    )
+    return (
+        [(x(tick), human_bytes(tick).replace(".0 ", " ")) for tick in across],
+        [(y(tick), rate_text(tick)) for tick in up],
+    )
 
 
 def _sent(item: Traffic, x: Scale, y: Scale) -> list[Markup]:
