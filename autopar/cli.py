@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
+
+from rich.table import Table
 
 from autopar.commands import (
     collectives,
     import_nccl_tests,
     measure,
-    nothing_fits,
     plan,
     profile,
     scale,
@@ -21,7 +22,7 @@ from autopar.commands import (
 from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import add_script, launch
 from autopar.errors import AutoparError, OutOfMemoryError
-from autopar.formatting import printable
+from autopar.formatting import human_bytes, printable
 from autopar.report.plan import Plan
 
 
@@ -40,11 +41,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"autopar: {error}", file=sys.stderr)
         if error.changes:
             console = PlainConsole(stderr=True, width=None if sys.stderr.isatty() else 120)
-            console.print(*nothing_fits.tables(error), markup=False, sep="\n")
+            console.print(*_memory_tables(error), markup=False, sep="\n")
         return 2
     except (AutoparError, OSError) as error:
         print(f"autopar: {printable(str(error))}", file=sys.stderr)
         return 2
+
+
+def _memory_tables(error: OutOfMemoryError) -> Iterator[Table]:
+    """Memory of the smallest plan by category, and the changes with which a plan fits."""
+    total = sum(error.memory.values())
+    needs = Table("", title="Peak memory of the smallest plan", title_justify="left")
+    needs.add_column("bytes", justify="right")
+    for name, size in sorted(error.memory.items(), key=lambda part: -part[1]):
+        if size:
+            needs.add_row(name, f"{human_bytes(size)} ({size / total:.0%})")
+    needs.add_row("missing", f"{human_bytes(error.shortfall)} ({error.shortfall})")
+    yield needs
+    title = "Changes that would help, each planned again"
+    helps = Table("change", "give", title=title, title_justify="left")
+    for name in ("a step takes", "a rank needs"):
+        helps.add_column(name, justify="right")
+    for change in error.changes:
+        step = f"{change.step_s * 1e3:.1f} ms"
+        helps.add_row(change.what, change.how, step, human_bytes(change.needed_bytes))
+    yield helps
 
 
 class _Parser(argparse.ArgumentParser):

@@ -106,11 +106,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def cluster_for(name: str, shape: GroupShape) -> Cluster:
-    """The cluster of a name or file, with as many nodes as the groups of a shape need.
-
-    Raises:
-        ClusterError: the cluster is unknown, or the groups do not fit on it.
-    """
+    """The cluster of a name or file, with as many nodes as the groups of a shape need."""
     if name not in shipped_clusters() and not Path(name).is_file():
         known = ", ".join(shipped_clusters())
         raise ClusterError(f"there is no cluster {name!r}: give a file, or one of {known}")
@@ -135,11 +131,7 @@ def _communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
 
 
 def forced_curves(texts: Sequence[str], shape: GroupShape) -> dict[tuple[str, str, str], Curve]:
-    """Curves of texts such as "ring/ll=all_reduce.log", by collective, algorithm and protocol.
-
-    Raises:
-        ClusterError: a file holds another group, or no output of nccl-tests.
-    """
+    """Curves of texts such as "ring/ll=all_reduce.log", by collective, algorithm and protocol."""
     curves = {}
     for text in texts:
         combination, _, file = text.partition("=")

@@ -12,24 +12,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autopar.commands.plain_console import PlainConsole
 from autopar.planner.search.mesh_search import ReportProgress, SearchProgress
 
-AFTER_S = 2.0
-"""Seconds before the bar appears."""
-
-EVERY_S = 10.0
-"""Seconds between lines without a terminal."""
+AFTER_S = 2.0  # seconds before the bar appears
+EVERY_S = 10.0  # seconds between lines without a terminal
 
 
 @contextmanager
 def progress_bar(
     console: Console | None = None, after_s: float = AFTER_S, every_s: float = EVERY_S
 ) -> Iterator[ReportProgress]:
-    """A callback for each mesh; it updates the bar, or prints a line from time to time.
-
-    Args:
-        console: console of the output; stderr by default.
-        after_s: seconds before the bar appears.
-        every_s: seconds between lines.
-    """
+    """A callback for each mesh; it updates a bar on stderr, or prints a line from time to time."""
     console = console or PlainConsole(stderr=True)
     if not console.is_terminal:
         yield _lines(console, every_s)

@@ -97,35 +97,31 @@ def cells(
     """A strategy on each number of GPUs; errors become the cell's reason."""
     for gpus in sizes:
         try:
-            plan = planned(strategy, gpus)
+            p = planned(strategy, gpus).prediction
         except OutOfMemoryError as error:
             yield Cell(gpus, 0.0, 0.0, f"does not fit, {human_bytes(error.shortfall)} too much")
-            continue
         except AutoparError as error:
             yield Cell(gpus, 0.0, 0.0, str(error))
-            continue
-        p = plan.prediction
-        assert p is not None, "a given cluster is always priced"
-        assert p.work is not None
-        rate = (p.work.tokens or p.work.rows) / p.step_s
-        yield Cell(gpus, rate, p.work.utilisation(p.step_s, gpus))
+        else:
+            assert p is not None, "a given cluster is always priced"
+            assert p.work is not None
+            rate = (p.work.tokens or p.work.rows) / p.step_s
+            yield Cell(gpus, rate, p.work.utilisation(p.step_s, gpus))
 
 
 def table(title: str, sizes: Sequence[int], rows: dict[str, list[Cell]]) -> Table:
     """Throughput, efficiency relative to the fewest GPUs, and utilisation."""
-    grid = Table(title=title, title_justify="left")
-    grid.add_column("strategy")
+    grid = Table("strategy", title=title, title_justify="left")
     for gpus in sizes:
         grid.add_column(f"{gpus} GPUs", justify="right")
     best = [max(column, key=lambda cell: cell.rate) for column in zip(*rows.values(), strict=True)]
     for name, row in rows.items():
         first = next((cell for cell in row if cell.rate), None)
-        texts = [_text(cell, first) for cell in row]
-        marked = [
-            f"[bold]{text}[/bold]" if cell.rate and cell is top else text
-            for text, cell, top in zip(texts, row, best, strict=True)
-        ]
-        grid.add_row(name, *marked)
+        texts = []
+        for cell, top in zip(row, best, strict=True):
+            text = _text(cell, first)
+            texts.append(f"[bold]{text}[/bold]" if cell.rate and cell is top else text)
+        grid.add_row(name, *texts)
     bar = STEPS["modelled"]
     slow, fast = bar.of_rate(1.0)
     grid.caption = (
@@ -144,11 +140,7 @@ def _text(cell: Cell, first: Cell | None) -> str:
 
 
 def strategy_of(text: str) -> Strategy:
-    """The strategy of a text such as "pp4+tp8+m16+zero1".
-
-    Raises:
-        StrategyError: a part is none of these.
-    """
+    """The strategy of a text such as "pp4+tp8+m16+zero1"; raises StrategyError for others."""
     if text in SEARCHED:
         return Strategy.of(text)
     found = Strategy()

@@ -82,14 +82,7 @@ def placements(
 ) -> Iterator[Table | str]:
     """Placements of all tensors along each model-parallel axis of a plan.
 
-    Args:
-        model: the planned model.
-        example_inputs: arguments of a call.
-        plan: the plan.
-        cluster: cluster of the times; None for modelled figures.
-
-    Raises:
-        PlanError: the plan is for another model.
+    Times are those of the cluster, modelled if it is None. Raises PlanError for another model.
     """
     plan.check(model, describe_parameters(model).values(), plan.world_size)
     if not plan.partitions:

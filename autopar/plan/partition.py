@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -63,12 +63,7 @@ class Partition:
         )
 
     def strategies_for(self, graph: TrainingGraph, rows: int) -> NodeStrategies | None:
-        """Strategies of a graph; None if they belong to another graph.
-
-        Args:
-            graph: captured graph.
-            rows: rows of the first rank's batch; 0 if the rank has all rows.
-        """
+        """Strategies of a graph for `rows`, as in the attribute; None if of another graph."""
         if (graph_hash(graph), rows) != (self.graph, self.rows):
             return None
         return tuple(
@@ -84,28 +79,19 @@ class Partition:
 def by_node_name(op_strategies: Mapping[fx.Node, OpStrategy]) -> NodeStrategies:
     """Strategies by node name, without replicated nodes."""
     return tuple(
-        (node.name, op_strategy)
-        for node, op_strategy in op_strategies.items()
-        if not is_replicated(op_strategy)
+        (node.name, own)
+        for node, own in op_strategies.items()
+        if own.lowering or any(p != Replicate() for p in (*own.operands, *own.results))
     )
 
 
 def parse_op_strategy(text: str) -> OpStrategy:
     """The strategy that prints as `text`."""
     text, _, own = text.partition(" by ")
-    operands, _, results = text.partition("->")
-    return OpStrategy(_placements(operands), _placements(results), own)
-
-
-def _placements(text: str) -> tuple[Placement, ...]:
-    return tuple(map(placement_of, re.findall(r"[A-Z](?:\([^)]*\))?", text)))
-
-
-def is_replicated(op_strategy: OpStrategy) -> bool:
-    """Whether every tensor of a strategy is replicated."""
-    return not op_strategy.lowering and all(
-        p == Replicate() for p in (*op_strategy.operands, *op_strategy.results)
-    )
+    sides = text.partition("->")[::2]
+    found = (re.findall(r"[A-Z](?:\([^)]*\))?", side) for side in sides)
+    operands, results = (tuple(map(placement_of, side)) for side in found)
+    return OpStrategy(operands, results, own)
 
 
 def graph_hash(graph: TrainingGraph) -> str:
@@ -116,14 +102,12 @@ def graph_hash(graph: TrainingGraph) -> str:
     lines = [node.name for node in graph.graph.nodes if node.op != "output"]
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         if isinstance(role, (Input, Parameter, Buffer)):
-            lines.append(f"{role} {list(_shapes(node))}")
+            shapes = [
+                tuple("rows" if dim in over else size for dim, size in enumerate(tensor.shape))
+                for tensor, over in zip(elements(node), _rows(node), strict=True)
+            ]
+            lines.append(f"{role} {shapes}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _shapes(node: fx.Node) -> Iterable[tuple[object, ...]]:
-    """Shapes of a node's results, with "rows" in place of the size of batch dims."""
-    for tensor, over in zip(elements(node), _rows(node), strict=True):
-        yield tuple("rows" if d in over else size for d, size in enumerate(tensor.shape))
 
 
 def _rows(node: fx.Node) -> tuple[tuple[int, ...], ...]:
@@ -145,22 +129,14 @@ def needs_planned_rows(
     """Whether some shard is valid only for the planned number of rows.
 
     Shards within each row are valid for any number of rows, and so are dims that the ranks divide
-    even for a single row.
-
-    Args:
-        op_strategies: strategies for a batch of `rows`.
-        graph: graph of the strategies, with any number of rows.
-        rows: rows of the first rank's batch.
-        ranks: size of the axis.
+    even for a single row. The graph may have another number of rows.
     """
     nodes, own = {node.name: node for node in graph.graph.nodes}, rows_of(graph)
-
-    def fits(placement: Shard, size: int) -> bool:
-        inside = placement.interleave % rows == 0
-        return inside or (placement.interleave == 1 and size // own % ranks == 0)
-
     return any(
-        isinstance(p, Shard) and p.dim in over and not fits(p, value.shape[p.dim])
+        isinstance(p, Shard)
+        and p.dim in over
+        and p.interleave % rows
+        and (p.interleave > 1 or value.shape[p.dim] // own % ranks)
         for name, op_strategy in op_strategies
         for node in [nodes[name]]
         for p, over, value in zip(op_strategy.results, _rows(node), elements(node), strict=True)

@@ -44,18 +44,13 @@ class Work:
         flops = sum(flops_of(node) for node in graph.calls())
         device = cluster.figures or find_device(cluster.device)
         peak = device.flops_per_s.get(dtype, 0.0) if device is not None else 0.0
-        rows, tokens = _rows_and_tokens(graph)
+        pairs = zip(graph.inputs, graph.placeholders, strict=True)
+        given = [tensors(node)[0] for role, node in pairs if isinstance(role, Input)]
+        rows = next((v.shape[0] for v in given if v.dim()), 0)
+        whole = (v for v in given if v.dim() == 2 and not v.dtype.is_floating_point)
+        tokens = next((v.numel() for v in whole), 0)
         return Work(rows * parts, tokens * parts, flops * parts, peak, dtype)
 
     def utilisation(self, step_s: float, ranks: int) -> float:
         """Fraction of the peak FLOP/s of all ranks; 0 if unknown."""
         return self.flops / (step_s * ranks * self.peak) if self.peak and step_s else 0.0
-
-
-def _rows_and_tokens(graph: TrainingGraph) -> tuple[int, int]:
-    """Rows of the first non-scalar input, and elements of the first 2-D integer input."""
-    pairs = zip(graph.inputs, graph.placeholders, strict=True)
-    given = [tensors(node)[0] for role, node in pairs if isinstance(role, Input)]
-    rows = [value.shape[0] for value in given if value.dim()]
-    tokens = [v.numel() for v in given if v.dim() == 2 and not v.dtype.is_floating_point]
-    return next(iter(rows), 0), next(iter(tokens), 0)

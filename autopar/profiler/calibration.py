@@ -109,13 +109,9 @@ class Calibration:
 def calibrated(
     machine: Machine, graph: TrainingGraph, taken: TimedCollectives, where: str
 ) -> Calibration:
-    """Corrects a machine by recorded steps.
+    """Corrects a machine by recorded times of a lowered graph over all ranks.
 
-    Args:
-        machine: machine before the steps.
-        graph: lowered graph that ran.
-        taken: recorded times of the nodes over all ranks.
-        where: name of the model, for the provenance.
+    The provenance names `where`, the model.
     """
     found, seen, factor, ratios = machine, list[str](), 1.0, Ratios()
     result = simulated(graph, machine)

@@ -52,8 +52,6 @@ class Profiler(Recorder):
     Attributes:
         folder: folder for the profiles.
         count: number of steps to record after warmup.
-        optimizer: optimizer class or factory of the module.
-        device: device of the module.
         kept: file for the calibrated cluster; None to discard it.
         planned: planning problems of the module with their captured graphs.
         plan: plan of the module.

@@ -132,14 +132,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Finding:
-    """A bottleneck of a step.
-
-    Attributes:
-        name: name of the bottleneck.
-        seconds: measured cost per step, in seconds.
-        why: figures as evidence.
-        advice: suggested changes.
-    """
+    """A bottleneck: its cost in seconds per step, the evidence and what would help."""
 
     name: str
     seconds: float
@@ -148,11 +141,7 @@ class Finding:
 
 
 def find(profiles: Sequence[Profile]) -> list[Finding]:
-    """Bottlenecks of the step, worst first; empty if computation dominates.
-
-    Args:
-        profiles: profiles of all ranks.
-    """
+    """Bottlenecks in the profiles of all ranks, worst first; empty if computation dominates."""
     first = profiles[0]
     waits = [[e for e in p.measured.events if e.kind == "wait"] for p in profiles]
     mean_s = statistics.mean(sum(event.seconds for event in own) for own in waits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -30,7 +30,11 @@ def explain(plan: PlanSpec) -> str:
         if plan.memory_cap is not None:
             room = plan.memory_cap - p.needed_bytes
             lines.append(f"{human_bytes(room)} of {human_bytes(plan.memory_cap)} stay free.")
-        lines += _recomputed(plan)
+            again = Counter(level for _, level in plan.recompute if level != "none")
+            if again:
+                parts = ", ".join(f"{level} in {count}" for level, count in again.items())
+                blocks = f"{parts} of {len(plan.recompute)} blocks"
+                lines.append(f"Memory costs time: activations are computed again ({blocks}).")
         figures = ", ".join(f"{count} {kind}" for kind, count in sorted(p.provenance.items()))
         lines.append(f"Figures: {figures}. Cluster: {plan.cluster}.")
         if changes := [*_memory(plan, p), *_links(plan, p)]:
@@ -45,12 +49,11 @@ def explain(plan: PlanSpec) -> str:
 
 def _bound(p: Prediction) -> Iterator[str]:
     """Largest part of the step, and the largest stalls."""
-    idle_s = p.bubble * p.step_s
     parts = {
         "computation": p.compute_s,
         "messages that computation waits for": p.exposed_s,
         "the optimizer's step": p.update_s,
-        "ranks of the pipeline that wait for others": idle_s,
+        "ranks of the pipeline that wait for others": p.bubble * p.step_s,
     }
     first = max(parts, key=lambda name: parts[name])
     share = parts[first] / p.step_s if p.step_s else 0.0
@@ -59,24 +62,14 @@ def _bound(p: Prediction) -> Iterator[str]:
         f"The step is bound by {first}: {_ms(parts[first])}, {share:.0%} of it. It waits "
         f"{_ms(p.exposed_s)} for messages, and hides {_ms(hidden)} of them."
     )
-    waits: dict[str, float] = {}
+    waits = defaultdict[str, float](float)
     for item in p.exposures:
-        name = f"{item.collective} over {item.axis}"
-        waits[name] = waits.get(name, 0.0) + item.exposed_s
+        waits[f"{item.collective} over {item.axis}"] += item.exposed_s
     most = sorted(waits.items(), key=lambda wait: -wait[1])
     if texts := [f"{name} {_ms(s)}" for name, s in most if s > 0.01 * p.step_s]:
         yield f"Of the messages it waits most for {', '.join(texts)}."
     if p.stages:
         yield f"Ranks of the pipeline wait for others {', '.join(f'{s:.0%}' for s in p.idle)}."
-
-
-def _recomputed(plan: PlanSpec) -> Iterator[str]:
-    """Number of blocks that are checkpointed to fit the memory cap."""
-    again = Counter(level for _, level in plan.recompute if level != "none")
-    if again and plan.memory_cap is not None:
-        parts = ", ".join(f"{level} in {count}" for level, count in again.items())
-        total = len(plan.recompute)
-        yield f"Memory costs time: activations are computed again ({parts} of {total} blocks)."
 
 
 def _memory(plan: PlanSpec, p: Prediction) -> Iterator[str]:
@@ -102,8 +95,10 @@ def _links(plan: PlanSpec, p: Prediction) -> Iterator[str]:
         return
     steps = ", ".join(f"{_ms(s)} at {rate:g} of it" for rate, s in p.at_rates)
     yield f"  at another rate of all links the step takes: {steps}"
-    alternatives = [other for other in plan.runners_up if other.at_rates and _may_win(plan, other)]
-    found = [(rate, other) for other in alternatives for rate in _crossings(plan, other)]
+    cap = plan.memory_cap
+    fitting = (o for o in plan.runners_up if cap is None or o.needed_bytes <= cap)
+    alternatives = [other for other in fitting if other.at_rates]
+    found = [(rate, other) for other in alternatives for rate in _crossings(p, other)]
     slow = max((item for item in found if item[0] < 1.0), key=lambda item: item[0], default=None)
     fast = min((item for item in found if item[0] > 1.0), key=lambda item: item[0], default=None)
     if slow is not None:
@@ -116,20 +111,14 @@ def _links(plan: PlanSpec, p: Prediction) -> Iterator[str]:
         yield f"  from {low:g} to {high:g} of the links' rate it stays ahead of {names}"
 
 
-def _may_win(plan: PlanSpec, other: RunnerUp) -> bool:
-    """Whether a plan fits the memory cap, and lost only by its time."""
-    return plan.memory_cap is None or other.needed_bytes <= plan.memory_cap
-
-
-def _crossings(plan: PlanSpec, other: RunnerUp) -> Iterator[float]:
+def _crossings(p: Prediction, other: RunnerUp) -> Iterator[float]:
     """Factors of bandwidth at which another plan becomes faster.
 
     Step time is interpolated between simulated factors, linearly in the inverse bandwidth.
     """
-    assert plan.prediction is not None
-    ours, theirs = dict(plan.prediction.at_rates), dict(other.at_rates)
+    ours, theirs = dict(p.at_rates), dict(other.at_rates)
     behind = {rate: theirs[rate] - s for rate, s in ours.items() if rate in theirs}
-    behind[1.0] = other.step_s - plan.prediction.step_s
+    behind[1.0] = other.step_s - p.step_s
     for low, high in pairwise(sorted(behind)):
         first, second = (high, low) if high <= 1.0 else (low, high)
         if behind[first] >= 0.0 > behind[second]:

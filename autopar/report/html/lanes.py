@@ -25,14 +25,7 @@ Row = tuple[str, str, float, float, str]
 
 @dataclass(frozen=True)
 class Piece:
-    """One interval of a lane.
-
-    Attributes:
-        start: start in units of the timeline.
-        width: width in units of the timeline.
-        name: name of the operator, collective or action.
-        look: CSS classes of its colour.
-    """
+    """One interval of a lane, in units of the timeline; `look` are the CSS classes."""
 
     start: int
     width: int
@@ -42,13 +35,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Lane:
-    """One row of a timeline.
-
-    Attributes:
-        name: label of the row.
-        pieces: intervals in order of start.
-        part: 0 for a full row; 1 and 2 for thin rows under the full row before them.
-    """
+    """One row of a timeline; `part` is 1 or 2 for a thin row under the full row before it."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -87,10 +74,8 @@ def _streams(p: Prediction) -> list[Lane]:
         for block, phase, start, end in p.report_data.spans
     )
     names = sorted({row[1] for row in p.events}, key=lambda name: (name != COMPUTE, name))
-    found = [Lane("blocks", blocks)] if blocks else []
-    return found + [
-        Lane(name, _pieces((r for r in p.events if r[1] == name), look, p.step_s)) for name in names
-    ]
+    lanes = [Lane(name, _pieces(p, name, look)) for name in names]
+    return [Lane("blocks", blocks), *lanes] if blocks else lanes
 
 
 def _stages(p: Prediction) -> list[Lane]:
@@ -103,16 +88,16 @@ def _stages(p: Prediction) -> list[Lane]:
     found = []
     for rank in range(len(p.idle)):
         name = f"rank {rank}"
-        found.append(Lane(name, _pieces((r for r in p.events if r[1] == name), look, p.step_s)))
-        others = sorted({int(r[1].split()[-1]) for r in p.events if r[1].startswith(f"{name} to ")})
-        for part, other in enumerate(sorted(others, key=lambda o: o < rank), 1):
-            sent = (r for r in p.events if r[1] == f"{name} to {other}")
-            found.append(Lane(f"to {other}", _pieces(sent, look, p.step_s), part))
+        found.append(Lane(name, _pieces(p, name, look)))
+        others = {int(r[1].split()[-1]) for r in p.events if r[1].startswith(f"{name} to ")}
+        for part, other in enumerate(sorted(others, key=lambda o: (o < rank, o)), 1):
+            found.append(Lane(f"to {other}", _pieces(p, f"{name} to {other}", look), part))
     return found
 
 
-def _pieces(rows: Iterable[Row], look: Callable[[Row], str], step_s: float) -> tuple[Piece, ...]:
-    found = (_piece(row[0], row[2], row[3], look(row), step_s) for row in rows)
+def _pieces(p: Prediction, stream: str, look: Callable[[Row], str]) -> tuple[Piece, ...]:
+    rows = (row for row in p.events if row[1] == stream)
+    found = (_piece(row[0], row[2], row[3], look(row), p.step_s) for row in rows)
     return tuple(sorted(found, key=lambda piece: piece.start))
 
 

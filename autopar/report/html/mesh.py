@@ -29,25 +29,14 @@ _DOES = {
 
 @dataclass(frozen=True)
 class Portion:
-    """Parameters of one stage with the same layout.
-
-    Attributes:
-        stage: pipeline stage that stores the parameters.
-        layout: placement along each axis of `Plan.storage`.
-        nbytes: total size in bytes.
-    """
+    """Parameters of one stage with the same placement along each axis of `Plan.storage`."""
 
     stage: int
     layout: tuple[tuple[str, Placement], ...]
     nbytes: int
 
     def interval(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[float, float]:
-        """Interval of [0, 1] that a rank stores, with all parameters as one flat tensor.
-
-        Args:
-            place: coordinate of the rank on each axis.
-            sizes: sizes of the axes.
-        """
+        """Interval of [0, 1] that a rank stores, with all parameters as one flat tensor."""
         low, span = 0.0, 1.0
         for axis, placement in self.layout:
             if isinstance(placement, Shard):

@@ -77,11 +77,15 @@ def _figure(item: Traffic) -> Markup:
 def _chart(item: Traffic, name: str) -> Markup:
     points = [(n, n / s) for n, s, _ in item.modelled] + [(n, n / s) for n, s in item.measured]
     points += [(max(n, 1), max(n, 1) / s) for n, _, s in item.sent if s > 0]
-    x = _scale([n for n, _ in points], _LEFT, _WIDE - 10)
-    y = _scale([rate for _, rate in points], _TALL - _LOW, 12)
+    sizes, rates = [n for n, _ in points], [rate for _, rate in points]
+    x, y = _scale(sizes, _LEFT, _WIDE - 10), _scale(rates, _TALL - _LOW, 12)
+    size_ticks = log_ticks(min(sizes), max(sizes), 4, 5)
+    rate_ticks = log_ticks(min(rates), max(rates) * 1.2, 10, 5)
+    across = [(x(tick), human_bytes(tick).replace(".0 ", " ")) for tick in size_ticks]
+    up = [(y(tick), rate_text(tick)) for tick in rate_ticks]
     return tag(
         "svg",
-        *grid(*_ticks(points, x, y), (_LEFT, _WIDE - 6, _TALL - _LOW)),
+        *grid(across, up, (_LEFT, _WIDE - 6, _TALL - _LOW)),
         _band(item, x, y),
         tag("path", d=_line([(x(n), y(n / s)) for n, s, _ in item.modelled]), class_="model"),
         *(tag("circle", cx=x(n), cy=y(n / s), r=2.5, class_="timed") for n, s in item.measured),
@@ -112,21 +116,6 @@ def _band(item: Traffic, x: Scale, y: Scale) -> Markup | None:
     lower = [(x(n), y(n / s / (1 + error))) for n, s, error in item.modelled]
     edge = [(a, min(max(b, 4.0), _TALL - _LOW)) for a, b in [*upper, *reversed(lower)]]
     return tag("path", d=_line(edge) + "z", class_="band")
-
-
-def _ticks(
-    points: Sequence[tuple[float, float]], x: Scale, y: Scale
-) -> tuple[list[tuple[float, str]], list[tuple[float, str]]]:
-    """Positions and labels of sizes, and of rates."""
-    sizes, rates = [n for n, _ in points], [rate for _, rate in points]
-    across, up = (
-        log_ticks(min(sizes), max(sizes), 4, 5),
-        log_ticks(min(rates), max(rates) * 1.2, 10, 5),
-    )
-    return (
-        [(x(tick), human_bytes(tick).replace(".0 ", " ")) for tick in across],
-        [(y(tick), rate_text(tick)) for tick in up],
-    )
 
 
 def _sent(item: Traffic, x: Scale, y: Scale) -> list[Markup]:
