@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from autopar.api import plan as make_plan
 from autopar.commands.option_types import limit_s, ranks
-from autopar.commands.progress import progress_bar
+from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import load
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import StrategyError
 from autopar.ir.placement import placement_of
 from autopar.plan.pipeline import SCHEDULES
 from autopar.plan.strategy import MESH, Strategy
+from autopar.planner.search.mesh_search import ReportProgress, SearchProgress
 from autopar.report.explain import with_reasons
 
 FIXED = ("tp", "cp", "ep", "pp", "micro_batches", "schedule", "compress")
 """Options that are fields of a strategy with the same name."""
+
+AFTER_S = 2.0  # seconds before the bar appears
+EVERY_S = 10.0  # seconds between lines without a terminal
 
 
 def add_to(commands: Any) -> None:
@@ -75,23 +84,12 @@ def add_strategy(parser: argparse.ArgumentParser, default: str) -> None:
     add("--pp", type=ranks, help="pipeline-parallel ranks")
     add("--micro-batches", type=ranks, help="micro-batches of a rank's batch")
     add("--schedule", choices=SCHEDULES, help="pipeline schedule")
-    add(
-        "--search",
-        metavar="AXES",
-        help="axes whose size the planner searches: pp,tp,cp,ep,dp_shard",
-    )
-    add(
-        "--zero",
-        metavar="BLOCK=STAGE",
-        action="append",
-        help="ZeRO stage of a block; others are searched",
-    )
-    add(
-        "--pin",
-        metavar="PARAMETER=S(DIM)|R",
-        action="append",
-        help="placement of a parameter along tp or ep",
-    )
+    searched = "axes whose size the planner searches: pp,tp,cp,ep,dp_shard"
+    zero = "ZeRO stage of a block; others are searched"
+    pin = "placement of a parameter along tp or ep"
+    add("--search", metavar="AXES", help=searched)
+    add("--zero", metavar="BLOCK=STAGE", action="append", help=zero)
+    add("--pin", metavar="PARAMETER=S(DIM)|R", action="append", help=pin)
     add("--split-points", metavar="NAMES", help="first module of each stage but the first: a,b,c")
     add("--compress", help="lossy compression of gradients, such as int8")
 
@@ -160,3 +158,42 @@ def cluster_of(name: str | None, nodes: int | None) -> Cluster | None:
     if name is None:
         raise StrategyError(f"--nodes {nodes} of which cluster? Give --cluster, such as dgx-h100")
     return Cluster.named(name, nodes)
+
+
+@contextmanager
+def progress_bar(
+    console: Console | None = None, after_s: float = AFTER_S, every_s: float = EVERY_S
+) -> Iterator[ReportProgress]:
+    """A callback for each mesh; it updates a bar on stderr, or prints a line from time to time."""
+    console = console or PlainConsole(stderr=True)
+    if not console.is_terminal:
+        yield _lines(console, every_s)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    task, begin = bar.add_task("planning", total=None), time.monotonic()
+
+    def show(search: SearchProgress) -> None:
+        bar.update(task, total=search.total, completed=search.done, description=str(search))
+        if time.monotonic() - begin >= after_s:
+            bar.start()
+
+    try:
+        yield show
+    finally:
+        bar.stop()
+
+
+def _lines(console: Console, every_s: float) -> ReportProgress:
+    """Prints a line for the current mesh, `every_s` seconds after the last one."""
+    begin = time.monotonic()
+    last_s = 0.0
+
+    def report(search: SearchProgress) -> None:
+        nonlocal last_s
+        now_s = time.monotonic() - begin
+        if now_s - last_s >= every_s:
+            last_s = now_s
+            console.print(f"{now_s:.0f} s: {search} ({search.done + 1} of {search.total})")
+
+    return report

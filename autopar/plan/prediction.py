@@ -1,14 +1,17 @@
-"""`Prediction`: predicted cost of a plan. `RunnerUp`: cost of a plan that lost."""
+"""`Prediction`: predicted cost and work of a plan. `RunnerUp`: cost of a plan that lost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.common.documents import Count, Duration, Positive, Rate, Seconds
+from autopar.common.documents import Amount, Count, Duration, Positive, Rate, Seconds
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.kernels.timing import flops_of
 from autopar.cost_model.simulator.exposure import Exposure
-from autopar.plan.report_data import ReportData
-from autopar.plan.throughput import Work
+from autopar.cost_model.topology.devices import find_device
+from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.roles import Input
 
 MOST_EXPOSED = 20
 """Number of exposed collectives that a plan stores."""
@@ -16,9 +19,102 @@ MOST_EXPOSED = 20
 RUNNERS_UP = 12
 """Number of other plans that a plan stores."""
 
-
 TimelineEvent = tuple[str, str, Seconds, Seconds, str]
 """Node name, stream, start in seconds, end in seconds, and kind."""
+
+MOST_POINTS = 512
+"""Maximum number of points of a memory curve."""
+
+Span = tuple[str, str, Seconds, Seconds]
+"""Block name, "forward" or "backward", start and end in seconds."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of one step of all ranks.
+
+    Attributes:
+        rows: rows of the global batch.
+        tokens: elements of the first two-dimensional integer input; 0 without one.
+        flops: floating-point operations of matrix products, convolutions and attention, forward
+            and backward, without recomputation; causal attention counts like full attention.
+        peak: peak FLOP/s of one rank's device; 0 if unknown.
+        dtype: dtype of the products.
+    """
+
+    rows: Count
+    tokens: Count
+    flops: Amount
+    peak: Amount
+    dtype: str
+
+    @staticmethod
+    def of(graph: TrainingGraph, parts: int, cluster: Cluster, dtype: str) -> Work:
+        """The work of a captured graph.
+
+        Args:
+            graph: graph of one micro-batch of a data-parallel rank, before partitioning.
+            parts: number of such micro-batches in a step of all ranks.
+            cluster: cluster of the device.
+            dtype: dtype of the products, such as "bfloat16".
+        """
+        flops = sum(flops_of(node) for node in graph.calls())
+        device = cluster.figures or find_device(cluster.device)
+        peak = device.flops_per_s.get(dtype, 0.0) if device is not None else 0.0
+        pairs = zip(graph.inputs, graph.placeholders, strict=True)
+        given = [tensors(node)[0] for role, node in pairs if isinstance(role, Input)]
+        rows = next((v.shape[0] for v in given if v.dim()), 0)
+        whole = (v for v in given if v.dim() == 2 and not v.dtype.is_floating_point)
+        tokens = next((v.numel() for v in whole), 0)
+        return Work(rows * parts, tokens * parts, flops * parts, peak, dtype)
+
+    def utilisation(self, step_s: float, ranks: int) -> float:
+        """Fraction of the peak FLOP/s of all ranks; 0 if unknown."""
+        return self.flops / (step_s * ranks * self.peak) if self.peak and step_s else 0.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Messages of one kind of collective over one axis, and their times.
+
+    Attributes:
+        collective: one of `collectives.COLLECTIVES`.
+        axis: mesh axis or level.
+        groups: description of the process groups.
+        dtype: dtype of the tensors.
+        provenance: source of the times.
+        measured: bytes and seconds of each timed message; may be empty.
+        modelled: bytes, seconds and relative half-width of the error, at points of the cost curve.
+        sent: bytes, count and seconds of each message size in a step.
+    """
+
+    collective: str
+    axis: str
+    groups: str
+    dtype: str
+    provenance: str
+    measured: tuple[tuple[Positive, Duration], ...] = ()
+    modelled: tuple[tuple[Positive, Duration, Amount], ...] = ()
+    sent: tuple[tuple[Count, Count, Seconds], ...] = ()
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Data of a predicted step for the HTML report only.
+
+    Attributes:
+        ranks_per_node: number of ranks of a node; 0 if unknown.
+        spans: blocks in execution order; empty for a pipeline.
+        memory_s: sample times in seconds; at most MOST_POINTS, including the peak.
+        memory: bytes of each nonempty category, at the times `memory_s`.
+        traffic: collectives of a step.
+    """
+
+    ranks_per_node: Count = 0
+    spans: tuple[Span, ...] = ()
+    memory_s: tuple[Seconds, ...] = ()
+    memory: tuple[tuple[str, tuple[Count, ...]], ...] = ()
+    traffic: tuple[Traffic, ...] = ()
 
 
 @dataclass(frozen=True)

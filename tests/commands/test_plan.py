@@ -8,8 +8,7 @@ from rich.console import Console
 
 import autopar
 from autopar.cli import main, parser
-from autopar.commands.plan import strategy_of
-from autopar.commands.progress import progress_bar
+from autopar.commands.plan import progress_bar, strategy_of
 from autopar.errors import StrategyError
 from autopar.ir.placement import Replicate, Shard
 from autopar.plan.strategy import Strategy

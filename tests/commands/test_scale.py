@@ -8,9 +8,8 @@ from rich.console import Console
 
 from autopar.commands.scale import Cell, cells, strategy_of, table
 from autopar.errors import OutOfMemoryError, StrategyError
-from autopar.plan.prediction import Prediction
+from autopar.plan.prediction import Prediction, Work
 from autopar.plan.strategy import Strategy
-from autopar.plan.throughput import Work
 from autopar.report.plan import Plan
 
 

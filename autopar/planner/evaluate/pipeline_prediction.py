@@ -15,8 +15,13 @@ from autopar.cost_model.simulator.schedules import Orders, in_flight
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import TrainingGraph
 from autopar.plan.pipeline import Pipeline
-from autopar.plan.prediction import MOST_EXPOSED, Prediction, StagePrediction, TimelineEvent
-from autopar.plan.report_data import ReportData
+from autopar.plan.prediction import (
+    MOST_EXPOSED,
+    Prediction,
+    ReportData,
+    StagePrediction,
+    TimelineEvent,
+)
 from autopar.planner.evaluate.p2p import P2PCost
 from autopar.planner.evaluate.pipeline_report_data import report_data_of_pipeline
 from autopar.planner.evaluate.setup import timeline_events

@@ -11,7 +11,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.simulator.streams import Event
 from autopar.ir.graph import TrainingGraph
-from autopar.plan.report_data import ReportData
+from autopar.plan.prediction import ReportData
 from autopar.planner.evaluate.report_data import sample_memory, traffic, transfers
 from autopar.planner.evaluate.stage_memory import RankMemory
 

@@ -17,7 +17,7 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.cost_model.simulator.step import Simulation
 from autopar.ir.graph import TrainingGraph
-from autopar.plan.report_data import MOST_POINTS, ReportData, Span, Traffic
+from autopar.plan.prediction import MOST_POINTS, ReportData, Span, Traffic
 
 _STEPS = 24  # points of a drawn curve over message sizes, less one
 Bytes = NDArray[np.int64]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.ir.graph import TrainingGraph
-from autopar.plan.throughput import Work
+from autopar.plan.prediction import Work
 from autopar.planner.evaluate.evaluator import Evaluator, SpmdEvaluator
 from autopar.planner.machine import Machine
 from autopar.planner.problem import Graphs, PlanningProblem, SearchContext

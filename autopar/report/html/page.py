@@ -6,14 +6,13 @@ from importlib import resources
 
 from autopar.plan.spec import PlanSpec
 from autopar.report.html.alternatives import runners
-from autopar.report.html.exposed import exposed
 from autopar.report.html.markup import Markup, join, tag
 from autopar.report.html.memory import memory
 from autopar.report.html.mesh import mesh
 from autopar.report.html.sources import sources, texts
 from autopar.report.html.summary import summary
 from autopar.report.html.timeline import timeline
-from autopar.report.html.traffic import traffic
+from autopar.report.html.traffic import exposed, traffic
 
 _SECTIONS = {
     "mesh": ("Mesh", mesh),

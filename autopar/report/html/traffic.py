@@ -1,4 +1,4 @@
-"""Section on messages: cost curve of each collective, measured points, and messages of a step.
+"""Sections on exposed collectives, and on messages: cost curves, measured points, sizes in a step.
 
 Charts show bandwidth over message size. Bandwidth rises until the link is saturated, as in a
 roofline.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from autopar.cost_model.simulator.exposure import CAUSES, Exposure
 from autopar.formatting import human_bytes
-from autopar.plan.report_data import Traffic
+from autopar.plan.prediction import Traffic
 from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import (
     count,
@@ -25,6 +26,13 @@ from autopar.report.html.markup import Markup, section, table, tag
 
 _MOST = 9  # maximum number of charts; the table lists all collectives
 _WIDE, _TALL, _LEFT, _LOW = 340, 210, 58, 24  # size and margins of a chart
+
+_LOOKS = dict(zip(CAUSES, ("g-wait", "g-memory", "g-depends"), strict=True))
+_MEANS = {
+    "the link": "queued behind other messages, or shared links with them",
+    "memory": "sent later than it could have been, to hold less",
+    "data dependence": "sent as soon as it was there, and needed at once",
+}
 
 Scale = Callable[[float], float]
 
@@ -128,3 +136,38 @@ def _sent(item: Traffic, x: Scale, y: Scale) -> list[Markup]:
         at = {"cx": round(x(nbytes), 1), "cy": round(y(rate), 1), "r": round(radius, 1)}
         found.append(tag("circle", tag("title", said), class_="sent", **at))
     return found
+
+
+def exposed(plan: PlanSpec) -> Markup:
+    """Renders the section; empty without exposed collectives."""
+    p = plan.prediction
+    if p is None or not p.exposures:
+        return Markup("")
+    causes = (
+        tag("span", swatch, seconds(value), f" {cause}: {_MEANS[cause]}. ", class_="cause")
+        for cause, value in p.causes.items()
+        if value
+        for swatch in [tag("i", class_=f"swatch {_LOOKS[cause]}")]
+    )
+    headings = ("collective", "axis", "block", "bytes >", "alone >", "exposed >", "because of")
+    most = max(item.exposed_s for item in p.exposures)
+    rows = [_exposure_row(item, most) for item in p.exposures]
+    return section(
+        "waits",
+        "What computation waits for",
+        tag("p", *causes, class_="lead"),
+        table(headings, rows, f"The {len(rows)} that are exposed most"),
+    )
+
+
+def _exposure_row(item: Exposure, most: float) -> tuple[object, ...]:
+    parts = {cause: value for cause, value in item.by_cause.items() if value}
+    fills = (
+        tag("i", class_=_LOOKS[cause], style=f"width:{value / most * 100:.4g}%")
+        for cause, value in parts.items()
+    )
+    said = ", ".join(f"{cause} {seconds_text(value)}" for cause, value in parts.items())
+    bar = tag("span", *fills, class_="bar plain", title=said, role="img", aria_label=said)
+    block = item.block or "outside of blocks"
+    times = seconds(item.seconds), seconds(item.exposed_s)
+    return tag("code", item.name), item.axis, block, size(item.nbytes), *times, bar

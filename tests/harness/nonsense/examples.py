@@ -8,9 +8,7 @@ from autopar.plan.compression import Compressions
 from autopar.plan.overlap import Overlap
 from autopar.plan.partition import Partition
 from autopar.plan.pipeline import Pipeline
-from autopar.plan.prediction import Prediction, RunnerUp, StagePrediction
-from autopar.plan.report_data import ReportData, Traffic
-from autopar.plan.throughput import Work
+from autopar.plan.prediction import Prediction, ReportData, RunnerUp, StagePrediction, Traffic, Work
 from autopar.profiler.report import Again, Message, Profile, Side
 from autopar.report.plan import Plan
 

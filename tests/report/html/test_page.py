@@ -14,7 +14,7 @@ import pytest
 import autopar
 from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.plan.report_data import ReportData
+from autopar.plan.prediction import ReportData
 from autopar.report.html.lanes import MOST_PIECES, WIDTH, lanes_of
 from autopar.report.html.memory import MEANS
 from autopar.report.html.mesh import held_bytes, portions_of, stored
