@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from torch import fx
+
 from autopar.ir.batch_slicing import BATCH
 from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Gradient, Parameter
+from autopar.ir.roles import Gradient, Parameter, UnshardedParam
+from autopar.passes.core.node_builder import add_input
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
-from autopar.passes.data_parallel.reuse_gathered import (
-    export_gathered,
-    import_gathered,
-    once_gathered_params,
-)
 from autopar.passes.pipeline import build_model_pipeline, build_stage_pipeline
 from autopar.passes.pipeline_parallel.split_stages import PipelineStages, split_stages
 from autopar.plan.partition import NodeStrategies
 from autopar.plan.spec import PlanSpec
 
 T = TypeVar("T")
+
+GATHER_ONCE_STAGES = (1, 2)
+"""ZeRO stages that gather parameters once a step, in its first micro-batch."""
 
 
 def place_plan_stages(
@@ -143,3 +144,47 @@ def lower_stage(
     return MicrobatchPrograms(
         export_gathered(more, zero), later, later if last is more else import_gathered(last, zero)
     )
+
+
+def once_gathered_params(
+    graph: TrainingGraph, zero_stages: Mapping[str, int]
+) -> dict[str, fx.Node]:
+    """The gathered value of each parameter that a step gathers once, by name.
+
+    ZeRO stages 1 and 2 shard parameters between steps, and unshard them within a step.
+    """
+    return {
+        name: node
+        for node in graph.calls()
+        if (name := node.meta.get("gathered")) and node.meta["phase"] == "forward"
+        if zero_stages[graph.parameters[name].block] in GATHER_ONCE_STAGES
+    }
+
+
+def export_gathered(graph: TrainingGraph, zero_stages: Mapping[str, int]) -> TrainingGraph:
+    """The program of the first micro-batch, which also returns the gathered parameters."""
+    graph = graph.copy()
+    found = once_gathered_params(graph, zero_stages)
+    return graph.with_results({UnshardedParam(name): node for name, node in found.items()})
+
+
+def import_gathered(graph: TrainingGraph, zero_stages: Mapping[str, int]) -> TrainingGraph:
+    """The program of a later micro-batch, which takes the gathered parameters as inputs.
+
+    Values keep their names, so that all micro-batches share a backward.
+    """
+    graph = graph.copy()
+    for name, node in once_gathered_params(graph, zero_stages).items():
+        graph, unsharded = add_input(
+            graph, UnshardedParam(name), f"{node.name}_given", node.meta["val"]
+        )
+        unsharded.meta = {**node.meta, "phase": "forward"}
+        node.replace_all_uses_with(unsharded)
+        todo = [node]
+        while todo:  # erase the gather
+            unused = todo.pop()
+            if unused.op == "call_function" and not unused.users:
+                todo += [n for n in unused.all_input_nodes if n not in todo]
+                graph.graph.erase_node(unused)
+        unsharded.name = node.name
+    return graph

@@ -52,8 +52,11 @@ class BucketCollectives(Pass):
             for name, start in select:
                 by_name.setdefault(name, []).append(start)
             for group in groups:
-                members = dict.fromkeys(s for name in group for s in by_name.get(name, ()))
-                for alike in _by_kind(members):
+                kinds: dict[object, list[fx.Node]] = {}
+                for start in dict.fromkeys(s for name in group for s in by_name.get(name, ())):
+                    kind = (start.target, tensors(start)[0].dtype, axis_of(start))
+                    kinds.setdefault(kind, []).append(start)
+                for alike in kinds.values():
                     merged += len(alike) > 1 and bool(merge_collectives(graph.graph, alike))
         merged += merge_statistics(graph)
         reason = "" if merged else "no two collectives can travel together"
@@ -61,13 +64,7 @@ class BucketCollectives(Pass):
 
 
 def propose_buckets(graph: TrainingGraph, gather_bytes: int, reduce_bytes: int) -> Buckets:
-    """Buckets of consecutive collectives of one kind.
-
-    Args:
-        graph: graph with abstract collectives.
-        gather_bytes: largest bucket of gathers, in bytes of unsharded parameters.
-        reduce_bytes: largest bucket of reductions, in bytes of unsharded gradients.
-    """
+    """Buckets of consecutive collectives of one kind, up to sizes in bytes of unsharded tensors."""
     return Buckets(
         tuple(_fill(gathers(graph, "forward"), gather_bytes)),
         tuple(_fill(gathers(graph, "backward"), gather_bytes)),
@@ -77,11 +74,8 @@ def propose_buckets(graph: TrainingGraph, gather_bytes: int, reduce_bytes: int) 
 
 def gathers(graph: TrainingGraph, phase: str) -> list[tuple[str, fx.Node]]:
     """The parameter name and the start of every gather of a phase."""
-    found = []
-    for start in starts(graph):
-        if start.target is start_all_gather and start.meta["phase"] == phase:
-            found += [(name, start) for name in tagged(start, "gathered")]
-    return found
+    own = (s for s in starts(graph) if s.target is start_all_gather and s.meta["phase"] == phase)
+    return [(name, start) for start in own for name in tagged(start, "gathered")]
 
 
 def reductions(graph: TrainingGraph) -> list[tuple[str, fx.Node]]:
@@ -122,9 +116,8 @@ COPIED_META = ("placement", "batch_dims", "gradient", "summed")
 def merge_statistics(graph: TrainingGraph) -> int:
     """Merges all-reduces of statistics with the next if possible; returns the number merged."""
     count, previous = 0, None
-    for start in list(starts(graph)):
-        if start.target is not start_all_reduce or "gradient" in start.meta:
-            continue
+    found = (s for s in starts(graph) if s.target is start_all_reduce)
+    for start in [s for s in found if "gradient" not in s.meta]:
         if previous is not None and can_merge(previous, start):
             previous = merge_collectives(graph.graph, [previous, start])
             count += 1
@@ -157,11 +150,3 @@ def _fill(items: Iterable[tuple[str, fx.Node]], limit: int) -> Iterable[Group]:
         size, last = size + whole, kind
     if group:
         yield tuple(group)
-
-
-def _by_kind(members: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    kinds: dict[object, list[fx.Node]] = {}
-    for member in members:
-        kind = (member.target, tensors(member)[0].dtype, axis_of(member))
-        kinds.setdefault(kind, []).append(member)
-    return list(kinds.values())

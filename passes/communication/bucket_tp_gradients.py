@@ -35,7 +35,8 @@ class BucketTpGradients(Pass):
         buckets = [bucket for bucket in self.buckets(graph) if len(bucket) > 1]
         for members in buckets:
             tails = [node for member in members for node in _tail(member)]
-            place = max(_results(merge_collectives(graph.graph, members)))
+            start = merge_collectives(graph.graph, members)
+            place = max(result for result in results_of(start) if result is not None)
             for node in tails:
                 place.append(node)
                 place = node
@@ -60,18 +61,14 @@ class BucketTpGradients(Pass):
 
 def _waits(start: fx.Node) -> bool:
     """Whether only views and the graph's output read the results of a reduction."""
-    ends = {*_results(start), *_tail(start)}
+    results = [result for result in results_of(start) if result is not None]
+    ends = {*results, *_tail(start)}
     return all(user in ends or user.op == "output" for end in ends for user in end.users)
-
-
-def _results(start: fx.Node) -> list[fx.Node]:
-    return [result for result in results_of(start) if result is not None]
 
 
 def _tail(start: fx.Node) -> list[fx.Node]:
     """The views of a collective's results, each after its source."""
-    results = _results(start)
-    found = list(results)
+    found = [result for result in results_of(start) if result is not None]
     for node in found:
         found += [user for user in node.users if is_view(user) and user not in found]
-    return found[len(results) :]
+    return [node for node in found if is_view(node)]

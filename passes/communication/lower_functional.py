@@ -141,8 +141,7 @@ class Lowering(Rewriter):
         tables = [
             self.op(aten.view.default, self.contiguous(x), [self.ranks, -1]) for x in self.operands
         ]
-        splits = [1] * self.ranks
-        sent = self.joined(tables, 1)
+        sent, splits = self.joined(tables, 1), [1] * self.ranks
         issued = self.op(c10d.all_to_all_single.default, sent, splits, splits, self.axis)
         return [issued], lambda done: self.columns(done, shapes)
 
@@ -187,19 +186,16 @@ class Lowering(Rewriter):
 
     def owns(self, node: fx.Node) -> bool:
         """Whether the graph computes a buffer and reads it only before this collective."""
-        root = node
-        while is_view(root):
-            root = root.all_input_nodes[0]
-        if root.op != "call_function" or root.target is operator.getitem:
+        while is_view(node):
+            node = node.all_input_nodes[0]
+        if node.op != "call_function" or node.target is operator.getitem:
             return False
-        family, queue = {root}, [root]
-        while queue:
-            for user in queue.pop().users:
-                if user is not self.start and not user < self.start:
-                    return False
-                if user.target in READ_UNTIL_WAITED:
+        family = [node]
+        for member in family:
+            for user in member.users:
+                late = user is not self.start and not user < self.start
+                if late or user.target in READ_UNTIL_WAITED:
                     return False
                 if is_view(user) and user not in family:
-                    family.add(user)
-                    queue.append(user)
+                    family.append(user)
         return True

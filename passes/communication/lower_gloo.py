@@ -82,10 +82,7 @@ class GlooLowering(Lowering):
         shapes = [list(tensors(x)[0].shape) for x in self.operands]
         wholes = [self.contiguous(x) for x in self.operands]
         chunks = [
-            [
-                self.flat(self.chunk(x, rank, shape[0] // self.ranks))
-                for x, shape in zip(wholes, shapes, strict=True)
-            ]
+            [self.flat(self.chunk(x, rank, tensors(x)[0].shape[0] // self.ranks)) for x in wholes]
             for rank in range(self.ranks)
         ]
         own = chunks.pop(self.rank)
@@ -141,11 +138,8 @@ class GlooLowering(Lowering):
 
     def parts(self, flat: fx.Node, segments: Sequence[Segment]) -> list[fx.Node]:
         """Splits a message into its segments."""
-        found, offset = [], 0
-        for segment in segments:
-            found.append(self.part(flat, offset, segment.size))
-            offset += segment.size
-        return found
+        offsets = accumulate((s.size for s in segments), initial=0)
+        return [self.part(flat, at, s.size) for at, s in zip(offsets, segments, strict=False)]
 
     def part(self, flat: fx.Node, begin: int, size: int) -> fx.Node:
         if tensors(flat)[0].numel() == size:

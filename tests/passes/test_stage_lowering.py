@@ -6,10 +6,10 @@ from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.lower_collectives import LowerCollectives
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
-from autopar.passes.data_parallel.reuse_gathered import export_gathered, import_gathered
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.split_forward_backward import split_forward_backward
+from autopar.passes.stage_lowering import export_gathered, import_gathered
 from autopar.plan.buckets import Buckets
 from tests.passes.golden import order, two_layers
 from tests.passes.parity import AXIS
