@@ -126,14 +126,7 @@ class MicrobatchPrograms:
 def lower_stage(
     graph: TrainingGraph, passes: tuple[Sequence[Pass], Sequence[Pass]], plan: PlanSpec, count: int
 ) -> MicrobatchPrograms:
-    """Lowers a stage for each of its micro-batches.
-
-    Args:
-        graph: graph of the stage.
-        passes: result of `build_microbatch_pipelines`.
-        plan: plan with a pipeline.
-        count: number of micro-batches.
-    """
+    """Lowers a stage for `count` micro-batches by the result of `build_microbatch_pipelines`."""
     at_last, before = passes
     last = run_passes(graph, at_last)
     more = last if before == at_last else run_passes(graph, before)

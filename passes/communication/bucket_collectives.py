@@ -32,9 +32,6 @@ class BucketCollectives(Pass):
     Before: one collective for each tensor. After: one collective for each bucket and kind. Names
     that the graph lacks are ignored, so that every graph of a model has the same buckets. A bucket
     of gathers starts with its first member, a bucket of reductions with its last. Tier: exact.
-
-    Attributes:
-        buckets: names of the parameters of each bucket.
     """
 
     buckets: Buckets

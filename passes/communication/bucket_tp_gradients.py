@@ -20,11 +20,8 @@ class BucketTpGradients(Pass):
 
     Before: a partitioned graph that reduces each gradient once it is computed. After: consecutive
     reductions of one kind are one collective, which starts with its last member. Gradients have
-    equal shapes on all ranks of the axis, so all ranks make the same buckets. Tier: exact.
-
-    Attributes:
-        axis: name of the mesh axis.
-        nbytes: largest bucket, in bytes.
+    equal shapes on all ranks of the axis, so all ranks make the same buckets of up to `nbytes`.
+    Tier: exact.
     """
 
     axis: str

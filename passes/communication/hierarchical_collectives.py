@@ -50,17 +50,9 @@ class HierarchicalCollectives(Pass):
     """Replaces large collectives over an axis by collectives over its levels.
 
     Before: collectives over the axis. After: collectives above the size threshold of their kind are
-    split as follows, for w ranks on each node.
-
-    - all-reduce: intra-node reduce-scatter, inter-node all-reduce of 1/w, intra-node all-gather
-    - reduce-scatter: intra-node reduce-scatter, inter-node reduce-scatter of 1/w
-    - all-gather: inter-node all-gather of 1/w, intra-node all-gather
-
-    Each node then sends and receives a message once instead of w times. The tensors of a collective
-    are packed into one flat buffer and unpacked after the last level. Tier: exact.
-
-    Attributes:
-        levels: the axis, its ranks per node, and the size threshold of each kind in bytes.
+    split into `PARTS`. With w ranks on a node, inter-node parts send 1/w of the bytes: each node
+    sends and receives a message once instead of w times. The tensors of a collective are packed
+    into one flat buffer and unpacked after the last level. Tier: exact.
     """
 
     levels: Levels

@@ -60,13 +60,7 @@ class ScheduleOverlap(Pass):
     def positions(
         self, half: Half, leads: Sequence[float], delays: Sequence[float]
     ) -> dict[Unit, float]:
-        """The position of every unit.
-
-        Args:
-            half: forward or backward.
-            leads: planned distance from each early unit to its mark, in stretches.
-            delays: planned distance from its mark to each late unit, in stretches.
-        """
+        """The position of every unit, `leads` stretches before its mark or `delays` behind it."""
         early, late = half.of("early"), half.of("late")
         found = {unit: unit.mark + AT_MARK for unit in half.of("needed")}
         if early and len(early) == len(leads):
@@ -119,11 +113,7 @@ def in_order(half: Half, positions: dict[Unit, float]) -> dict[Unit, float]:
 
 
 def rearrange(half: Half, positions: dict[Unit, float], graph: TrainingGraph) -> None:
-    """Moves units to their positions.
-
-    At the same position, gathers start first, since main compute needs them next. Last waits of
-    reductions follow, then starts of reductions, then waits of main compute.
-    """
+    """Moves units to their positions; at the same one, gathers start first, for main compute."""
 
     def key(unit: Unit) -> tuple[float, int]:
         ranks = {"early": 0, "late": 1 if unit.start is None else 2, "needed": 3}

@@ -1,8 +1,5 @@
 """Codecs: encode rows of numbers as smaller messages and decode them, with plain tensor functions.
 
-A codec encodes a table [n, width] as n messages [n, ...]. Each message decodes on its own, and
-`total` sums several. Codecs accept only the widths that `fit` returns.
-
 Codecs never hide an overflow: inf and NaN decode to inf or NaN and may spread within their block.
 """
 
@@ -29,7 +26,7 @@ NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Codec(ABC):
-    """Encodes and decodes messages."""
+    """Encodes a table [n, width] as messages [n, ...] and decodes them."""
 
     def fit(self, width: int) -> int:
         """Least width, at or above `width`, that the codec accepts.
@@ -195,8 +192,7 @@ class TopK(Codec):
 def _largest(sizes: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest elements of each row.
 
-    The `count` groups with the largest maxima contain all of them, so top-k runs on those groups
-    instead of the whole row.
+    The `count` groups with the largest maxima contain all of them.
     """
     groups = sizes.shape[-1] // GROUP
     if count >= groups:
@@ -211,12 +207,7 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
 def random_places(count: Tensor, width: int, density: float) -> Tensor:
     """Pseudo-random column indices, one per stretch of `1 / density` columns.
 
-    All ranks draw the same indices, and each value of `count` draws new ones.
-
-    Args:
-        count: number of earlier draws, an int64 scalar.
-        width: number of columns.
-        density: fraction of the columns to draw.
+    All ranks draw the same indices, and new ones for each int64 `count` of earlier draws.
     """
     stretch = max(1, min(width, round(1 / density)))
     starts = torch.arange(0, width, stretch, device=count.device)

@@ -26,10 +26,7 @@ class CompressActivations(Pass):
 
     Before: collectives of partitioned axes and messages between stages have the model's own types.
     After: floating matrices are cast to the narrow type before they are sent, and back afterwards.
-    Sums over the ranks of an axis accumulate in the narrow type. Tier: lossy.
-
-    Attributes:
-        compression: "bf16" or "fp16".
+    Sums over the ranks of an axis accumulate in the narrow type, "bf16" or "fp16". Tier: lossy.
     """
 
     compression: str

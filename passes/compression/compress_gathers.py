@@ -32,11 +32,8 @@ class CompressGathers(Pass):
 
     Before: each gather sends the parameters of a bucket in their own type. After: each rank
     encodes its chunks and decodes the chunks of all ranks, its own included, so that all ranks
-    compute with the same parameters. The stored chunks stay exact. Tier: lossy.
-
-    Attributes:
-        gather: parameter names and `Compression` text of each bucket compressed in the forward.
-        regather: parameter names and `Compression` text of each bucket compressed in the backward.
+    compute with the same parameters. The stored chunks stay exact. Fields have the parameter names
+    and `Compression` text of each bucket of the forward, and of the backward. Tier: lossy.
     """
 
     gather: tuple[tuple[Group, str], ...]

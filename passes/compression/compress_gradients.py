@@ -29,8 +29,7 @@ class CompressGradients(Pass):
         buckets: names of the parameters of each bucket.
         compressions: `Compression` text of each bucket, "" for none.
         rank: this rank's coordinate on the axis that gradients are summed over.
-        levels: levels of that axis, with the bucket size in bytes from which each method uses
-            them.
+        levels: levels of that axis, with the bytes of a bucket from which each method uses them.
     """
 
     buckets: tuple[Group, ...]

@@ -143,14 +143,7 @@ class CompressedReduce(ABC):
     def end(
         self, whole: fx.Node, left: fx.Node | None, residuals: Sequence[fx.Node]
     ) -> list[fx.Node]:
-        """Updates the residuals; returns a node for each result.
-
-        Args:
-            whole: sum, as the whole table for an all-reduce, as this rank's row for a
-                reduce-scatter.
-            left: table of this rank's encoding errors; None without error feedback.
-            residuals: state that receives `left`.
-        """
+        """Updates the residuals by this rank's errors `left`; returns a node for each result."""
         if left is not None and self.neighbours > 1:
             left = self.inline(self.beside_neighbours, left)
         if left is not None:
@@ -186,8 +179,7 @@ class CompressedReduce(ABC):
     def table(self, given: Sequence[Tensor], residuals: Sequence[Tensor]) -> Tensor:
         """Sums of operands and residuals, zero-padded: [neighbours * parts, width].
 
-        Row r holds the rows of rank r for a reduce-scatter. For an all-reduce, the rows of one
-        neighbour's part are consecutive.
+        A reduce-scatter has one row for each rank; in an all-reduce, a neighbour's are consecutive.
         """
         pieces = [tensor.to(self.wide) for tensor in given]
         if residuals:

@@ -187,10 +187,7 @@ def kept_of(
 ) -> Iterator[tuple[State, Tensor]]:
     """State of a bucket that is kept between steps, as tensors on the meta device.
 
-    Args:
-        compression: compression of the bucket.
-        shapes: shape of each gradient, by parameter name.
-        dtype: dtype of residuals and factors.
+    Gradients have `shapes` by parameter name, and residuals and factors have `dtype`.
     """
     empty = partial(torch.empty, dtype=dtype, device="meta")
     low_rank = compression.method == "powersgd"
@@ -217,14 +214,9 @@ def pays(shape: Sequence[int], rank: int) -> bool:
 def messages_of_sum(
     compression: Compression, count: int, ranks: int
 ) -> tuple[tuple[str, int], ...]:
-    """Collectives of a compressed all-reduce and their message sizes in bytes.
+    """Collectives of a compressed all-reduce of `count` float32 elements, and their bytes.
 
     PowerSGD is not supported, since its messages depend on the shapes.
-
-    Args:
-        compression: compression of the all-reduce.
-        count: number of float32 elements.
-        ranks: number of ranks.
     """
     if compression.method == "randomk":
         places = math.ceil(count / max(1, round(1 / compression.density)))

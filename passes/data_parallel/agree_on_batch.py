@@ -24,9 +24,6 @@ class AgreeOnBatch(Pass):
     Before: a graph partitioned over ranks that need the same rows. After: the graph takes a
     `BatchChecksum` and returns its `ChecksumSum` over the axes. The sums are the first collectives
     of the forward. Tier: exact.
-
-    Attributes:
-        axes: names of the mesh axes that the model is partitioned along.
     """
 
     axes: tuple[str, ...]
@@ -38,13 +35,7 @@ class AgreeOnBatch(Pass):
 
 
 def sum_batch_checksums(graph: TrainingGraph, axes: Sequence[str], name: str) -> TrainingGraph:
-    """Writes the sum of a checksum over axes, one axis at a time, at the start of the forward.
-
-    Args:
-        graph: graph to change in place.
-        axes: names of the mesh axes.
-        name: name of the `BatchChecksum` and its `ChecksumSum`.
-    """
+    """Writes the sum of the `BatchChecksum` of a name, axis by axis, before the forward."""
     fake = fake_like(graph, (CHECKSUM_SIZE,), torch.float64)
     graph, total = add_input(graph, BatchChecksum(name), f"evidence_{name}".rstrip("_"), fake)
     total.meta |= {"phase": "forward", "batch_dims": ((),), "placement": Partial()}

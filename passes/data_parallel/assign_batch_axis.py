@@ -21,11 +21,8 @@ class AssignBatchAxis(Pass):
     """Turns collectives over the batch axis into collectives over a mesh axis.
 
     Before: the graph of one slice of the batch. After: its collectives are over `axis`. The forward
-    first sums checksums of the batches, and this sum can be merged with others. Tier: exact.
-
-    Attributes:
-        axis: name of the mesh axis.
-        agree: whether ranks sum checksums of their batches.
+    first sums checksums of the batches if ranks `agree`, which can be merged with others. Tier:
+    exact.
     """
 
     axis: str

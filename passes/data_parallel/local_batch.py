@@ -40,11 +40,8 @@ class LocalBatch(Pass):
     Before: the graph captured at the rows of one slice. After: gradients of parameters are Partial,
     each slice's weighted by its fraction of the rows. Returned scalars and new values of
     floating-point buffers are averaged alike. Operators that couple rows see one slice alone.
-    Tier: exact, by this definition.
-
-    Attributes:
-        slices: the slices of the batch.
-        has_batch_dim: for each flattened argument, whether its dim 0 is the batch dim.
+    Tier: exact, by this definition. `has_batch_dim` tells for each flattened argument whether its
+    dim 0 is the batch dim.
     """
 
     slices: BatchSlices

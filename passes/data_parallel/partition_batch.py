@@ -57,7 +57,6 @@ class PartitionBatch(Pass):
     random numbers.
 
     Attributes:
-        slices: the slices of the batch.
         has_batch_dim: for each flattened argument, whether its dim 0 is the batch dim.
         whole_outputs: indices of outputs that the model keeps, so that each rank needs all rows.
     """
@@ -248,9 +247,7 @@ class _BatchPartitioner(Partitioner):
     def annotate_after(self, last: fx.Node, varying: bool = False) -> None:
         """Annotates the nodes after `last`: received values are replicated, others follow operands.
 
-        Args:
-            last: node before the new ones.
-            varying: whether nodes with whole operands may differ between slices.
+        With `varying`, nodes with whole operands may differ between slices.
         """
         for node in self.nodes_after(last):
             if "placement" in node.meta:

@@ -34,13 +34,7 @@ Kind = Literal["select", "gather", "reduce", "scatter", "share", "spread", "exch
 
 
 class Move(NamedTuple):
-    """One step of a redistribution.
-
-    Attributes:
-        kind: name of the move in the table of this module.
-        before: placement before it.
-        after: placement after it.
-    """
+    """One step of a redistribution, of a kind in the table of this module."""
 
     kind: Kind
     before: Placement
@@ -113,15 +107,7 @@ def move_cost(move: Move, tensor: torch.Tensor, slices: BatchSlices) -> float:
 
 
 class BatchRedistributor(RedistributeEmitter):
-    """Writes moves at a graph's insertion point.
-
-    Args:
-        graph: graph of one slice.
-        like: node whose phase, block, stage and source new nodes take.
-        slices: the slices of the batch.
-        batch_index: returns the `BatchIndex` placeholder.
-        batch_fraction: returns the `BatchFraction` placeholder.
-    """
+    """Writes moves at the insertion point of a slice's graph; callables return placeholders."""
 
     def __init__(
         self,

@@ -105,13 +105,7 @@ def is_sharded(info: ParameterInfo, stage: int) -> bool:
 def recompute_derived(
     graph: TrainingGraph, parameter: fx.Node, parameters: Collection[fx.Node]
 ) -> None:
-    """Recomputes in the backward the forward values that depend on parameters alone.
-
-    Args:
-        graph: graph to change in place.
-        parameter: parameter that the values depend on.
-        parameters: all parameters.
-    """
+    """Recomputes in the backward the forward values of a parameter, and of parameters alone."""
     derived = _derived_from(parameter, parameters)
     readers = {user for node in derived for user in node.users}
     backward = (u for u in readers if u.meta["phase"] == "backward" and u.op != "output")

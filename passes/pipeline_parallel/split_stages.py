@@ -73,11 +73,7 @@ class PipelineStages:
 
 
 def split_stages(graph: TrainingGraph, stages: int) -> PipelineStages:
-    """Splits a graph after `PlaceStages`, partitioned or not.
-
-    Args:
-        graph: graph of one micro-batch.
-        stages: number of stages.
+    """Splits the graph of a micro-batch after `PlaceStages`, partitioned or not.
 
     Raises:
         StrategyError: a stage is empty, or an earlier stage reads a forward value of a later one.
@@ -202,14 +198,9 @@ def _extract(
     received: Mapping[fx.Node, InputRole],
     phase: str = "",
 ) -> TrainingGraph:
-    """The graph of some nodes.
+    """The graph of some nodes and of sums of terms.
 
-    Args:
-        it: stages of the whole graph.
-        results: terms of each output; several are summed.
-        nodes: nodes to copy.
-        received: roles of the nodes that are inputs here.
-        phase: phase of all nodes; "" keeps forward and backward apart.
+    Nodes in `received` are inputs; without `phase` forward and backward stay apart.
     """
     graph = it.graph
     roles = {**dict(zip(graph.placeholders, graph.inputs, strict=True)), **received}

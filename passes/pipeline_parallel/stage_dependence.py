@@ -87,13 +87,7 @@ def _dependence(node: fx.Node, operands: set[Dependence]) -> Dependence:
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """A forward operator that reads a parameter.
-
-    Attributes:
-        node: the operator.
-        name: name of the parameter.
-        index: number of earlier uses of the same parameter.
-    """
+    """A forward operator that reads a parameter after `index` other uses of it."""
 
     node: fx.Node
     name: str
@@ -122,9 +116,7 @@ def forward_stages(
 ) -> dict[fx.Node, int]:
     """The stage of each staged forward operator: the highest of the parameter uses before it.
 
-    Args:
-        graph: graph as captured.
-        stages_of_uses: for each parameter, the stage of each use; later uses share the last one.
+    Uses after those in `stages_of_uses` have the stage of the last one.
     """
     first: dict[fx.Node, int] = {}
     for use in parameter_uses(graph):
