@@ -54,7 +54,12 @@ class CompressGradients(Pass):
                 continue
             compression = Compression.of(chosen[names[0]])
             rank = coordinate_on(axis_of(start), self.rank, graph.axes)
-            by_level = self._by_level(graph, start, compression)
+            by_level = any(
+                own.axis == axis_of(start)
+                and own.sizes(graph.axes[own.axis])
+                and own.splits(compression.method, message_bytes(start))
+                for own in self.levels
+            )
             algorithm = REDUCE_ALGORITHMS[compression.method]
             one = algorithm(graph, start, compression, rank, by_level)
             one.run()
@@ -62,15 +67,6 @@ class CompressGradients(Pass):
             updates |= one.updates
         graph = replace(graph, notes=(*graph.notes, *notes))
         return PassResult(graph.with_results(updates), "" if done else "no bucket is compressed")
-
-    def _by_level(self, graph: TrainingGraph, start: fx.Node, compression: Compression) -> bool:
-        axis, nbytes = axis_of(start), message_bytes(start)
-        return any(
-            own.axis == axis
-            and own.sizes(graph.axes[axis])
-            and own.splits(compression.method, nbytes)
-            for own in self.levels
-        )
 
 
 def _impossible(start: fx.Node) -> str:

@@ -108,7 +108,15 @@ class BatchPlacements:
         )
         strategy = self.chooser.choose(reads)
         for value, wanted in zip(values, strategy.operands, strict=True):
-            self.redistribute(node, value, wanted)
+            path = moves(self.placements[value], wanted, self.slices)
+            assert path is not None, f"{value.node} cannot be moved to {wanted}"
+            available = self.available.setdefault(value, set())
+            for move in path:
+                gathers = isinstance(move.before, Shard) and not isinstance(move.after, Partial)
+                if gathers and move.after not in available:
+                    gathered = self.gathered_bytes.get(node.name, 0)
+                    self.gathered_bytes[node.name] = gathered + tensor_bytes(value.tensor)
+                available.add(move.after)
         operator = Operator.of(node)
         if strategy != replicated(operator):
             self.op_strategies[node.name] = strategy
@@ -116,24 +124,8 @@ class BatchPlacements:
             self.local_random.add(node.name)
         self.placements |= zip(results, strategy.results, strict=True)
 
-    def redistribute(self, reader: fx.Node, value: Value, wanted: Placement) -> None:
-        """Records the placements of a value on its path to a reader's wanted placement."""
-        path = moves(self.placements[value], wanted, self.slices)
-        assert path is not None, f"{value.node} cannot be moved to {wanted}"
-        available = self.available.setdefault(value, set())
-        for move in path:
-            if move.after in available:
-                continue
-            available.add(move.after)
-            if isinstance(move.before, Shard) and not isinstance(move.after, Partial):
-                gathered = self.gathered_bytes.get(reader.name, 0)
-                self.gathered_bytes[reader.name] = gathered + tensor_bytes(value.tensor)
-
     def shard_unread_wholes(self) -> None:
-        """Shards replicated operators whose readers all want the same shard.
-
-        The first walk leaves these operators replicated, since it visits readers later.
-        """
+        """Shards replicated operators whose readers, visited later, all want the same shard."""
         wanted: dict[Value, set[Placement]] = {}
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
             if node is not None:
@@ -142,7 +134,13 @@ class BatchPlacements:
         for node in reversed([node for node in self.graph.calls() if not is_name(node)]):
             values = [value_of(source) for source in operands(node)]
             readers = wanted.get(Value(node), set())
-            if len(readers) == 1 and self.is_whole(node, values):
+            whole = (
+                node.name not in self.op_strategies
+                and len(elements(node)) == 1
+                and all(isinstance(value.tensor, torch.Tensor) for value in values)
+                and all(self.placements[value] == WHOLE for value in values)
+            )
+            if len(readers) == 1 and whole and not draws_random(Operator.of(node)):
                 (shard,) = readers
                 if strategy := self.chooser.strategy_for_result(node, shard):
                     self.op_strategies[node.name] = strategy
@@ -150,16 +148,6 @@ class BatchPlacements:
             chosen = self.op_strategies.get(node.name)
             for index, value in enumerate(values):
                 wanted.setdefault(value, set()).add(chosen.operands[index] if chosen else WHOLE)
-
-    def is_whole(self, node: fx.Node, values: Sequence[Value]) -> bool:
-        """Whether a non-random operator has one result, and only replicated operands."""
-        return (
-            node.name not in self.op_strategies
-            and len(elements(node)) == 1
-            and all(isinstance(value.tensor, torch.Tensor) for value in values)
-            and all(self.placements[value] == WHOLE for value in values)
-            and not draws_random(Operator.of(node))
-        )
 
 
 def _gradient_values(graph: TrainingGraph) -> frozenset[Value]:

@@ -106,14 +106,6 @@ def recompute_derived(
     graph: TrainingGraph, parameter: fx.Node, parameters: Collection[fx.Node]
 ) -> None:
     """Recomputes in the backward the forward values of a parameter, and of parameters alone."""
-    derived = _derived_from(parameter, parameters)
-    readers = {user for node in derived for user in node.users}
-    backward = (u for u in readers if u.meta["phase"] == "backward" and u.op != "output")
-    recompute(graph.graph, sorted(backward), derived.__contains__)
-
-
-def _derived_from(parameter: fx.Node, parameters: Collection[fx.Node]) -> set[fx.Node]:
-    """Forward values that depend on a parameter, and on parameters alone."""
     derived, todo = set[fx.Node](), list(parameter.users)
     while todo:
         node = todo.pop()
@@ -122,4 +114,6 @@ def _derived_from(parameter: fx.Node, parameters: Collection[fx.Node]) -> set[fx
         if is_forward and constant and not is_random(node):
             derived.add(node)
             todo.extend(node.users)
-    return derived
+    readers = {user for node in derived for user in node.users}
+    backward = (u for u in readers if u.meta["phase"] == "backward" and u.op != "output")
+    recompute(graph.graph, sorted(backward), derived.__contains__)

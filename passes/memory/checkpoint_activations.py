@@ -163,8 +163,8 @@ class MinCut:
         if node.op == "get_attr":
             return False
         maker = node
-        while isinstance(maker.args[0] if maker.args else None, fx.Node) and _is_getitem(maker):
-            maker = maker.args[0]  # type: ignore[assignment]
+        while _is_getitem(maker):
+            maker = maker.all_input_nodes[0]
         level = self.levels.get(node.meta["block"], "none")
         sent = maker.target in STARTS or maker.target is wait
         again = level == "everything" or (level == "regather" and _is_gathered(maker))
