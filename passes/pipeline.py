@@ -123,7 +123,6 @@ def build_stage_pipeline(
 def _data_parallel(
     plan: PlanSpec, dp_rank: int, hold: bool, held: tuple[str, ...], accumulate: bool
 ) -> Iterator[Pass]:
-    """The passes that communicate parameters and gradients over the data axis."""
     unreduced = plan.unsharded_grad_params if accumulate else ()
     if hold:
         unreduced = tuple(dict(plan.parameter_bytes))

@@ -19,12 +19,7 @@ from autopar.passes.core.node_builder import extract
 
 
 class Split(NamedTuple):
-    """Forward and backward of a training step, connected by `Saved` values.
-
-    Attributes:
-        forward: graph that returns outputs, updates and saved values.
-        backward: graph from saved values and tangents to gradients; None without a backward.
-    """
+    """Forward and backward of a training step, connected by `Saved` values."""
 
     forward: TrainingGraph
     backward: TrainingGraph | None

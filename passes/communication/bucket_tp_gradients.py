@@ -40,7 +40,6 @@ class BucketTpGradients(Pass):
         return PassResult(graph, "" if buckets else "no two sums can travel together")
 
     def buckets(self, graph: TrainingGraph) -> Iterator[list[fx.Node]]:
-        """The starts of the reductions of each bucket."""
         filling: dict[object, list[fx.Node]] = {}
         sizes: dict[object, int] = {}
         for start in starts(graph):

@@ -71,7 +71,6 @@ class HierarchicalCollectives(Pass):
         return PassResult(graph, "" if found else f"no message over {axis} is large enough")
 
     def splits(self, start: fx.Node) -> bool:
-        """Whether a collective is split into levels."""
         sums = start.target is start_all_gather or op_of(start) == "sum"
         return sums and self.levels.splits(kind_of(start), message_bytes(start))
 

@@ -90,7 +90,6 @@ class Lowering(Rewriter):
         self.rank = rank
 
     def run(self) -> None:
-        """Replaces the start, the wait and the results."""
         done = wait_of(self.start)
         issued, finish = self.begin()
         self.graph.inserting_before(done)

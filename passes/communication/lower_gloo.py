@@ -137,7 +137,6 @@ class GlooLowering(Lowering):
             yield self.op(aten.view.default, self.op(aten.cat.default, parts), list(shape))
 
     def parts(self, flat: fx.Node, segments: Sequence[Segment]) -> list[fx.Node]:
-        """Splits a message into its segments."""
         offsets = accumulate((s.size for s in segments), initial=0)
         return [self.part(flat, at, s.size) for at, s in zip(offsets, segments, strict=False)]
 

@@ -71,7 +71,6 @@ class Half:
     marks: tuple[int, ...]
 
     def of(self, kind: Kind) -> list[Unit]:
-        """Units of a kind."""
         return [unit for unit in self.units if unit.kind == kind]
 
     def place(self, position: float) -> int:

@@ -218,7 +218,6 @@ def random_places(count: Tensor, width: int, density: float) -> Tensor:
 
 
 def _joined(bodies: Tensor, scales: Tensor) -> Tensor:
-    """Concatenates the bytes of bodies and scales: [n, bytes]."""
     return torch.cat([_bytes(bodies), _bytes(scales)], 1)
 
 
@@ -237,7 +236,6 @@ _GATHER = 0x0102040810204080
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """Packs booleans [n, ...] into bytes [n, elements / 8]."""
     eights = bits.flatten(1).view(torch.int64)
     return ((eights * _GATHER) >> 56).to(torch.uint8)
 

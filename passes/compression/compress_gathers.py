@@ -70,13 +70,11 @@ def _compress(graph: TrainingGraph, start: fx.Node, codec_: Codec) -> None:
     width = codec_.fit(sum(widths))
 
     def message(chunks: Sequence[Tensor]) -> Tensor:
-        """Encodes this rank's chunks as one message."""
         pairs = zip(chunks, sizes, strict=True)
         row = torch.cat([filled(chunk, size).reshape(-1) for chunk, size in pairs])
         return codec_.encode(filled(row, width).unsqueeze(0))
 
     def whole(messages: Tensor) -> list[Tensor]:
-        """Decodes the messages of all ranks into whole parameters."""
         table = codec_.decode(messages, width, fakes[0].dtype)
         parts = zip(table[:, : sum(widths)].split(widths, 1), rows, fakes, strict=True)
         return [part.reshape(-1, *t.shape[1:])[:n] for part, n, t in parts]

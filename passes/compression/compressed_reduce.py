@@ -76,7 +76,6 @@ class CompressedReduce(ABC):
         self.updates: dict[OutputRole, fx.Node] = {}
 
     def run(self) -> None:
-        """Replaces the start, the wait and the results."""
         self.graph.graph.inserting_before(self.start)
         replace_collective(self.graph.graph, self.start, self.write())
 
@@ -107,7 +106,6 @@ class CompressedReduce(ABC):
             return self.inline(function, *arguments)
 
     def state(self, kind: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        """Input for a tensor kept between steps."""
         fake = fake_like(self.graph, tuple(shape), dtype)
         known_as = f"{kind}_{len(self.graph.inputs)}"
         self.graph, node = add_input(self.graph, State(kind, name), known_as, fake)
@@ -121,7 +119,6 @@ class CompressedReduce(ABC):
         return [self.state("residual", self.names[i], self.shapes[i], self.wide) for i in which]
 
     def update(self, kind: str, names: Iterable[str], values: Iterable[fx.Node]) -> None:
-        """Returns new values of the state of some parameters."""
         self.updates |= {Update(State(kind, n)): v for n, v in zip(names, values, strict=True)}
 
     def begin(self, residuals: Sequence[fx.Node]) -> fx.Node:
@@ -169,7 +166,6 @@ class CompressedReduce(ABC):
 
     @property
     def width(self) -> int:
-        """Number of columns of the table."""
         if self.scatters:
             pairs = zip(self.sizes, self.shapes, strict=True)
             return self.fit(sum(size * math.prod(shape[1:]) for size, shape in pairs))

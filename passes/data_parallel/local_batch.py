@@ -82,7 +82,6 @@ class LocalBatch(Pass):
 
 
 def _scale_tangents(graph: TrainingGraph, fraction: fx.Node) -> None:
-    """Multiplies every incoming gradient by the slice's fraction of the rows."""
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         users = [user for user in node.users if user.op == "call_function"]
         if isinstance(role, Tangent) and users:

@@ -83,7 +83,6 @@ class _BatchPartitioner(Partitioner):
     # Inputs.
 
     def placeholder(self, node: fx.Node, role: InputRole) -> None:
-        """Writes an input, with the rows of this slice if it has a batch dim."""
         placement = self.placements.inputs[node.name]
         copy = self.copy(node, placement)
         if isinstance(placement, Shard):
@@ -102,7 +101,6 @@ class _BatchPartitioner(Partitioner):
     def slice_input(
         self, role: InputRole, name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> fx.Node:
-        """An additional input of the slice, written at its first use."""
         if role not in self.slice_inputs:
             last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
             with self.graph.inserting_after(last):
@@ -153,7 +151,6 @@ class _BatchPartitioner(Partitioner):
     def lower(
         self, node: fx.Node, operator: Operator, op_strategy: OpStrategy, shards: list[fx.Node]
     ) -> None:
-        """Writes the operators of a custom lowering."""
         last = self.last
         results = lower(self.lowering_context(node, operator, op_strategy, shards))
         self.annotate_after(last, varying=True)
@@ -220,7 +217,6 @@ class _BatchPartitioner(Partitioner):
         return super().results(phase)
 
     def result_placement(self, role: OutputRole) -> Placement:
-        """The placement of an output."""
         match role:
             case Output(index):
                 return self.placements.outputs[index]
@@ -237,7 +233,6 @@ class _BatchPartitioner(Partitioner):
     # Metadata of new nodes.
 
     def annotate(self, node: fx.Node, *placements: Placement) -> None:
-        """Records the placement and the batch dims of a new node."""
         first = placements[0] if placements else WHOLE
         node.meta["placement"] = VARYING if isinstance(first, Shard) else first
         node.meta["batch_dims"] = tuple(
@@ -267,7 +262,6 @@ class _BatchPartitioner(Partitioner):
     # The graph of the slice.
 
     def result(self) -> TrainingGraph:
-        """The graph of the slice with its roles and notes."""
         return replace(
             self.source,
             graph=self.graph,

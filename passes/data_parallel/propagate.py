@@ -29,13 +29,7 @@ WHOLE = Replicate()
 
 
 class BatchPlacements:
-    """Placements of every value of a graph of the whole batch.
-
-    Args:
-        graph: forward and backward of the whole batch.
-        slices: the slices of the batch.
-        has_batch_dim: for each flattened argument, whether its dim 0 is the batch dim.
-        whole_outputs: indices of outputs that are returned whole.
+    """Placements of a graph of the whole batch; arguments are as in `PartitionBatch`.
 
     Attributes:
         op_strategies: strategy of every operator that is not replicated, by node name.
@@ -93,7 +87,6 @@ class BatchPlacements:
         return found
 
     def visit(self, node: fx.Node) -> None:
-        """Chooses the strategy of an operator."""
         values = tuple(value_of(source) for source in operands(node))
         results = [Value(node, index) for index in range(len(elements(node)))]
         if not all(isinstance(value.tensor, torch.Tensor) for value in values):
@@ -166,7 +159,6 @@ def _gradient_values(graph: TrainingGraph) -> frozenset[Value]:
 
 
 def _batch_independent(graph: TrainingGraph) -> frozenset[fx.Node]:
-    """Nodes that depend on parameters, buffers and constants alone."""
     roles = zip(graph.placeholders, graph.inputs, strict=True)
     found = {node for node, role in roles if isinstance(role, (Parameter, Buffer))}
     for node in graph.graph.nodes:

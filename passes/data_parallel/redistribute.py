@@ -210,7 +210,6 @@ class BatchRedistributor(RedistributeEmitter):
         return self.view(self.op(aten.permute.default, joined, back), list(whole))
 
     def _negated(self, value: fx.Node) -> fx.Node:
-        """The value in reverse order, so that its minimum is the maximum."""
         is_bool = _fake(value).dtype == torch.bool
         return self.op(aten.logical_not.default if is_bool else aten.neg.default, value)
 

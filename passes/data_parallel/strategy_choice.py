@@ -37,12 +37,9 @@ PENDING_SUM = 0.9 * LATENCY
 
 @dataclass(frozen=True)
 class OperatorReads:
-    """An operator with the placements of the values that it reads.
+    """An operator with the value and placement of each operand.
 
     Attributes:
-        node: the operator.
-        values: the value of each operand.
-        placements: the placement of each operand.
         available: for each operand, placements that it was redistributed to already.
         stays_partial: whether only gradients of parameters depend on its results.
     """
@@ -55,7 +52,6 @@ class OperatorReads:
 
     @property
     def are_whole(self) -> bool:
-        """Whether every operand is replicated."""
         return all(placement == WHOLE for placement in self.placements)
 
     def moves_to(
@@ -84,7 +80,6 @@ class StrategyChooser:
         self._chosen: dict[object, OpStrategy] = {}
 
     def choose(self, reads: OperatorReads) -> OpStrategy:
-        """The cheapest strategy of an operator."""
         repeats = tuple(reads.values.index(value) for value in reads.values)
         key = (
             _signature(reads.node),
@@ -120,7 +115,6 @@ class StrategyChooser:
                 yield strategy
 
     def loops_of(self, node: fx.Node) -> list[Loop]:
-        """The loops of an operator along the batch axis."""
         key = _signature(node)
         if key not in self._loops:
             self._loops[key] = batch_loops(Operator.of(node))
@@ -207,5 +201,4 @@ def _dims(access: DimAccess | Reduced | None) -> tuple[int, ...]:
 
 
 def _signature(node: fx.Node) -> tuple[object, ...]:
-    """Key of the loops of an operator."""
     return node.target, describe_argument(node.args), describe_argument(node.kwargs)

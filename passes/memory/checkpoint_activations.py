@@ -183,7 +183,6 @@ class MinCut:
 
 
 def _leaves_block(node: fx.Node) -> bool:
-    """Whether the forward of another block reads a value."""
     return any(
         user.meta["phase"] == "forward" and user.meta["block"] != node.meta["block"]
         for user in node.users
@@ -224,7 +223,6 @@ def _bytes(nodes: Iterable[fx.Node]) -> int:
 
 
 def _storage(node: fx.Node) -> fx.Node:
-    """Node that owns the storage of a view."""
     while is_view(node) or (_is_getitem(node) and is_view(node.all_input_nodes[0])):
         node = node.all_input_nodes[0]
     return node

@@ -66,7 +66,6 @@ class AccumulateMicroBatches(Pass):
 def _accumulate(
     graph: TrainingGraph, operand: fx.Node, result: fx.Node, late: bool
 ) -> TrainingGraph:
-    """Returns the operand of a sum as a partial and replaces its result by the total."""
     index = sum(isinstance(role, MicrobatchPartial) for role in graph.outputs)
     like = tensors(result)[0]
     graph, total = add_input(graph, BatchTotal(index, late), f"total_{index}", like)

@@ -42,6 +42,5 @@ def split_dgrad_wgrad(backward: TrainingGraph) -> tuple[TrainingGraph, TrainingG
 def _subgraph(
     graph: TrainingGraph, roles: Roles, body: list[fx.Node], outputs: Results
 ) -> TrainingGraph:
-    """The graph of some operators and of the inputs that they or the outputs read."""
     read = {*outputs.values(), *(n for node in body for n in node.all_input_nodes)}
     return extract(graph, {n: role for n, role in roles.items() if n in read}, body, outputs)

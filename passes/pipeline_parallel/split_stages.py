@@ -145,7 +145,6 @@ class _Splitter:
                     self.epilogue[role] = result
 
     def computes(self, stage: int, node: fx.Node) -> bool:
-        """Whether a stage computes a node itself."""
         own = self.stage.get(node, stage)
         if own >= stage or op_packet(node) not in LAYOUT_OPS or node.meta["phase"] == "backward":
             return own == stage
@@ -171,7 +170,6 @@ class _Splitter:
         yield gradient
 
     def run(self) -> PipelineStages:
-        """The graphs of the stages, the prologue and the epilogue."""
         self.assign()
         stages = range(self.num_stages)
         needed = [self.needed(stage) for stage in stages]
@@ -204,8 +202,6 @@ class _Splitter:
         return PipelineStages(prologue if self.prologue else None, tuple(graphs), epilogue, indices)
 
     def needed(self, stage: int) -> dict[fx.Node, None]:
-        """The nodes that a stage computes or reads."""
-
         def sources(node: fx.Node) -> list[fx.Node]:
             if self.is_late(node):
                 return [n for n in node.all_input_nodes if n not in self.stage]
@@ -216,7 +212,6 @@ class _Splitter:
         return _closure(own, sources)
 
     def is_late(self, node: fx.Node) -> bool:
-        """Whether an operator reads staged values as totals over the batch."""
         return self.dependence[node] == "totals" and node.op == "call_function"
 
     def ancestors(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
@@ -308,7 +303,6 @@ class _Splitter:
 def _closure(
     nodes: Iterable[fx.Node], sources: Callable[[fx.Node], list[fx.Node]]
 ) -> dict[fx.Node, None]:
-    """Nodes and, transitively, their sources."""
     found: dict[fx.Node, None] = {}
     todo = list(nodes)
     while todo:
@@ -320,7 +314,6 @@ def _closure(
 
 
 def _sum(graph: fx.Graph, terms: list[fx.Node]) -> fx.Node:
-    """The sum of several terms, written at the end of a graph."""
     total = terms[0]
     for term in terms[1:]:
         total = graph.call_function(aten.add.Tensor, (total, term))
