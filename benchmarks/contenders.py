@@ -33,25 +33,15 @@ PLAIN = "the plain model"
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train.
-
-    Attributes:
-        name: name in tables.
-        build: factory of the step; called on every rank at the same time, after seeding.
-        peers: contenders to compare with; the first that ran counts.
-        alone: whether it runs at world size 1 (True), at more (False), or at any (None).
-        module: importable module without which it is skipped.
-        statistics: rows that BatchNorm normalises over; None where it makes no difference.
-        reference: contender with the same losses.
-    """
+    """One way to train."""
 
     name: str
-    build: Callable[..., Step]
-    peers: tuple[str, ...] = ()
-    alone: bool | None = False
-    module: str = "torch"
-    statistics: Statistics | None = None
-    reference: str = PLAIN
+    build: Callable[..., Step]  # called on every rank at the same time, after seeding
+    peers: tuple[str, ...] = ()  # contenders to compare with; the first that ran counts
+    alone: bool | None = False  # runs at world size 1 (True), at more (False), or at any (None)
+    module: str = "torch"  # module without which it is skipped
+    statistics: Statistics | None = None  # rows that BatchNorm normalises over, where it matters
+    reference: str = PLAIN  # contender with the same losses
 
     def absence(self) -> str | None:
         """Return the reason why it cannot run here, or None."""
@@ -137,17 +127,11 @@ def build_deepspeed(case: Case, *, stage: int) -> Step:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A training step of autopar with its plan.
+    """A training step of autopar with its plan."""
 
-    Attributes:
-        step: the step; None once it is released.
-        plan: the plan with its prediction.
-        seconds: time of capturing, measuring, planning and emitting.
-    """
-
-    step: Step | None
-    plan: autopar.Plan
-    seconds: float
+    step: Step | None  # the step; None once it is released
+    plan: autopar.Plan  # the plan with its prediction
+    seconds: float  # time of capturing, measuring, planning and emitting
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Train one step."""
@@ -176,9 +160,7 @@ def build_autopar(
     library = importlib.import_module(package)
     chosen = library.Strategy.of(strategy)
     if statistics:
-        names = ("batch_semantics", "batch_statistics")  # the second until November 2026
-        name = next(name for name in names if hasattr(chosen, name))
-        chosen = replace(chosen, **{name: statistics})
+        chosen = replace(chosen, batch_semantics=statistics)
     options = {"example_inputs": case.batch(0), "strategy": chosen, "backend": backend}
     model = library.compile(case.build(), **options, fallback=False)
     return training_step(model, case, local=False)

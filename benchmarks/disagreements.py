@@ -47,21 +47,13 @@ KILLED_S = 60.0
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of one rank.
+    """The end of one rank."""
 
-    Attributes:
-        state: "raised", "finished", "left", "abort" or "hang".
-        error: class of its exception.
-        message: first line of its exception.
-        seconds: time from the last operation it began to its end.
-        is_autopar_error: whether it raised an AutoparError.
-    """
-
-    state: str
-    error: str = ""
-    message: str = ""
-    seconds: float = 0.0
-    is_autopar_error: bool = False
+    state: str  # "raised", "finished", "left", "abort" or "hang"
+    error: str = ""  # class of its exception
+    message: str = ""  # first line of its exception
+    seconds: float = 0.0  # time from the last operation it began to its end
+    is_autopar_error: bool = False  # whether it raised an AutoparError
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 import autopar
 from autopar.ir.placement import Shard
@@ -49,42 +48,30 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 class Setup:
     """One way to train a model.
 
-    Attributes:
-        ranks: world size.
-        options: fixed fields of the strategy.
-        rows: rows of each batch. They are few and odd, so that other dims are divided and rows are
-            uneven over data-parallel ranks. Micro-batches of a pipeline must divide them.
+    Rows of a batch are few and odd, so that other dims are divided and rows are uneven over
+    data-parallel ranks. Micro-batches of a pipeline must divide them.
     """
 
     ranks: int
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # fixed fields of the strategy
     rows: int = 5
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether ranks draw different random numbers, for their rows or stages."""
-        return self.ranks > self.options.get("tp", 1)
 
     def suits(self, model: str) -> bool:
         """Whether a model can train exactly in this setup."""
-        batch_norm = model in ("conv", "resnet") and self.options.get("micro_batches", 1) > 1
-        return not batch_norm and not (model == "dropout" and self.is_divided)
+        if model == "dropout":  # ranks draw other random numbers for their rows or stages
+            return self.ranks == self.options.get("tp", 1)
+        return model not in ("conv", "resnet") or self.options.get("micro_batches", 1) == 1
 
 
-def pipelined(
-    pp: int,
-    schedule: str = "1f1b",
-    micro_batches: int = 4,
-    ranks: int | None = None,
-    **options: Any,
-) -> Setup:
+def pipelined(ranks: int, pp: int, **options: Any) -> Setup:
     """Return the setup of a pipeline."""
-    fixed = {"pp": pp, "schedule": schedule, "micro_batches": micro_batches, **options}
-    return Setup(ranks or pp, fixed, rows=16)
+    return Setup(ranks, {"pp": pp, "schedule": "1f1b", "micro_batches": 4, **options}, rows=16)
 
 
 PIPELINES = {
-    f"pp{pp}-{schedule}-{micro_batches}": pipelined(pp, schedule, micro_batches)
+    f"pp{pp}-{schedule}-{micro_batches}": pipelined(
+        pp, pp, schedule=schedule, micro_batches=micro_batches
+    )
     for pp in (2, 3, 4)
     for schedule in SCHEDULES
     for micro_batches in (1, 2, 4, 8)
@@ -96,11 +83,11 @@ COMPOSED = {
     "tp3": Setup(3, {"tp": 3}),
     "tp4": Setup(4, {"tp": 4}),
     "tp2xdp2": Setup(4, {"tp": 2, "zero": 3}),
-    "pp2xdp2": pipelined(2, ranks=4),
-    "pp2xdp2-zero3": pipelined(2, ranks=4, zero=3),
-    "pp2xtp2": pipelined(2, ranks=4, tp=2),
-    "pp2xtp2xdp2": pipelined(2, ranks=8, tp=2, zero=2),
-    "pp2xtp2xdp2-whole": pipelined(2, micro_batches=1, ranks=8, tp=2, zero=3),
+    "pp2xdp2": pipelined(4, 2),
+    "pp2xdp2-zero3": pipelined(4, 2, zero=3),
+    "pp2xtp2": pipelined(4, 2, tp=2),
+    "pp2xtp2xdp2": pipelined(8, 2, tp=2, zero=2),
+    "pp2xtp2xdp2-whole": pipelined(8, 2, micro_batches=1, tp=2, zero=3),
 }
 """The default sweep: partitions, and pipelines of them."""
 
@@ -121,29 +108,17 @@ CASES: Mapping[str, Case] = MODELS | {name: it.case for name, it in ARCHITECTURE
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one model in one setup.
-
-    Attributes:
-        model: name of the model.
-        setup: name of the setup.
-        loss_error: worst relative difference of a loss, on any rank.
-        parameter_error: worst relative difference of a tensor of the final state.
-        tensor: name of that tensor.
-        sharded_parameters: number of parameters that are sharded along tp.
-        parameters: number of parameters.
-        seconds: time from the model to the end of its training, planning included.
-        error: first line of an exception.
-    """
+    """Result of one model in one setup."""
 
     model: str
     setup: str
-    loss_error: float | None = None
-    parameter_error: float | None = None
-    tensor: str | None = None
-    sharded_parameters: int | None = None
+    loss_error: float | None = None  # worst relative difference of a loss, on any rank
+    parameter_error: float | None = None  # worst relative difference of a tensor of the state
+    tensor: str | None = None  # name of that tensor
+    sharded_parameters: int | None = None  # number of parameters sharded along tp
     parameters: int | None = None
-    seconds: float | None = None
-    error: str | None = None
+    seconds: float | None = None  # from the model to the end of its training, planning included
+    error: str | None = None  # first line of an exception
 
     def is_exact(self, tolerance: float) -> bool:
         """Whether it trained and both errors are within the tolerance."""
@@ -157,19 +132,14 @@ def measure(name: str, setup: str, dtype: torch.dtype = torch.float64, steps: in
     try:
         answers = run(train_on_rank, SETUPS[setup].ranks, timeout=600, **options)
     except RankError as error:
-        return Row(name, setup, error=_first_line(error))
+        trace = next(iter(error.errors.values()))  # without graphs that passes print with it
+        raised = [line for line in trace.splitlines() if line[:1].isalpha() and "Error" in line]
+        return Row(name, setup, error=raised[0][:400] if raised else "a rank failed")
     want = train_plain(name, dtype, steps, SETUPS[setup].rows)
     loss = max(worst_loss(got, want) for got, _, _ in answers)
     state, tensor = max(worst_error(got.state, want.state) for got, _, _ in answers)
     _, sharded, seconds = answers[0]
     return Row(name, setup, loss, state, tensor, *sharded, seconds)
-
-
-def _first_line(error: RankError) -> str:
-    """First line of the first rank's error, without the graphs that passes print with it."""
-    trace = next(iter(error.errors.values()))
-    raised = [line for line in trace.splitlines() if line[:1].isalpha() and "Error" in line]
-    return raised[0][:400] if raised else "a rank failed"
 
 
 def train_on_rank(
@@ -187,14 +157,9 @@ def train_on_rank(
     optimizer = optimizer_of(dtype)(model.parameters())
     losses = train_steps(model, optimizer, case, batches(case, range(steps), setup.rows, dtype))
     found = Reference(losses, whole_state(model))
-    return found, sharded_of(model), time.perf_counter() - start
-
-
-def sharded_of(model: nn.Module) -> tuple[int, int]:
-    """Return the number of parameters sharded along tp, and of all parameters of a rank."""
     names = [name for name, _ in model.named_parameters()]
-    sharded = [name for name in names if isinstance(model.plan.layout(name).get("tp"), Shard)]
-    return len(sharded), len(names)
+    sharded = sum(isinstance(model.plan.layout(name).get("tp"), Shard) for name in names)
+    return found, (sharded, len(names)), time.perf_counter() - start
 
 
 @functools.cache
@@ -204,19 +169,6 @@ def train_plain(name: str, dtype: torch.dtype, steps: int, rows: int) -> Referen
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         return reference(CASES[name], steps, dtype, optimizer_of(dtype), rows)
-
-
-def sweep(
-    models: Sequence[str], setups: Sequence[str], dtype: torch.dtype, console: Console
-) -> Iterator[Row]:
-    """Train every model in every setup."""
-    for setup in setups:
-        for name in models:
-            if not SETUPS[setup].suits(name):
-                continue
-            row = measure(name, setup, dtype)
-            console.print(f"{setup} {name}: {row.error or row.parameter_error}", markup=False)
-            yield row
 
 
 def table(rows: Sequence[Row], tolerance: float) -> Table:
@@ -263,8 +215,11 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = DTYPES[options.dtype]
     facts = {**about(), "dtype": options.dtype, "tolerance": EXACT[dtype]}
     rows: list[Row] = []
-    for row in sweep(options.models, options.setups, dtype, console):
-        rows.append(row)
+    for setup, name in itertools.product(options.setups, options.models):
+        if not SETUPS[setup].suits(name):
+            continue
+        rows.append(row := measure(name, setup, dtype))
+        console.print(f"{setup} {name}: {row.error or row.parameter_error}", markup=False)
         if options.json:
             save(options.json, {**facts, "rows": [asdict(row) for row in rows]})
     console.print(table(rows, EXACT[dtype]))

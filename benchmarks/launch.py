@@ -30,23 +30,14 @@ STACK_LINES = 40
 
 @dataclass(frozen=True)
 class Job:
-    """One race.
+    """One race."""
 
-    Attributes:
-        case: name of the model.
-        world_size: number of processes.
-        contenders: names of contenders.
-        rounds: timed steps of each contender.
-        threads: intra-operator threads of each process.
-        patience: seconds without progress after which a contender is given up.
-    """
-
-    case: str
-    world_size: int
-    contenders: tuple[str, ...]
-    rounds: int
-    threads: int
-    patience: float
+    case: str  # name of the model
+    world_size: int  # number of processes
+    contenders: tuple[str, ...]  # names of contenders
+    rounds: int  # timed steps of each contender
+    threads: int  # intra-operator threads of each process
+    patience: float  # seconds without progress after which a contender is given up
 
     def save(self, folder: Path) -> None:
         """Write the job into the folder of the race."""

@@ -16,9 +16,7 @@ from __future__ import annotations
 import json
 import tempfile
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -27,14 +25,6 @@ UNSTEADY = 1
 """First steps of each kind that do not count: they make the optimizer state."""
 
 _MARK = "benchmarks.memory.step"
-
-
-@dataclass(frozen=True)
-class StepBytes:
-    """Bytes allocated at the start of a step, and at most during it."""
-
-    start: int
-    peak: int
 
 
 class ProfilerCounter:
@@ -50,7 +40,7 @@ class ProfilerCounter:
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
-        self.steps: list[StepBytes] = []
+        self.steps: list[tuple[int, int]] = []  # bytes at the start, and at most
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def __enter__(self) -> ProfilerCounter:
@@ -58,15 +48,10 @@ class ProfilerCounter:
         self._profile.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Stop counting; fill `steps` unless there is an error."""
-        self._profile.__exit__(kind, error, trace)
-        if error is None:
+        self._profile.__exit__(*error)
+        if error[0] is None:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "trace.json"
                 self._profile.export_chrome_trace(str(path))
@@ -83,12 +68,12 @@ class ProfilerCounter:
         for kind in dict.fromkeys(self.kinds):
             pairs = zip(self.kinds, self.steps, strict=True)
             steady = [step for name, step in pairs if name == kind][UNSTEADY:]
-            least = min(step.start for step in steady)
-            found[kind] = [least + step.peak - step.start for step in steady]
+            least = min(start for start, _ in steady)
+            found[kind] = [least + peak - start for start, peak in steady]
         return found
 
 
-def _read(events: list[dict[str, Any]]) -> list[StepBytes]:
+def _read(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """Return the marked steps of a Chrome trace.
 
     Only freed blocks that were allocated inside count, unlike in the profiler's own total.
@@ -108,5 +93,5 @@ def _read(events: list[dict[str, Any]]) -> list[StepBytes]:
         if event["name"] == _MARK:
             first = bisect_left(times, event["ts"]) - 1
             last = bisect_right(times, event["ts"] + event["dur"])
-            steps.append(StepBytes(totals[first], max(totals[first:last])))
+            steps.append((totals[first], max(totals[first:last])))
     return steps

@@ -23,26 +23,16 @@ BATCHES = 4  # distinct global batches, used in turn, so that the loss falls and
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its data.
-
-    Attributes:
-        name: name on the command line.
-        build: factory of the model; the caller seeds.
-        batch: factory of the global batch of a step, the same on every rank.
-        blocks: submodules that fully_shard wraps and compiles one by one.
-        learning_rate: learning rate of AdamW. The conv net's is small: at 1e-3, rounding through
-            BatchNorm and Adam's first steps changes losses by 3 % within 15 steps.
-        batch_statistics: whether the loss depends on the division of rows over ranks (BatchNorm).
-        experts: placements of experts' parameters along ep, by pattern of names.
-    """
+    """A model and its data."""
 
     name: str
-    build: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[Tensor, Tensor]]
+    build: Callable[[], nn.Module]  # the caller seeds
+    batch: Callable[[int], tuple[Tensor, Tensor]]  # global batch of a step, alike on every rank
+    # submodules that fully_shard wraps and compiles one by one
     blocks: Callable[[Any], list[nn.Module]] = lambda model: list(model.blocks)
-    learning_rate: float = 1e-3
-    batch_statistics: bool = False
-    experts: Mapping[str, autopar.Shard] = field(default_factory=dict)
+    learning_rate: float = 1e-3  # of AdamW
+    batch_statistics: bool = False  # whether the loss depends on the division of rows (BatchNorm)
+    experts: Mapping[str, autopar.Shard] = field(default_factory=dict)  # placements along ep
 
 
 Norm = Callable[[int], nn.Module]
@@ -197,6 +187,7 @@ CASES = {
     for case in (
         Case("gpt", GPT, next_tokens),
         Case("encoder", Encoder, masked_tokens),
+        # at 1e-3, rounding in BatchNorm and Adam's first steps changes losses by 3 % in 15 steps
         Case("conv", ConvNet, images, learning_rate=3e-5, batch_statistics=True),
     )
 }

@@ -19,7 +19,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,43 +33,15 @@ from benchmarks.report import about, save
 
 
 @dataclass(frozen=True)
-class Row:
-    """One planned model.
-
-    Attributes:
-        model: name of the model.
-        axes: mesh of the plan.
-        seconds: time from the built model to its plan.
-        cpu_seconds: process time of the same span.
-        peak_bytes: peak memory of the process.
-    """
-
-    model: str
-    axes: str
-    seconds: float
-    cpu_seconds: float
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
 class Case:
-    """A planning problem.
+    """A planning problem."""
 
-    Attributes:
-        make: factory of the model in bfloat16 and a global batch, on the meta device.
-        cluster: name of a shipped cluster.
-        gpus: number of GPUs.
-        strategy: fields of the strategy.
-        memory: memory of each GPU.
-        limit_s: seconds after which the search tries no further mesh.
-    """
-
-    make: Callable[[], tuple[nn.Module, Any]]
+    make: Callable[[], tuple[nn.Module, Any]]  # bfloat16 model and global batch, on meta
     cluster: str
     gpus: int
     strategy: Mapping[str, Any]
-    memory: str = "1000GB"
-    limit_s: float | None = None
+    memory: str = "1000GB"  # of each GPU
+    limit_s: float | None = None  # seconds after which the search tries no further mesh
 
 
 def gpt2(rows: int) -> tuple[nn.Module, Any]:
@@ -117,7 +89,7 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def complete_plan(name: str, package: str = "autopar") -> Row:
+def complete_plan(name: str, package: str = "autopar") -> dict[str, Any]:
     """Make one plan with a package; for a process of its own."""
     torch.set_num_threads(2)
     case, planner = CASES[name], importlib.import_module(package)
@@ -139,7 +111,13 @@ def complete_plan(name: str, package: str = "autopar") -> Row:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     axes = ", ".join(f"{axis}={size}" for axis, size in made.mesh if size > 1)
     label = name if package == "autopar" else f"{name} before"
-    return Row(label, axes, taken, computed, peak)
+    return {
+        "model": label,
+        "axes": axes,
+        "seconds": taken,
+        "cpu_seconds": computed,
+        "peak_bytes": peak,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -156,12 +134,12 @@ def main(arguments: list[str] | None = None) -> int:
             row = pool.apply(complete_plan, job)
         rows.append(row)
         print(
-            f"{row.model} {row.axes}: {row.seconds:.1f} s, {row.cpu_seconds:.1f} computed, "
-            f"{row.peak_bytes / 2**30:.2f} GiB",
+            f"{row['model']} {row['axes']}: {row['seconds']:.1f} s, "
+            f"{row['cpu_seconds']:.1f} computed, {row['peak_bytes'] / 2**30:.2f} GiB",
             flush=True,
         )
     if options.json:
-        save(options.json, {**about(), "rows": [asdict(row) for row in rows]})
+        save(options.json, {**about(), "rows": rows})
     return 0
 
 

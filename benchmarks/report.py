@@ -72,40 +72,24 @@ def versions() -> dict[str, str | None]:
 
 @dataclass(frozen=True)
 class Row:
-    """One contender's result for one model at one world size.
-
-    Attributes:
-        median_step_s: median over the rounds of the slowest rank's step, in seconds.
-        quartiles_s: first and third quartile of the same, in seconds.
-        peer: contender that `ratio` and `peak_ratio` refer to.
-        ratio: median over the rounds of this step time over the peer's of the same round.
-        ratio_quartiles: first and third quartile of the same.
-        fastest_peer: contender with the least median among those that are not autopar.
-        fastest_ratio: `ratio` with that contender.
-        peak_bytes: tensor bytes of a rank at the peak of a step (`benchmarks/memory.py`).
-        peak_ratio: this peak over the peer's.
-        loss_difference: worst relative difference of losses over the whole run.
-        loss_reference: contender that losses are compared with.
-        batch_statistics: rows that BatchNorm normalises over, where that makes a difference.
-        error: reason why there are no valid figures.
-    """
+    """One contender's result for one model at one world size; times are the slowest rank's."""
 
     model: str
     world_size: int
     contender: str
-    median_step_s: float | None = None
+    median_step_s: float | None = None  # over the rounds
     quartiles_s: tuple[float, float] | None = None
-    peer: str | None = None
-    ratio: float | None = None
+    peer: str | None = None  # contender that `ratio` and `peak_ratio` refer to
+    ratio: float | None = None  # median of step times over the peer's of the same round
     ratio_quartiles: tuple[float, float] | None = None
-    fastest_peer: str | None = None
-    fastest_ratio: float | None = None
-    peak_bytes: int | None = None
-    peak_ratio: float | None = None
-    loss_difference: float | None = None
-    loss_reference: str | None = None
-    batch_statistics: str | None = None
-    error: str | None = None
+    fastest_peer: str | None = None  # least median of those that are not autopar
+    fastest_ratio: float | None = None  # `ratio` with that contender
+    peak_bytes: int | None = None  # tensor bytes of a rank at the peak of a step (`memory.py`)
+    peak_ratio: float | None = None  # this peak over the peer's
+    loss_difference: float | None = None  # worst relative difference over the whole run
+    loss_reference: str | None = None  # contender that losses are compared with
+    batch_statistics: str | None = None  # rows that BatchNorm normalises over, where it matters
+    error: str | None = None  # reason why there are no valid figures
 
 
 def rows(

@@ -29,32 +29,19 @@ from benchmarks.launch import Job, write_atomically
 from benchmarks.memory import ProfilerCounter
 from benchmarks.models import CASES, Case
 
-COUNTED_STEPS = 6
-"""First steps of each contender, whose bytes are counted."""
-
-WARM_STEPS = 2
-"""Steps after them that are neither counted nor timed."""
-
 SEED = 0
 
 
 @dataclass
 class Entry:
-    """A contender in the race and its figures on this rank.
-
-    Attributes:
-        seconds: time of each timed step, in seconds.
-        losses: loss of every step from the first, timed or not.
-        peak_bytes: peak of tensor bytes in the steady state.
-        error: reason why it left the race.
-    """
+    """A contender in the race and its figures on this rank."""
 
     contender: Contender
     step: Step | None = None
-    seconds: list[float] = default(default_factory=list)
-    losses: list[Tensor] = default(default_factory=list)
-    peak_bytes: int = 0
-    error: str | None = None
+    seconds: list[float] = default(default_factory=list)  # of each timed step
+    losses: list[Tensor] = default(default_factory=list)  # of every step from the first
+    peak_bytes: int = 0  # peak of tensor bytes in the steady state
+    error: str | None = None  # reason why it left the race
 
     def run(self, batch: tuple[Tensor, Tensor]) -> None:
         """Train one step."""
@@ -63,14 +50,10 @@ class Entry:
 
 
 class Race:
-    """All contenders of one job, on one rank.
+    """All contenders of one job, on one rank."""
 
-    Attributes:
-        counted: number of counted steps.
-        warm: number of warm-up steps after them.
-    """
-
-    counted, warm = COUNTED_STEPS, WARM_STEPS
+    counted = 6  # first steps of each contender, whose bytes are counted
+    warm = 2  # steps after them that are neither counted nor timed
 
     def __init__(self, job: Job, folder: Path, case: Case, contenders: Iterable[Contender]) -> None:
         self.job, self.folder, self.case = job, folder, case
@@ -92,8 +75,6 @@ class Race:
         gc.collect()
         gc.freeze()  # a contender's garbage collection skips the others' objects
         for number in range(self.job.rounds):
-            if self.is_over(number):
-                break
             running = self.running()
             random.Random(number).shuffle(running)  # the same on all ranks
             for entry in running:
@@ -110,10 +91,6 @@ class Race:
     def running(self) -> list[Entry]:
         """Return the entries that are still in the race."""
         return [entry for entry in self.entries if entry.error is None]
-
-    def is_over(self, number: int) -> bool:
-        """Whether the race ends after so many rounds; the same on every rank."""
-        return False
 
     def reference(self) -> list[float]:
         """Return the losses of the plain model on whole batches, trained on rank 0 alone."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cluster.network import Network, Traffic, Unavailable, bits_per_second
+from benchmarks.cluster.network import Network, Unavailable, bits_per_second
 from benchmarks.cluster.ranks import RanksFailed, launch
 
 SKIPPED = 77
@@ -26,7 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     split = words.index("--") if "--" in words else len(words)
-    parser = _parser()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cluster", usage="%(prog)s [options] -- COMMAND ..."
+    )
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument(
+        "--rate", type=_rate, help="of each link, such as 1gbit; unshaped by default"
+    )
+    parser.add_argument("--timeout", type=float, help="limit of the command, in seconds")
     options, command = parser.parse_args(words[:split]), words[split + 1 :]
     if not command:
         parser.error("give the command after --")
@@ -39,19 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return SKIPPED
     except KeyboardInterrupt:
         return 130
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cluster", usage="%(prog)s [options] -- COMMAND ..."
-    )
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument(
-        "--rate", type=_rate, help="of each link, such as 1gbit; unshaped by default"
-    )
-    parser.add_argument("--timeout", type=float, help="limit of the command, in seconds")
-    return parser
 
 
 def _rate(text: str) -> str:
@@ -70,19 +65,14 @@ def _run(network: Network, command: Sequence[str], ranks: int, timeout_s: float 
         print(error, file=sys.stderr)
         status = 1
     seconds = time.monotonic() - start
-    Console(stderr=True).print(_table(network, network.traffic(), seconds))
-    return status
-
-
-def _table(network: Network, traffic: Sequence[Traffic], seconds: float) -> Table:
     title = f"links of {network.rate or 'no set rate'}, {seconds:.1f} s"
-    table = Table(title=title, title_justify="left")
-    table.add_column("node")
-    table.add_column("sent, bytes", justify="right")
-    table.add_column("received, bytes", justify="right")
-    for node, count in enumerate(traffic):
+    table = Table("node", title=title, title_justify="left")
+    for heading in ("sent, bytes", "received, bytes"):
+        table.add_column(heading, justify="right")
+    for node, count in enumerate(network.traffic()):
         table.add_row(f"node{node}", f"{count.sent:,}", f"{count.received:,}")
-    return table
+    Console(stderr=True).print(table)
+    return status
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 TOOLS = ("ip", "tc", "unshare", "setpriv", "sh")
@@ -46,9 +44,6 @@ class Traffic:
 
     sent: int
     received: int
-
-    def __sub__(self, before: Traffic) -> Traffic:
-        return Traffic(self.sent - before.sent, self.received - before.received)
 
 
 class Network:
@@ -85,12 +80,13 @@ class Network:
 
     def traffic(self) -> list[Traffic]:
         """Return the bytes that each node has sent and received so far."""
-        return [self._count(node) for node in range(self.nodes)]
-
-    def _count(self, node: int) -> Traffic:
-        text = _run("ip", "-n", self.namespace(node), "-s", "-j", "link", "show", "dev", "eth0")
-        counters = json.loads(text)[0]["stats64"]
-        return Traffic(counters["tx"]["bytes"], counters["rx"]["bytes"])
+        found = []
+        for node in range(self.nodes):
+            name = self.namespace(node)
+            text = _run("ip", "-n", name, "-s", "-j", "link", "show", "dev", "eth0")
+            counters = json.loads(text)[0]["stats64"]
+            found.append(Traffic(counters["tx"]["bytes"], counters["rx"]["bytes"]))
+        return found
 
     def __enter__(self) -> Self:
         _check_tools()
@@ -98,17 +94,14 @@ class Network:
         try:
             self._make()
         except BaseException:
-            self._remove()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._remove()
+    def __exit__(self, *error: object) -> None:
+        for name in _namespaces():
+            if name.startswith(f"{self._name}-"):
+                _delete(name)
 
     def _make(self) -> None:
         switch = f"{self._name}-switch"
@@ -129,25 +122,15 @@ class Network:
         _run("ip", "-n", name, "link", "set", "lo", "up")
         _run("ip", "-n", name, "link", "set", "eth0", "up")
         if self.rate is not None:
-            _run("tc", "-n", name, *_shape(self.rate))
-
-    def _remove(self) -> None:
-        for name in _namespaces():
-            if name.startswith(f"{self._name}-"):
-                _delete(name)
+            bits = bits_per_second(self.rate)
+            burst = max(_BURST_BYTES, int(bits / 8 * 1e-3))  # a millisecond's worth
+            shape = ("tbf", "rate", f"{bits:.0f}bit", "burst", f"{burst}b", "limit", _QUEUE)
+            _run("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *shape)
 
 
 def sent_bytes() -> int:
     """Return the bytes sent by the node of this process; large frames count one header."""
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
-
-
-def _shape(rate: str) -> tuple[str, ...]:
-    """Return arguments of tc for an interface that sends at a rate."""
-    bits = bits_per_second(rate)
-    burst = max(_BURST_BYTES, int(bits / 8 * 1e-3))  # a millisecond's worth
-    shape = ("tbf", "rate", f"{bits:.0f}bit", "burst", f"{burst}b", "limit", _QUEUE)
-    return ("qdisc", "replace", "dev", "eth0", "root", *shape)
 
 
 def bits_per_second(rate: str) -> float:
@@ -182,8 +165,6 @@ def _delete(name: str) -> None:
 
 
 def _check_tools() -> None:
-    if not sys.platform.startswith("linux"):
-        raise Unavailable("network namespaces are Linux's")
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         raise Unavailable(f"{', '.join(missing)} not installed (iproute2, util-linux)")

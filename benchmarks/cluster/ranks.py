@@ -30,7 +30,6 @@ def launch(
     command: Sequence[str],
     ranks_per_node: int,
     *,
-    environment: Mapping[str, str] | None = None,
     logs: Path | None = None,
     timeout_s: float | None = None,
     grace_s: float = GRACE_S,
@@ -44,7 +43,6 @@ def launch(
         network: an entered network.
         command: program and arguments.
         ranks_per_node: processes on each node.
-        environment: variables on top of this process's and torchrun's.
         logs: folder for one file a rank, "rank0.log" and so on; None shows the output here.
         timeout_s: limit of the whole run, in seconds.
         grace_s: seconds for the others after a rank has failed.
@@ -59,17 +57,19 @@ def launch(
     try:
         for rank in range(world):
             log = logs and logs / f"rank{rank}.log"
-            process = start(
-                network, command, rank, ranks_per_node, environment=environment, log=log
-            )
-            processes.append(process)
+            processes.append(start(network, command, rank, ranks_per_node, log=log))
         failure = _watch(processes, timeout_s, grace_s)
     finally:
-        for process in processes:
-            _end(process)
+        for process in processes:  # and the processes that it has started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if failure is not None:
         rank, reason = failure
-        raise RanksFailed(f"rank {rank} {reason}{_tail(logs, rank)}")
+        if logs is not None:
+            lines = (logs / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
+            reason = "\n".join([f"{reason}:", *lines[-15:]])
+        raise RanksFailed(f"rank {rank} {reason}")
 
 
 def _environment(network: Network, rank: int, ranks_per_node: int) -> dict[str, str]:
@@ -141,17 +141,3 @@ def _watch(
 
 def _reason(code: int) -> str:
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and the processes that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _tail(logs: Path | None, rank: int) -> str:
-    if logs is None:
-        return ""
-    lines = (logs / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
-    return ":\n" + "\n".join(lines[-15:])

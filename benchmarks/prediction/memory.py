@@ -44,21 +44,13 @@ ROWS = 13  # of a global batch of the parity models: uneven over the ranks
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its training.
-
-    Attributes:
-        make: factory of the model.
-        batch: factory of the (args, kwargs) of a step.
-        loss: function from the model's output to the loss.
-        bucket_bytes: size of buckets.
-        steps: number of steps under each optimizer.
-    """
+    """A model and its training."""
 
     make: Callable[[], torch.nn.Module]
-    batch: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
-    loss: Callable[[Any], torch.Tensor]
+    batch: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]  # (args, kwargs) of a step
+    loss: Callable[[Any], torch.Tensor]  # from the model's output
     bucket_bytes: int
-    steps: int
+    steps: int  # under each optimizer
 
 
 def subjects() -> dict[str, Subject]:

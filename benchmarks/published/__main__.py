@@ -13,10 +13,10 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import autopar
 from autopar.cost_model.cluster.cluster import Cluster
@@ -30,35 +30,8 @@ OVERLAP_SLOWDOWN = 1.13
 """Slowdown of matrix products beside collectives: vTrain's and Galvatron's default."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A run as published and as predicted.
-
-    Attributes:
-        name: name of the run.
-        unit: unit of both figures.
-        published: figure of the source.
-        predicted: figure of autopar.
-        error: relative error of the prediction.
-        step_s: predicted step, in seconds.
-        parts: seconds and shares of the step by cause.
-        seconds: planning time.
-        assumed: assumptions where the source is silent.
-    """
-
-    name: str
-    unit: str
-    published: float
-    predicted: float
-    error: float
-    step_s: float
-    parts: dict[str, float]
-    seconds: float
-    assumed: str
-
-
-def predict(run: Run) -> Row:
-    """Plan a run as published, and compare."""
+def predict(run: Run) -> dict[str, Any]:
+    """Plan a run as published, and compare; `seconds` is the planning time."""
     start = time.perf_counter()
     model, inputs = make(run.sizes, run.rows)
     cluster = Cluster.named(run.cluster)
@@ -78,16 +51,18 @@ def predict(run: Run) -> Row:
     hidden_s = overlapped(plan, run)
     step_s = p.step_s - hidden_s
     found = activations(plan) if run.unit != "TFLOP/s" else run.flops / step_s / run.gpus / 1e12
-    parts = {
-        "compute_s": p.compute_s,
-        "communication_s": p.communication_s,
-        "exposed_s": p.exposed_s,
-        "update_s": p.update_s,
-        "bubble": p.bubble,
-        "hidden_s": hidden_s,
+    parts = ("compute_s", "communication_s", "exposed_s", "update_s", "bubble")
+    return {
+        "name": run.name,
+        "unit": run.unit,
+        "published": run.published,
+        "predicted": found,
+        "error": found / run.published - 1.0,
+        "step_s": step_s,
+        "parts": {**{part: getattr(p, part) for part in parts}, "hidden_s": hidden_s},
+        "seconds": seconds,
+        "assumed": run.assumed,
     }
-    error = found / run.published - 1.0
-    return Row(run.name, run.unit, run.published, found, error, step_s, parts, seconds, run.assumed)
 
 
 def overlapped(plan: Plan, run: Run) -> float:
@@ -130,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", help="runs whose name contains this")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args(arguments)
-    tables: dict[str, list[Row]] = {}
+    tables: dict[str, list[dict[str, Any]]] = {}
     for path in options.table:
         runs = [run for run in read(path) if not options.only or options.only in run.name]
         print(f"{path.name}: published, predicted, error; time to plan")
@@ -139,15 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row = predict(run)
             rows.append(row)
             print(
-                f"  {row.name:22} {row.published:8.1f} {row.predicted:8.1f} {row.unit} "
-                f"{row.error:+7.1%}  step {row.step_s:7.3f} s  {row.seconds:5.1f} s",
+                "  {name:22} {published:8.1f} {predicted:8.1f} {unit} "
+                "{error:+7.1%}  step {step_s:7.3f} s  {seconds:5.1f} s".format(**row),
                 flush=True,
             )
-        errors = [abs(row.error) for row in rows]
+        errors = [abs(row["error"]) for row in rows]
         print(f"  mean error {mean(errors):.1%}, worst {max(errors):.1%}")
     if options.json:
-        found = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
-        save(options.json, {**about(), "tables": found})
+        save(options.json, {**about(), "tables": tables})
     return 0
 
 

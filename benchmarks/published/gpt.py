@@ -20,27 +20,16 @@ KEEP = 0.9
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and variant of a GPT.
+    """Sizes and variant of a GPT."""
 
-    Attributes:
-        hidden: width of the residual stream.
-        layers: number of blocks.
-        heads: number of attention heads.
-        vocabulary: entries of the embedding.
-        length: tokens of a row.
-        tied: whether the embedding is the output layer too.
-        flash: whether attention saves no scores (flash attention) instead of all.
-        dropout: whether there is dropout.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    vocabulary: int
-    length: int
-    tied: bool = True
-    flash: bool = False
-    dropout: bool = True
+    hidden: int  # width of the residual stream
+    layers: int  # number of blocks
+    heads: int  # number of attention heads
+    vocabulary: int  # entries of the embedding
+    length: int  # tokens of a row
+    tied: bool = True  # whether the embedding is the output layer too
+    flash: bool = False  # whether attention saves no scores (flash attention) instead of all
+    dropout: bool = True  # whether there is dropout
 
 
 def dropout(x: Tensor) -> Tensor:

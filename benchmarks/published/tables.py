@@ -17,33 +17,19 @@ BUCKET = 64 * 2**20
 
 @dataclass(frozen=True)
 class Run:
-    """One published run.
+    """One published run."""
 
-    Attributes:
-        name: name of the model, and of the mode where there are several.
-        cluster: name of a shipped cluster.
-        gpus: number of GPUs.
-        sizes: sizes of the model.
-        rows: rows of the global batch.
-        strategy: strategy as published.
-        flops: floating-point operations of a step by the source's count; 0 if it states none.
-        published: TFLOP/s of a GPU by that count, or GiB of activations on the first stage.
-        unit: unit of `published`.
-        assumed: assumptions where the source is silent.
-        tp_overlap: whether collectives of tp overlap their matrix products in pieces.
-    """
-
-    name: str
-    cluster: str
-    gpus: int
-    sizes: Sizes
-    rows: int
-    strategy: Strategy
-    flops: float
-    published: float
-    unit: str
-    assumed: str = ""
-    tp_overlap: bool = False
+    name: str  # name of the model, and of the mode where there are several
+    cluster: str  # name of a shipped cluster
+    gpus: int  # number of GPUs
+    sizes: Sizes  # sizes of the model
+    rows: int  # rows of the global batch
+    strategy: Strategy  # strategy as published
+    flops: float  # floating-point operations of a step by the source's count; 0 if it states none
+    published: float  # TFLOP/s of a GPU by that count, or GiB of activations on the first stage
+    unit: str  # unit of `published`
+    assumed: str = ""  # assumptions where the source is silent
+    tp_overlap: bool = False  # whether collectives of tp overlap their matrix products in pieces
 
 
 def read(path: Path) -> list[Run]:

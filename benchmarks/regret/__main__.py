@@ -65,7 +65,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--contenders", type=words, default=[], metavar="NAMES", help="only these")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each contender")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds of a race")
     parser.add_argument("--json", type=Path, metavar="FILE", help="results, continued if present")
     parser.add_argument("--cache", type=Path, default=cache_directory() / "regret")
     parser.add_argument("--patience", type=float, default=300, help="seconds without progress")
@@ -108,7 +107,6 @@ def run(
         module=args.models,
         layout=str(layout),
         caps=args.caps,
-        limit_s=args.limit_s,
     )
     title, begun = f"{model}, {layout} at {rate}", time.monotonic()
     with Network(layout.nodes, rate) as network, console.status(title) as status:

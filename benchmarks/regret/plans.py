@@ -29,15 +29,10 @@ STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks of an emulated cluster.
+    """Ranks of an emulated cluster."""
 
-    Attributes:
-        nodes: number of nodes.
-        ranks_per_node: processes on each.
-    """
-
-    nodes: int
-    ranks_per_node: int
+    nodes: int  # number of nodes
+    ranks_per_node: int  # processes on each
 
     @property
     def ranks(self) -> int:

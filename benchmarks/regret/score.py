@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import dataclass
+from statistics import geometric_mean, median
 from typing import Any
 
 from rich.table import Table
@@ -26,25 +26,15 @@ MIN_ORDERED = 4
 
 @dataclass(frozen=True)
 class Entry:
-    """Figures of one contender of a race.
+    """Figures of one contender of a race."""
 
-    Attributes:
-        name: name of the contender.
-        step_s: median of its steps, in seconds; None if there are none.
-        measured_bytes: counted bytes at the peak of a step, plus the batch.
-        predicted_s: predicted step, for plans alone.
-        predicted_bytes: prediction of `measured_bytes`.
-        same: contender with the same plan.
-        error: reason why there are no valid figures.
-    """
-
-    name: str
-    step_s: float | None = None
-    measured_bytes: int | None = None
-    predicted_s: float | None = None
-    predicted_bytes: int | None = None
-    same: str | None = None
-    error: str | None = None
+    name: str  # name of the contender
+    step_s: float | None = None  # median of its steps, in seconds; None if there are none
+    measured_bytes: int | None = None  # counted bytes at the peak of a step, plus the batch
+    predicted_s: float | None = None  # predicted step, for plans alone
+    predicted_bytes: int | None = None  # prediction of `measured_bytes`
+    same: str | None = None  # contender with the same plan
+    error: str | None = None  # reason why there are no valid figures
 
     @property
     def step_error(self) -> float | None:
@@ -56,44 +46,6 @@ class Entry:
     def fits(self, cap: float) -> bool:
         """Whether it ran, within a cap in bytes."""
         return self.step_s is not None and (self.measured_bytes or 0) <= cap
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Result of one race under one cap.
-
-    Attributes:
-        cap: share of the memory of plain replication; None for no cap.
-        cap_bytes: the cap in bytes.
-        chosen: the chosen plan, or the contender with the same plan; None if there was none.
-        chosen_s: its median step.
-        best: the fastest contender that fits.
-        best_s: its median step.
-        regret: ratio of the two steps.
-        by_prediction: fastest plan of the enumeration that fits, by prediction.
-        regret_by_prediction: regret of that plan.
-        gain: median step of the faster of DDP and fully_shard over that of the chosen plan.
-        median_error: median error of the predicted steps of plans that fit.
-        order: Spearman's rank correlation of their predicted and measured steps.
-        exceeding: plans above the cap that were predicted to fit.
-    """
-
-    model: str
-    cluster: str
-    rate: str
-    cap: float | None
-    cap_bytes: int | None
-    chosen: str | None
-    chosen_s: float | None
-    best: str | None
-    best_s: float | None
-    regret: float | None
-    by_prediction: str | None
-    regret_by_prediction: float | None
-    gain: float | None
-    median_error: float | None
-    order: float | None
-    exceeding: tuple[str, ...]
 
 
 def entries(race: Mapping[str, Any]) -> dict[str, Entry]:
@@ -116,8 +68,15 @@ def entries(race: Mapping[str, Any]) -> dict[str, Entry]:
     return found
 
 
-def verdict(race: Mapping[str, Any], share: float | None) -> Verdict:
-    """Return the result of a race under one of its caps."""
+def verdict(race: Mapping[str, Any], share: float | None) -> dict[str, Any]:
+    """Return the result of a race under one of its caps, a share of the memory of `REPLICATED`.
+
+    `chosen` is the chosen plan, or the contender with the same plan. `best` is the fastest
+    contender that fits, and `regret` the ratio of their steps. `by_prediction` is the fastest plan
+    of the enumeration that fits, by prediction. `gain` is the step of the faster of DDP and
+    fully_shard over that of the chosen plan. `order` is Spearman's correlation of predicted and
+    measured steps of plans that fit. `exceeding` are plans above the cap, predicted to fit.
+    """
     found = entries(race)
     needed = found[REPLICATED].predicted_bytes if REPLICATED in found else None
     cap = math.inf if share is None or needed is None else int(share * needed)
@@ -136,30 +95,28 @@ def verdict(race: Mapping[str, Any], share: float | None) -> Verdict:
     ]
     predicted = min(candidates, key=lambda e: e.predicted_s or 0.0, default=None)
     peers = [fitting[peer.name] for peer in PEERS if peer.name in fitting]
-    return Verdict(
-        model=race["model"],
-        cluster=race["cluster"],
-        rate=race["rate"],
-        cap=share,
-        cap_bytes=None if cap == math.inf else int(cap),
-        chosen=chosen and (chosen.same or chosen.name),
-        chosen_s=chosen and chosen.step_s,
-        best=best and best.name,
-        best_s=best and best.step_s,
-        regret=_ratio(chosen, best),
-        by_prediction=predicted and predicted.name,
-        regret_by_prediction=_ratio(predicted, best),
-        gain=_ratio(min(peers, key=_step, default=None), chosen),
-        median_error=_median(abs(e.step_error or 0.0) for e in plans),
-        order=rank_correlation(plans),
-        exceeding=tuple(
+    return {
+        **{key: race[key] for key in ("model", "cluster", "rate")},
+        "cap": share,
+        "cap_bytes": None if cap == math.inf else int(cap),
+        "chosen": chosen and (chosen.same or chosen.name),
+        "chosen_s": chosen and chosen.step_s,
+        "best": best and best.name,
+        "best_s": best and best.step_s,
+        "regret": _ratio(chosen, best),
+        "by_prediction": predicted and predicted.name,
+        "regret_by_prediction": _ratio(predicted, best),
+        "gain": _ratio(min(peers, key=_step, default=None), chosen),
+        "median_error": _median(abs(e.step_error or 0.0) for e in plans),
+        "order": rank_correlation(plans),
+        "exceeding": [
             e.name
             for e in found.values()
             if e.measured_bytes is not None
             and e.predicted_bytes is not None
             and e.predicted_bytes <= cap < e.measured_bytes
-        ),
-    )
+        ],
+    }
 
 
 def _step(entry: Entry) -> float:
@@ -182,28 +139,30 @@ def rank_correlation(plans: Sequence[Entry]) -> float | None:
     return float(spearmanr([(plan.predicted_s, plan.step_s) for plan in plans]).statistic)
 
 
-def summary(cases: Sequence[Verdict]) -> dict[str, Any]:
-    """Return figures over all cases.
+def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return figures over all verdicts.
 
     `median`, `worst` and `gain` (a geometric mean) are of chosen plans. Regret is infinite where
     none was chosen though something fits.
     """
-    regrets = [c.regret if c.regret is not None else math.inf for c in cases if c.best]
-    predicted = [c.regret_by_prediction for c in cases if c.regret_by_prediction is not None]
-    gains = [math.log(c.gain) for c in cases if c.gain is not None]
-    orders = [c.order for c in cases if c.order is not None]
+
+    def known(key: str) -> list[float]:
+        return [case[key] for case in cases if case[key] is not None]
+
+    regrets = [math.inf if c["regret"] is None else c["regret"] for c in cases if c["best"]]
+    predicted, orders = known("regret_by_prediction"), known("order")
     return {
         "median": _median(regrets),
         "worst": max(regrets, default=None),
-        "gain": math.exp(sum(gains) / len(gains)) if gains else None,
+        "gain": geometric_mean(known("gain")) if known("gain") else None,
         "by_prediction": {"median": _median(predicted), "worst": max(predicted, default=None)},
         "prediction": {
-            "median_error": _median(c.median_error for c in cases if c.median_error is not None),
+            "median_error": _median(known("median_error")),
             "least_order": min(orders, default=None),
             "median_order": _median(orders),
-            "exceeding": sum(len(c.exceeding) for c in cases),
+            "exceeding": sum(len(case["exceeding"]) for case in cases),
         },
-        "cases": [asdict(case) for case in cases],
+        "cases": list(cases),
     }
 
 

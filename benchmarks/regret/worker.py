@@ -36,8 +36,6 @@ from benchmarks.worker import Entry, Race
 CLUSTER_S = 12.0
 """Seconds for measuring a cluster, once for all models."""
 
-MIN_ROUNDS = 5
-
 SEARCH_S = 60.0
 """Seconds after which the search tries no further mesh, the default of `compile`."""
 
@@ -56,19 +54,11 @@ Cap = Callable[[float | None], int | None]
 
 @dataclass(frozen=True)
 class RegretJob(Job):
-    """A race of plans.
+    """A race of plans."""
 
-    Attributes:
-        module: module with the model in its CASES.
-        layout: layout of the ranks, such as "2x2".
-        caps: memory caps of chosen plans.
-        limit_s: seconds after which no round begins beyond the fifth.
-    """
-
-    module: str = ""
-    layout: str = ""
-    caps: Caps = ()
-    limit_s: float = float("inf")
+    module: str = ""  # module with the model in its CASES
+    layout: str = ""  # layout of the ranks, such as "2x2"
+    caps: Caps = ()  # memory caps of chosen plans
 
 
 class RegretRace(Race):
@@ -79,7 +69,6 @@ class RegretRace(Race):
     reference_threads = 1  # several are slow beside other processes
 
     def __init__(self, job: RegretJob, folder: Path, case: Case) -> None:
-        self.start = time.monotonic()
         self.cluster = autopar.measure(budget_s=CLUSTER_S)
         self.replicated_bytes: int | None = None
         self.planned: dict[str, PlannedStep] = {}
@@ -128,13 +117,6 @@ class RegretRace(Race):
     def running(self) -> list[Entry]:
         """Return the entries that are still in the race, each plan once."""
         return [entry for entry in super().running() if entry.contender.name not in self.same]
-
-    def is_over(self, number: int) -> bool:
-        """Whether time is up; rank 0 decides."""
-        late = time.monotonic() - self.start > self.job.limit_s
-        decision = torch.tensor(float(late and number >= MIN_ROUNDS))
-        dist.broadcast(decision, 0, group=self.control)
-        return bool(decision)
 
     def gather(self, entry: Entry) -> dict[str, Any]:
         """Return figures over all ranks, and predictions."""

@@ -26,20 +26,20 @@ import torch
 from rich.table import Table
 
 from benchmarks.report import about, save, wide_console
-from benchmarks.truth.case import OUTCOMES, Case, counts, run_cases
+from benchmarks.truth.case import OUTCOMES, Case, counts, run_case
 from benchmarks.truth.draw import recipe, single_block
 from benchmarks.truth.recipe import Recipe
 from benchmarks.truth.registry import BLOCKS
 from benchmarks.truth.setups import SETUPS, setups_of
 
-Models = Iterator[tuple[int, Recipe, Sequence[tuple[str, int]]]]
-"""Numbers, recipes and setups of models."""
+Cases = Iterator[tuple[int, Recipe, str, int]]
+"""Number and recipe of a model, name of a setup, and world size."""
 
 FAILURES = ["noted", "silent", "crash"]
 
 
-def draw_models(options: argparse.Namespace) -> Models:
-    """Yield the models of the seed, or one for each block."""
+def drawn_cases(options: argparse.Namespace) -> Cases:
+    """Yield the cases of the seed, or one model for each block."""
     count = len(BLOCKS) if options.single else options.models
     for number in options.numbers or range(count):
         if options.single:
@@ -50,20 +50,19 @@ def draw_models(options: argparse.Namespace) -> Models:
             continue
         setups = setups_of(options.seed, number)
         if options.strategies:
-            ranks = dict(setups)
-            setups = [(name, ranks.get(name, 2)) for name in options.strategies]
-        if options.ranks:
-            setups = [(n, r if len(SETUPS[n].ranks) == 1 else options.ranks) for n, r in setups]
-        yield number, drawn, setups
+            setups = [(name, dict(setups).get(name, 2)) for name in options.strategies]
+        for name, ranks in setups:
+            free = options.ranks and len(SETUPS[name].ranks) > 1
+            yield number, drawn, name, options.ranks if free else ranks
 
 
-def load_models(options: argparse.Namespace) -> Models:
+def loaded_cases(options: argparse.Namespace) -> Cases:
     """Yield the cases of a file with the chosen outcomes and strategies."""
     for case in json.loads(options.again.read_text())["cases"]:
         drawn = Recipe.load(case["recipe"])
         chosen = case["outcome"] in options.outcomes and (options.only or "") in drawn.name
         if chosen and case["strategy"] in (options.strategies or SETUPS):
-            yield case["number"], drawn, [(case["strategy"], case["ranks"])]
+            yield case["number"], drawn, case["strategy"], case["ranks"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,8 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = wide_console()
     console.print(f"seed {options.seed}")
     start, found = time.monotonic(), list[Case]()
-    for case in run_cases(load_models(options) if options.again else draw_models(options)):
-        found.append(case)
+    for number, drawn, setup, ranks in (loaded_cases if options.again else drawn_cases)(options):
+        if not SETUPS[setup].suits(drawn):
+            continue
+        found.append(case := run_case(number, drawn, setup, ranks))
         if options.verbose or case.outcome != "exact":
             console.print(line(case), markup=False, soft_wrap=True)
         if options.json:

@@ -7,7 +7,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -33,54 +33,31 @@ DIFFERENCE_WARNINGS = ("NumericsWarning", "FallbackWarning", "LossyWarning")
 
 
 class Answer(NamedTuple):
-    """Report of one rank.
-
-    Attributes:
-        trained: None if it raised.
-        warned: warnings of autopar.
-        notes: notes of the plan.
-        fell_back: whether torch's own DDP or fully_shard trained.
-        refusal: class and message of an error of autopar.
-        crash: traceback of any other error.
-    """
+    """Report of one rank."""
 
     trained: Trained | None = None
     warned: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    fell_back: bool = False
-    refusal: str = ""
-    crash: str = ""
+    notes: tuple[str, ...] = ()  # of the plan
+    fell_back: bool = False  # torch's own DDP or fully_shard trained
+    refusal: str = ""  # an error of autopar
+    crash: str = ""  # any other error
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model under one strategy.
+    """One model under one strategy: its outcome, and the worst deviation from one process."""
 
-    Attributes:
-        number: number of the model in its seed.
-        name: its blocks and traits.
-        strategy: name of the setup.
-        ranks: world size.
-        recipe: fields of the `Recipe`.
-        outcome: one of `OUTCOMES`.
-        deviation: worst deviation from one process; None if it did not train.
-        tensor: name of the tensor with that deviation.
-        messages: warnings, notes, or the error.
-        fell_back: whether torch's own DDP or fully_shard trained.
-        seconds: wall-clock time of the distributed training.
-    """
-
-    number: int
+    number: int  # of the model in its seed
     name: str
     strategy: str
     ranks: int
     recipe: dict[str, Any]
     outcome: str
-    deviation: float | None = None
-    tensor: str = ""
-    messages: tuple[str, ...] = ()
+    deviation: float | None = None  # None if it did not train
+    tensor: str = ""  # with that deviation
+    messages: tuple[str, ...] = ()  # warnings, notes, or the error
     fell_back: bool = False
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the distributed training
 
 
 def run_case(number: int, recipe: Recipe, setup: str, ranks: int) -> Case:
@@ -96,14 +73,6 @@ def run_case(number: int, recipe: Recipe, setup: str, ranks: int) -> Case:
         found = {"outcome": "crash", "messages": (message,)}
     seconds = round(time.monotonic() - start, 2)
     return Case(number, recipe.name, setup, ranks, asdict(recipe), seconds=seconds, **found)
-
-
-def run_cases(models: Iterable[tuple[int, Recipe, Sequence[tuple[str, int]]]]) -> Iterator[Case]:
-    """Run all cases in turn."""
-    for number, recipe, setups in models:
-        for setup, ranks in setups:
-            if SETUPS[setup].suits(recipe):
-                yield run_case(number, recipe, setup, ranks)
 
 
 def train_on_rank(rank: int, world_size: int, recipe: Recipe, setup: str) -> Answer:

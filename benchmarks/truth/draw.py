@@ -53,10 +53,9 @@ def is_sound(candidate: Recipe) -> bool:
     The trial runs in a process of its own, since some of torch's kernels end theirs.
     """
     try:
-        (reason,) = run(_reason, 1, init=False, candidate=candidate)
+        return not run(_reason, 1, init=False, candidate=candidate)[0]
     except RankError:
         return False
-    return not reason
 
 
 def _reason(rank: int, world_size: int, candidate: Recipe) -> str:

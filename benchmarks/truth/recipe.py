@@ -19,29 +19,17 @@ STEMS = {"rows": "x", "sequence": "frames", "tokens": "tokens", "image": "pixels
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, its data and its training; everything else follows from the seed.
-
-    Attributes:
-        seed: seed of parameters and inputs.
-        stem: kind of the model's input, a key of `STEMS`.
-        blocks: names of the blocks in order, the head last.
-        traits: further properties: "tied", "frozen", "decay", "untouched".
-        call: style of passing inputs: "positional", "keywords" or "dict".
-        returns: type of the output: "loss", "tuple" or "dict".
-        optimizer: "adamw" or "sgd".
-        rows: number of rows of a batch.
-        example_inputs: whether `compile` gets example inputs.
-    """
+    """A model, its data and its training; everything else follows from the seed."""
 
     seed: int
-    stem: str
-    blocks: tuple[str, ...]
-    traits: tuple[str, ...] = ()
-    call: str = "positional"
-    returns: str = "loss"
-    optimizer: str = "adamw"
+    stem: str  # a key of `STEMS`
+    blocks: tuple[str, ...]  # the head last
+    traits: tuple[str, ...] = ()  # "tied", "frozen", "decay", "untouched"
+    call: str = "positional"  # or "keywords", "dict"
+    returns: str = "loss"  # or "tuple", "dict"
+    optimizer: str = "adamw"  # or "sgd"
     rows: int = 8
-    example_inputs: bool = False
+    example_inputs: bool = False  # whether `compile` gets them
 
     @classmethod
     def load(cls, fields: dict[str, Any]) -> Recipe:

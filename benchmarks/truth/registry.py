@@ -12,34 +12,18 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
-WIDTH = 6
-"""Features of a row and of a token, and channels of an image."""
+WIDTH = 6  # features of a row and of a token, channels of an image
+TIME_STEPS = 4  # tokens of a sequence
+SIDE = 4  # height and width of an image
+CLASSES = 3  # of labels
 
-TIME_STEPS = 4
-"""Tokens of a sequence."""
-
-SIDE = 4
-"""Height and width of an image, in pixels."""
-
-CLASSES = 3
-"""Number of classes of labels."""
-
-Kind = Literal[
-    "rows",
-    "sequence",
-    "image",
-    "sequence_pool",
-    "image_pool",
-    "rows_head",
-    "sequence_head",
-    "image_head",
-]
-"""Shape of the hidden state: `(B, WIDTH)`, `(B, TIME_STEPS, WIDTH)` or `(B, WIDTH, SIDE, SIDE)`.
-A pool maps one of the latter two to rows, a head maps to a loss."""
+Kind = str
+"""Shape of the hidden state: "rows" `(B, WIDTH)`, "sequence" `(B, TIME_STEPS, WIDTH)` or "image"
+`(B, WIDTH, SIDE, SIDE)`; "sequence_pool" maps to rows, "rows_head" to a loss, and so on."""
 
 Parts = Mapping[str, Callable[..., Any]]
 """Name -> factory of a submodule, a parameter, a buffer (any other tensor) or a Python value."""
@@ -64,25 +48,15 @@ class Function(nn.Module):
 
 @dataclass(frozen=True)
 class Block:
-    """One treatment of the batch.
-
-    Attributes:
-        name: unique name.
-        kind: shape of the hidden state.
-        make: factory of the module, called with the number of rows if `sized`.
-        inputs: names of further inputs.
-        plain: whether each row is treated by itself, with nothing unusual.
-        divides: divisor of every valid number of rows.
-        sized: whether parameters or buffers have the shape of the batch.
-    """
+    """One treatment of the batch."""
 
     name: str
     kind: Kind
     make: Callable[..., nn.Module]
     inputs: tuple[str, ...]
-    plain: bool = False
-    divides: int = 1
-    sized: bool = False
+    plain: bool = False  # each row is treated by itself, with nothing unusual
+    divides: int = 1  # divisor of every valid number of rows
+    sized: bool = False  # parameters or buffers have the shape of the batch
 
     def module(self, rows: int) -> nn.Module:
         """Return the module, its parameters drawn from torch's generator."""

@@ -16,13 +16,7 @@ FIXED = {"recompute": "none", "gather_bytes": 1 << 14, "reduce_bytes": 1 << 14, 
 
 @dataclass(frozen=True)
 class Setup:
-    """A strategy and its world sizes.
-
-    Attributes:
-        options: fields of `autopar.Strategy`.
-        ranks: possible world sizes.
-        batch: "global", or "local" where each rank brings its own rows.
-    """
+    """Fields of a strategy, possible world sizes, and whether each rank brings its own rows."""
 
     options: dict[str, Any]
     ranks: tuple[int, ...] = (2, 3)

@@ -23,13 +23,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """Results of training.
-
-    Attributes:
-        losses: loss of every step.
-        state: parameters and buffers by name, unsaved buffers included.
-        gradients: largest absolute gradient of every parameter over the steps.
-    """
+    """Losses, parameters and buffers (unsaved ones too), and largest gradients of parameters."""
 
     losses: list[float]
     state: dict[str, Tensor]
@@ -39,13 +33,9 @@ class Trained:
 def train(
     model: nn.Module, recipe: Recipe, noise: float = 0.0, share: tuple[int, int] = (0, 1)
 ) -> Trained:
-    """Train any model.
+    """Train any model, with relative `noise` on parameters and floating-point inputs.
 
-    Args:
-        model: plain or compiled.
-        recipe: its data and optimizer.
-        noise: relative noise on parameters and floating-point inputs.
-        share: rank and number of ranks, if the model gets the rows of a rank alone.
+    `share` is rank and number of ranks, if the model gets the rows of a rank alone.
     """
     with torch.no_grad():
         for parameter in model.parameters() if noise else ():

@@ -51,7 +51,7 @@ _NORMS = {
 }
 for _name, (_kind, _make) in _NORMS.items():
     _plain = _name in ("GroupNorm", "LayerNorm")
-    define(_kind, _name, lambda m, h: m.norm(h), {"norm": _make}, plain=_plain)  # type: ignore[arg-type]
+    define(_kind, _name, lambda m, h: m.norm(h), {"norm": _make}, plain=_plain)
 
 
 @register("rows", norm=lambda: nn.BatchNorm1d(WIDTH))
