@@ -44,18 +44,15 @@ class Contender:
     reference: str = PLAIN  # contender with the same losses
 
     def absence(self) -> str | None:
-        """Return the reason why it cannot run here, or None."""
         installed = importlib.util.find_spec(self.module) is not None
         return None if installed else f"{self.module} is not installed"
 
 
 def adamw(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    """Return the optimizer of all contenders."""
     return torch.optim.AdamW(model.parameters(), lr=case.learning_rate)
 
 
 def local_rows(x: Tensor) -> Tensor:
-    """Return this rank's rows of the global batch."""
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -80,7 +77,6 @@ def build_plain(case: Case, *, compiled: bool = False) -> Step:
 
 
 def build_ddp(case: Case, *, compiled: bool = False) -> Step:
-    """Return torch's DistributedDataParallel."""
     model = DistributedDataParallel(case.build())
     return training_step(torch.compile(model) if compiled else model, case, local=True)
 
@@ -134,7 +130,6 @@ class PlannedStep:
     seconds: float  # time of capturing, measuring, planning and emitting
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Train one step."""
         assert self.step is not None
         return self.step(x, y)
 

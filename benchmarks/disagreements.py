@@ -11,6 +11,7 @@ ends in anything but an error on every rank, or a legitimate one does not train.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import multiprocessing
@@ -20,7 +21,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,12 @@ def run_rank(scenario: Scenario, rank: int, size: int, port: int, folder: str, p
         setattr(loop, stage, _timed(getattr(loop, stage), began))
     Channel.exchange = _timed(Channel.exchange, began)  # type: ignore[method-assign]
     try:
-        losses = loop.run()
-        end = ("finished", "", json.dumps(losses), began[0], False)
+        end = RankEnd("finished", message=json.dumps(loop.run())[:300])
     except BaseException as error:
-        is_autopar_error = isinstance(error, AutoparError)
-        first = str(error).splitlines()[0] if str(error) else ""
-        end = ("raised", type(error).__name__, first, began[0], is_autopar_error)
-    pipe.send((*end, time.monotonic()))
+        first = (str(error).splitlines() or [""])[0][:300]
+        ours = isinstance(error, AutoparError)
+        end = RankEnd("raised", type(error).__name__, first, is_autopar_error=ours)
+    pipe.send(replace(end, seconds=round(time.monotonic() - began[0], 2)))
     pipe.close()
     os._exit(0)
 
@@ -104,7 +104,6 @@ def _timed(call: Any, began: list[float]) -> Any:
 
 
 def run_scenario(scenario: Scenario, size: int) -> Case:
-    """Run a scenario on a number of ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")  # torch is imported once
     with tempfile.TemporaryDirectory() as folder:
@@ -117,36 +116,29 @@ def run_scenario(scenario: Scenario, size: int) -> Case:
             sender.close()
             pipes[receiver] = rank
             processes.append(process)
-        reports: dict[int, Any] = {}
+        ends: dict[int, RankEnd] = {}
         deadline = time.monotonic() + KILLED_S
         while pipes and (left := deadline - time.monotonic()) > 0:
             for pipe in connection.wait(list(pipes), timeout=left):
                 rank = pipes.pop(pipe)  # type: ignore[arg-type]
-                try:
-                    reports[rank] = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    reports[rank] = None
+                with contextlib.suppress(EOFError):
+                    ends[rank] = pipe.recv()  # type: ignore[union-attr]
         for process in processes:
-            process.join(0.5 if len(reports) == size else 0)
+            process.join(0 if pipes else 0.5)
             if process.is_alive():
                 process.kill()
                 process.join()
-        codes = [process.exitcode for process in processes]
-    ends = tuple(_rank_end(reports.get(rank, "hang"), codes[rank]) for rank in range(size))
-    return Case(scenario.name, scenario.strategy, size, outcome_of(scenario.kind, ends), ends)
-
-
-def _rank_end(report: Any, code: int | None) -> RankEnd:
-    if report == "hang":
-        return RankEnd("hang")
-    if report is None:
-        return RankEnd("left") if code == 0 else RankEnd("abort", message=f"exit code {code}")
-    state, error, message, began, is_autopar_error, at = report
-    return RankEnd(state, error, message[:300], round(at - began, 2), is_autopar_error)
+    for rank, process in enumerate(processes):
+        if rank in pipes.values():
+            ends[rank] = RankEnd("hang")
+        elif rank not in ends:
+            code = process.exitcode
+            ends[rank] = RankEnd("abort", message=f"exit code {code}") if code else RankEnd("left")
+    found = tuple(ends[rank] for rank in range(size))
+    return Case(scenario.name, scenario.strategy, size, outcome_of(scenario.kind, found), found)
 
 
 def outcome_of(kind: type[Loop], ends: tuple[RankEnd, ...]) -> str:
-    """Return the outcome of a scenario in one word."""
     states = [end.state for end in ends]
     for bad in ("abort", "hang"):
         if bad in states:
@@ -162,20 +154,14 @@ def outcome_of(kind: type[Loop], ends: tuple[RankEnd, ...]) -> str:
     return "late" if late else "reported"
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line's options."""
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.disagreements")
     parser.add_argument("--only", default="", help="names of scenarios, separated by commas")
     parser.add_argument("--strategies", type=int, default=1, help="a scenario is run under")
     parser.add_argument("--strategy", default="", choices=["", *STRATEGIES], help="only this one")
     parser.add_argument("--ranks", default="2,3", help="numbers of ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Run the scenarios and show their outcomes."""
-    args, console = parse_arguments(), Console(width=150)
+    args, console = parser.parse_args(), Console(width=150)
     os.environ["AUTOPAR_CACHE"] = tempfile.mkdtemp(prefix="autopar-disagreements-")
     chosen = scenarios(len(STRATEGIES) if args.strategy else args.strategies)
     if args.strategy:

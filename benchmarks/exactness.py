@@ -64,7 +64,6 @@ class Setup:
 
 
 def pipelined(ranks: int, pp: int, **options: Any) -> Setup:
-    """Return the setup of a pipeline."""
     return Setup(ranks, {"pp": pp, "schedule": "1f1b", "micro_batches": 4, **options}, rows=16)
 
 
@@ -172,7 +171,6 @@ def train_plain(name: str, dtype: torch.dtype, steps: int, rows: int) -> Referen
 
 
 def table(rows: Sequence[Row], tolerance: float) -> Table:
-    """Return a line for each row, red where it is not exact."""
     headings = ("setup", "loss", "parameters", "worst tensor", "sharded", "seconds")
     drawn = empty_table(f"exact: {tolerance:g}", "model", headings)
     for row in rows:
@@ -190,7 +188,6 @@ def table(rows: Sequence[Row], tolerance: float) -> Table:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the command line's options, checked."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exactness", description=__doc__)
 
     def some(known: Iterable[str]) -> Any:
@@ -209,7 +206,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the sweep, show a table, and write the rows as they come."""
     options, console = parse_arguments(arguments), wide_console()
     torch.set_num_threads(1)
     dtype = DTYPES[options.dtype]

@@ -40,12 +40,10 @@ class Job:
     patience: float  # seconds without progress after which a contender is given up
 
     def save(self, folder: Path) -> None:
-        """Write the job into the folder of the race."""
         (folder / "job.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read the file of `save`."""
         return cls(**json.loads((folder / "job.json").read_text()))
 
 

@@ -44,7 +44,6 @@ class ProfilerCounter:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def __enter__(self) -> ProfilerCounter:
-        """Start counting from zero."""
         self._profile.__enter__()
         return self
 

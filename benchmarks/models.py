@@ -156,7 +156,6 @@ class ConvNet(nn.Module):
 
 
 def generator(step: int) -> torch.Generator:
-    """Return the random generator of a step's batch."""
     return torch.Generator().manual_seed(step % BATCHES)
 
 
@@ -176,7 +175,6 @@ def masked_tokens(step: int) -> tuple[Tensor, Tensor]:
 
 
 def images(step: int, rows: int = 32) -> tuple[Tensor, Tensor]:
-    """Return random images of 32 x 32 and their classes."""
     drawn = generator(step)
     x = torch.randn(rows, 3, 32, 32, generator=drawn)
     return x, torch.randint(100, (rows,), generator=drawn)

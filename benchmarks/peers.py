@@ -21,12 +21,10 @@ from benchmarks.report import Row, about, rows, save, table, wide_console
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a comma-separated list."""
     return [word for word in text.split(",") if word]
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the command line's options, checked."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers",
         description="Train with autopar and with its peers, interleaved, and compare.",
@@ -53,7 +51,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def compare(args: argparse.Namespace, model: str, world_size: int, console: Console) -> list[Row]:
-    """Run one race and show its table."""
     title = f"{model}, {world_size} process" + ("es" if world_size > 1 else "")
     entries = field(CASES[model], world_size, args.contenders)
     absent = [entry for entry in entries if entry.absence()]

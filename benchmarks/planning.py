@@ -45,12 +45,10 @@ class Case:
 
 
 def gpt2(rows: int) -> tuple[nn.Module, Any]:
-    """Return GPT-2 of 1.5 billion parameters."""
     return gpt.make(gpt.Sizes(1600, 48, 25, 50257, 1024, flash=True, dropout=False), rows)
 
 
 def llama_70b() -> tuple[nn.Module, Any]:
-    """Return Llama 70B, at 1,024 rows."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -121,7 +119,6 @@ def complete_plan(name: str, package: str = "autopar") -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line for each model, and write all rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--json", type=Path, help="write the rows here")

@@ -32,7 +32,6 @@ def about() -> dict[str, Any]:
 
 
 def save(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a result file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -43,7 +42,6 @@ def wide_console() -> Console:
 
 
 def machine() -> dict[str, Any]:
-    """Return properties of the machine that figures depend on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -57,7 +55,6 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions of packages, and the commit of this checkout."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("torch", "numpy", "deepspeed", "autopar"):
         try:
@@ -150,12 +147,10 @@ def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> floa
 
 
 def ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """Return the ratios of two series."""
     return [x / y for x, y in zip(a, b, strict=True)]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """Return the first and the third quartile."""
     first, _, third = quantiles(values, n=4, method="inclusive")
     return first, third
 

@@ -124,7 +124,6 @@ class Race:
             (self.folder / f"error.{self.rank}").unlink(missing_ok=True)
 
     def prepare(self, entry: Entry) -> None:
-        """Build, count bytes, warm up."""
         torch.manual_seed(SEED)
         gc.collect()  # memory of other contenders
         with ProfilerCounter() as counter:
@@ -166,7 +165,6 @@ class Race:
 
 
 def main() -> None:
-    """Join the other ranks and run the job."""
     folder = Path(sys.argv[1])
     job = Job.load(folder)
     torch.set_num_threads(job.threads)

@@ -67,11 +67,9 @@ class Network:
         self._name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
 
     def namespace(self, node: int) -> str:
-        """Return the name of a node's namespace for `ip netns`."""
         return f"{self._name}-{node}"
 
     def address(self, node: int) -> str:
-        """Return the IPv4 address of a node on its `eth0`."""
         return f"10.77.0.{node + 1}"
 
     def host_name(self, node: int) -> str:
@@ -79,7 +77,6 @@ class Network:
         return f"node{node}-{self.rate or 'unshaped'}"
 
     def traffic(self) -> list[Traffic]:
-        """Return the bytes that each node has sent and received so far."""
         found = []
         for node in range(self.nodes):
             name = self.namespace(node)

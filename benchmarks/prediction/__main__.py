@@ -24,7 +24,6 @@ TABLES = Path(__file__).resolve().parents[3] / "shared" / "data" / "nccl_tests"
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the command line's options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.prediction",
         description="Compare predictions with measurements made elsewhere or here.",

@@ -54,7 +54,6 @@ class Subject:
 
 
 def subjects() -> dict[str, Subject]:
-    """Return all models by name."""
     found = {
         f"tests/{name}": Subject(each.make, partial(each.batch, ROWS), each.loss, 1 << 14, 6)
         for name, each in MODELS.items()
@@ -89,7 +88,6 @@ def run(options: Any) -> dict[str, Any]:
 
 
 def measure(rank: int, world_size: int, name: str) -> list[dict[str, Any]]:
-    """Return predictions and counts of one rank for a model."""
     subject = subjects()[name]
     batches = [subject.batch(step) for step in range(subject.steps)]
     needs = {kind: OptimizerMemory.measure(make) for kind, make in OPTIMIZERS.items()}

@@ -26,7 +26,6 @@ def case(group: str, predicted: float, measured: float, **facts: Any) -> dict[st
 
 
 def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return median and worst error of the cases, and the cases."""
     errors = [case["error"] for case in cases]
     return {
         "median_error": median(errors) if errors else None,
@@ -36,7 +35,6 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def overview(outcomes: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return one row for each part, with its target."""
     drawn = empty_table("", "part", ("cases", "median error", "target", "worst", "target"))
     for name, outcome in _flat(outcomes):
         if "error" in outcome:
@@ -53,7 +51,6 @@ def overview(outcomes: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def details(name: str, outcome: Mapping[str, Any]) -> Iterator[Table]:
-    """Yield tables with one row for each group of cases."""
     for title, part in _flat({name: outcome}):
         if "error" in part or not part["cases"]:
             continue

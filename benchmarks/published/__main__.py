@@ -99,7 +99,6 @@ def activations(plan: Plan) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line for each run, and the mean error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     parser.add_argument("table", type=Path, nargs="+", help="CSV of ../shared/data/training")
     parser.add_argument("--only", help="runs whose name contains this")

@@ -46,7 +46,6 @@ INFEASIBLE = ("OutOfMemoryError", "StrategyError", "BatchError", "CaptureError")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the command line's options, checked."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.regret",
         description="Measure every plan of an enumeration, peers, and the chosen plan.",
@@ -94,7 +93,6 @@ def races(args: argparse.Namespace) -> Iterator[tuple[str, Layout, str]]:
 def run(
     args: argparse.Namespace, model: str, layout: Layout, rate: str, console: Console
 ) -> dict[str, Any]:
-    """Run one race and return its outcome."""
     case = importlib.import_module(args.models).CASES[model]
     everyone = names(case, layout, args.caps)
     job = RegretJob(
@@ -141,12 +139,10 @@ def run(
 
 
 def key(race: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the identity of a race."""
     return race["model"], race["cluster"], race["rate"]
 
 
 def document(done: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of the JSON file."""
     cases = [verdict(race, share) for race in done for share in race["caps"]]
     return {**about(), **summary(cases), "races": done}
 

@@ -106,14 +106,12 @@ class Recommender(nn.Module):
 
 
 def translations(step: int) -> tuple[Tensor, Tensor]:
-    """Return rows of random tokens, and others that are one longer."""
     drawn = generator(step)
     x = torch.randint(ENTRIES, (ROWS, TOKENS), generator=drawn)
     return x, torch.randint(ENTRIES, (ROWS, TOKENS + 1), generator=drawn)
 
 
 def clicks(step: int, rows: int = 512) -> tuple[Tensor, Tensor]:
-    """Return an id for each field of random rows, and random clicks."""
     drawn = generator(step)
     x = torch.randint(IDS, (rows, FIELDS), generator=drawn)
     return x, torch.randint(2, (rows,), generator=drawn).float()

@@ -36,7 +36,6 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Number of processes."""
         return self.nodes * self.ranks_per_node
 
     @staticmethod

@@ -38,7 +38,6 @@ class Entry:
 
     @property
     def step_error(self) -> float | None:
-        """Relative error of the predicted step."""
         if self.step_s is None or self.predicted_s is None:
             return None
         return self.predicted_s / self.step_s - 1
@@ -49,7 +48,6 @@ class Entry:
 
 
 def entries(race: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return the figures of all contenders of a race by name."""
     results = {result["contender"]: result for result in race["contenders"]}
     batch_bytes = results.get(REPLICATED, {}).get("batch_bytes", 0)
     found = {}
@@ -133,7 +131,6 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def rank_correlation(plans: Sequence[Entry]) -> float | None:
-    """Return Spearman's correlation of predicted and measured steps, if there are enough."""
     if len(plans) < MIN_ORDERED:
         return None
     return float(spearmanr([(plan.predicted_s, plan.step_s) for plan in plans]).statistic)
@@ -167,7 +164,6 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def race_table(race: Mapping[str, Any]) -> Table:
-    """Return measured and predicted figures of a race, the fastest first."""
     title = f"{race['model']}, {race['cluster']} at {race['rate'] or 'one node'}"
     headings = ("step, ms", "predicted", "", "peak, MiB", "predicted", "")
     drawn = empty_table(f"{title}, {race['took_s']:.0f} s", "", headings)
@@ -188,7 +184,6 @@ def race_table(race: Mapping[str, Any]) -> Table:
 
 
 def overview(document: Mapping[str, Any]) -> Table:
-    """Return a line for every case, and the summary as a caption."""
     headings = ("regret", "by prediction", "gain", "error", "order", "chosen", "best")
     drawn = empty_table("regret", "", headings)
     for case in document["cases"]:

@@ -170,7 +170,6 @@ def names(case: Case, layout: Layout, caps: Caps) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Join the other ranks and run the job."""
     folder = Path(sys.argv[1])
     job = RegretJob.load(folder)
     torch.set_num_threads(job.threads)

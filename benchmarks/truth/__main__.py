@@ -66,7 +66,6 @@ def loaded_cases(options: argparse.Namespace) -> Cases:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sweep."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
     console = wide_console()
@@ -87,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command line's options, checked."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.truth", description=(__doc__ or "").splitlines()[0]
     )
@@ -109,7 +107,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _listed(kind: type) -> Callable[[str], list[object]]:
-    """Return a parser of comma-separated values."""
     return lambda text: [kind(part) for part in text.split(",")]
 
 
@@ -123,7 +120,6 @@ def line(case: Case) -> str:
 
 
 def table(found: Sequence[Case]) -> Table:
-    """Return outcomes by strategy, and the number of cases that torch trained itself."""
     drawn = Table("strategy", *OUTCOMES, "exact %", "by torch")
     for name, row in counts(found).items():
         share = f"{100 * row['exact'] / sum(row.values()):.1f}"

@@ -83,7 +83,6 @@ def why_unsound(candidate: Recipe) -> str:
 
 
 def train_plain(drawn: Recipe, noise: float = 0.0) -> Trained:
-    """Train the model by plain torch in this process."""
     torch.manual_seed(drawn.seed)
     return train(drawn.make(), drawn, noise)
 
@@ -116,7 +115,6 @@ def _draw_blocks(rng: random.Random, stem: str) -> tuple[str, ...]:
 
 
 def _some(rng: random.Random, kind: str, count: int) -> list[str]:
-    """Distinct blocks of a kind."""
     plain = [name for name, block in BLOCKS.items() if block.kind == kind and block.plain]
     others = [name for name, block in BLOCKS.items() if block.kind == kind and not block.plain]
     from_plain = sum(rng.random() < PLAIN_SHARE for _ in range(count)) if plain else 0

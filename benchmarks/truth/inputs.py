@@ -74,6 +74,5 @@ ROW_NUMBERS = frozenset({"permutation", "edges", "pair_mask"})
 
 
 def sample(names: Sequence[str], rows: int, seed: int) -> dict[str, Tensor]:
-    """Return the inputs of one batch by name."""
     generator = torch.Generator().manual_seed(seed)
     return {name: SAMPLERS[name](rows, generator) for name in names}

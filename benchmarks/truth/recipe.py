@@ -33,7 +33,6 @@ class Recipe:
 
     @classmethod
     def load(cls, fields: dict[str, Any]) -> Recipe:
-        """Return a recipe from its fields as JSON has them."""
         tuples = {name: tuple(fields[name]) for name in ("blocks", "traits")}
         return cls(**{**fields, **tuples})
 
@@ -45,7 +44,6 @@ class Recipe:
 
     @property
     def parts(self) -> list[Block]:
-        """The blocks in order."""
         return [BLOCKS[name] for name in self.blocks]
 
     @property
@@ -127,7 +125,6 @@ class RandomModel(nn.Module):
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in a model's output."""
     if isinstance(output, dict):
         return output["loss"]
     return output[0] if isinstance(output, tuple) else output

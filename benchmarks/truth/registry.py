@@ -80,7 +80,6 @@ def define(kind: Kind, name: str, block: Any, parts: Parts | None = None, **opti
 
 
 def define_all(kind: Kind, functions: Mapping[str, Callable[..., Any]], **options: Any) -> None:
-    """Register functions of one kind by name."""
     for name, function in functions.items():
         define(kind, name, function, **options)
 
@@ -98,5 +97,4 @@ def register(
 
 
 def linear(inputs: int = WIDTH, outputs: int = WIDTH, **options: Any) -> Callable[[], nn.Linear]:
-    """Return a factory of a linear layer."""
     return lambda: nn.Linear(inputs, outputs, **options)

@@ -24,7 +24,6 @@ class Setup:
 
     @property
     def is_local(self) -> bool:
-        """Whether each rank brings its own rows."""
         return self.batch == "local"
 
     def suits(self, recipe: Recipe) -> bool:
@@ -39,7 +38,6 @@ class Setup:
         return replace(recipe, rows=recipe.rows + -recipe.rows % lcm(recipe.divides, multiple))
 
     def strategy(self) -> autopar.Strategy:
-        """Return the strategy."""
         return autopar.Strategy(**{**FIXED, **self.options})
 
 

@@ -1,14 +1,7 @@
 """Blocks and losses by theme; importing this package registers all of them."""
 
-from benchmarks.truth.blocks import (  # noqa: F401  # noqa: F401
-    algebra,
-    images,
-    indices,
-    losses,
-    norms,
-    plain,
-    regrouping,
-    routing,
-    sequences,
-    state,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -28,7 +28,6 @@ define_all(
 
 @register("rows", divides=2)
 def batched_products(h: Tensor) -> Tensor:
-    """`baddbmm` of groups of rows."""
     groups = h.view(2, -1, WIDTH)
     scores = torch.baddbmm(groups.new_zeros(1), groups, groups.transpose(1, 2)).tanh()
     return h + torch.bmm(scores, groups).reshape(-1, WIDTH) / h.shape[0]

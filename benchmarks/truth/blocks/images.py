@@ -39,16 +39,12 @@ def DepthOverRows(m, h: Tensor) -> Tensor:
     return h + m.conv(h.transpose(0, 1)[None])[0].transpose(0, 1)
 
 
-def _grouped(h: Tensor, kernel: Tensor) -> Tensor:
-    """A convolution of images stacked as channels, one group each."""
-    stacked = h.reshape(1, -1, *h.shape[2:])
-    return F.conv2d(stacked, kernel, padding=1, groups=stacked.shape[1]).view_as(h)
-
-
 @register("image", kernel=lambda: nn.Parameter(0.2 * torch.randn(1, 1, 3, 3)))
 def ImagesAsChannels(m, h: Tensor) -> Tensor:
     """The same filter over every image, with the batch in the groups of a convolution."""
-    return h + _grouped(h, m.kernel.expand(h.shape[0] * WIDTH, 1, 3, 3))
+    stacked = h.reshape(1, -1, *h.shape[2:])
+    kernel = m.kernel.expand(stacked.shape[1], 1, 3, 3)
+    return h + F.conv2d(stacked, kernel, padding=1, groups=stacked.shape[1]).view_as(h)
 
 
 @register("image", linear=linear(WIDTH * 4, WIDTH * 4))

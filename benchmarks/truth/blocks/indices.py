@@ -10,7 +10,6 @@ from benchmarks.truth.registry import WIDTH, define_all, register
 
 
 def _wide(index: Tensor) -> Tensor:
-    """An index of rows for every feature."""
     return index[:, None].expand(-1, WIDTH)
 
 
@@ -75,7 +74,6 @@ def reduced_by_index(h: Tensor, edges: Tensor) -> Tensor:
 
 @register("rows")
 def written_in_place(h: Tensor) -> Tensor:
-    """Overwrite a row by the mean of the batch."""
     out = h.clone()
     out[1] = h.mean(0)
     out[-1] += 0.5
@@ -84,6 +82,5 @@ def written_in_place(h: Tensor) -> Tensor:
 
 @register("rows")
 def pair_masked(h: Tensor, pair_mask: Tensor) -> Tensor:
-    """Attention over the batch under a mask of pairs."""
     scores = (h @ h.t() / WIDTH**0.5).masked_fill(~pair_mask, float("-inf"))
     return h + scores.softmax(-1) @ h

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.truth.registry import CLASSES, WIDTH, define, define_all, linear, register
+from benchmarks.truth.registry import CLASSES, WIDTH, define_all, linear, register
 
 CLASSIFIER = {"classify": linear(WIDTH, CLASSES)}
 
@@ -17,7 +17,6 @@ def _squares(h: Tensor, target: Tensor) -> Tensor:
 
 
 def _entropies(m, h: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each row."""
     return F.cross_entropy(m.classify(h), labels, reduction="none")
 
 
@@ -40,14 +39,18 @@ define_all(
         "picked_by_mask": lambda h, target, keep: _squares(h, target)[keep].mean(),
     },
 )
-for _name, _forward in {
-    "CrossEntropy": lambda m, h, labels: F.cross_entropy(m.classify(h), labels),
-    "RaggedCrossEntropy": lambda m, h, ragged: F.cross_entropy(m.classify(h), ragged),
-    "MaskedMean": lambda m, h, labels, keep: (
-        _entropies(m, h, labels) @ keep.to(h.dtype) / keep.sum().clamp(min=1)
-    ),
-}.items():
-    define("rows_head", _name, _forward, CLASSIFIER, plain=True)
+define_all(
+    "rows_head",
+    {
+        "CrossEntropy": lambda m, h, labels: F.cross_entropy(m.classify(h), labels),
+        "RaggedCrossEntropy": lambda m, h, ragged: F.cross_entropy(m.classify(h), ragged),
+        "MaskedMean": lambda m, h, labels, keep: (
+            _entropies(m, h, labels) @ keep.to(h.dtype) / keep.sum().clamp(min=1)
+        ),
+    },
+    parts=CLASSIFIER,
+    plain=True,
+)
 
 
 @register("rows_head", **CLASSIFIER, class_weight=lambda: torch.tensor([0.2, 1.0, 3.0]))
@@ -96,13 +99,11 @@ def _kernel(a: Tensor, b: Tensor) -> Tensor:
 
 @register("rows_head")
 def mmd(h: Tensor, target: Tensor) -> Tensor:
-    """Maximum mean discrepancy."""
     return _kernel(h, h) + _kernel(target, target) - 2 * _kernel(h, target)
 
 
 @register("rows_head")
 def coding_rate(h: Tensor) -> Tensor:
-    """The log-determinant of the covariance (MCR2)."""
     matrix = torch.eye(WIDTH, dtype=h.dtype) + h.t() @ h / h.shape[0]
     return -0.5 * torch.logdet(matrix) + 0.05 * h.square().mean()
 
@@ -116,7 +117,6 @@ def _is_self(h: Tensor) -> Tensor:
 
 
 def _same(labels: Tensor) -> Tensor:
-    """Pairs of rows with the same label."""
     return labels[:, None] == labels[None]
 
 
@@ -153,7 +153,6 @@ def rolled_triplet(h: Tensor, target: Tensor) -> Tensor:
 
 @register("rows_head")
 def combined_pairs(h: Tensor, scores: Tensor) -> Tensor:
-    """Pairs listed by `torch.combinations`."""
     first, second = torch.combinations(_numbers(h)).unbind(1)
     apart = (h[first] - h[second]).square().sum(1)
     return F.smooth_l1_loss(apart, (scores[first] - scores[second]).abs())
@@ -193,7 +192,6 @@ def MeanOfRowMeans(m, h: Tensor, ragged_tokens: Tensor) -> Tensor:
 
 @register("sequence_head", tag=linear(WIDTH, CLASSES + 1))
 def Ctc(m, h: Tensor, labels: Tensor) -> Tensor:
-    """Connectionist temporal classification in time-major frames."""
     log_p = m.tag(h).log_softmax(-1).transpose(0, 1)
     frames = torch.full((h.shape[0],), h.shape[1], dtype=torch.long)
     return F.ctc_loss(log_p, labels[:, None] + 1, frames, torch.ones_like(frames))

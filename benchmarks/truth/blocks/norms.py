@@ -56,7 +56,6 @@ for _name, (_kind, _make) in _NORMS.items():
 
 @register("rows", norm=lambda: nn.BatchNorm1d(WIDTH))
 def FrozenBatchNorm(m, h: Tensor) -> Tensor:
-    """Batch norm by its running statistics."""
     n = m.norm
     return F.batch_norm(h, n.running_mean, n.running_var, n.weight, n.bias)
 
@@ -80,7 +79,6 @@ def SpectralNormed(m, h: Tensor) -> Tensor:
 
 @register("rows")
 def whitened(h: Tensor) -> Tensor:
-    """Whiten by the Cholesky factor of the covariance."""
     centred = h - h.mean(0)
     covariance = centred.t() @ centred / h.shape[0] + torch.eye(WIDTH, dtype=h.dtype)
     factor = torch.linalg.cholesky(covariance)

@@ -14,11 +14,6 @@ def _positions(h: Tensor) -> Tensor:
     return torch.arange(h.shape[0], dtype=h.dtype)
 
 
-def _as_series(h: Tensor) -> Tensor:
-    """The batch as one series of shape (1, WIDTH, B)."""
-    return h.t()[None]
-
-
 define_all(
     "rows",
     {
@@ -34,13 +29,6 @@ define_all(
         "divided_by_count": lambda h: h * (1 + 4 / h.shape[0]),
         "first_rows_marked": lambda h: torch.where((_positions(h) < 2)[:, None], h * 2, h),
     },
-)
-define_all(
-    "rows",
-    {
-        "chunked": lambda h: torch.cat([h.chunk(2)[1], torch.tanh(h.chunk(2)[0])]),
-    },
-    divides=2,
 )
 
 
@@ -69,7 +57,6 @@ def unbound(h: Tensor) -> Tensor:
 
 @register("rows")
 def strided_windows(h: Tensor) -> Tensor:
-    """Overlapping windows of two rows by `as_strided`."""
     shape, strides = (h.shape[0] - 1, 2, WIDTH), (WIDTH, WIDTH, 1)
     windows = h.contiguous().as_strided(shape, strides)
     return torch.cat([windows.mean(1), h[-1:]])
@@ -77,7 +64,7 @@ def strided_windows(h: Tensor) -> Tensor:
 
 @register("rows", conv=lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
 def ConvolvedOverRows(m, h: Tensor) -> Tensor:
-    return h + m.conv(_as_series(h))[0].t()
+    return h + m.conv(h.t()[None])[0].t()
 
 
 @register("rows", sized=True, offset=lambda rows: nn.Parameter(torch.randn(rows, WIDTH)))

@@ -16,12 +16,10 @@ MIXTURE = {
 
 
 def _weighted(m, h: Tensor, gate: Tensor) -> Tensor:
-    """All experts on every row, weighted."""
     return torch.einsum("be,bd,edf->bf", gate, h, m.weight).tanh()
 
 
 def _chosen(m, h: Tensor, expert: Tensor) -> Tensor:
-    """One expert for each row."""
     return torch.einsum("bd,bdf->bf", h, m.weight[expert])
 
 
@@ -55,7 +53,6 @@ def ExpertChoice(m, h: Tensor) -> Tensor:
 
 @register("rows", **MIXTURE)
 def SinkhornRouting(m, h: Tensor) -> Tensor:
-    """Gates balanced over the batch by Sinkhorn's iteration."""
     gate = torch.exp(m.router(h))
     for _ in range(3):
         gate = gate / gate.sum(0, keepdim=True)
@@ -87,7 +84,6 @@ define_all(
 
 @register("rows")
 def reduced_maxima(h: Tensor, labels: Tensor) -> Tensor:
-    """The largest of every class, by `scatter_reduce`."""
     index = labels[:, None].expand_as(h)
     largest = h.new_full((CLASSES, WIDTH), -5.0).scatter_reduce(0, index, h, "amax")
     return h - 0.3 * largest[labels]

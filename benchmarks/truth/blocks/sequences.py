@@ -56,7 +56,6 @@ def PaddedAttention(m, h: Tensor, lengths: Tensor) -> Tensor:
 
 @register("sequence", plain=True, layer=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0))
 def EncoderLayer(m, h: Tensor) -> Tensor:
-    """A layer of torch's transformer, time-major."""
     return m.layer(h.transpose(0, 1)).transpose(0, 1)
 
 
@@ -82,5 +81,4 @@ def Lstm(m, h: Tensor) -> Tensor:
 
 @register("rows", rnn=lambda: nn.LSTM(WIDTH, WIDTH))
 def LstmOverRows(m, h: Tensor) -> Tensor:
-    """The batch as one sequence."""
     return h + m.rnn(h[:, None])[0][:, 0]

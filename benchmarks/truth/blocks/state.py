@@ -15,7 +15,6 @@ def _zeros(*shape: int, **options):
 
 @register("rows", mean=_zeros(WIDTH))
 def EmaInPlace(m, h: Tensor) -> Tensor:
-    """Centred by a moving mean that is updated in place."""
     with torch.no_grad():
         m.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
     return h - m.mean
@@ -65,7 +64,6 @@ def PointedQueue(m, h: Tensor) -> Tensor:
 
 @register("rows", calls=lambda: 0)
 def CallCounter(m, h: Tensor) -> Tensor:
-    """A Python number of calls scales the rows."""
     m.calls += 1
     return h / m.calls
 
