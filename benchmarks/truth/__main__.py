@@ -26,11 +26,10 @@ import torch
 from rich.table import Table
 
 from benchmarks.report import about, save, wide_console
-from benchmarks.truth.case import OUTCOMES, Case, counts, run_case
+from benchmarks.truth.case import OUTCOMES, SETUPS, Case, counts, run_case, setups_of
 from benchmarks.truth.draw import recipe, single_block
 from benchmarks.truth.recipe import Recipe
 from benchmarks.truth.registry import BLOCKS
-from benchmarks.truth.setups import SETUPS, setups_of
 
 Cases = Iterator[tuple[int, Recipe, str, int]]
 """Number and recipe of a model, name of a setup, and world size."""

@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.truth.recipe import Recipe
+from benchmarks.truth.recipe import Recipe, Trained, deviation, train
 from benchmarks.truth.registry import BLOCKS
-from benchmarks.truth.training import Trained, deviation, train
 from tests.harness.worlds import RankError, run
 
 PLAIN_SHARE = 0.4

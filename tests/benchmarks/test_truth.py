@@ -11,9 +11,8 @@ import torch
 from benchmarks.truth.__main__ import line, main
 from benchmarks.truth.case import Answer, counts, judge, run_case
 from benchmarks.truth.draw import recipe, single_block, train_plain, why_unsound
-from benchmarks.truth.recipe import Recipe
+from benchmarks.truth.recipe import Recipe, Trained
 from benchmarks.truth.registry import BLOCKS
-from benchmarks.truth.training import Trained
 from tests.harness import worlds
 
 MODELS = 5
