@@ -164,15 +164,20 @@ class Race:
             write_atomically(self.folder / "status", f"{phase}\t{contender}")
 
 
-def main() -> None:
+def main(kind: type[Job], race: Callable[[Any, Path], Race]) -> None:
+    """Join the other ranks and run the job."""
     folder = Path(sys.argv[1])
-    job = Job.load(folder)
+    job = kind.load(folder)
     torch.set_num_threads(job.threads)
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
-    case = CASES[job.case]
-    Race(job, folder, case, field(case, dist.get_world_size())).run()
+    race(job, folder).run()
     dist.destroy_process_group()
 
 
+def of_peers(job: Job, folder: Path) -> Race:
+    case = CASES[job.case]
+    return Race(job, folder, case, field(case, dist.get_world_size()))
+
+
 if __name__ == "__main__":
-    main()
+    main(Job, of_peers)

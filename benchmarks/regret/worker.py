@@ -6,11 +6,8 @@ Started by `benchmarks.regret.__main__` on a node; its one argument is the job's
 from __future__ import annotations
 
 import importlib
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,19 +16,12 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.cost_model.cluster.cluster import Cluster
 from benchmarks.contenders import Contender, PlannedStep, build_planned
 from benchmarks.launch import Job
 from benchmarks.memoize import memoized_capture, memoized_update
 from benchmarks.models import Case
-from benchmarks.regret.plans import (
-    PEERS,
-    REPLICATED,
-    Layout,
-    chosen_name,
-    enumeration,
-)
-from benchmarks.worker import Entry, Race
+from benchmarks.regret.plans import PEERS, REPLICATED, Layout, chosen_name, enumeration
+from benchmarks.worker import Entry, Race, main
 
 CLUSTER_S = 12.0
 """Seconds for measuring a cluster, once for all models."""
@@ -47,9 +37,6 @@ PLENTY = 1 << 50
 
 Caps = tuple[float | None, ...]
 """Shares of the memory of `REPLICATED`; None for no cap."""
-
-Cap = Callable[[float | None], int | None]
-"""Share of the memory of `REPLICATED` -> bytes."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +55,29 @@ class RegretRace(Race):
     counted, warm = 3, 1
     reference_threads = 1  # several are slow beside other processes
 
-    def __init__(self, job: RegretJob, folder: Path, case: Case) -> None:
+    def __init__(self, job: RegretJob, folder: Path) -> None:
+        case = importlib.import_module(job.module).CASES[job.case]
         self.cluster = autopar.measure(budget_s=CLUSTER_S)
         self.replicated_bytes: int | None = None
         self.planned: dict[str, PlannedStep] = {}
         self.same: dict[str, str] = {}
-        super().__init__(job, folder, case, contenders(job, self.cluster, case, self.cap))
+        super().__init__(job, folder, case, self.contenders(job, case))
 
-    def cap(self, share: float | None) -> int | None:
-        """Return the bytes of a share, once the replicated plan exists."""
-        if share is None:
-            return None
-        if self.replicated_bytes is None:
+    def contenders(self, job: RegretJob, case: Case) -> list[Contender]:
+        """Return peers, the enumeration, and the plan chosen under each cap."""
+        build = partial(build_planned, cluster=self.cluster, time_limit_s=None, memory=PLENTY)
+        strategies = enumeration(case, Layout.of(job.layout))
+        plans = [Contender(name, partial(build, strategy=it)) for name, it in strategies.items()]
+        chosen = [Contender(chosen_name(it), partial(self.choose, share=it)) for it in job.caps]
+        return [*PEERS, *plans, *chosen]
+
+    def choose(self, case: Case, share: float | None) -> PlannedStep:
+        """Search a plan under a share of the bytes of the replicated plan, once that exists."""
+        if share is not None and self.replicated_bytes is None:
             raise RuntimeError(f"there is no plan {REPLICATED} for a cap to refer to")
-        return int(share * self.replicated_bytes)
+        cap = None if share is None else int(share * (self.replicated_bytes or 0))
+        options = {"strategy": SEARCHED, "memory": cap, "time_limit_s": SEARCH_S}
+        return build_planned(case, cluster=self.cluster, **options)
 
     def prepare(self, entry: Entry) -> None:
         """Build, count bytes, warm up; release an entry with the plan of another one."""
@@ -144,42 +140,13 @@ def executed_part(plan: autopar.Plan) -> autopar.Plan:
     )
 
 
-def contenders(job: RegretJob, cluster: Cluster, case: Case, cap: Cap) -> list[Contender]:
-    """Return peers, the enumeration, and the plan chosen under each cap."""
-    build = partial(build_planned, cluster=cluster, time_limit_s=None)
-    uncapped = partial(build, memory=PLENTY)
-    plans = [
-        Contender(name, partial(uncapped, strategy=strategy))
-        for name, strategy in enumeration(case, Layout.of(job.layout)).items()
-    ]
-
-    def build_chosen(case: Case, share: float | None) -> PlannedStep:
-        options = {"strategy": SEARCHED, "memory": cap(share), "time_limit_s": SEARCH_S}
-        return build_planned(case, cluster=cluster, **options)
-
-    chosen = [
-        Contender(chosen_name(share), partial(build_chosen, share=share)) for share in job.caps
-    ]
-    return [*PEERS, *plans, *chosen]
-
-
 def names(case: Case, layout: Layout, caps: Caps) -> tuple[str, ...]:
     """Return the names of `contenders`."""
     peers = [contender.name for contender in PEERS]
     return (*peers, *enumeration(case, layout), *map(chosen_name, caps))
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    job = RegretJob.load(folder)
-    torch.set_num_threads(job.threads)
-    torch.set_flush_denormal(True)  # slow denormal numbers are not part of the comparison
-    dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
-    case = importlib.import_module(job.module).CASES[job.case]
-    with memoized_capture(), memoized_update():
-        RegretRace(job, folder, case).run()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_flush_denormal(True)  # slow denormal numbers are not part of the comparison
+    with memoized_capture(), memoized_update():
+        main(RegretJob, RegretRace)
