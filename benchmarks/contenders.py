@@ -1,8 +1,7 @@
 """Contenders: each turns a case into one whole training step.
 
 A step takes the global batch and returns the loss: of this rank's rows for the peers, of the
-global batch for autopar. All use AdamW with the same settings. Each peer is set up as its own
-documentation says, and nothing else is tuned.
+global batch for autopar. Each peer is set up as its own documentation says, with the same AdamW.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Errors on ranks that disagree: none may be missing or late, and no rank may abort or hang.
 
-    python -m benchmarks.disagreements --json FILE
     python -m benchmarks.disagreements --only SkipsBackward,NoSyncAlone --ranks 2
 
-Each scenario of `tests/harness/disagreements.py` runs on real gloo ranks, in fresh processes, under
-strategies chosen in turn. The last rank differs from the others. The exit status is 1 if a scenario
-ends in anything but an error on every rank, or a legitimate one does not train.
+Each scenario of `tests/harness/disagreements/` runs on gloo ranks in fresh processes, under
+strategies chosen in turn. The last rank differs from the others.
 """
 
 from __future__ import annotations
@@ -36,14 +34,9 @@ from benchmarks.report import about, save
 from tests.harness.disagreements.loop import STRATEGIES, Loop
 from tests.harness.disagreements.scenarios import Scenario, scenarios
 
-TIMEOUT_S = 5.0
-"""Timeout of the process group."""
-
-LATE_S = 5.0
-"""Seconds after the timeout within which every rank must raise."""
-
-KILLED_S = 60.0
-"""Seconds after which processes are killed."""
+TIMEOUT_S = 5.0  # timeout of the process group
+LATE_S = 5.0  # seconds after the timeout within which every rank must raise
+KILLED_S = 60.0  # seconds after which processes are killed
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,8 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent
 
-ERROR_TIMEOUT_S = 20
-"""Seconds in which ranks must agree on an error before they count as hung."""
-
-STACK_LINES = 40
-"""Lines of the log of a rank that a signal ended; its stack is among them."""
+ERROR_TIMEOUT_S = 20  # seconds in which ranks must agree on an error before they count as hung
+STACK_LINES = 40  # lines of the log of a rank that a signal ended; its stack is among them
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,7 @@ def write_atomically(path: Path, text: str) -> None:
 Start = Callable[[Job, int, Path, int], "subprocess.Popen[bytes]"]
 """Starts a rank of a job, with its folder and a free port."""
 
-Notify = Callable[[str], None]
-"""Shows progress."""
+Notify = Callable[[str], None]  # shows progress
 
 
 def race(job: Job, notify: Notify, start: Start | None = None) -> dict[str, Any]:

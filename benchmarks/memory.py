@@ -1,14 +1,9 @@
 """`ProfilerCounter`: peak tensor bytes of training steps on one rank.
 
-It counts blocks of torch's CPU allocator from `build` to the end of the steps: parameters,
-gradients, optimizer state, buckets, saved activations, temporaries. The profiler's `[memory]`
-records are below the dispatcher, so C++ code and Inductor's kernels count too. Limits:
-
-- Only allocations of the training loop's thread, which runs the backward on CPU, are recorded.
-  Scratch of gloo's threads and workspaces of MKL and oneDNN are missing.
-- A block that a gloo thread frees counts until its address is used again: up to 3 % too much, and
-  more each step. Hence every step is taken to begin with the least bytes of any of its kind.
-- Tensors from before, such as the batches, do not count.
+It counts blocks of torch's CPU allocator by the profiler's `[memory]` records, below the
+dispatcher. Limits: only allocations of the training loop's thread are recorded, and tensors from
+before, such as batches, do not count. A block that a gloo thread frees counts until its address is
+used again, so every step is taken to begin with the least bytes of any of its kind.
 """
 
 from __future__ import annotations
@@ -21,8 +16,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-UNSTEADY = 1
-"""First steps of each kind that do not count: they make the optimizer state."""
+UNSTEADY = 1  # first steps of each kind that do not count: they make the optimizer state
 
 _MARK = "benchmarks.memory.step"
 

@@ -35,8 +35,7 @@ class Case:
     experts: Mapping[str, autopar.Shard] = field(default_factory=dict)  # placements along ep
 
 
-Norm = Callable[[int], nn.Module]
-"""Makes a norm from the number of channels."""
+Norm = Callable[[int], nn.Module]  # makes a norm from the number of channels
 
 
 class DecoderBlock(nn.Module):

@@ -1,12 +1,9 @@
 """Planning time: from a model to its plan for machines that are not here.
 
-    python -m benchmarks.planning --json FILE
     PYTHONPATH=FOLDER python -m benchmarks.planning --models gpt2-1.5b-128 --before
 
-Each model is built on the meta device and planned for nodes of a shipped cluster in a process of
-its own. `seconds` runs from the built model to the plan. `cpu_seconds` is the process time of the
-same span, which depends less on the machine's load. `peak_bytes` is the peak memory of the process,
-torch included. `--before` plans with an earlier commit too, unpacked by `benchmarks.before`.
+`seconds` runs from the model, built on the meta device in a process of its own, to the plan, and
+`cpu_seconds` is process time of the same span. `peak_bytes` is the process's peak, torch included.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from rich.table import Table
 
 from benchmarks.contenders import PLAIN, Contender
 
-TOLERANCE = 1e-3
-"""Largest relative difference of losses within the same training."""
+TOLERANCE = 1e-3  # largest relative difference of losses within the same training
 
 
 def about() -> dict[str, Any]:

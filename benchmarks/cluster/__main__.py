@@ -1,8 +1,7 @@
 """`python -m benchmarks.cluster --nodes 2 --ranks-per-node 2 --rate 1gbit -- COMMAND ...`
 
-Runs the command as every rank of an emulated cluster, with torchrun's environment variables, and
-prints the bytes sent and received by each node. The exit status is 1 if a rank failed, and 77 where
-nodes cannot be emulated.
+Runs the command as every rank of an emulated cluster, with torchrun's environment variables. The
+exit status is 1 if a rank failed, and 77 where nodes cannot be emulated.
 """
 
 from __future__ import annotations

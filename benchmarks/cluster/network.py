@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-TOOLS = ("ip", "tc", "unshare", "setpriv", "sh")
-"""Required tools of iproute2 and util-linux."""
+TOOLS = ("ip", "tc", "unshare", "setpriv", "sh")  # required tools of iproute2 and util-linux
 
 _PREFIX = "autopar"
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}

@@ -12,11 +12,8 @@ from pathlib import Path
 
 from benchmarks.cluster.network import Network
 
-MASTER_PORT = 29500
-"""Free on every node, since each has its own network namespace."""
-
-GRACE_S = 15.0
-"""Seconds for the other ranks to end by themselves after one has failed."""
+MASTER_PORT = 29500  # free on every node, since each has its own network namespace
+GRACE_S = 15.0  # seconds for the other ranks to end by themselves after one has failed
 
 _NAMED = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
 

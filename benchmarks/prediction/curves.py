@@ -1,9 +1,7 @@
 """Part `curves`: tables of nccl-tests, with sizes held out, and groups of twice the ranks or nodes.
 
-Held out: each half of a table, every other size, is predicted from the other half, so that each
-size is predicted once, those at the ends by extrapolation. The error of a table is the mean over
-its sizes of |predicted / measured - 1|, and `median_error` is the median of the tables. Only sizes
-that a table's own header declares unusable are left out.
+Held out: each half of a table, every other size, is predicted from the other half. The error of a
+table is the mean over its sizes of |predicted / measured - 1|.
 
 Other groups: among tables that differ in ranks or nodes only, those of the smaller groups make a
 cluster. It predicts the next group of twice the nodes, or on one node twice the ranks.

@@ -1,9 +1,8 @@
 """Part `memory`: predicted and counted peak bytes of tensors in a training step.
 
-Every model of the parity tests and of `benchmarks.models` trains on 2 and 4 gloo processes under
-every ZeRO stage and level of recomputation, with SGD with momentum and with AdamW. Batches are the
-caller's and do not count. The measured peak is the median of steady steps, from the forward to
-`zero_grad`. gloo threads free buffers a moment after the wait, so `max_measured` may be larger.
+Models train on 2 and 4 gloo processes under every ZeRO stage, level of recomputation and two
+optimizers. Batches do not count. The measured peak is the median of steady steps; gloo threads free
+buffers a moment after the wait, so `max_measured` may be larger.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Published training runs beside autopar's predictions from their configuration alone.
 
-    python -m benchmarks.published TABLE.csv --json FILE
-
-`autopar.plan` plans every run for a shipped cluster under the published strategy, and predicts the
-programs that the plan lowers to. No constant of the cost model comes from these tables;
-docs/cost-model.md has the source of each.
+No constant of the cost model comes from these tables; docs/cost-model.md has the source of each.
 """
 
 from __future__ import annotations

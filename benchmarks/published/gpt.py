@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-KEEP = 0.9
-"""Share of activations after Megatron-LM's default dropout."""
+KEEP = 0.9  # share of activations after Megatron-LM's default dropout
 
 
 @dataclass(frozen=True)

@@ -66,11 +66,8 @@ def sc21(row: Mapping[str, str]) -> Iterator[Run]:
 
 
 H100 = {"vocabulary": 131072, "length": 4096}
-H100_ROWS = 1
-"""Rows of a micro-batch that fits all runs without recomputation."""
-
-MOST_LAYERS = 5
-"""Most layers of an interleaved stage in table 1 of SC'21."""
+H100_ROWS = 1  # rows of a micro-batch that fits all runs without recomputation
+MOST_LAYERS = 5  # most layers of an interleaved stage in table 1 of SC'21
 
 
 def h100(row: Mapping[str, str]) -> Iterator[Run]:

@@ -1,12 +1,10 @@
 """Regret: the step of the chosen plan over the step of the best plan of an enumeration.
 
-    python -m benchmarks.regret --json FILE
     python -m benchmarks.regret --cases deep --clusters 2x1 --rates 1gbit --steps 5
 
-On an emulated cluster (`benchmarks.cluster`), plans of an enumeration, peers, and the plan chosen
-under each cap train the same model in turn, step by step, in the same processes. Each race is
-written when it ends; races in FILE are not run again. Needs root on Linux; the exit status is 77
-where nodes cannot be emulated.
+On an emulated cluster, plans of an enumeration, peers, and the plan chosen under each cap train the
+same model in turn, step by step, in the same processes. Races in the file of `--json` are not run
+again. The exit status is 77 where nodes cannot be emulated.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ from benchmarks.models import Case
 PEERS = (Contender("ddp", build_ddp), Contender("fully_shard", build_fully_shard))
 
 CHOSEN = "chosen"
-REPLICATED = "zero0"
-"""The plan of the enumeration that memory caps refer to."""
+REPLICATED = "zero0"  # the plan of the enumeration that memory caps refer to
 
 FIXED = partial(autopar.Strategy, gather_bytes=1 << 20, reduce_bytes=1 << 20)
 """A few buckets for models of some megabytes."""

@@ -20,8 +20,7 @@ from benchmarks.contenders import PLAIN
 from benchmarks.regret.plans import CHOSEN, PEERS, REPLICATED, chosen_name
 from benchmarks.report import TOLERANCE, empty_table, loss_difference, number
 
-MIN_ORDERED = 4
-"""Fewest plans with a rank correlation."""
+MIN_ORDERED = 4  # fewest plans with a rank correlation
 
 
 @dataclass(frozen=True)

@@ -23,20 +23,14 @@ from benchmarks.models import Case
 from benchmarks.regret.plans import PEERS, REPLICATED, Layout, chosen_name, enumeration
 from benchmarks.worker import Entry, Race, main
 
-CLUSTER_S = 12.0
-"""Seconds for measuring a cluster, once for all models."""
-
-SEARCH_S = 60.0
-"""Seconds after which the search tries no further mesh, the default of `compile`."""
+CLUSTER_S = 12.0  # seconds for measuring a cluster, once for all models
+SEARCH_S = 60.0  # seconds after which the search tries no further mesh, the default of `compile`
 
 SEARCHED = autopar.Strategy(search=("pp", "tp"))
 """Strategy of the chosen plan: nothing but the possible axes."""
 
-PLENTY = 1 << 50
-"""A cap above every need: with a cap, fixed strategies have a predicted cost too."""
-
-Caps = tuple[float | None, ...]
-"""Shares of the memory of `REPLICATED`; None for no cap."""
+PLENTY = 1 << 50  # a cap above every need: with a cap, fixed strategies have a predicted cost too
+Caps = tuple[float | None, ...]  # shares of the memory of `REPLICATED`; None for no cap
 
 
 @dataclass(frozen=True)
