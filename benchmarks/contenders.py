@@ -32,8 +32,6 @@ PLAIN = "the plain model"
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train."""
-
     name: str
     build: Callable[..., Step]  # called on every rank at the same time, after seeding
     peers: tuple[str, ...] = ()  # contenders to compare with; the first that ran counts

@@ -52,8 +52,6 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Case:
-    """Result of one scenario."""
-
     scenario: str
     strategy: str
     ranks: int

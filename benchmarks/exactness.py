@@ -105,8 +105,6 @@ CASES: Mapping[str, Case] = MODELS | {name: it.case for name, it in ARCHITECTURE
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one model in one setup."""
-
     model: str
     setup: str
     loss_error: float | None = None  # worst relative difference of a loss, on any rank

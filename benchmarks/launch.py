@@ -27,8 +27,6 @@ STACK_LINES = 40  # lines of the log of a rank that a signal ended; its stack is
 
 @dataclass(frozen=True)
 class Job:
-    """One race."""
-
     case: str  # name of the model
     world_size: int  # number of processes
     contenders: tuple[str, ...]  # names of contenders

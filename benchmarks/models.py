@@ -23,8 +23,6 @@ BATCHES = 4  # distinct global batches, used in turn, so that the loss falls and
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its data."""
-
     name: str
     build: Callable[[], nn.Module]  # the caller seeds
     batch: Callable[[int], tuple[Tensor, Tensor]]  # global batch of a step, alike on every rank

@@ -31,8 +31,6 @@ from benchmarks.report import about, save
 
 @dataclass(frozen=True)
 class Case:
-    """A planning problem."""
-
     make: Callable[[], tuple[nn.Module, Any]]  # bfloat16 model and global batch, on meta
     cluster: str
     gpus: int

@@ -18,12 +18,13 @@ from rich.console import Console
 
 from autopar.errors import AutoparError
 from benchmarks.prediction.report import PARTS, details, overview
-from benchmarks.report import about, save
+from benchmarks.report import about, save, wide_console
 
 TABLES = Path(__file__).resolve().parents[3] / "shared" / "data" / "nccl_tests"
 
 
-def parse_arguments() -> argparse.Namespace:
+def main() -> int:
+    """Run the parts and show their tables; the exit status is 1 if one could not run."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.prediction",
         description="Compare predictions with measurements made elsewhere or here.",
@@ -38,7 +39,18 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter measurements")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    return parser.parse_args()
+    args, console = parser.parse_args(), wide_console()
+    outcomes: dict[str, dict[str, Any]] = {}
+    for name in args.part or PARTS:
+        outcomes[name] = run_part(name, args, console)
+        if "error" in outcomes[name]:
+            console.print(outcomes[name]["error"], style="red", markup=False, soft_wrap=True)
+        for drawn in details(name, outcomes[name]):
+            console.print(drawn)
+        if args.json:
+            save(args.json, {**about(), "parts": outcomes})
+    console.print(overview(outcomes))
+    return int(any("error" in outcome for outcome in outcomes.values()))
 
 
 def run_part(name: str, args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -53,23 +65,6 @@ def run_part(name: str, args: argparse.Namespace, console: Console) -> dict[str,
         traceback.print_exc()
         outcome = {"error": f"{type(error).__name__}: {error}"}
     return {**outcome, "seconds": round(time.perf_counter() - start, 1)}
-
-
-def main() -> int:
-    """Run the parts and show their tables; the exit status is 1 if one could not run."""
-    args = parse_arguments()
-    console = Console()
-    outcomes: dict[str, dict[str, Any]] = {}
-    for name in args.part or PARTS:
-        outcomes[name] = run_part(name, args, console)
-        if "error" in outcomes[name]:
-            console.print(outcomes[name]["error"], style="red", markup=False, soft_wrap=True)
-        for drawn in details(name, outcomes[name]):
-            console.print(drawn)
-        if args.json:
-            save(args.json, {**about(), "parts": outcomes})
-    console.print(overview(outcomes))
-    return int(any("error" in outcome for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

@@ -43,8 +43,6 @@ ROWS = 13  # of a global batch of the parity models: uneven over the ranks
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its training."""
-
     make: Callable[[], torch.nn.Module]
     batch: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]  # (args, kwargs) of a step
     loss: Callable[[Any], torch.Tensor]  # from the model's output

@@ -17,8 +17,6 @@ BUCKET = 64 * 2**20
 
 @dataclass(frozen=True)
 class Run:
-    """One published run."""
-
     name: str  # name of the model, and of the mode where there are several
     cluster: str  # name of a shipped cluster
     gpus: int  # number of GPUs

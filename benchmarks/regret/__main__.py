@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -136,10 +136,6 @@ def run(
     }
 
 
-def key(race: Mapping[str, Any]) -> tuple[str, str, str]:
-    return race["model"], race["cluster"], race["rate"]
-
-
 def document(done: list[dict[str, Any]]) -> dict[str, Any]:
     cases = [verdict(race, share) for race in done for share in race["caps"]]
     return {**about(), **summary(cases), "races": done}
@@ -155,7 +151,8 @@ def main() -> int:
     if not done:
         shutil.rmtree(args.cache / "operators", ignore_errors=True)  # times of the machine drift
     for model, layout, rate in races(args):
-        if (model, str(layout), rate if layout.nodes > 1 else "") in map(key, done):
+        key = (model, str(layout), rate if layout.nodes > 1 else "")
+        if key in [(each["model"], each["cluster"], each["rate"]) for each in done]:
             continue
         try:
             done.append(run(args, model, layout, rate, console))

@@ -25,8 +25,6 @@ MIN_ORDERED = 4  # fewest plans with a rank correlation
 
 @dataclass(frozen=True)
 class Entry:
-    """Figures of one contender of a race."""
-
     name: str  # name of the contender
     step_s: float | None = None  # median of its steps, in seconds; None if there are none
     measured_bytes: int | None = None  # counted bytes at the peak of a step, plus the batch

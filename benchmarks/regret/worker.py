@@ -35,8 +35,6 @@ Caps = tuple[float | None, ...]  # shares of the memory of `REPLICATED`; None fo
 
 @dataclass(frozen=True)
 class RegretJob(Job):
-    """A race of plans."""
-
     module: str = ""  # module with the model in its CASES
     layout: str = ""  # layout of the ranks, such as "2x2"
     caps: Caps = ()  # memory caps of chosen plans

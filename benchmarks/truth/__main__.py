@@ -1,15 +1,11 @@
 """Distributed training of random models beside one process.
 
-    python -m benchmarks.truth --json FILE
     python -m benchmarks.truth --seed 3 --models 60 --strategies ddp --ranks 2
-    python -m benchmarks.truth --only Queue --strategies zero3
     python -m benchmarks.truth --again FILE --outcomes silent,crash
-    python -m benchmarks.truth --single --strategies ddp,zero3
 
-Each model trains for three steps in float64 under ddp and two more strategies. Losses, parameters
-and buffers are compared with one process. Outcomes are "exact" (1e-9), "reported" (a warning or an
-error of autopar), "noted" (a note in the plan alone), "silent" and "crash". The exit status is 1 if
-a case is noted, silent or crashed.
+Each model trains for three steps in float64 under ddp and two more strategies. Outcomes are "exact"
+(1e-9), "reported" (a warning or an error of autopar), "noted" (a note in the plan alone), "silent"
+and "crash". The exit status is 1 if a case is noted, silent or crashed.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from benchmarks.truth.recipe import Recipe, Trained, deviation, train
 from benchmarks.truth.registry import BLOCKS
 from tests.harness.worlds import RankError, run
 
-PLAIN_SHARE = 0.4
-"""Probability of a plain block, where there are any of a kind."""
+PLAIN_SHARE = 0.4  # probability of a plain block, where there are any of a kind
 
 TRAITS = ("tied", "frozen", "decay", "untouched")
 NOISE = 1e-14

@@ -9,8 +9,7 @@ from torch import Generator, Tensor
 
 from benchmarks.truth.registry import CLASSES, SIDE, TIME_STEPS, WIDTH
 
-Sampler = Callable[[int, Generator], Tensor]
-"""Makes one input for a number of rows."""
+Sampler = Callable[[int, Generator], Tensor]  # makes one input for a number of rows
 
 IGNORED = -100
 
