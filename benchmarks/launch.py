@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,13 +33,6 @@ class Job:
     rounds: int  # timed steps of each contender
     threads: int  # intra-operator threads of each process
     patience: float  # seconds without progress after which a contender is given up
-
-    def save(self, folder: Path) -> None:
-        (folder / "job.json").write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, folder: Path) -> Self:
-        return cls(**json.loads((folder / "job.json").read_text()))
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -80,7 +73,7 @@ def race(job: Job, notify: Notify, start: Start | None = None) -> dict[str, Any]
 
 def _attempt(job: Job, folder: Path, notify: Notify, start: Start) -> str | None:
     """Return None once all ranks have ended well, else the reason why they have not."""
-    job.save(folder)
+    (folder / "job.json").write_text(json.dumps(asdict(job)))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -167,7 +167,7 @@ class Race:
 def main(kind: type[Job], race: Callable[[Any, Path], Race]) -> None:
     """Join the other ranks and run the job."""
     folder = Path(sys.argv[1])
-    job = kind.load(folder)
+    job = kind(**json.loads((folder / "job.json").read_text()))
     torch.set_num_threads(job.threads)
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
     race(job, folder).run()

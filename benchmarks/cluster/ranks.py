@@ -36,13 +36,8 @@ def launch(
     Each has torchrun's variables, its node's host name and GLOO_SOCKET_IFNAME. If the command is
     itself torchrun, use one rank a node and `--node-rank $GROUP_RANK --master-addr $MASTER_ADDR`.
 
-    Args:
-        network: an entered network.
-        command: program and arguments.
-        ranks_per_node: processes on each node.
-        logs: folder for one file a rank, "rank0.log" and so on; None shows the output here.
-        timeout_s: limit of the whole run, in seconds.
-        grace_s: seconds for the others after a rank has failed.
+    `logs` is a folder for one file a rank, "rank0.log" and so on; None shows the output here. The
+    others have `grace_s` seconds after a rank has failed.
 
     Raises:
         RanksFailed: a rank ended with a status other than 0, or time ran out.

@@ -7,7 +7,6 @@ order of collectives, and predicts the step by the costs that also choose the be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -61,27 +60,14 @@ def enumeration(case: Case, layout: Layout) -> dict[str, autopar.Strategy]:
             found[f"tp{ranks}, zero3"] = plain(tp=ranks, zero=3)
         if case.experts:
             found[f"ep{ranks}"] = plain(ep=ranks, zero=0, placements=case.experts)
-        found |= dict(_pipelines(ranks, every_schedule=ranks == layout.ranks))
+        for schedule, stages_per_rank in STAGES_PER_RANK.items():
+            if ranks == layout.ranks or schedule == "1f1b":
+                stages = {"pp": ranks, "stages_per_rank": stages_per_rank, "schedule": schedule}
+                found[f"pp{ranks}, {schedule}"] = plain(zero=0, micro_batches=2 * ranks, **stages)
     if layout.ranks % 4 == 0:
         half = layout.ranks // 2
         found[f"pp2, tp{half}"] = plain(pp=2, tp=half, zero=0, micro_batches=4, schedule="1f1b")
     return found
-
-
-def _pipelines(ranks: int, *, every_schedule: bool) -> Iterator[tuple[str, autopar.Strategy]]:
-    for schedule, stages_per_rank in STAGES_PER_RANK.items():
-        if every_schedule or schedule == "1f1b":
-            yield (
-                f"pp{ranks}, {schedule}",
-                FIXED(
-                    pp=ranks,
-                    zero=0,
-                    recompute="none",
-                    micro_batches=2 * ranks,
-                    schedule=schedule,
-                    stages_per_rank=stages_per_rank,
-                ),
-            )
 
 
 def chosen_name(share: float | None) -> str:
