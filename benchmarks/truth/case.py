@@ -60,9 +60,6 @@ class Setup:
         multiple = shares * micro_batches if micro_batches > 1 or self.is_local else 1
         return replace(recipe, rows=recipe.rows + -recipe.rows % lcm(recipe.divides, multiple))
 
-    def strategy(self) -> autopar.Strategy:
-        return autopar.Strategy(**{**FIXED, **self.options})
-
 
 _PIPELINE = {"zero": 0, "pp": 2, "schedule": "1f1b"}
 SETUPS = {
@@ -143,7 +140,7 @@ def train_on_rank(rank: int, world_size: int, recipe: Recipe, setup: str) -> Ans
         try:
             model = autopar.compile(
                 recipe.make(),
-                strategy=options.strategy(),
+                strategy=autopar.Strategy(**{**FIXED, **options.options}),
                 batch=options.batch,
                 cluster=Cluster.default(world_size, "cpu"),
                 example_inputs=(kwargs or args) if recipe.example_inputs else None,

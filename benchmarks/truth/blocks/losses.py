@@ -208,3 +208,11 @@ def reconstruction(h: Tensor, weights: Tensor) -> Tensor:
     """Weighted by row, and smooth over pixels."""
     smooth = (h[..., 1:] - h[..., :-1]).abs().mean() + (h[..., 1:, :] - h[..., :-1, :]).abs().mean()
     return (weights * (h - 0.5).square().mean((1, 2, 3))).mean() + 0.1 * smooth
+
+
+@register("image_head")
+def style(h: Tensor) -> Tensor:
+    """The Gram matrix of channels, over all pixels of the batch, towards the identity."""
+    channels = h.transpose(0, 1).flatten(1)
+    matrix = channels @ channels.t() / channels.shape[1]
+    return (matrix - torch.eye(WIDTH, dtype=h.dtype)).square().sum()
