@@ -34,9 +34,9 @@ from autopar.planner.search.mesh_search import ReportProgress
 from autopar.profiler.profiler import profiler
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
-from autopar.runtime.attributes import check_not_compiled
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import Options
+from autopar.runtime.planned_module import check_not_compiled
 from autopar.runtime.process_groups import backend_of, ensure_process_group
 from autopar.verification.deviation import Verification
 from autopar.verification.verify import compare_training, verify_first_call
@@ -132,17 +132,10 @@ def compile(
     if plan is not None:
         run_on_all_ranks(lambda: plan.check(model, parameters.values(), ranks))
     fixed = problem.strategy if plan is None else plan
-    options = Options(
-        batch,
-        loss_fn,
-        precision_of(precision),
-        backend,
-        ranks,
-        fixed.model_parallel_size,
-        fixed.pp_size,
-        recorder,
-        local=fixed.batch_semantics == "local",
-    )
+    sizes = fixed.model_parallel_size, fixed.pp_size
+    local = fixed.batch_semantics == "local"
+    autocast = precision_of(precision)
+    options = Options(batch, loss_fn, autocast, backend, ranks, *sizes, recorder, local)
     planner = LivePlanner(problem, plan, fallback, time_limit_s, trials, recorder)
     hooks = planner.make_plan, planner.make_fallback, planner.make_strategies
     module = DistributedModule(model, parameters, device, options, *hooks)

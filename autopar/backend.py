@@ -38,24 +38,16 @@ def autopar(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[.
             joint = synchronized(joint, trained, options["num_fwd_outputs"])
         return default_partition(joint, inputs, **options)
 
-    run = aot_backend(fw_compiler=_run_graph, partition_fn=partition)
+    run = aot_backend(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), partition_fn=partition
+    )
     return run(module, example_inputs)
-
-
-def _run_graph(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    return make_boxed_func(module.forward)
 
 
 def synchronized(
     joint: fx.GraphModule, trained: Sequence[bool], forward_outputs: int
 ) -> fx.GraphModule:
-    """A joint graph with gradients of parameters averaged over the ranks.
-
-    Args:
-        joint: AOTAutograd's joint graph, from primals and tangents to outputs and gradients.
-        trained: for each primal, whether it is a parameter.
-        forward_outputs: number of outputs of the forward.
-    """
+    """A joint graph with gradients of parameters averaged over the ranks."""
     graph = as_training_graph(joint, trained, forward_outputs)
     first = run_passes(graph, [SynchronizeGradients(DATA_AXIS, rank=0)])
     buckets = propose_buckets(first, BUCKET_BYTES, BUCKET_BYTES)
@@ -71,11 +63,10 @@ def synchronized(
     for node in lowered.graph.nodes:
         if node.op == "call_function" and DATA_AXIS in node.args:
             node.args = tuple(group.group_name if a == DATA_AXIS else a for a in node.args)
-    results: list[Any] = [None] * len(joint.graph.output_node().args[0])  # type: ignore[arg-type]
-    for role, node in zip(lowered.outputs, lowered.results, strict=True):
-        index = role.index if isinstance(role, Output) else forward_outputs + _index(role)
-        results[index] = node
-    lowered.output_node.args = (results,)
+    count = len(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = dict(zip(lowered.outputs, lowered.results, strict=True))
+    in_order = [results.get(_role(i, forward_outputs, trained)) for i in range(count)]
+    lowered.output_node.args = (in_order,)
     return fx.GraphModule(joint, lowered.graph)
 
 
@@ -102,8 +93,8 @@ def as_training_graph(
             outputs[_role(index, forward_outputs, trained)] = node
     for node in graph.nodes:
         backward = node.meta.get("partitioner_tag") == "is_backward"
-        keep = {"phase": "backward" if backward else "forward", "placement": Varying()}
-        node.meta |= {**keep, "block": "", "source": None}
+        phase = "backward" if backward else "forward"
+        node.meta |= {"phase": phase, "placement": Varying(), "block": "", "source": None}
     output.args = (list(outputs.values()),)
     made = TrainingGraph(
         graph,
@@ -126,11 +117,6 @@ def _role(index: int, forward_outputs: int, trained: Sequence[bool]) -> Output |
     if primal < len(trained) and trained[primal]:
         return Gradient(Parameter(str(primal)))
     return Gradient(Input(primal))
-
-
-def _index(role: Any) -> int:
-    of = role.of
-    return int(of.name) if isinstance(of, Parameter) else int(of.index)
 
 
 def averaged(graph: TrainingGraph) -> TrainingGraph:

@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     diff = commands.add_parser("diff", help="differences between two plans")
     diff.add_argument("first", help="JSON file of a plan")
     diff.add_argument("second", help="JSON file of a plan")
-    diff.set_defaults(command=run_diff)
+    diff.set_defaults(command=_run_diff)
 
     run = commands.add_parser(
         "run",
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         usage="autopar run SCRIPT [--nproc N] [-- ARGUMENTS OF THE SCRIPT]",
     )
     add_script(run)
-    run.set_defaults(command=run_script)
+    run.set_defaults(command=lambda given: launch(given.script, given.nproc, given.rest))
 
     verify.add_to(commands)
     profile.add_to(commands)
@@ -105,17 +105,8 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def run_diff(options: argparse.Namespace) -> int:
-    """`autopar diff`: exit status 1 if the plans differ, as of diff."""
+def _run_diff(options: argparse.Namespace) -> int:
+    """Exit status 1 if the plans differ, as of diff."""
     text = Plan.load(options.first).diff(Plan.load(options.second))
     print(text or "the plans are the same")
     return 1 if text else 0
-
-
-def run_script(options: argparse.Namespace) -> int:
-    """`autopar run`: torchrun on this machine, cores divided among the ranks."""
-    return launch(options.script, options.nproc, options.rest)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,23 +1,4 @@
-"""Errors and warnings of autopar, as two trees.
-
-    AutoparError
-    ├── CaptureError        the model cannot be traced into one graph
-    ├── ModelError          the model itself raises, or returns an unsupported value
-    ├── StrategyError       a strategy, option or launch contradicts itself or the machines
-    │   └── CoupledRowsError   micro-batches would need each other's rows
-    ├── BatchError          the rows cannot be split over the ranks, or differ between them
-    ├── PlanError           a plan does not belong to this model, world or torch
-    ├── OutOfMemoryError       nothing fits under the memory cap
-    ├── DisagreementError   ranks have different models, plans or batches, or run different calls
-    ├── CommunicationError  a collective failed: another rank died or left
-    ├── VerificationError   training under a plan differs from the plain model
-    └── PassError           a graph pass broke its contract (a bug in autopar or in a user's pass)
-
-    AutoparWarning
-    ├── NumericsWarning     a result differs from the single device's
-    ├── FallbackWarning     the model trains without a plan: under DDP, fully_shard or unchanged
-    ├── LossyWarning        messages are compressed, or a compressor's state is lost
-    └── MeasurementWarning  measurements are out of date, left out or cannot be kept
+"""Errors and warnings of autopar.
 
 Each message says what is wrong, where, and what to change. `autopar.common.notices.warn_once` gives
 warnings once a process, on rank 0, at the user's line.
@@ -39,7 +20,7 @@ class AutoparError(Exception):
 
 
 class CaptureError(AutoparError):
-    """The model cannot be captured into one forward and backward graph."""
+    """The model cannot be traced into one forward and backward graph."""
 
 
 class ModelError(AutoparError):
@@ -47,7 +28,7 @@ class ModelError(AutoparError):
 
 
 class StrategyError(AutoparError, ValueError):
-    """A strategy or option contradicts itself, the model or the machines."""
+    """A strategy, option or launch contradicts itself, the model or the machines."""
 
 
 class CoupledRowsError(StrategyError):
@@ -55,11 +36,11 @@ class CoupledRowsError(StrategyError):
 
 
 class BatchError(AutoparError, ValueError):
-    """The rows of a batch cannot be split over the ranks."""
+    """The rows of a batch cannot be split over the ranks, or differ between them."""
 
 
 class PlanError(AutoparError, ValueError):
-    """A plan was made for another model, world or version."""
+    """A plan was made for another model, world or version of torch."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +48,6 @@ class Change:
     """A change with which a plan fits, where none does without it.
 
     Attributes:
-        what: description.
         how: option or argument to set.
         step_s: predicted seconds of a step with the change.
         needed_bytes: bytes that a rank needs with the change.
@@ -115,7 +95,7 @@ class CommunicationError(AutoparError):
 
 
 class PassError(AutoparError):
-    """A pass broke its contract: the graph after it is illegal."""
+    """A graph pass broke its contract: a bug in autopar or in a user's pass."""
 
 
 class VerificationError(AutoparError):
@@ -135,7 +115,7 @@ class FallbackWarning(AutoparWarning):
 
 
 class LossyWarning(AutoparWarning):
-    """Messages are compressed, or a compressor's state starts anew."""
+    """Messages are compressed, or a compressor's state is lost."""
 
 
 class MeasurementWarning(AutoparWarning):

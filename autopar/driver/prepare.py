@@ -14,8 +14,8 @@ from autopar.plan.spec import fingerprint
 from autopar.planner.problem import PlanningProblem
 from autopar.runtime.agreement.captured_graph import versions
 from autopar.runtime.agreement.consensus import assert_same_across_ranks
-from autopar.runtime.attributes import check_not_compiled
 from autopar.runtime.parameters.distribute import check_plain, make_contiguous, materialize
+from autopar.runtime.planned_module import check_not_compiled
 
 
 def take_over(model: nn.Module) -> Mapping[str, ParameterInfo]:

@@ -11,6 +11,8 @@ import torch
 from autopar.errors import BatchError, DisagreementError
 
 MAX_SAMPLE_BYTES = 1 << 20
+"""Bytes of a tensor that are hashed."""
+
 MODULUS = 1 << 20
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """Classes of arguments with the same text on every rank."""
@@ -31,23 +33,23 @@ def checksum(leaves: Sequence[Any]) -> int:
     value = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            data = leaf.detach().reshape(-1)
-            step = max(1, data.numel() * data.element_size() // MAX_SAMPLE_BYTES)
-            sample = data[::step].contiguous().view(torch.uint8).cpu().numpy()
-            value = zlib.crc32(sample.data, zlib.crc32(str(tuple(leaf.shape)).encode(), value))
+            shape = str(tuple(leaf.shape)).encode()
+            value = zlib.crc32(sampled_bytes(leaf), zlib.crc32(shape, value))
         else:
             text = repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__qualname__
             value = zlib.crc32(text.encode(), value)
     return value % MODULUS
 
 
-def check_checksum_sum(total: torch.Tensor, ranks: int, mode: str) -> None:
-    """Raises on every rank if batches of data-parallel ranks do not fit the mode.
+def sampled_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, or of evenly spaced elements of a large one."""
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() * flat.element_size() // MAX_SAMPLE_BYTES)
+    return flat[::step].contiguous().view(torch.uint8).cpu().numpy().data
 
-    Args:
-        total: sum of `batch_checksum` over the ranks.
-        ranks: number of ranks summed over.
-        mode: "global" or "local".
+
+def check_checksum_sum(total: torch.Tensor, ranks: int) -> None:
+    """Raises on every rank if batches of data-parallel ranks do not fit the mode.
 
     Raises:
         DisagreementError: batches differ under batch="global".
@@ -69,15 +71,7 @@ def check_checksum_sum(total: torch.Tensor, ranks: int, mode: str) -> None:
 
 
 def check_model_parallel_peers(total: torch.Tensor, ranks: int) -> None:
-    """Raises on every rank if ranks that share a model got different rows.
-
-    Args:
-        total: sum of `batch_checksum` over these ranks.
-        ranks: number of these ranks.
-
-    Raises:
-        DisagreementError: the checksums differ.
-    """
+    """Raises DisagreementError on every rank if ranks that share a model got different rows."""
     check, squares, *_ = (int(v) for v in total.tolist())
     if not _all_equal(check, squares, ranks):
         raise DisagreementError(

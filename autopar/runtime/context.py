@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,44 +11,49 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from autopar._torch import dtensor_like
+from autopar._torch import pytree
 from autopar.capture.batch_slices import capture_slice
 from autopar.capture.call import BatchShard, Call
 from autopar.capture.state.effects import attribute_of
 from autopar.capture.state.guards import Guards
 from autopar.capture.trace import Capture, capture
-from autopar.errors import StrategyError
-from autopar.ir.graph import ParameterInfo
-from autopar.ir.roles import Differentiable, Input, Parameter
-from autopar.plan.partition import NodeStrategies
+from autopar.common.notices import warn_once
+from autopar.errors import BatchError, NumericsWarning, StrategyError
+from autopar.ir.graph import ParameterInfo, TrainingGraph
+from autopar.ir.placement import even_rows
+from autopar.ir.roles import Differentiable, Input, Output, Parameter
+from autopar.passes.tensor_parallel.partition_axes import partition_in_order
+from autopar.plan.partition import (
+    NodeStrategies,
+    Partition,
+    graph_hash,
+    needs_planned_rows,
+    rescale_interleave,
+    rows_of,
+)
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.captured_graph import agree_on_graph
-from autopar.runtime.agreement.consensus import run_on_all_ranks
-from autopar.runtime.call_partitions import MakeStrategies, call_strategies
+from autopar.runtime.agreement.consensus import assert_same_across_ranks, run_on_all_ranks
 from autopar.runtime.codegen.program import LoweringOptions, with_axes
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import is_remote, local_part
+from autopar.runtime.parameters.dtensor_layout import in_layout_of
 from autopar.runtime.process_groups import backend_of, rank
 from autopar.runtime.rng import RandomStream
-from autopar.runtime.written import warn_of_local_writes
+
+MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]
+"""Finds strategies for a call that the plan does not cover, the same on every rank."""
 
 
 @dataclass(frozen=True)
 class ModuleIndex:
-    """Modules, parameters and buffers of a model, cached between calls.
-
-    Attributes:
-        modules: all modules.
-        parameters: all parameters, by name.
-        buffer_owners: module and attribute of each buffer, by name.
-    """
+    """Modules, parameters and buffers of a model, cached between calls."""
 
     modules: tuple[nn.Module, ...]
     parameters: Mapping[str, nn.Parameter]
-    buffer_owners: Mapping[str, tuple[nn.Module, str]]
+    buffer_owners: Mapping[str, tuple[nn.Module, str]]  # module and attribute
 
     @staticmethod
     def of(model: nn.Module, lifted: Iterable[tuple[str, str]]) -> ModuleIndex:
@@ -76,17 +81,9 @@ class ExecutionContext:
     """State that all calls of a module share.
 
     Attributes:
-        model: the plain model.
-        parameters: description of each parameter, by name.
-        device: device of the tensors.
-        options: options of capture and execution.
-        rng: random stream of this rank.
-        make_strategies: finds strategies for a call the plan does not cover.
-        plan: the plan, None before it exists.
         mesh: mesh of the plan, None for one rank.
         groups: name of the process group of each axis and level, by axis name.
         unreduced_grads: local gradients of `no_sync` calls, by parameter name.
-        compression_state: tensors that compression keeps between steps.
         captures: capture of each kind of call.
         planning_captures: captures made while planning, reused for all numbers of slices.
         all_tangents: whether every output may receive a gradient.
@@ -109,34 +106,29 @@ class ExecutionContext:
 
     @cached_property
     def index(self) -> ModuleIndex:
-        """The index of the model."""
         return ModuleIndex.of(self.model, self.guards.lifted)
 
     @cached_property
     def guards(self) -> Guards:
-        """The Python state that captures depend on."""
         return Guards(self.model, self.parameters)
+
+    @property
+    def stage(self) -> int:
+        """This rank's index along the pipeline, 0 without one."""
+        return self.plan.mesh_coordinate(rank()).get("pp", 0) if self.plan is not None else 0
 
     def index_model(self) -> None:
         """Drops the index if the model has changed; runs before every call."""
         if self.guards.update():
-            self._drop_index()
+            self.__dict__.pop("index", None)
 
     def reindex_model(self) -> None:
         """Drops the index and guards after parameters were replaced."""
-        self._drop_index()
+        self.__dict__.pop("index", None)
         self.guards.invalidate()
 
-    def _drop_index(self) -> None:
-        self.__dict__.pop("index", None)
-
     def write_buffers(self, updates: Mapping[str, torch.Tensor], rebound: frozenset[str]) -> None:
-        """Writes new values of buffers, in place or as new tensors.
-
-        Args:
-            updates: new values, by name of the buffer or lifted attribute.
-            rebound: names to which forward assigns a new tensor.
-        """
+        """Writes new values of buffers in place, or as new tensors where forward assigns one."""
         buffers = self.index.buffers()
         with torch.no_grad():
             for name, value in updates.items():
@@ -160,11 +152,7 @@ class ExecutionContext:
         return self.captures[key]
 
     def capture_on_all_ranks(self, shard: BatchShard) -> Capture:
-        """Captures a call on every rank at once and compares the graphs.
-
-        Raises:
-            DisagreementError: the ranks' forward or loss_fn compute different things.
-        """
+        """Captures a call on every rank at once; raises DisagreementError if the graphs differ."""
         captured = run_on_all_ranks(lambda: self.capture(shard))
         even = not self.options.local or shard.slices.is_even
         agree_on_graph(captured.captured_graph, even=even)
@@ -190,22 +178,18 @@ class ExecutionContext:
                     lifted=self.guards.lifted,
                 )
             self.guards.add(made.reads, made.classes, made.variables, made.lifted)
-            self._drop_index()
+            self.__dict__.pop("index", None)
             graph = replace(made.graph, parameters=self._planned(made.graph.parameters))
             known[key] = replace(made, graph=graph)
             return known[key]
 
         made = capture_slice(capture_call, shard.call, shard.slices, local=self.options.local)
         if shard.num_slices > 1:
-            warn_of_local_writes(made, self.model)
+            _warn_of_local_writes(made, self.model)
         return made
 
     def _current_parameters(self) -> dict[str, ParameterInfo]:
-        """The parameters as planned, with their current `requires_grad`.
-
-        Raises:
-            StrategyError: a parameter that forward changes now requires gradients.
-        """
+        """The parameters as planned, with their current `requires_grad`."""
         now = {
             name: replace(info, requires_grad=self.index.parameters[name].requires_grad)
             for name, info in self.parameters.items()
@@ -219,11 +203,7 @@ class ExecutionContext:
         return now
 
     def _planned(self, captured: Iterable[str]) -> dict[str, ParameterInfo]:
-        """The parameters of a captured graph as the plan describes them.
-
-        Raises:
-            StrategyError: forward changes a parameter in this call that the plan left constant.
-        """
+        """The parameters of a captured graph as the plan describes them."""
         known = {name: self.parameters[name] for name in captured}
         changed = self.parameters.keys() - known.keys()
         if self.plan is not None and (new := sorted(changed - set(self.plan.changed))):
@@ -234,24 +214,39 @@ class ExecutionContext:
         return known
 
     def op_strategies(self, captured: Capture, shard: BatchShard) -> tuple[NodeStrategies, ...]:
-        """The strategies of a call for each partitioned axis; all ranks call this at once."""
+        """The strategies of a call for each partitioned axis; all ranks call this at once.
+
+        Raises:
+            BatchError: the batch is uneven over ranks, and strategies shard rows further.
+            DisagreementError: ranks of an axis have different graphs before the next axis.
+        """
         assert self.plan is not None
-        return call_strategies(
-            with_axes(captured.graph, self.plan),
-            self.plan,
-            rank(),
-            shard.global_rows,
-            shard.num_slices,
-            self.make_strategies,
-        )
+        plan, graph = self.plan, with_axes(captured.graph, self.plan)
+        rows = even_rows(shard.global_rows, shard.num_slices)[0] if rows_of(graph) else 0
+        is_uneven = rows * shard.num_slices != shard.global_rows
+        partitions = {partition.axis: partition for partition in plan.partitions}
+
+        def find_strategies(axis: str, graph: TrainingGraph) -> NodeStrategies:
+            if graph.partitioned:
+                assert_same_across_ranks(
+                    {f"graph before {axis}": graph_hash(graph)}, "This is an error of autopar."
+                )
+            partition = partitions[axis]
+            op_strategies = partition.strategies_for(graph, rows)
+            if op_strategies is None:
+                op_strategies = self.make_strategies(graph, partition)
+            if is_uneven and needs_planned_rows(op_strategies, graph, rows, partition.ranks):
+                raise BatchError(
+                    f"a batch of {shard.global_rows} rows is uneven over {plan.dp_size} ranks, and "
+                    "each of them would divide its rows further. Give a batch that divides evenly."
+                )
+            return rescale_interleave(op_strategies, graph, rows, rows_of(graph))
+
+        coordinate = plan.mesh_coordinate(rank())
+        steps = partition_in_order(partitions, graph, coordinate, find_strategies)
+        return tuple(op_strategies for _, _, op_strategies in steps)
 
     def lowering_options(self, no_sync: bool, unreduced: tuple[str, ...]) -> LoweringOptions:
-        """Options of lowering on this rank.
-
-        Args:
-            no_sync: whether gradients stay unreduced.
-            unreduced: names of parameters with unreduced gradients of earlier calls.
-        """
         assert self.plan is not None
         return LoweringOptions(
             self.plan,
@@ -294,13 +289,51 @@ class ExecutionContext:
             if parameter.requires_grad and not is_remote(parameter):
                 roles.append(Parameter(name))
                 tensors.append(parameter)
-        for index, tensor in zip(shard.call.tensor_indices, shard.tensors, strict=True):
+        for index, tensor in inputs_of(shard).items():
             if tensor.requires_grad:
                 roles.append(Input(index))
                 tensors.append(tensor)
         return tuple(roles), tensors
 
+    def result_of(
+        self, capture: Capture, returned: Sequence[int], outputs: Sequence[torch.Tensor]
+    ) -> Any:
+        """A call's result from its tensors; writes the attributes that forward assigns."""
+        leaves = list(capture.leaves)
+        for index, value in zip(returned, outputs, strict=True):
+            leaves[index] = value
+        result = pytree.tree_unflatten(leaves, capture.structure)
+        if capture.writes:
+            result, values = result
+            for write, value in zip(capture.writes, values, strict=True):
+                write.apply(self.model, value)
+        return result
+
     def as_grad_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """A local gradient in the layout of its parameter."""
-        parameter = self.index.parameters[name]
-        return dtensor_like(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+        return in_layout_of(self.index.parameters[name], gradient)
+
+
+def inputs_of(shard: BatchShard) -> dict[int, torch.Tensor]:
+    """The tensors among a call's arguments, by index."""
+    return dict(zip(shard.call.tensor_indices, shard.tensors, strict=True))
+
+
+def batch_fraction(shard: BatchShard, device: torch.device) -> torch.Tensor:
+    """The fraction of the global batch in a shard, as float64."""
+    return torch.tensor(shard.rows / shard.global_rows, dtype=torch.float64, device=device)
+
+
+def _warn_of_local_writes(capture: Capture, model: nn.Module) -> None:
+    """Warns of attributes that hold this rank's rows, but the whole batch on one device."""
+    if not capture.writes:
+        return
+    indices = pytree.tree_unflatten(list(range(len(capture.leaves))), capture.structure)[1]
+    nodes_by_role = dict(zip(capture.graph.outputs, capture.graph.results, strict=True))
+    for write, index_tree in zip(capture.writes, indices, strict=True):
+        nodes = (nodes_by_role.get(Output(index)) for index in pytree.tree_leaves(index_tree))
+        if any(any(node.meta.get("batch_dims", ())) for node in nodes if node is not None):
+            warn_once(
+                NumericsWarning,
+                f"{write.path} of {type(model).__name__} gets this rank's rows at every call; on "
+                "one device it would get those of the whole batch. Return it instead.",
+            )

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from autopar._torch import pytree
+from autopar._torch import DataDependentOutputException, DynamicOutputShapeException, pytree
 from autopar.capture.call import BatchShard
 from autopar.capture.model_info import find_separate_blocks
 from autopar.capture.provenance import first_line, user_frame
 from autopar.common.containers import flatten
-from autopar.errors import AutoparError, BatchError, StrategyError
-from autopar.runtime.aliased_ddp import AliasedDDP, with_ddp
+from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, StrategyError
+from autopar.runtime.parameters.distribute import local_part, parameter_like
 from autopar.runtime.process_groups import explaining_comm_errors
+
+_TRACING_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def wrap_with_ddp_or_fsdp(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
@@ -49,9 +53,8 @@ def describe_fallback_differences(model: nn.Module) -> str:
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     norms = [name for name, m in model.named_modules() if isinstance(m, kinds) and m.training]
     more = f" and {len(norms) - 3} more" if len(norms) > 3 else ""
-    batch_norm = (
-        f" Batch norm takes its statistics over a rank's own rows: {', '.join(norms[:3])}{more}."
-    )
+    names = f"{', '.join(norms[:3])}{more}"
+    batch_norm = f" Batch norm takes its statistics over a rank's own rows: {names}."
     return (
         "A loss that is a mean over rows trains as on one device, with uneven rows too. Others "
         "differ: a mean over anything else (such as tokens that are not ignored) weighs each "
@@ -66,11 +69,6 @@ def average_over_batch(result: Any, shard: BatchShard, ranks: int) -> Any:
 
     Each rank weights its gradients by its rows, so that a mean loss trains as on one device. This
     covers uneven rows, and losses computed from returned rows.
-
-    Args:
-        result: result of forward on this rank's rows.
-        shard: this rank's rows of the arguments.
-        ranks: number of ranks.
 
     Raises:
         StrategyError: a value is a DTensor.
@@ -94,50 +92,32 @@ def average_over_batch(result: Any, shard: BatchShard, ranks: int) -> Any:
         with torch.no_grad(), explaining_comm_errors("forward"):
             dist.all_reduce(means)
         for (index, scalar), mean in zip(scalars.items(), means, strict=True):
-            values[index] = _WeightedMean.apply(scalar, mean.to(scalar.dtype), weight)
+            values[index] = _Weighted.apply(scalar, mean.to(scalar.dtype), weight)
     for index, value in enumerate(values):
         trains = isinstance(value, torch.Tensor) and value.requires_grad
         if trains and index not in scalars and weight != 1:
-            values[index] = _WeightedRows.apply(value, weight)
+            values[index] = _Weighted.apply(value, None, weight)
     return pytree.tree_unflatten(values, structure)
 
 
-class _WeightedMean(torch.autograd.Function):
-    """The mean of the ranks' scalars; gradients go to this rank's scalar, times its weight."""
+class _Weighted(torch.autograd.Function):
+    """A rank's rows, or the mean of the ranks' scalars; the rank's gradients get its weight."""
 
     @staticmethod
-    def forward(ctx: Any, scalar: torch.Tensor, mean: torch.Tensor, weight: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, value: torch.Tensor, mean: torch.Tensor | None, weight: float
+    ) -> torch.Tensor:
         ctx.weight = weight
-        return mean.clone()
+        return value.view_as(value) if mean is None else mean.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return gradients[0] * ctx.weight, None, None
 
 
-class _WeightedRows(torch.autograd.Function):
-    """A rank's rows; their gradients are multiplied by the rank's weight."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: float) -> torch.Tensor:
-        ctx.weight = weight
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.weight, None
-
-
 @contextlib.contextmanager
 def explaining_row_errors(ranks: int) -> Iterator[None]:
-    """Explains errors of a model that runs on a rank's rows instead of the whole batch.
-
-    Args:
-        ranks: number of ranks; a single one runs the whole batch.
-
-    Raises:
-        BatchError: the model raises an error.
-    """
+    """Raises BatchError for an error of a model that runs on a rank's rows alone."""
     try:
         yield
     except AutoparError:
@@ -152,3 +132,140 @@ def explaining_row_errors(ranks: int) -> Iterator[None]:
             "has the size of the batch. Change what the warning before this error names, or run "
             "the model on one rank."
         ) from error
+
+
+def with_ddp(model: nn.Module) -> DistributedDataParallel:
+    """DDP that allows unused parameters."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
+
+
+class AliasedDDP(nn.Module):
+    """DDP over plain parameters that alias the memory of replicated DTensors.
+
+    An optimizer of the DTensors keeps working: it updates the same memory, and finds the reduced
+    gradients in their `.grad`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        aliases: dict[int, nn.Parameter] = {}
+        self.slots: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                plain = parameter_like(parameter, local_part(parameter.detach()))
+                alias = aliases.setdefault(id(parameter), plain)
+                self.slots.append((module, name, parameter, alias))
+        self.parameter_of = {id(alias): parameter for _, _, parameter, alias in self.slots}
+        self.used: set[int] = set()
+        self.has_unreduced = self.inside_no_sync = False
+        for alias in aliases.values():
+            if alias.requires_grad:
+                alias.register_post_accumulate_grad_hook(lambda tensor: self.used.add(id(tensor)))
+        with self._aliased():
+            self.ddp = with_ddp(_Submodule(model))
+        # DDP checks annotations of hooks; a lambda has none
+        self.ddp.register_comm_hook(None, lambda _, bucket: self._reduce_and_share(bucket))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for _, _, parameter, alias in self.slots:
+            if parameter.grad is None and not self.has_unreduced:
+                alias.grad = None
+        self.has_unreduced = self.has_unreduced or self.inside_no_sync
+        with self._aliased():
+            return self.ddp(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """DDP's no_sync; the aliases keep the unreduced gradients."""
+        self.inside_no_sync = True
+        try:
+            with self.ddp.no_sync():
+                yield
+        finally:
+            self.inside_no_sync = False
+
+    @contextlib.contextmanager
+    def _aliased(self) -> Iterator[None]:
+        for module, name, _, alias in self.slots:
+            module._parameters[name] = alias
+        try:
+            yield
+        finally:
+            for module, name, parameter, _ in self.slots:
+                module._parameters[name] = parameter
+
+    def _reduce_and_share(self, bucket: Any) -> Any:
+        """Averages gradients as DDP does, and assigns those that a rank used to the DTensors."""
+        self.has_unreduced = False
+        aliases = bucket.parameters()
+        used = torch.tensor([id(alias) in self.used for alias in aliases], dtype=torch.uint8)
+        used = used.to(bucket.buffer().device)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        rows = zip(aliases, bucket.gradients(), used.tolist(), strict=True)
+        for alias, gradient, is_used in rows:
+            self.used.discard(id(alias))
+            parameter = self.parameter_of[id(alias)]
+            assert isinstance(parameter, DTensor)
+            if is_used:
+                parameter.grad = DTensor.from_local(
+                    gradient, parameter.device_mesh, parameter.placements, run_check=False
+                )
+        group = dist.group.WORLD
+        assert group is not None
+        return allreduce_hook(group, bucket)
+
+
+class _Submodule(nn.Module):
+    """A module around a model, so that DDP reads the model's current parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def check_runs(
+    model: nn.Module,
+    leaves: Sequence[Any],
+    structure: Any,
+    loss_fn: Callable[..., Any] | None,
+    autocast: contextlib.AbstractContextManager[Any],
+    reason: CaptureError,
+) -> None:
+    """Runs a call of the plain model and drops the result.
+
+    Parameters, buffers, inputs and random generators keep their values. Nothing runs if autopar
+    itself refused the model, if only tracing can cause the error, or if parameters are sharded.
+
+    Raises:
+        ModelError: the model raises; its error is the cause.
+    """
+    from_autopar = reason.__cause__ is None or isinstance(reason.__cause__, _TRACING_ERRORS)
+    is_sharded = any(local_part(p).shape != p.shape for p in model.parameters())
+    if from_autopar or is_sharded:
+        return
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    state = {name: _copy(tensor) for name, tensor in tensors.items()}
+    copies = [_copy(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+    args, kwargs = pytree.tree_unflatten(copies, structure)
+    args, target = (args[:-1], args[-1:]) if loss_fn is not None else (args, ())
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())), autocast, torch.enable_grad():
+            result = torch.func.functional_call(model, state, tuple(args), kwargs)
+            if loss_fn is not None:
+                loss_fn(result, *target)
+    except torch.OutOfMemoryError:
+        return  # the whole batch may be too large for one rank
+    except Exception as error:
+        raise ModelError(
+            f"your model raised {type(error).__name__}{user_frame(error)}: {first_line(error)}. "
+            f"{type(model).__name__} does so without autopar too."
+        ) from error
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return local_part(tensor).detach().clone().requires_grad_(tensor.requires_grad)

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, TensorSpec
 from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import CaptureError
-from autopar.runtime.agreement.call_state import CallState
 from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.agreement.protocol import call_entries
 from autopar.runtime.agreement.replicas import Replicas, compare_replicas
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
-from autopar.runtime.parameters.clip_grad import clip_grad_norm
 from autopar.runtime.parameters.compression_state import STATE_DICT_KEY
 from autopar.runtime.parameters.distribute import distribute_like, is_remote
 from autopar.runtime.pipeline.stage_parameters import fetch_remote_parameters
 from autopar.runtime.planned_module import PlannedModule
-from autopar.runtime.process_groups import rank
+from autopar.runtime.process_groups import explaining_comm_errors, rank
 from autopar.runtime.spmd.executor import SpmdExecutor
 
 CheckCall = Callable[["DistributedModule", list[Any], Any], None]
@@ -138,7 +140,6 @@ class DistributedModule(PlannedModule):
             raise
 
     def _run_fallback(self, shard: BatchShard) -> Any:
-        """Runs torch's own data parallelism on this rank's rows."""
         options, inner, tensors = self._options, self._fallback[0], iter(shard.tensors)
         leaves = [next(tensors) if isinstance(x, TensorSpec) else x for x in shard.call.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, shard.call.structure)
@@ -150,31 +151,21 @@ class DistributedModule(PlannedModule):
         return result if options.ranks == 1 else average_over_batch(result, shard, options.ranks)
 
     def _agree_on_call(self, leaves: list[Any], structure: Any) -> int:
-        """Starts the exchange about a call with all ranks; returns the call's number."""
         if self._protocol is None:
             return 0
         with self._protocol.reporting_errors():
-            state = CallState(
-                leaves=leaves,
-                structure=structure,
-                shard=self._batch_shard(leaves, structure),
-                batch=self._options.batch,
-                model_parallel_peers=self._options.model_parallel_peers,
-                modules=self._context.index.modules,
-                parameters=self._context.index.parameters,
-                no_sync=self._no_sync,
-                unreduced_grads=sorted(self._context.unreduced_grads),
-                is_planned=self.plan is not None or bool(self._fallback),
-                stage=self._pp_rank,
-                dp_rank=self._options.dp_rank(rank()),
-                all_tangents=self._context.all_tangents,
-                is_captured=not self._fallback,
-            )
-        return self._protocol.agree_on_call(state, self._replicas)
-
-    @property
-    def _pp_rank(self) -> int:
-        return self.plan.mesh_coordinate(rank()).get("pp", 0) if self.plan is not None else 0
+            shard = self._batch_shard(leaves, structure)
+        entries = call_entries(
+            self._context,
+            leaves,
+            structure,
+            shard,
+            self._protocol.optimizer_steps,
+            self._protocol.num_calls + 1,
+            no_sync=self._no_sync,
+            has_fallback=bool(self._fallback),
+        )
+        return self._protocol.agree_on_call(entries, self._replicas)
 
     @property
     def _replicas(self) -> Replicas:
@@ -198,7 +189,7 @@ class DistributedModule(PlannedModule):
             DisagreementError: on every rank, with the names and ranks of differing copies.
         """
         if self._protocol is not None:
-            compare_replicas(self._replicas, optimizer, self._pp_rank, tolerance)
+            compare_replicas(self._replicas, optimizer, self._context.stage, tolerance)
 
     # Parameters.
 
@@ -232,15 +223,37 @@ class DistributedModule(PlannedModule):
         """
         if self._protocol is not None:
             self._protocol.agree_on_clipping(max_norm, norm_type)
-        has_stages = self.plan is not None and self.plan.pp_size > 1
-        group = self.mesh.get_group("pp") if has_stages and self.mesh is not None else None
-        dtypes = (info.dtype for info in self._context.parameters.values())
-        widest = functools.reduce(torch.promote_types, dtypes)
-        like = torch.empty((), dtype=widest, device=self._device)
-        parameters = list(self.parameters())
-        return clip_grad_norm(
-            parameters, max_norm, norm_type, error_if_nonfinite, foreach, like, group
+        order, gradients = (
+            float(norm_type),
+            [p.grad for p in self.parameters() if p.grad is not None],
         )
+        has_stages = self.plan is not None and self.plan.pp_size > 1
+        if gradients or not has_stages:
+            norm = nn.utils.get_total_norm(gradients, order, foreach=foreach)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        else:
+            norm = torch.tensor(0.0 if order >= 0 else math.inf, device=self._device)
+        if has_stages:
+            norm = self._norm_over_stages(norm, order)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of order {order} of all gradients is {norm.item()}, so they cannot be "
+                "clipped. With error_if_nonfinite=False they are scaled by it anyway."
+            )
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm, foreach=foreach)
+        return norm
+
+    def _norm_over_stages(self, norm: torch.Tensor, order: float) -> torch.Tensor:
+        """The norm of all stages' norms, in the widest dtype of a parameter."""
+        assert self.mesh is not None
+        group = self.mesh.get_group("pp")
+        dtypes = (info.dtype for info in self._context.parameters.values())
+        norm = norm.to(functools.reduce(torch.promote_types, dtypes))
+        gathered = [torch.empty_like(norm) for _ in range(group.size())]
+        with explaining_comm_errors("clip_grad_norm_"):
+            dist.all_gather(gathered, norm, group=group)
+        norms = torch.stack(gathered)
+        return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)
 
     def state_dict(  # type: ignore[override]
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False

@@ -16,14 +16,9 @@ class Options:
     """Options of a module's captures and calls.
 
     Attributes:
-        batch: "global" or "local".
         loss_fn: computes the loss inside the graph.
-        precision: dtype of autocast, None for none.
-        backend: "eager" or a backend of torch.compile.
-        ranks: size of the world.
         model_parallel_size: number of ranks that one stage is partitioned over.
         pp_size: number of ranks along the pipeline.
-        recorder: records when each operator runs, if the backend is "eager".
         local: whether each rank computes as on its rows alone (`batch_semantics`).
         on_trial: whether the module is a copy that tries a plan, without warnings.
     """
@@ -40,7 +35,6 @@ class Options:
     on_trial: bool = False
 
     def dp_rank(self, rank: int) -> int:
-        """The data-parallel rank of a rank in the world."""
         return rank // self.model_parallel_size % self.dp_size
 
     @property

@@ -14,24 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, batch_shard_of
 from autopar.capture.trace import Capture
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, StrategyError
 from autopar.ir.graph import ParameterInfo
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.protocol import Protocol
-from autopar.runtime.attributes import ModelAttributes
-from autopar.runtime.blame import check_runs
-from autopar.runtime.call_partitions import MakeStrategies
-from autopar.runtime.context import ExecutionContext
+from autopar.runtime.context import ExecutionContext, MakeStrategies
+from autopar.runtime.fallback import check_runs
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import as_dtensors, broadcast_from_rank0
 from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
 from autopar.runtime.process_groups import make_groups, make_mesh, rank
-from autopar.runtime.rng import stream_of
+from autopar.runtime.rng import RandomStream
 from autopar.runtime.spmd.executor import SpmdExecutor
 
 CaptureFunction = Callable[[int, int, int], Capture]
@@ -41,16 +39,29 @@ MakePlan = Callable[[Any, CaptureFunction, Any], Plan]
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
 """Wraps a model that cannot be captured."""
 
-SHARED_BY_COPIES = {"plan", "mesh", "_device", "_options", "_make_plan", "_make_fallback"}
+OWN_ATTRIBUTES = {
+    *vars(nn.Module()),
+    "_wrapped",
+    "_make_plan",
+    "_make_fallback",
+    "_fallback",
+    "plan",
+    "mesh",
+    "_no_sync",
+    "_pending_compression_state",
+    "_context",
+    "_protocol",
+    "before_first_training_call",
+    "_executor",
+}
+"""Attributes of the wrapper itself; all others are the model's."""
 
 
-class PlannedModule(ModelAttributes):
-    """A model with its plan, mesh and executor.
+SHARED_BY_COPIES = {"plan", "mesh", "_make_plan", "_make_fallback"}
 
-    Attributes:
-        plan: the plan, None until the first call if there were no example inputs.
-        mesh: mesh of the plan, None for one rank.
-    """
+
+class PlannedModule(nn.Module):
+    """A model with its plan, mesh and executor; other attributes are the model's."""
 
     def __init__(
         self,
@@ -63,27 +74,29 @@ class PlannedModule(ModelAttributes):
         make_strategies: MakeStrategies,
     ) -> None:
         super().__init__()
-        self._wrapped = (model,)
+        self._wrapped: tuple[nn.Module, ...] = (model,)  # a tuple, so that it is no submodule
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = getattr(model, table)
         self.training = model.training
-        self._device, self._options, self._make_plan = device, options, make_plan
-        self._make_fallback = make_fallback
+        self._make_plan, self._make_fallback = make_plan, make_fallback
         self._fallback: tuple[nn.Module, ...] = ()
         self.plan: Plan | None = None
         self.mesh: DeviceMesh | None = None
         self._pending_compression_state: Mapping[str, Any] | None = None
-        infos, stream = dict(parameters), stream_of(options, device)
+        infos, stream = dict(parameters), RandomStream(options, device)
         self._context = ExecutionContext(model, infos, device, options, stream, make_strategies)
         self._protocol = Protocol.of(model)
         self._executor: SpmdExecutor | PipelineExecutor | None = None
 
-    def broadcast_parameters(self, *, replicated_dtensors: bool) -> None:
-        """Gives all ranks the parameters of rank 0.
+    @property
+    def _device(self) -> torch.device:
+        return self._context.device
 
-        Args:
-            replicated_dtensors: make them DTensors, which a later plan can shard in place.
-        """
+    @property
+    def _options(self) -> Options:
+        return self._context.options
+
+    def broadcast_parameters(self, *, replicated_dtensors: bool) -> None:
         if self._options.ranks == 1:
             return
         broadcast_from_rank0(self)
@@ -110,16 +123,18 @@ class PlannedModule(ModelAttributes):
         except CaptureError as error:
             self._check_runs(leaves, structure, error)
             # ranks with equal rows have equal weights, so means stay the same
-            self._set_model_parallel_size(1, 1)
+            self._context.options = replace(self._options, model_parallel_size=1, pp_size=1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
             self._context.reindex_model()
 
     def apply_plan(self, plan: Plan) -> None:
         """Makes the mesh of a plan, distributes the parameters and makes the executor."""
         context = self._context
-        if self._set_model_parallel_size(plan.model_parallel_size, plan.pp_size):
-            context.options = self._options
-            context.rng = stream_of(self._options, self._device)
+        options = replace(
+            self._options, model_parallel_size=plan.model_parallel_size, pp_size=plan.pp_size
+        )
+        if options != self._options:
+            context.options, context.rng = options, RandomStream(options, self._device)
         self.mesh = mesh = make_mesh(self._device, plan.storage, ("pp", *plan.shard_order))
         run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
         context.reindex_model()
@@ -136,18 +151,49 @@ class PlannedModule(ModelAttributes):
         context.groups = make_groups(self._device, plan.axes, mesh)
         self._executor = self._new_executor()
 
-    def _set_model_parallel_size(self, model_parallel_size: int, pp_size: int) -> bool:
-        """Sets how many ranks share rows; returns whether that changes."""
-        options = replace(self._options, model_parallel_size=model_parallel_size, pp_size=pp_size)
-        changes, self._options = options != self._options, options
-        return changes
-
     def _new_executor(self) -> SpmdExecutor | PipelineExecutor | None:
         if self.plan is None:
             return None
         if self.plan.pipeline is None:
             return SpmdExecutor(self._context)
         return PipelineExecutor(self._context)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_wrapped":
+                raise
+            value = getattr(self._wrapped[0], name)
+            # models of transformers return the device of their first parameter
+            is_meta = isinstance(value, torch.device) and value.type == "meta"
+            return self._device if is_meta else value
+
+    def __copy__(self) -> Self:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises StrategyError, since process groups and programs cannot be pickled."""
+        raise StrategyError(
+            "a compiled model cannot be pickled, by torch.save or otherwise. Save "
+            "model.state_dict(), with torch.save or torch.distributed.checkpoint, and load it into "
+            "a model that was compiled again."
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the model, unless it is one of the wrapper's own."""
+        if name in OWN_ATTRIBUTES or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._wrapped[0], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in OWN_ATTRIBUTES:
+            super().__delattr__(name)
+        else:
+            delattr(self._wrapped[0], name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with its own parameters under the same plan, such as an average of weights."""
@@ -176,12 +222,11 @@ class PlannedModule(ModelAttributes):
     def copy_with_plan(self, plan: Plan) -> Self:
         """A copy of an unplanned module, with its own parameters, that tries a plan."""
         made = copy.deepcopy(self)
-        made._options = made._context.options = replace(made._options, recorder=None, on_trial=True)
+        made._context.options = replace(made._options, recorder=None, on_trial=True)
         made.apply_plan(plan)
         return made
 
     def _check_runs(self, leaves: list[Any], structure: Any, reason: CaptureError) -> None:
-        """Raises ModelError on every rank if the plain model fails at this call."""
         model, loss_fn, autocast = self._wrapped[0], self._options.loss_fn, self._context.autocast()
         run_on_all_ranks(lambda: check_runs(model, leaves, structure, loss_fn, autocast, reason))
 
@@ -193,7 +238,6 @@ class PlannedModule(ModelAttributes):
         return batch_shard_of(leaves, structure, mode=options.batch, rank=index, ranks=ranks)
 
     def _load_compression_state(self, values: Mapping[str, Any] | None) -> None:
-        """Loads the state of compression, once there is a plan."""
         if self.plan is None:
             self._pending_compression_state = values
         elif self._context.compression_state.tensors and self.mesh is not None:
@@ -205,3 +249,13 @@ class PlannedModule(ModelAttributes):
         assert self.mesh is not None
         assert self.plan is not None
         return stage_mesh(self.mesh) if self.plan.pp_size > 1 else self.mesh
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    """Raises StrategyError if autopar has compiled a model, or a module in it, before."""
+    for name, module in model.named_modules():
+        if isinstance(module, PlannedModule):
+            where = f"its submodule {name}" if name else "this model"
+            raise StrategyError(
+                f"{where} was compiled by autopar.compile before: compile the plain model once."
+            )

@@ -19,58 +19,34 @@ LAUNCH_COMMAND = "autopar run SCRIPT --nproc {n}   (or: torchrun --nproc-per-nod
 
 
 def ensure_process_group(world_size: int | None, timeout_s: float) -> int:
-    """Initializes torch.distributed from torchrun's environment, unless it is initialized.
-
-    Args:
-        world_size: expected number of ranks, None for any.
-        timeout_s: timeout of collectives in seconds.
-
-    Returns:
-        The number of ranks; 1 without a process group.
+    """The number of ranks; initializes torch.distributed if torchrun launched this process.
 
     Raises:
         StrategyError: another number of ranks is running.
     """
-    running = 1
-    if dist.is_available() and dist.is_initialized():
-        running = dist.get_world_size()
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    initialized = dist.is_available() and dist.is_initialized()
+    launched = not initialized and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    running = dist.get_world_size() if initialized else 1
+    if launched:
         running = int(os.environ["WORLD_SIZE"])
-        if world_size is not None and world_size != running:
-            raise _wrong_world_size(world_size, running)
-        if running > 1:
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            if backend == "nccl":
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     if world_size is not None and world_size != running:
-        raise _wrong_world_size(world_size, running)
+        what = "but this is one process outside of torchrun. Launch"
+        if running > 1:
+            what = f"but {running} ranks are running. Leave world_size out, or launch"
+        launch = LAUNCH_COMMAND.format(n=world_size)
+        raise StrategyError(f"world_size={world_size}, {what} with: {launch}")
+    if launched and running > 1:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     return running
-
-
-def _wrong_world_size(world_size: int, running: int) -> StrategyError:
-    if running == 1:
-        return StrategyError(
-            f"world_size={world_size}, but this is one process outside of torchrun. "
-            f"Launch with: {LAUNCH_COMMAND.format(n=world_size)}"
-        )
-    return StrategyError(
-        f"world_size={world_size}, but {running} ranks are running. Leave world_size out, or "
-        f"launch with: {LAUNCH_COMMAND.format(n=world_size)}"
-    )
 
 
 def make_mesh(
     device: torch.device, axes: tuple[tuple[str, int], ...], shard_order: Sequence[str] = ()
 ) -> DeviceMesh | None:
-    """The mesh of all axes with more than one rank, None for a single rank.
-
-    Args:
-        device: device of the tensors.
-        axes: names and sizes of axes; neighbouring ranks differ along the last.
-        shard_order: names in the order in which axes shard parameters, by default the order
-            of `axes`. The mesh has this order, as DTensors shard from left to right.
-    """
+    """The mesh of all axes with more than one rank, None for a single rank."""
     sizes = dict(axes)
     names = [name for name in shard_order or sizes if sizes.get(name, 1) > 1]
     if not names:
@@ -84,27 +60,19 @@ def make_mesh(
 def make_groups(
     device: torch.device, axes: Mapping[str, int], mesh: DeviceMesh | None
 ) -> dict[str, str]:
-    """The name of the process group of each axis and level; all ranks call this at once.
-
-    Args:
-        device: device of the tensors.
-        axes: sizes of axes and their levels, by name.
-        mesh: mesh whose groups exist already.
-    """
-    found = group_names(mesh)
+    """The name of the process group of each axis and level; all ranks call this at once."""
+    found = _group_names(mesh)
     for name, size in axes.items():
         if size > 1 and name not in found:
             level_mesh = make_mesh(device, tuple(mesh_of(name, axes).items()))
-            found = group_names(level_mesh) | found
+            found = _group_names(level_mesh) | found
     return found
 
 
-def group_names(mesh: DeviceMesh | None) -> dict[str, str]:
-    """The name of the process group of each axis of a mesh."""
+def _group_names(mesh: DeviceMesh | None) -> dict[str, str]:
     if mesh is None:
         return {}
-    names = mesh.mesh_dim_names or ()
-    return {name: mesh.get_group(name).group_name for name in names}
+    return {name: mesh.get_group(name).group_name for name in mesh.mesh_dim_names or ()}
 
 
 def backend_of(device: torch.device) -> str:
@@ -122,11 +90,7 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def explaining_comm_errors(operation: str) -> Iterator[None]:
-    """Turns the error of a failed collective into one with the rank and the usual cause.
-
-    Raises:
-        CommunicationError: a collective failed.
-    """
+    """Raises CommunicationError with the rank and the usual cause for a failed collective."""
     try:
         yield
     except RuntimeError as error:

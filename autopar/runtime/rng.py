@@ -19,23 +19,17 @@ class RandomStream:
     ranks seed the stream at its first use from this process's `torch.initial_seed()` and their
     index. Ranks that share a model draw the same numbers, seeded by the first rank of the world.
     Ranks with different pipeline stages draw different numbers.
-
-    Args:
-        index: index among ranks with different rows or stages.
-        count: number of ranks with different rows or stages.
-        device: device of the generator.
-        shared: whether several ranks have the same rows and stages.
     """
 
-    def __init__(
-        self, index: int, count: int, device: torch.device, *, shared: bool = False
-    ) -> None:
-        self.is_separate, self.count, self.shared = count > 1 or shared, count, shared
-        self.index, self.device = index, device
+    def __init__(self, options: Options, device: torch.device) -> None:
+        self.shared = options.model_parallel_size > 1
+        self.count = options.ranks // options.model_parallel_size
+        self.is_separate = self.count > 1 or self.shared
+        self.index = rank() // options.model_parallel_size if options.ranks > 1 else 0
+        self.device = device
         self.state: torch.Tensor | None = None
 
     def get_state(self) -> torch.Tensor:
-        """The state of the stream."""
         if not self.is_separate:
             return self._default_state()
         if self.state is None:
@@ -43,7 +37,6 @@ class RandomStream:
         return self.state.clone()
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Sets the state of the stream."""
         if self.is_separate:
             self.state = state.clone()
         else:
@@ -85,10 +78,3 @@ class RandomStream:
             torch.cuda.set_rng_state(state, self.device)
         else:
             torch.set_rng_state(state)
-
-
-def stream_of(options: Options, device: torch.device) -> RandomStream:
-    """The random stream for this rank's rows and stage."""
-    count = options.ranks // options.model_parallel_size
-    index = rank() // options.model_parallel_size if options.ranks > 1 else 0
-    return RandomStream(index, count, device, shared=options.model_parallel_size > 1)

@@ -235,6 +235,6 @@ def parity_errors(world: World, graphs: list[TrainingGraph]) -> dict[OutputRole,
             case Update(Buffer(name)):
                 errors[role] = max(relative_error(p, want.buffers[name]) for p in parts)
             case ChecksumSum():
-                check_checksum_sum(parts[0], world.ranks, "global")
+                check_checksum_sum(parts[0], world.ranks)
     assert want.gradients.keys() <= gradients, want.gradients.keys() - gradients
     return errors

@@ -18,9 +18,7 @@ from autopar.ir.graph import TrainingGraph, source_line, tensors
 from autopar.ir.roles import Parameter
 from autopar.plan.spec import SCHEMA_VERSION
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
-
-MAX_SAMPLE_BYTES = 1 << 20
-"""Bytes of a constant that are hashed."""
+from autopar.runtime.batch_checks import sampled_bytes
 
 SOURCE = "  # "
 """Separator between an operator and the user's line."""
@@ -39,20 +37,13 @@ def versions() -> dict[str, object]:
 
 
 def agree_on_graph(graph: TrainingGraph, *, even: bool) -> None:
-    """Raises if the ranks captured different graphs; all ranks call it at once.
-
-    Args:
-        graph: captured graph of this rank.
-        even: whether all ranks captured the same number of rows.
-
-    Raises:
-        DisagreementError: on every rank, with the first difference.
-    """
+    """Raises DisagreementError on every rank if graphs differ; all ranks call it at once."""
     if not is_multi_rank():
         return
-    lines = describe(graph) if even else describe_without_rows(graph)
+    lines = describe(graph) if even else _describe_without_rows(graph)
     event = "compares the captured graph"
-    digests = gather_objects(digest(lines), event)
+    shown = "\n".join(map(_without_source, lines))
+    digests = gather_objects(hashlib.sha256(shown.encode()).hexdigest(), event)
     odd = [rank for rank, value in enumerate(digests) if value != digests[0]]
     if not odd:
         return
@@ -64,11 +55,6 @@ def agree_on_graph(graph: TrainingGraph, *, even: bool) -> None:
         f"rank {odd[0]}, {one} on rank 0. Run the same code with the same attributes on every "
         "rank, and let nothing in forward depend on the rank."
     )
-
-
-def digest(lines: list[str]) -> str:
-    """A hash of a graph's lines without the user's lines of code."""
-    return hashlib.sha256("\n".join(map(_without_source, lines)).encode()).hexdigest()
 
 
 def _without_source(line: str) -> str:
@@ -94,7 +80,7 @@ def describe(graph: TrainingGraph) -> list[str]:
     return lines + _constants(graph)
 
 
-def describe_without_rows(graph: TrainingGraph) -> list[str]:
+def _describe_without_rows(graph: TrainingGraph) -> list[str]:
     """One line for each parameter, result and constant, which do not depend on rows."""
     lines = [str(role) for role in graph.inputs if isinstance(role, Parameter)]
     lines += sorted(map(str, graph.outputs))
@@ -121,6 +107,4 @@ def _content(tensor: torch.Tensor) -> str:
     kind = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         return kind
-    flat = tensor.detach().reshape(-1)
-    few = flat[:: max(1, flat.numel() * flat.element_size() // MAX_SAMPLE_BYTES)]
-    return f"{kind} {zlib.crc32(few.cpu().contiguous().view(torch.uint8).numpy().data):08x}"
+    return f"{kind} {zlib.crc32(sampled_bytes(tensor)):08x}"

@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +24,8 @@ from autopar.runtime.agreement.record import (
     Entry,
     describe_entry,
     describe_events,
-    differing_entries,
+    differences,
     encode,
-    have_same_event,
 )
 
 PEER_REPLY_S = 1.5
@@ -35,67 +34,25 @@ PEER_REPLY_S = 1.5
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Data of all ranks after an exchange.
+    """Data of all ranks after an exchange."""
 
-    Attributes:
-        payloads: bytes by rank; empty if no rank sent any.
-        samples: `SAMPLE_NUMBERS` numbers by rank.
-    """
-
-    payloads: list[bytes]
-    samples: list[list[int]]
-
-
-@dataclass(frozen=True)
-class PendingExchange:
-    """An exchange in progress.
-
-    Attributes:
-        event: next action of this rank.
-        entries: values that must be equal on all ranks.
-        payload: bytes for every rank.
-        numbers: record of this rank.
-        table: int64 [ranks, numbers], the records of all ranks once `work` is done.
-        work: the collective.
-        then: callback for the data of all ranks.
-    """
-
-    event: str
-    entries: Sequence[Entry]
-    payload: bytes
-    numbers: Sequence[int]
-    table: torch.Tensor
-    work: dist.Work
-    then: Callable[[Exchanged], None] | None
+    payloads: list[bytes]  # by rank; empty if no rank sent any
+    samples: list[list[int]]  # `SAMPLE_NUMBERS` by rank
 
 
 @dataclass
 class Channel:
-    """A process group over which all ranks exchange records.
+    """A process group over which all ranks exchange records."""
 
-    Attributes:
-        group_reference: reference to the gloo group, which lives until torch destroys it.
-        rank: rank in the world.
-        size: number of ranks.
-        num_exchanges: number of exchanges so far.
-        num_modules: number of modules that use the channel.
-        pending: the exchange in progress.
-    """
-
-    group_reference: weakref.ref[dist.ProcessGroup]
+    group_reference: weakref.ref[dist.ProcessGroup]  # torch destroys the group
     rank: int
     size: int
     num_exchanges: int = 0
     num_modules: int = 0
-    pending: PendingExchange | None = None
+    finish_pending: Callable[[], Exchanged] | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group for records.
-
-        Raises:
-            CommunicationError: the process group was destroyed.
-        """
         group = self.group_reference()
         if group is None:
             raise CommunicationError(
@@ -105,25 +62,9 @@ class Channel:
         return group
 
     def exchange(
-        self,
-        event: str,
-        entries: Sequence[Entry] = (),
-        payload: bytes = b"",
-        samples: Sequence[int] = (),
+        self, event: str, entries: Sequence[Entry] = (), payload: bytes = b""
     ) -> Exchanged:
-        """Exchanges records and payloads with all ranks.
-
-        Args:
-            event: next action of this rank, as a verb with its object: "calls Model".
-            entries: values that must be equal, with the same names on every rank.
-            payload: bytes for every rank.
-            samples: at most `SAMPLE_NUMBERS` numbers for every rank.
-
-        Raises:
-            DisagreementError: on every rank alike, if the events or entries differ.
-            CommunicationError: a rank did not come before the timeout.
-        """
-        self.start_exchange(event, entries, payload, samples)
+        self.start_exchange(event, entries, payload)
         exchanged = self.finish_exchange()
         assert exchanged is not None
         return exchanged
@@ -136,49 +77,34 @@ class Channel:
         samples: Sequence[int] = (),
         then: Callable[[Exchanged], None] | None = None,
     ) -> None:
-        """Starts an exchange; `finish_exchange` must run before the ranks communicate otherwise.
-
-        Args:
-            event: the event, as for `exchange`.
-            entries: values that must be equal on all ranks.
-            payload: bytes for every rank.
-            samples: numbers for every rank.
-            then: callback for the data of all ranks.
-
-        Raises:
-            DisagreementError, CommunicationError: from an exchange still in progress.
-        """
+        """Starts an exchange; `finish_exchange` must run before the ranks communicate otherwise."""
         self.finish_exchange()
         self.num_exchanges += 1
-        numbers = encode(event, entries, len(payload), samples)
-        record = torch.tensor(numbers)
+        own = encode(event, entries, len(payload), samples)
+        record = torch.tensor(own)
         table = record.new_empty(self.size, record.numel())
         with self._explaining_failed_wait(event):
             work = dist.all_gather(list(table.unbind()), record, group=self.group, async_op=True)
-        self.pending = PendingExchange(event, entries, payload, numbers, table, work, then)
+
+        def finish() -> Exchanged:
+            with self._explaining_failed_wait(event):
+                work.wait()
+                records = table.tolist()
+            if any(r[0] != own[0] or r[HEADER_NUMBERS:] != own[HEADER_NUMBERS:] for r in records):
+                self._check_equal(event, entries, records)
+            with self._explaining_failed_wait(event):
+                payloads = self._gather_payloads(payload, [r[1] for r in records])
+            exchanged = Exchanged(payloads, [r[2:HEADER_NUMBERS] for r in records])
+            if then is not None:
+                then(exchanged)
+            return exchanged
+
+        self.finish_pending = finish
 
     def finish_exchange(self) -> Exchanged | None:
-        """Finishes the exchange in progress; None if there is none.
-
-        Raises:
-            DisagreementError: on every rank alike, if the events or entries differ.
-            CommunicationError: a rank did not come before the timeout.
-        """
-        if self.pending is None:
-            return None
-        pending, self.pending = self.pending, None
-        with self._explaining_failed_wait(pending.event):
-            pending.work.wait()
-            records = pending.table.tolist()
-        own = pending.numbers
-        if any(r[0] != own[0] or r[HEADER_NUMBERS:] != own[HEADER_NUMBERS:] for r in records):
-            self._check_equal(pending.event, pending.entries, records)
-        with self._explaining_failed_wait(pending.event):
-            payloads = self._gather_payloads(pending.payload, [r[1] for r in records])
-        exchanged = Exchanged(payloads, [r[2:HEADER_NUMBERS] for r in records])
-        if pending.then is not None:
-            pending.then(exchanged)
-        return exchanged
+        """Finishes the exchange in progress; all ranks raise alike if entries or events differ."""
+        finish, self.finish_pending = self.finish_pending, None
+        return None if finish is None else finish()
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         table = tensor.new_empty(self.size, tensor.numel())
@@ -195,33 +121,25 @@ class Channel:
 
     def _check_equal(self, event: str, entries: Sequence[Entry], records: list[list[int]]) -> None:
         """Raises if ranks of a group differ; every rank has the same records."""
-        same_event = have_same_event(records)
-        places = differing_entries(records, len(entries)) if same_event else []
-        if same_event and not places:
+        same_event = len({record[0] for record in records}) == 1
+        differing = differences(records, len(entries)) if same_event else {}
+        if same_event and not differing:
             return
-        texts = self._gather_texts(event, [entries[place].text for place in places])
+        text = json.dumps([event, *(entries[place].text for place in differing)]).encode()
+        with self._explaining_failed_wait(event):
+            sizes = self._gather(torch.tensor([len(text)]))[:, 0].tolist()
+            texts = [json.loads(own) for own in self._gather_payloads(text, sizes)]
         if not same_event:
             raise DisagreementError(describe_events([own[0] for own in texts]))
         lines = [
-            describe_entry(event, entries[place], place, [own[i] for own in texts], records)
-            for i, place in enumerate(places, 1)
+            describe_entry(event, entries[place], odd, [own[i] for own in texts])
+            for i, (place, odd) in enumerate(differing.items(), 1)
         ]
-        raise entries[places[0]].error("\n".join(lines))
-
-    def _gather_texts(self, event: str, texts: Iterable[str]) -> list[list[str]]:
-        """The event and texts of every rank, by rank."""
-        payload = json.dumps([event, *texts]).encode()
-        with self._explaining_failed_wait(event):
-            sizes = self._gather(torch.tensor([len(payload)]))[:, 0].tolist()
-            return [json.loads(text) for text in self._gather_payloads(payload, sizes)]
+        raise entries[next(iter(differing))].error("\n".join(lines))
 
     @contextlib.contextmanager
     def _explaining_failed_wait(self, event: str) -> Iterator[None]:
-        """Turns a failed wait into an error with the ranks that did not come.
-
-        Raises:
-            CommunicationError: the wait failed.
-        """
+        """Turns a failed wait into a CommunicationError with the ranks that did not come."""
         start = time.monotonic()
         try:
             yield
@@ -277,12 +195,7 @@ def channel() -> Channel | None:
 
 
 def finish_exchange() -> None:
-    """Finishes the exchange in progress, if any; programs call it before they communicate.
-
-    Raises:
-        DisagreementError: on every rank alike, if the ranks announced different actions.
-        CommunicationError: a rank did not come before the timeout.
-    """
+    """Finishes the exchange in progress, if any; programs call it before they communicate."""
     if _CURRENT is not None:
         _CURRENT[1].finish_exchange()
 

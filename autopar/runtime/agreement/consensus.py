@@ -21,23 +21,13 @@ def is_multi_rank() -> bool:
 
 
 def gather_objects(value: Any, event: str = "exchanges values with the others") -> list[Any]:
-    """Gathers a value from every rank, by rank.
-
-    Args:
-        value: any value that can be pickled.
-        event: action of this rank in words, the same on every rank.
-    """
+    """Gathers a value from every rank, by rank."""
     exchanged = _open_channel().exchange(event, payload=pickle.dumps(value))
     return [pickle.loads(payload) for payload in exchanged.payloads]
 
 
 def assert_same_across_ranks(values: Mapping[str, object], advice: str) -> None:
-    """Raises DisagreementError on every rank if a value differs between ranks.
-
-    Args:
-        values: values by name; compared as text.
-        advice: advice for the error.
-    """
+    """Raises DisagreementError on every rank if a value differs between ranks."""
     if not is_multi_rank():
         return
     entries = [Entry(f"hold another {name}", str(v), advice=advice) for name, v in values.items()]
@@ -66,18 +56,15 @@ def broadcast_from_rank0(decide: Callable[[], T]) -> T:
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
-    """Runs the same work on every rank; if it fails on one, all ranks raise an error.
-
-    Raises:
-        DisagreementError: on the other ranks, if the work fails on some only.
-    """
+    """Runs the same work on every rank; if it fails on some, the others raise DisagreementError."""
     result, failure = None, None
     try:
         result = work()
     except Exception as error:
         failure = error
     if is_multi_rank():
-        failures = gather_objects(None if failure is None else _described(failure))
+        shown = str(failure) if isinstance(failure, AutoparError) else repr(failure)
+        failures = gather_objects(None if failure is None else shown)
         failed = [(rank, text) for rank, text in enumerate(failures) if text is not None]
         is_partial = 0 < len(failed) < len(failures)
         if is_partial and (failure is None or isinstance(failure, AutoparError)):
@@ -86,10 +73,6 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]
-
-
-def _described(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, AutoparError) else repr(failure)
 
 
 def _open_channel() -> Channel:

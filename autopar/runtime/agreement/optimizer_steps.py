@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -16,34 +17,20 @@ MAX_STEPS = 1000
 """Steps kept between two calls."""
 
 
-@dataclass(frozen=True)
-class OptimizerStep:
-    """One step of an optimizer.
-
-    Attributes:
-        text: class and hyperparameters of the optimizer.
-        num_groups: number of its parameter groups.
-    """
-
-    text: str
-    num_groups: int
-
-
 @dataclass(eq=False)
 class OptimizerSteps:
     """Steps of optimizers that train one module, since its last call.
 
     Attributes:
         parameter_ids: `id` of each parameter; the module keeps them alive.
-        steps: the steps, the oldest first.
+        steps: text and number of parameter groups of each step, the oldest first.
     """
 
     parameter_ids: frozenset[int] = frozenset()
-    steps: deque[OptimizerStep] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
+    steps: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
 
     def __post_init__(self) -> None:
-        if not _HOOKS:
-            _HOOKS.append(register_optimizer_step_post_hook(_record_step))
+        _register()
         _OBSERVERS.add(self)
 
     def restart(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -53,29 +40,28 @@ class OptimizerSteps:
 
     @property
     def text(self) -> str:
-        """A text that is equal on ranks with equal steps."""
-        return "; ".join(step.text for step in self.steps) or "no step"
+        return "; ".join(text for text, _ in self.steps) or "no step"
 
     @property
     def num_groups(self) -> int:
-        """The largest number of parameter groups of an optimizer."""
-        return max((step.num_groups for step in self.steps), default=1)
+        return max((groups for _, groups in self.steps), default=1)
 
 
 _OBSERVERS: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
-_HOOKS: list[Any] = []
+
+
+@functools.cache
+def _register() -> None:
+    register_optimizer_step_post_hook(_record_step)
 
 
 def _record_step(optimizer: Optimizer, *_: Any) -> None:
     """Records a step for each module whose parameters the optimizer trains."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    step = OptimizerStep(
-        f"{type(optimizer).__name__} with {hyperparameters(optimizer)}",
-        len(optimizer.param_groups),
-    )
+    text = f"{type(optimizer).__name__} with {hyperparameters(optimizer)}"
     for observer in _OBSERVERS:
         if any(id(p) in observer.parameter_ids for p in parameters):
-            observer.steps.append(step)
+            observer.steps.append((text, len(optimizer.param_groups)))
 
 
 def hyperparameters(optimizer: Optimizer) -> str:
@@ -92,7 +78,6 @@ def hyperparameters(optimizer: Optimizer) -> str:
 
 
 def _printable(value: object) -> object:
-    """A value whose text is equal on ranks with equal values."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else "a tensor"
     if isinstance(value, (bool, int, float, str, tuple, list)):

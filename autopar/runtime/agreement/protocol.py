@@ -3,32 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.errors import AutoparError
-from autopar.runtime.agreement.call_state import CallState
+from autopar.capture.call import BatchShard, Call, TensorSpec
+from autopar.errors import AutoparError, BatchError
 from autopar.runtime.agreement.channel import Channel, channel
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.record import Entry
 from autopar.runtime.agreement.replicas import Replicas, check_samples
+from autopar.runtime.batch_checks import PLAIN, checksum
+from autopar.runtime.parameters.distribute import HOOK_TABLES, is_remote
+from autopar.runtime.process_groups import rank
+
+if TYPE_CHECKING:
+    from autopar.runtime.context import ExecutionContext
+
+CALL_ADVICE = "Call the model alike on every rank."
+SEED_ADVICE = (
+    "But batch='global' means that every rank is given the same one and takes its own rows. Seed "
+    "the sampler alike on all ranks, or use batch='local' and let each rank bring its rows."
+)
+PEERS_ADVICE = (
+    "Ranks that share one model (tp, cp, ep, pp) must be given the same batch: choose rows by "
+    "model.data_parallel_rank and data_parallel_size, not by the rank in the world."
+)
+ROWS_ADVICE = (
+    "The ranks brought different numbers of rows. With batch='local' every rank must bring as "
+    "many: drop or pad the last batch (DistributedSampler does), or use batch='global'."
+)
+FREEZE_ADVICE = "Freeze the same parameters at the same step on every rank."
+HOOKS_ADVICE = "Register the same hooks on every rank."
+ZERO_ADVICE = "Call zero_grad() at the same steps on every rank."
+STEP_ADVICE = "Make the same optimizer steps with the same learning rates on every rank."
 
 
 @dataclass
 class Protocol:
-    """Exchanges of a module with the other ranks.
-
-    Attributes:
-        name: name of the module in errors.
-        channel: channel to the other ranks.
-        num_calls: number of calls so far.
-        optimizer_steps: optimizer steps since the last call.
-    """
+    """Exchanges of a module with the other ranks."""
 
     name: str
     channel: Channel
@@ -47,11 +65,7 @@ class Protocol:
 
     @contextlib.contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """Reports an error of this rank before a call to the other ranks.
-
-        Raises:
-            DisagreementError: another rank has no error.
-        """
+        """Reports an error of this rank before a call, so that the other ranks raise too."""
         try:
             yield
         except Exception as error:
@@ -61,42 +75,27 @@ class Protocol:
                 )
             raise
 
-    def agree_on_call(self, state: CallState, replicas: Replicas) -> int:
-        """Starts the exchange about a call; `finish_exchange` finishes it.
-
-        Args:
-            state: state of this rank.
-            replicas: parameters and buffers; each call compares some of them.
-
-        Returns:
-            The number of the call, from 1.
+    def agree_on_call(self, entries: Sequence[Entry], replicas: Replicas) -> int:
+        """Starts the exchange about a call and some of its replicas; returns its number, from 1.
 
         Raises:
             DisagreementError: the ranks make different calls, or their replicas differ.
             BatchError: ranks brought different numbers of rows under batch="local".
         """
         own = replicas.samples(self.num_calls) if torch.is_grad_enabled() else []
-        number = self.num_calls + 1
         self.channel.start_exchange(
             f"calls {self.name}",
-            state.entries(number, self.optimizer_steps),
+            entries,
             samples=[number for sample in own for number in sample.numbers],
             then=lambda exchanged: check_samples(exchanged.samples, own),
         )
-        self.num_calls = number
-        return number
+        self.num_calls += 1
+        return self.num_calls
 
     def agree_on_backward(
         self, result: Any, number: int, *, compares_scale: bool, finishes: bool
     ) -> None:
-        """Registers a hook that agrees on each backward through the result of a call, as it begins.
-
-        Args:
-            result: result of the call.
-            number: number of the call.
-            compares_scale: whether gradients of a scalar loss must be equal.
-            finishes: whether the backward itself finishes the exchange.
-        """
+        """Agrees on each backward through the result of a call, as it begins."""
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         outputs = [x for x in outputs if x.requires_grad and x.grad_fn is not None]
         if not outputs:
@@ -105,7 +104,9 @@ class Protocol:
 
         def on_backward(gradient: torch.Tensor | None) -> None:
             # the gradient is None if another output receives it
-            scale = _loss_scale(gradient) if compares_scale else ""
+            scale = ""
+            if compares_scale and gradient is not None and gradient.device.type == "cpu":
+                scale = "" if gradient.dim() else repr(gradient.item())
             advice = "Scale the loss alike on every rank: it is that of the global batch."
             entry = Entry("enter with another gradient", scale, advice=advice)
             self.channel.start_exchange(event, [entry])
@@ -115,7 +116,6 @@ class Protocol:
         torch.autograd.graph.register_multi_grad_hook(outputs, on_backward, mode="any")
 
     def agree_on_clipping(self, max_norm: float, norm_type: float) -> None:
-        """Agrees on the arguments of gradient clipping."""
         advice = "Give clip_grad_norm_ the same arguments on every rank."
         values = f"max_norm={float(max_norm)}, norm_type={float(norm_type)}"
         self.channel.exchange(
@@ -124,13 +124,89 @@ class Protocol:
         )
 
     def agree_on_state_dict(self) -> None:
-        """Agrees on a state dict that needs all ranks."""
         event = f"takes the state dict of {self.name}, whose stages are on several ranks"
         self.channel.exchange(event)
 
 
-def _loss_scale(gradient: torch.Tensor | None) -> str:
-    """The gradient of a loss as text; "" unless it is a scalar on the CPU."""
-    if gradient is None or gradient.dim() or gradient.device.type != "cpu":
-        return ""
-    return repr(gradient.item())
+def call_entries(
+    context: ExecutionContext,
+    leaves: Sequence[Any],
+    structure: Any,
+    shard: BatchShard,
+    steps: OptimizerSteps,
+    number: int,
+    *,
+    no_sync: bool,
+    has_fallback: bool,
+) -> list[Entry]:
+    """Values that must be equal on all ranks at a call, the most specific error first."""
+    options, stage, parameters = context.options, context.stage, context.index.parameters
+    local = [p for p in parameters.values() if not is_remote(p)]
+    frozen = [n for n, p in parameters.items() if not p.requires_grad and not is_remote(p)]
+    num_hooks = sum(len(getattr(p, name, None) or ()) for p in local for name in HOOK_TABLES)
+    same_groups = "one group" if local and steps.num_groups == 1 else f"stage {stage}"
+    is_global = options.batch == "global"
+    is_planned = context.plan is not None or has_fallback
+    sync = "inside of it" if no_sync else "outside of it"
+    rows = 0 if is_global else shard.rows
+    trained = f"all but {', '.join(frozen)}" if frozen else "all"
+    # ranks under a fallback may leave different gradients unset
+    num_grads = 0 if has_fallback else sum(p.grad is not None for p in local)
+    unreduced = ", ".join(sorted(context.unreduced_grads))
+    return [
+        Entry("call in another mode", _mode(context.index.modules), advice=CALL_ADVICE),
+        Entry("call under another no_sync()", sync, advice=CALL_ADVICE),
+        Entry("call with other arguments", _arguments(shard.call, structure), advice=CALL_ADVICE),
+        Entry("brought another number of rows", rows, advice=ROWS_ADVICE, error=BatchError),
+        Entry(
+            "were given different batches",
+            checksum(leaves) if is_global or options.model_parallel_peers > 1 else 0,
+            group="" if is_global else options.dp_rank(rank()),
+            advice=SEED_ADVICE if is_global else PEERS_ADVICE,
+            shown="a batch with other values",
+        ),
+        Entry("call under another autocast", _autocast(shard), advice=CALL_ADVICE),
+        Entry("train other parameters", trained, stage, FREEZE_ADVICE),
+        Entry("have other gradient hooks", num_hooks, stage, HOOKS_ADVICE),
+        Entry("stepped another optimizer", steps.text, stage, STEP_ADVICE),
+        Entry("stepped another optimizer", steps.text, same_groups, STEP_ADVICE),
+        Entry("hold gradients of other parameters", num_grads, stage, ZERO_ADVICE),
+        Entry("hold back other gradients", unreduced, stage, CALL_ADVICE),
+        Entry("have made no plan or one more", str(is_planned), advice=CALL_ADVICE),
+        Entry("take gradients by other outputs", str(context.all_tangents), advice=CALL_ADVICE),
+        Entry("have called another number of times", number, advice=CALL_ADVICE),
+    ]
+
+
+def _mode(modules: Sequence[nn.Module]) -> str:
+    training = sum(module.training for module in modules)
+    word = {0: "evaluation", len(modules): "training"}.get(training, "")
+    if not word:
+        flags = "".join("te"[not module.training] for module in modules)
+        word = f"training in part ({flags})"
+    return word + (", with gradients" if torch.is_grad_enabled() else ", without gradients")
+
+
+def _arguments(call: Call, structure: Any) -> str:
+    """Plain arguments, and dtypes and shapes of tensors without the number of rows."""
+    pairs = zip(call.leaves, call.has_batch_dim, strict=True)
+    return f"({', '.join(_described(*pair) for pair in pairs)}) {_text(structure)}"
+
+
+def _autocast(shard: BatchShard) -> str:
+    device = shard.tensors[0].device.type if shard.tensors else "cpu"
+    enabled = torch.is_autocast_enabled(device)
+    return str(torch.get_autocast_dtype(device)) if enabled else "no autocast"
+
+
+@functools.lru_cache(maxsize=256)
+def _text(structure: Any) -> str:
+    return str(structure)
+
+
+def _described(leaf: Any, has_batch_dim: bool) -> str:
+    if isinstance(leaf, TensorSpec):
+        shape = ["rows", *leaf.shape[1:]] if has_batch_dim else list(leaf.shape)
+        gradient = ", requires_grad" if leaf.requires_grad else ""
+        return f"{str(leaf.dtype)[6:]}[{', '.join(map(str, shape))}]{gradient}"
+    return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__qualname__

@@ -7,7 +7,7 @@ entry. Texts travel as hashes; ranks exchange the texts themselves only for an e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -34,8 +34,6 @@ class Entry:
         name: verb and object for the error: "train other parameters".
         value: the value; ints are compared directly, others by their text.
         group: ranks with equal groups are compared.
-        advice: one or two sentences for the error.
-        error: class of the error.
         shown: text for the error, by default the text of `value`.
     """
 
@@ -48,7 +46,6 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """The value as the error shows it."""
         text = str(self.value) if self.shown is None else self.shown
         return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
 
@@ -75,25 +72,18 @@ def encode(
     return numbers + [0] * (HEADER_NUMBERS + 2 * MAX_ENTRIES - len(numbers))
 
 
-def have_same_event(records: Sequence[Sequence[int]]) -> bool:
-    """Whether all ranks announced the same event with the same entries."""
-    return len({record[0] for record in records}) == 1
+def odd_ranks(pairs: Sequence[Sequence[object]]) -> dict[int, int]:
+    """The first rank of the group of each rank that has another value, given (value, group)s."""
+    first: dict[object, int] = {}
+    bases = [first.setdefault(group, rank) for rank, (_, group) in enumerate(pairs)]
+    return {rank: base for rank, base in enumerate(bases) if pairs[rank][0] != pairs[base][0]}
 
 
-def differing_entries(records: Sequence[Sequence[int]], count: int) -> list[int]:
-    """The entries among the first `count` that differ between ranks of a group."""
-    return [place for place in range(count) if _differ(_pairs(records, place))]
-
-
-def _pairs(records: Sequence[Sequence[int]], place: int) -> list[Sequence[int]]:
-    """The (value, group) pair of an entry, by rank."""
-    begin = HEADER_NUMBERS + 2 * place
-    return [record[begin : begin + 2] for record in records]
-
-
-def _differ(pairs: Sequence[Sequence[int]]) -> bool:
-    first: dict[int, int] = {}
-    return any(first.setdefault(group, value) != value for value, group in pairs)
+def differences(records: Sequence[Sequence[int]], count: int) -> dict[int, dict[int, int]]:
+    """The `odd_ranks` of each of the first `count` entries that has any."""
+    begins = [HEADER_NUMBERS + 2 * place for place in range(count)]
+    odd = [odd_ranks([record[begin : begin + 2] for record in records]) for begin in begins]
+    return {place: ranks for place, ranks in enumerate(odd) if ranks}
 
 
 def describe_events(events: Sequence[str]) -> str:
@@ -108,31 +98,10 @@ def describe_events(events: Sequence[str]) -> str:
     )
 
 
-def describe_entry(
-    event: str,
-    entry: Entry,
-    place: int,
-    texts: Sequence[str],
-    records: Sequence[Sequence[int]],
-) -> str:
-    """One line about the ranks whose entry differs from the first rank of their group.
-
-    Args:
-        event: the event of all ranks.
-        entry: the entry.
-        place: position of the entry in the record.
-        texts: texts of the entry, by rank.
-        records: all records, by rank.
-    """
-    pairs = _pairs(records, place)
-    first: dict[int, int] = {}
-    odd = [
-        rank
-        for rank, (value, group) in enumerate(pairs)
-        if pairs[first.setdefault(group, rank)][0] != value
-    ]
-    base = first[pairs[odd[0]][1]]
+def describe_entry(event: str, entry: Entry, odd: Mapping[int, int], texts: Sequence[str]) -> str:
+    """One line about the `odd_ranks` of an entry, given its text by rank."""
+    rank, base = next(iter(odd.items()))
     return (
-        f"rank(s) {odd} {entry.name} than rank {base}: {texts[odd[0]]} on rank {odd[0]}, "
+        f"rank(s) {list(odd)} {entry.name} than rank {base}: {texts[rank]} on rank {rank}, "
         f"{texts[base]} on rank {base} (each {event}). {entry.advice}"
     )

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from autopar.errors import DisagreementError
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import hyperparameters
-from autopar.runtime.agreement.record import stable_hash
+from autopar.runtime.agreement.record import odd_ranks, stable_hash
 from autopar.runtime.parameters.distribute import is_remote, local_part
 
 MAX_ELEMENTS = 64
@@ -36,24 +36,33 @@ MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Replica:
-    """This rank's copy of a tensor, or of a shard, that other ranks have too.
+class Sample:
+    """Sums over a few elements of a replica.
 
     Attributes:
-        name: name of the tensor.
-        shard: (number of shards, index) on each axis that shards the tensor.
-        part: local values.
+        numbers: hash of the replica's key. Bits of three float64: the sum, the sum of absolute
+            values, and the relative difference that rounding may cause over many steps.
     """
 
     name: str
-    shard: tuple[tuple[int, int], ...]
-    part: torch.Tensor
+    numbers: tuple[int, ...]
 
     @staticmethod
-    def of(name: str, tensor: torch.Tensor) -> Replica:
-        """The replica of a tensor, or of the local part of a DTensor."""
-        if not isinstance(tensor, DTensor):
-            return Replica(name, (), tensor.detach())
+    def of(name: str, tensor: torch.Tensor) -> Sample:
+        key, part = _keyed_part(name, tensor)
+        flat = part.reshape(-1)
+        few = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))]
+        few = torch.view_as_real(few) if few.is_complex() else few
+        eps = torch.finfo(few.dtype).eps if few.is_floating_point() else 0.0
+        few = few.double()
+        floats = float(few.sum()), float(few.abs().sum()), min(1000 * eps, eps**0.5)
+        return Sample(name, (stable_hash(key), *struct.unpack("<3q", struct.pack("<3d", *floats))))
+
+
+def _keyed_part(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """This rank's copy of a tensor or shard, under a key that is equal for equal replicas."""
+    shard: tuple[tuple[int, int], ...] = ()
+    if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate() or ()
         shard = tuple(
@@ -61,69 +70,18 @@ class Replica:
             for axis, placement in enumerate(tensor.placements)
             if not placement.is_replicate()
         )
-        return Replica(name, shard, local_part(tensor).detach())
-
-    @property
-    def key(self) -> str:
-        """A text that is equal for replicas that must be equal."""
-        return f"{self.name} {self.shard}"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Sums over a few elements of a replica.
-
-    Attributes:
-        name: name of the replica.
-        key: hash that is equal for replicas that must be equal.
-        total: sum of the elements.
-        magnitude: sum of the elements' absolute values.
-        tolerance: relative difference that rounding may cause over many steps.
-    """
-
-    name: str
-    key: int
-    total: float
-    magnitude: float
-    tolerance: float
-
-    @staticmethod
-    def of(name: str, tensor: torch.Tensor) -> Sample:
-        """A sample of evenly spaced elements."""
-        replica = Replica.of(name, tensor)
-        flat = replica.part.reshape(-1)
-        few = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))]
-        few = torch.view_as_real(few) if few.is_complex() else few
-        eps = torch.finfo(few.dtype).eps if few.is_floating_point() else 0.0
-        few = few.double()
-        tolerance = min(1000 * eps, eps**0.5)
-        return Sample(
-            name, stable_hash(replica.key), float(few.sum()), float(few.abs().sum()), tolerance
-        )
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The sample as `NUMBERS_PER_SAMPLE` numbers of a record."""
-        return (self.key, *map(_bits, (self.total, self.magnitude, self.tolerance)))
+    return f"{name} {shard}", local_part(tensor).detach()
 
 
 def check_samples(numbers: Sequence[Sequence[int]], own: Sequence[Sample]) -> None:
-    """Raises on every rank alike if samples of the same replica differ.
-
-    Args:
-        numbers: numbers of all samples, by rank.
-        own: samples of this rank.
-
-    Raises:
-        DisagreementError: copies of a parameter or buffer differ.
-    """
+    """Raises DisagreementError on every rank alike if samples of the same replica differ."""
     first: dict[int, tuple[int, Sequence[int]]] = {}
     for rank, row in enumerate(numbers):
         for begin in range(0, len(row), NUMBERS_PER_SAMPLE):
             sample = row[begin : begin + NUMBERS_PER_SAMPLE]
             base, known = first.setdefault(sample[0], (rank, sample))
             if sample[0] and not _are_close(known, sample):
-                names = [repr(s.name) for s in own if s.key == sample[0]]
+                names = [repr(s.name) for s in own if s.numbers[0] == sample[0]]
                 raise DisagreementError(
                     f"rank {rank} holds other values of {', '.join(names) or 'another stage'} "
                     f"than rank {base}: their copies have parted. The ranks stepped differently, "
@@ -132,30 +90,22 @@ def check_samples(numbers: Sequence[Sequence[int]], own: Sequence[Sample]) -> No
 
 
 def _are_close(a: Sequence[int], b: Sequence[int]) -> bool:
-    if tuple(a) == tuple(b):
+    if list(a) == list(b):
         return True
-    (total, magnitude, tolerance), (other, _, _) = map(_float, a[1:]), map(_float, b[1:])
-    return abs(total - other) <= tolerance * magnitude
+    total, magnitude, tolerance = struct.unpack("<3d", struct.pack("<3q", *a[1:]))
+    (other,) = struct.unpack("<d", struct.pack("<q", b[1]))
+    return bool(abs(total - other) <= tolerance * magnitude)
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The parameters and buffers of a rank.
-
-    Attributes:
-        parameters: parameters by name.
-        buffers: buffers by name.
-    """
+    """The parameters and buffers of a rank."""
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
 
     def samples(self, number: int) -> list[Sample]:
-        """Samples of the next replicas in turn; none between intervals on accelerators.
-
-        Args:
-            number: number of the call, from 0.
-        """
+        """Samples of the next replicas in turn; none between intervals on accelerators."""
         local = [(n, p) for n, p in self.parameters.items() if not is_remote(p)]
         local += list(self.buffers.items())
         if not local:
@@ -166,55 +116,46 @@ class Replicas:
             return []
         places = {(turn * REPLICAS_PER_CALL + i) % len(local) for i in range(REPLICAS_PER_CALL)}
         chosen = [local[place] for place in sorted(places)]
-        return [Sample.of(name, x) for name, x in chosen if x.numel() and _is_strided(x)]
+        return [Sample.of(name, x) for name, x in chosen if x.numel() and x.layout is torch.strided]
 
-    def all(self, optimizer: Optimizer | None) -> Iterator[Replica]:
-        """Every replica, with the state of an optimizer."""
+    def all(self, optimizer: Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The key and part of every replica, with the state of an optimizer."""
         names = {id(p): name for name, p in self.parameters.items()}
         for name, tensor in [*self.parameters.items(), *self.buffers.items()]:
             if not is_remote(tensor):
-                yield Replica.of(name, tensor)
+                yield _keyed_part(name, tensor)
         for parameter, state in optimizer.state.items() if optimizer is not None else ():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and id(parameter) in names:
-                    yield Replica.of(f"{key} of {names[id(parameter)]}", value)
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
+                    yield _keyed_part(f"{key} of {names[id(parameter)]}", value)
 
 
 def compare_replicas(
     replicas: Replicas, optimizer: Optimizer | None, stage: int, tolerance: float
 ) -> None:
-    """Compares every replica in full; all ranks call it at once.
-
-    Args:
-        replicas: parameters and buffers of this rank.
-        optimizer: optimizer whose state and hyperparameters are compared too.
-        stage: pipeline rank; other stages have other optimizers.
-        tolerance: largest absolute difference that passes.
-
-    Raises:
-        DisagreementError: on every rank, if replicas differ.
-    """
+    """Compares every replica in full, as `DistributedModule.check_replicas`."""
     event = "compares replicas"
-    own = {replica.key: replica for replica in replicas.all(optimizer)}
-    groups = f"{stage} {hyperparameters(optimizer)}" if optimizer is not None else ""
+    own = dict(replicas.all(optimizer))
+    groups = (stage, hyperparameters(optimizer)) if optimizer is not None else ("", "")
     gathered: list[Any] = gather_objects(
-        ({key: _checksum(replica.part) for key, replica in own.items()}, groups), event
+        ({key: _checksum(part) for key, part in own.items()}, groups), event
     )
     first, differing = _differing([checksums for checksums, _ in gathered])
     compared = list(differing.items()) if tolerance else list(differing.items())[:MAX_NAMED]
     lines = []
     for key, ranks in compared:
-        values = gather_objects(own[key].part.cpu() if key in own else None, event)
+        values = gather_objects(own[key].cpu() if key in own else None, event)
         base = first[key]
         distance = max(_distance(values[rank], values[base]) for rank in ranks)
         if not distance <= tolerance:
             name = key.rpartition(" (")[0]
             lines.append(f"{name}: rank(s) {ranks} are off rank {base} by up to {distance:.2e}")
-    lines += _differing_groups([groups for _, groups in gathered])
+    settings = [(values, stage) for _, (stage, values) in gathered]
+    lines += [
+        f"the optimizer's groups: {settings[rank][0]} on rank {rank}, "
+        f"{settings[base][0]} on rank {base}"
+        for rank, base in odd_ranks(settings).items()
+    ]
     if lines:
         hidden = len(differing) - len(compared) + max(0, len(lines) - 2 * MAX_NAMED)
         shown = "\n".join(lines[: 2 * MAX_NAMED]) + (f"\n(and {hidden} more)" if hidden else "")
@@ -244,26 +185,6 @@ def _distance(part: torch.Tensor, other: torch.Tensor) -> float:
     return float((part.double() - other.double()).abs().max())
 
 
-def _differing_groups(groups: Sequence[str]) -> list[str]:
-    """Lines about ranks of one stage with different hyperparameters."""
-    first: dict[str, tuple[int, str]] = {}
-    lines = []
-    for rank, text in enumerate(groups):
-        stage, _, values = text.partition(" ")
-        base, known = first.setdefault(stage, (rank, values))
-        if values != known:
-            lines.append(f"the optimizer's groups: {values} on rank {rank}, {known} on rank {base}")
-    return lines
-
-
 def _checksum(part: torch.Tensor) -> int:
     data = part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return zlib.crc32(data.data, zlib.crc32(str(tuple(part.shape)).encode()))
-
-
-def _bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

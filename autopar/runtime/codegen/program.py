@@ -5,19 +5,21 @@ from __future__ import annotations
 import linecache
 import logging
 import traceback
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar._torch import BoxedCodeGen
+from autopar._torch import BoxedCodeGen, OpOverload, inductor_compile
 from autopar.capture.trace import Capture
 from autopar.ir.graph import TrainingGraph, render_node, tensors
 from autopar.ir.roles import InputRole, Output, OutputRole, Tangent
-from autopar.passes.core.node_builder import is_random
+from autopar.passes.core.node_builder import is_random, is_view
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.registration import disabled_passes
@@ -25,8 +27,7 @@ from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.plan.partition import NodeStrategies
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
-from autopar.runtime.codegen.compile import BoxedFunction, compile_graph, donated_args
-from autopar.runtime.codegen.recorder import Recorder
+from autopar.runtime.codegen.recorder import BoxedFunction, Recorder
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -45,71 +46,42 @@ copy the whole bucket.
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A graph with its generated function.
-
-    Attributes:
-        graph: the graph.
-        run: the function; it empties its list of arguments.
-        donated_args: positions of arguments that the function may overwrite.
-    """
+    """A graph with its generated function."""
 
     graph: TrainingGraph
-    run: BoxedFunction
-    donated_args: tuple[int, ...] = ()
-
-    @property
-    def inputs(self) -> tuple[InputRole, ...]:
-        """The role of every argument."""
-        return self.graph.inputs
-
-    @property
-    def outputs(self) -> tuple[OutputRole, ...]:
-        """The role of every result."""
-        return self.graph.outputs
+    run: BoxedFunction  # empties its list of arguments
+    donated_args: tuple[int, ...] = ()  # positions that `run` may overwrite
 
     @cached_property
     def fake_tensors(self) -> dict[InputRole | OutputRole, torch.Tensor]:
-        """The fake tensor of each argument and result."""
         graph = self.graph
         nodes = dict(zip(graph.inputs, graph.placeholders, strict=True))
         nodes |= {r: n for r, n in zip(graph.outputs, graph.results, strict=True) if n is not None}  # type: ignore[misc]
         return {role: tensors(node)[0] for role, node in nodes.items()}
 
-    def fake_tensor(self, role: InputRole) -> torch.Tensor:
-        """The fake tensor of an argument."""
-        return self.fake_tensors[role]
-
 
 @dataclass(frozen=True)
 class Program:
-    """The generated code of one rank for a call.
-
-    Attributes:
-        capture: the captured call.
-        graph: joint graph after all passes.
-        forward: the forward.
-        backward: the backward, None without gradients.
-    """
+    """The generated code of one rank for a call."""
 
     capture: Capture
-    graph: TrainingGraph
+    graph: TrainingGraph  # after all passes
     forward: CompiledGraph
     backward: CompiledGraph | None
 
     @cached_property
     def is_random(self) -> bool:
-        """Whether the program draws random numbers."""
         return any(is_random(node) for node in self.graph.calls())
 
     @cached_property
     def returned(self) -> tuple[int, ...]:
         """Indices of returned tensors among the flattened outputs."""
-        return tuple(r.index for r in self.forward.outputs if isinstance(r, Output))
+        return tuple(r.index for r in self.forward.graph.outputs if isinstance(r, Output))
 
     @cached_property
     def tangents(self) -> frozenset[int]:
         """Indices of the outputs that may receive gradients."""
-        roles = self.backward.inputs if self.backward else ()
+        roles = self.backward.graph.inputs if self.backward else ()
         return frozenset(r.index for r in roles if isinstance(r, Tangent))
 
 
@@ -118,9 +90,6 @@ class LoweringOptions:
     """Options of lowering a call on one rank.
 
     Attributes:
-        plan: the plan.
-        rank: rank in the world.
-        comm_backend: torch.distributed backend that collectives are lowered for.
         groups: process group of each mesh axis.
         compile_backend: "eager" for generated Python, or a backend of torch.compile.
         no_sync: whether gradients stay unreduced.
@@ -131,13 +100,12 @@ class LoweringOptions:
     rank: int
     comm_backend: str
     groups: Mapping[str, str]
-    compile_backend: str = "eager"
-    no_sync: bool = False
-    unreduced: tuple[str, ...] = ()
+    compile_backend: str
+    no_sync: bool
+    unreduced: tuple[str, ...]
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a backend of torch.compile follows."""
         return self.compile_backend != "eager"
 
 
@@ -147,14 +115,7 @@ def build_program(
     options: LoweringOptions,
     recorder: Recorder | None = None,
 ) -> Program:
-    """Lowers a capture and generates its code.
-
-    Args:
-        capture: the captured call.
-        op_strategies: strategies of the nodes for each partitioned axis.
-        options: options of lowering.
-        recorder: records when each operator runs.
-    """
+    """Lowers a capture and generates its code."""
     passes = build_pass_pipeline(
         options.plan,
         options.rank,
@@ -168,15 +129,13 @@ def build_program(
     logger.debug("passes of rank %d under plan %s:\n%s", options.rank, options.plan.name, passes)
     graph = run_passes(with_axes(capture.graph, options.plan), passes)
     split = split_forward_backward(graph)
-    groups, backend = options.groups, options.compile_backend
-    forward = CompiledGraph(split.forward, generate(split.forward, groups, backend, (), recorder))
+    forward = generate(split.forward, options, recorder=recorder)
     if recorder is not None:
         forward = replace(forward, run=recorder.starting_step(graph, forward.run))
     backward = None
     if split.backward is not None:
-        donated = donated_args(split.forward, split.backward) if options.is_compiled else ()
-        run = generate(split.backward, groups, backend, donated, recorder)
-        backward = CompiledGraph(split.backward, run, donated)
+        donated = _donated_args(split.forward, split.backward) if options.is_compiled else ()
+        backward = generate(split.backward, options, donated, recorder)
     return Program(capture, graph, forward, backward)
 
 
@@ -187,46 +146,33 @@ def with_axes(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
 
 def generate(
     graph: TrainingGraph,
-    groups: Mapping[str, str],
-    compile_backend: str,
+    options: LoweringOptions,
     donated: tuple[int, ...] = (),
     recorder: Recorder | None = None,
-) -> BoxedFunction:
-    """A function for a lowered graph; it takes a list and frees each argument after its last use.
-
-    Args:
-        graph: forward or backward of a lowered graph.
-        groups: process group of each mesh axis.
-        compile_backend: "eager" for generated Python, or a backend of torch.compile.
-        donated: positions of arguments that compiled code may overwrite.
-        recorder: records when each operator runs.
-    """
+) -> CompiledGraph:
+    """A lowered graph with its function, which frees each argument after its last use."""
     module = fx.GraphModule(dict(graph.constants), graph.copy().graph)
     for node in module.graph.nodes:
-        if "_c10d_functional" in str(node.target) and node.args[-1] in groups:
-            node.args = (*node.args[:-1], groups[node.args[-1]])
+        if "_c10d_functional" in str(node.target) and node.args[-1] in options.groups:
+            node.args = (*node.args[:-1], options.groups[node.args[-1]])
     for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default  # kernels may return other strides than fake tensors
-    if compile_backend != "eager":
+    if options.is_compiled:
         for in_place, out_of_place in OUT_OF_PLACE.items():
             for node in module.graph.find_nodes(op="call_function", target=in_place):
                 node.target = out_of_place
         module.recompile()
-        return compile_graph(module, compile_backend, donated)
+        run = _compile_graph(module, options.compile_backend, donated)
+        return CompiledGraph(graph, run, donated)
     record = recorder.instrument(module.graph) if recorder else None
-    _finish_exchange_first(module.graph)
+    collective = next((n for n in module.graph.nodes if "_c10d_functional" in str(n.target)), None)
+    if collective is not None:  # so late, the exchange overlaps with compute
+        with module.graph.inserting_before(collective):
+            module.graph.call_function(finish_exchange)
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
     run = _locating_errors(module)
-    return record(run) if record else run
-
-
-def _finish_exchange_first(graph: fx.Graph) -> None:
-    """Delays the end of the ranks' exchange to the first collective, to overlap it with compute."""
-    first = next((n for n in graph.nodes if "_c10d_functional" in str(n.target)), None)
-    if first is not None:
-        with graph.inserting_before(first):
-            graph.call_function(finish_exchange)
+    return CompiledGraph(graph, record(run) if record else run, donated)
 
 
 def _locating_errors(module: fx.GraphModule) -> BoxedFunction:
@@ -247,3 +193,83 @@ def _locating_errors(module: fx.GraphModule) -> BoxedFunction:
             raise
 
     return run_located
+
+
+def _compile_graph(
+    module: fx.GraphModule, backend: str, donated: Sequence[int] = ()
+) -> BoxedFunction:
+    """Compiles a graph."""
+    if backend == "inductor":
+        return _compile_with_inductor(_with_boxed_arguments(module), donated)
+    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+
+    def run(arguments: list[Any]) -> list[Any]:
+        values = tuple(arguments)
+        arguments.clear()
+        with torch.no_grad():
+            return list(compiled(*values))
+
+    return run
+
+
+def _donated_args(forward: TrainingGraph, backward: TrainingGraph) -> tuple[int, ...]:
+    """Positions of saved tensors of a backward whose storage nothing else uses."""
+    saved = dict(zip(forward.outputs, forward.results, strict=True))
+    owners = Counter(_storage_owner(node) for node in forward.results if node is not None)
+    return tuple(
+        place
+        for place, role in enumerate(backward.inputs)
+        if (node := saved.get(role)) is not None  # type: ignore[arg-type]
+        and owners[owner := _storage_owner(node)] == 1
+        and _is_aten_result(owner)
+    )
+
+
+def _storage_owner(node: fx.Node) -> fx.Node:
+    while is_view(node) or is_view(_sequence_of(node)) or _is_mutable(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_aten_result(node: fx.Node) -> bool:
+    """Whether an aten operator allocated a value; collectives keep references to buffers."""
+    target = _sequence_of(node).target
+    return isinstance(target, OpOverload) and target.namespace in ("aten", "prims")
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _sequence_of(node: fx.Node) -> fx.Node:
+    """The node whose result an item is taken from; any other node itself."""
+    is_item = node.op == "call_function" and node.target is getitem
+    return node.all_input_nodes[0] if is_item else node
+
+
+def _with_boxed_arguments(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with one list as its argument, which it may empty."""
+    graph = fx.Graph()
+    arguments = graph.placeholder("arguments")
+    arguments.meta["steal_arg"] = True
+    placeholders = module.graph.find_nodes(op="placeholder")
+    items = {n: graph.call_function(getitem, (arguments, i)) for i, n in enumerate(placeholders)}
+    graph.output(graph.graph_copy(module.graph, items))
+    return fx.GraphModule(module, graph)
+
+
+def _compile_with_inductor(module: fx.GraphModule, donated: Sequence[int]) -> BoxedFunction:
+    """Compiles at the first call with each set of strides, which inductor specializes on.
+
+    torch.compile would keep every argument alive until the end of the call.
+    """
+    compiled: dict[Any, Callable[[list[Any]], Any]] = {}
+
+    def run(arguments: list[Any]) -> list[Any]:
+        strides = tuple(value.stride() for value in arguments)
+        with torch.no_grad():
+            if strides not in compiled:
+                compiled[strides] = inductor_compile(module, arguments, donated)
+            return list(compiled[strides](arguments))
+
+    return run

@@ -13,7 +13,9 @@ from torch import fx
 from autopar.cost_model.simulator.chrome_trace import CollectiveIndex
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import TrainingGraph
-from autopar.runtime.codegen.compile import BoxedFunction
+
+BoxedFunction = Callable[[list[Any]], list[Any]]
+"""Takes a list of arguments and empties it."""
 
 
 @dataclass
@@ -21,7 +23,6 @@ class RecordedStep:
     """One step, from a forward to the next.
 
     Attributes:
-        graph: joint graph of the call.
         start_s: start, in seconds of `time.perf_counter`.
         end_s: start of the next forward in seconds, None before it.
         runs: for each generated function that ran, its operators, and the times before each
@@ -55,11 +56,7 @@ class RecordedStep:
 
 
 class Recorder:
-    """Records the steps of a module.
-
-    Attributes:
-        steps: recorded steps, the oldest first.
-    """
+    """Records the steps of a module."""
 
     def __init__(self) -> None:
         self.steps: list[RecordedStep] = []
@@ -74,7 +71,6 @@ class Recorder:
         return run
 
     def start_step(self, graph: TrainingGraph) -> None:
-        """Starts a step that runs `graph`."""
         now = time.perf_counter()
         if self.steps and self.steps[-1].end_s is None:
             self.steps[-1].end_s = now

@@ -37,12 +37,7 @@ MESH_KEY = "mesh"
 
 @dataclass
 class CompressionState:
-    """Tensors that compression keeps between steps; programs write them in place.
-
-    Attributes:
-        tensors: this rank's tensors, by role.
-        padded_shapes: shapes of the largest tensors among all ranks, by role.
-    """
+    """Tensors that compression keeps, written by programs, and their largest shapes on any rank."""
 
     tensors: dict[State, Tensor] = field(default_factory=dict)
     padded_shapes: dict[State, tuple[int, ...]] = field(default_factory=dict)
@@ -81,7 +76,6 @@ class CompressionState:
         return found
 
     def copy(self) -> CompressionState:
-        """A copy with its own tensors."""
         tensors = {role: tensor.clone() for role, tensor in self.tensors.items()}
         return CompressionState(tensors, dict(self.padded_shapes))
 
@@ -156,7 +150,6 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _padded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor padded with zeros to a shape."""
     missing = [w - h for h, w in zip(part.shape, shape, strict=True)]
     return F.pad(part, [n for m in reversed(missing) for n in (0, m)]) if any(missing) else part
 
@@ -164,14 +157,7 @@ def _padded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _local_entry(
     role: State, value: Any, sizes: Mapping[str, int], mesh: DeviceMesh
 ) -> Tensor | None:
-    """This rank's entry of a saved tensor, None if the model was partitioned otherwise.
-
-    Args:
-        role: role of the tensor.
-        value: the saved tensor, with a leading dim for each axis of `sizes`.
-        sizes: axes of the mesh that it was saved on.
-        mesh: the current mesh.
-    """
+    """This rank's entry of a saved tensor, None if the model was partitioned otherwise."""
     if isinstance(value, DTensor):
         if value.device_mesh == mesh:
             return value.to_local().flatten(0, mesh.ndim - 1)[0]
@@ -180,7 +166,8 @@ def _local_entry(
     assert place is not None
     new_sizes = dict(zip(names, mesh.shape, strict=True))
     coordinate = dict(zip(names, place, strict=True))
-    if _model_axes(new_sizes) != _model_axes(sizes):
+    model_axes = [{x for x in t.items() if not _is_data(x[0])} for t in (sizes, new_sizes)]
+    if model_axes[0] != model_axes[1]:
         return None
     num_data_axes = sum(map(_is_data, sizes))
     entries = value[tuple(slice(None) if _is_data(name) else coordinate[name] for name in sizes)]
@@ -196,7 +183,3 @@ def _local_entry(
 
 def _is_data(axis: str) -> bool:
     return axis in (DATA_AXIS, *DATA_STORAGE_AXES)
-
-
-def _model_axes(sizes: Mapping[str, int]) -> dict[str, int]:
-    return {name: size for name, size in sizes.items() if not _is_data(name)}

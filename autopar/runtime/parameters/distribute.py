@@ -1,9 +1,11 @@
-"""Distributes the parameters of a model as DTensors."""
+"""Distributes the parameters of a model as DTensors, and the state of their optimizers."""
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar._torch import without_weight_references
 from autopar.errors import StrategyError
@@ -20,10 +23,6 @@ from autopar.runtime.parameters.dtensor_layout import (
     Layout,
     distribute_replicated,
     torch_placements,
-)
-from autopar.runtime.parameters.optimizers import (
-    distribute_states_before_step,
-    refuse_stale_optimizers,
 )
 
 
@@ -96,12 +95,12 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replaces every parameter by a replicated DTensor, which a plan can later shard in place."""
     placements = [TorchReplicate()] * mesh.ndim
     replicated = {
-        id(p): _parameter_like(p, DTensor.from_local(p.detach(), mesh, placements))
+        id(p): parameter_like(p, DTensor.from_local(p.detach(), mesh, placements))
         for p in model.parameters()
     }
     for plain in model.parameters():
         _keep_hooks(replicated[id(plain)], _hooks_of(plain))
-    refuse_stale_optimizers(model.parameters())
+    _refuse_stale_optimizers(model.parameters())
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -118,22 +117,18 @@ def distribute_parameters(
     if not all(isinstance(p, DTensor) for p in model.parameters()):
         as_dtensors(model, mesh)
     else:
-        distribute_states_before_step(model.parameters())
+        _distribute_states_before_step(model.parameters())
     with without_weight_references(model):
         for name, parameter in model.named_parameters():
             placements = torch_placements(layouts[name], mesh)
             assert isinstance(parameter, DTensor)
             if parameter.device_mesh != mesh or parameter.placements != placements:
                 part = distribute_replicated(local_part(parameter.detach()), mesh, placements)
-                swap_parameter(parameter, _parameter_like(parameter, part))
+                swap_parameter(parameter, parameter_like(parameter, part))
 
 
 def swap_parameter(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Swaps the tensors of two parameters in place; the user's hooks stay.
-
-    Raises:
-        StrategyError: something keeps a weak reference to the parameter.
-    """
+    """Swaps the tensors of two parameters in place; the user's hooks stay."""
     hooks = _hooks_of(parameter)
     try:
         torch.utils.swap_tensors(parameter, other)
@@ -189,5 +184,82 @@ def _in_layout_of(parameter: torch.Tensor | None, value: Any) -> Any:
     return distribute_replicated(value.to(part), parameter.device_mesh, parameter.placements)
 
 
-def _parameter_like(like: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
+def parameter_like(like: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
+    """A parameter of these values, trained if `like` is."""
     return nn.Parameter(value, requires_grad=like.requires_grad)
+
+
+# Optimizers, after a plan has sharded, replaced or dropped their parameters.
+
+_SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have stepped."""
+
+_AWAITING_LAYOUT: set[int] = set()
+"""`id` of parameters whose optimizer state must be distributed."""
+
+
+@functools.cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_adapt)
+
+
+def _adapt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises for replaced parameters, removes dropped ones and distributes state."""
+    if optimizer in _SEEN and not _AWAITING_LAYOUT:
+        return
+    _SEEN.add(optimizer)
+    _forget_released(optimizer)
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        if getattr(parameter, "replaced_by_autopar", False):
+            raise StrategyError(
+                "this optimizer was made before autopar.compile, which has replaced the "
+                "parameters since: it would train none. Make it afterwards, from "
+                "model.parameters() of what autopar.compile returns."
+            )
+        if isinstance(parameter, DTensor) and id(parameter) in _AWAITING_LAYOUT:
+            _AWAITING_LAYOUT.discard(id(parameter))
+            state = optimizer.state.get(parameter, {})
+            state |= {key: _distributed_as(parameter, value) for key, value in state.items()}
+
+
+def _distribute_states_before_step(parameters: Iterable[nn.Parameter]) -> None:
+    """Distributes optimizer state like its parameter before the next step.
+
+    A checkpoint loaded before the plan exists brings unsharded state.
+    """
+    _AWAITING_LAYOUT.update(id(p) for p in parameters if p.requires_grad)
+    _register()
+
+
+def _refuse_stale_optimizers(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes optimizers of replaced parameters raise, since they would train nothing."""
+    for parameter in parameters:
+        parameter.replaced_by_autopar = True  # type: ignore[attr-defined]
+    _register()
+
+
+def release_from_optimizers(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes optimizers forget parameters and their state before the next step."""
+    for parameter in parameters:
+        parameter.released_by_autopar = True  # type: ignore[attr-defined]
+        _AWAITING_LAYOUT.discard(id(parameter))
+    _SEEN.clear()
+    _register()
+
+
+def _forget_released(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        remaining = []
+        for parameter in group["params"]:
+            if getattr(parameter, "released_by_autopar", False):
+                optimizer.state.pop(parameter, None)
+                parameter.grad = None
+            else:
+                remaining.append(parameter)
+        group["params"] = remaining
+
+
+def _distributed_as(parameter: DTensor, value: Any) -> Any:
+    if not isinstance(value, DTensor) or value.shape != parameter.shape:
+        return value
+    return distribute_replicated(value.full_tensor(), parameter.device_mesh, parameter.placements)

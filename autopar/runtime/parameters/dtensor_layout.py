@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from autopar._torch import StridedShard
+from autopar._torch import StridedShard, dtensor_like
 from autopar.ir.placement import Placement, Shard, chunk_rows
 
 Layout = Mapping[str, Placement]
@@ -20,15 +20,16 @@ Layout = Mapping[str, Placement]
 
 def torch_placements(layout: Layout, mesh: DeviceMesh) -> tuple[Any, ...]:
     """DTensor's placement for each axis of a mesh."""
-    return tuple(_torch_placement(layout[name]) for name in mesh.mesh_dim_names or ())
-
-
-def _torch_placement(placement: Placement) -> Any:
-    if not isinstance(placement, Shard):
-        return TorchReplicate()
-    if placement.interleave == 1:
-        return TorchShard(placement.dim)
-    return StridedShard(placement.dim, split_factor=placement.interleave)
+    found: list[Any] = []
+    for name in mesh.mesh_dim_names or ():
+        placement = layout[name]
+        if not isinstance(placement, Shard):
+            found.append(TorchReplicate())
+        elif placement.interleave == 1:
+            found.append(TorchShard(placement.dim))
+        else:
+            found.append(StridedShard(placement.dim, split_factor=placement.interleave))
+    return tuple(found)
 
 
 def distribute_replicated(
@@ -50,15 +51,7 @@ def is_sharded(placement: Any) -> bool:
 def local_shard(
     tensor: torch.Tensor, placement: Any, rank: int, ranks: int, dim: int | None = None
 ) -> torch.Tensor:
-    """A rank's shard; the last ones may be smaller.
-
-    Args:
-        tensor: the unsharded tensor.
-        placement: DTensor placement that shards a dim.
-        rank: index on the axis.
-        ranks: size of the axis.
-        dim: dim to shard instead of the placement's.
-    """
+    """A rank's shard; the last ones may be smaller."""
     dim = placement.dim if dim is None else dim
     count = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
     parts = []
@@ -72,14 +65,10 @@ def dtensor_from_local(
     part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size
 ) -> DTensor:
     """A contiguous DTensor of the global `shape` around this rank's part."""
-    stride = [1]
-    for size in reversed(shape[1:]):
-        stride.append(stride[-1] * max(size, 1))
-    return DTensor.from_local(
-        part,
-        mesh,
-        placements,
-        run_check=False,
-        shape=shape,
-        stride=tuple(reversed(stride))[: len(shape)],
-    )
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def in_layout_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A local part as a DTensor like its parameter; unchanged if that is a plain tensor."""
+    return dtensor_like(part, parameter) if isinstance(parameter, DTensor) else part

@@ -8,7 +8,6 @@ consists of several. torch gathers interleaved shards only along the last axis o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
 
@@ -25,54 +24,32 @@ from autopar._torch import StridedShard
 from autopar.runtime.parameters.dtensor_layout import dtensor_from_local, is_sharded, local_shard
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A block of a local part that is contiguous in the full tensor.
-
-    Attributes:
-        offsets: offset in the full tensor, by dim.
-        begins: offset in the local part, by dim.
-        sizes: size, by dim.
-    """
-
-    offsets: torch.Size
-    begins: tuple[int, ...]
-    sizes: torch.Size
-
-    @property
-    def metadata(self) -> ChunkStorageMetadata:
-        """The chunk in the metadata of a checkpoint."""
-        return ChunkStorageMetadata(self.offsets, self.sizes)
-
-    def view_of(self, part: torch.Tensor) -> torch.Tensor:
-        """The chunk's view of the local part."""
-        for dim, (begin, size) in enumerate(zip(self.begins, self.sizes, strict=True)):
+def chunks(tensor: DTensor) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
+    """The blocks of the local part that are contiguous in the full tensor, as views."""
+    for block in product(*(list(_runs(tensor, dim)) for dim in range(tensor.dim()))):
+        part = tensor.to_local()
+        for dim, (_, begin, size) in enumerate(block):
             part = part.narrow(dim, begin, size)
-        return part
-
-
-def chunks(tensor: DTensor) -> list[Chunk]:
-    """The chunks of this rank's local part."""
-    runs = [list(_runs(tensor, dim)) for dim in range(tensor.dim())]
-    found = []
-    for block in product(*runs):
-        offsets, begins, sizes = zip(*block, strict=True)
-        found.append(Chunk(torch.Size(offsets), begins, torch.Size(sizes)))
-    return found
+        offsets, _, sizes = zip(*block, strict=True)
+        yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), part
 
 
 def _runs(tensor: DTensor, dim: int) -> Iterator[tuple[int, int, int]]:
     """Each contiguous run of a dim: offset in the full tensor, offset in the local part, size."""
-    indices = torch.arange(tensor.shape[dim])
-    mesh = tensor.device_mesh
-    for axis, placement in enumerate(tensor.placements):
-        if is_sharded(placement) and placement.dim == dim:  # type: ignore[attr-defined]
-            rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
-            indices = local_shard(indices, placement, rank, ranks, dim=0)
-    local: list[int] = indices.tolist()
+    local: list[int] = _indices(tensor, dim, tensor.device_mesh.ndim).tolist()
     breaks = [i for i, (a, b) in enumerate(pairwise(local), 1) if b != a + 1]
     for begin, end in pairwise([0, *breaks, len(local)] if local else []):
         yield local[begin], begin, end - begin
+
+
+def _indices(tensor: DTensor, dim: int, axes: int) -> torch.Tensor:
+    """The indices of a dim that this rank has, sharded along the first `axes` axes alone."""
+    indices, mesh = torch.arange(tensor.shape[dim]), tensor.device_mesh
+    for axis, placement in enumerate(tensor.placements[:axes]):
+        if is_sharded(placement) and placement.dim == dim:  # type: ignore[attr-defined]
+            rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
+            indices = local_shard(indices, placement, rank, ranks, dim=0)
+    return indices
 
 
 def write_items(tensor: DTensor, name: str) -> list[WriteItem]:
@@ -82,21 +59,17 @@ def write_items(tensor: DTensor, name: str) -> list[WriteItem]:
         WriteItem(
             MetadataIndex(name, chunk.offsets),
             WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk.metadata, properties, tensor.size()),
+            tensor_data=TensorWriteData(chunk, properties, tensor.size()),
         )
-        for chunk in chunks(tensor)
+        for chunk, _ in chunks(tensor)
     ]
 
 
 def shard_at(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
-    """The view that a checkpoint writes or reads at an index.
-
-    Raises:
-        ValueError: this rank has no chunk there.
-    """
-    for chunk in chunks(tensor):
+    """The view that a checkpoint writes or reads at an index; ValueError if there is none."""
+    for chunk, part in chunks(tensor):
         if chunk.offsets == index.offset:
-            return chunk.view_of(tensor.to_local())
+            return part
     raise ValueError(f"this rank holds nothing of {index.fqn} at {index.offset}")
 
 
@@ -104,31 +77,18 @@ def full_tensor(tensor: DTensor, **options: Any) -> torch.Tensor:
     """The unsharded tensor, gathered along its axes from the last to the first."""
     part, mesh = tensor.to_local(), tensor.device_mesh
     for axis in reversed(range(mesh.ndim)):
-        shape = _shape_before(tensor, axis)
+        shape = torch.Size(len(_indices(tensor, dim, axis)) for dim in range(tensor.dim()))
         axis_mesh = mesh[(mesh.mesh_dim_names or ())[axis]]
         placement = tensor.placements[axis]
         part = dtensor_from_local(part, axis_mesh, [placement], shape).full_tensor(**options)
     return part
 
 
-def _shape_before(tensor: DTensor, axis: int) -> torch.Size:
-    """The shape of the tensor that the ranks of an axis share."""
-    shape = list(tensor.shape)
-    for other, placement in enumerate(tensor.placements[:axis]):
-        if is_sharded(placement):
-            dim: int = placement.dim  # type: ignore[attr-defined]
-            rank, ranks = tensor.device_mesh.get_local_rank(other), tensor.device_mesh.size(other)
-            shape[dim] = local_shard(torch.empty(shape[dim]), placement, rank, ranks, dim=0).shape[
-                0
-            ]
-    return torch.Size(shape)
-
-
 def register_strided_shard_support() -> None:
     """Extends DTensor for interleaved shards, once in a process."""
     _extend("full_tensor", full_tensor)
     _extend("__create_write_items__", lambda tensor, name, _: write_items(tensor, name))
-    _extend("__create_chunk_list__", lambda tensor: [chunk.metadata for chunk in chunks(tensor)])
+    _extend("__create_chunk_list__", lambda tensor: [chunk for chunk, _ in chunks(tensor)])
     _extend("__get_tensor_shard__", shard_at)
 
 

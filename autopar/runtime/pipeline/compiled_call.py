@@ -2,126 +2,247 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import distributed as dist
 
-from autopar.cost_model.simulator.schedules import Orders, forward_orders, orders, split_orders
-from autopar.ir.graph import tensors
+from autopar.capture.trace import Capture
+from autopar.cost_model.simulator.schedules import Orders, orders, split_orders
+from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.roles import Gradient, MicrobatchPartial, Parameter
-from autopar.plan.pipeline import Pipeline
-from autopar.report.plan import Plan
+from autopar.passes.communication.lower_collectives import LowerCollectives
+from autopar.passes.core.node_builder import is_random
+from autopar.passes.core.runner import run_passes
+from autopar.passes.pipeline_parallel.accumulate_gradients import accumulate_gradients
+from autopar.passes.pipeline_parallel.split_dgrad_wgrad import split_dgrad_wgrad
+from autopar.passes.registration import disabled_passes
+from autopar.passes.split_forward_backward import split_forward_backward
+from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
+from autopar.plan.partition import NodeStrategies
+from autopar.runtime.codegen.program import CompiledGraph, LoweringOptions, generate
 from autopar.runtime.pipeline.schedule import Schedule
 from autopar.runtime.pipeline.stage import Stage
-from autopar.runtime.pipeline.stage_program import PipelineProgram
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class TiedParam:
-    """A parameter that stages of several ranks use.
+class StageBackward:
+    """The backward of a stage.
 
     Attributes:
-        name: name of the parameter.
-        owner: pipeline rank that holds and updates it.
-        users: other pipeline ranks that use it.
+        graph: the whole backward.
+        parts: one function, or one for input gradients and one for parameter gradients.
     """
 
-    name: str
-    owner: int
-    users: tuple[int, ...]
+    graph: TrainingGraph
+    parts: tuple[CompiledGraph, ...]
 
 
 @dataclass(frozen=True)
+class StageProgram:
+    """The functions of one stage.
+
+    Attributes:
+        first_forward: of the first micro-batch; it may gather parameters for all.
+        first_backward: backward of the first of several micro-batches.
+        middle_backward: backward of those in between, which accumulates gradients.
+        last_backward: backward of the last, which also reduces accumulated gradients.
+    """
+
+    first_forward: CompiledGraph
+    forward: CompiledGraph
+    first_backward: StageBackward | None
+    middle_backward: StageBackward | None
+    last_backward: StageBackward | None
+
+
+@dataclass
 class CompiledPipelineCall:
     """The stages of a rank and their schedules for one kind of call.
 
     Attributes:
-        program: the generated code.
-        plan: the plan, with a pipeline.
-        rank: rank in the world.
-        device: device of the tensors.
+        capture: the captured call of one micro-batch.
         group: process group along the pipeline, None if this rank has all stages.
+        graphs: graphs of all stages.
+        prologue: computes partials from the inputs, None if there are none.
+        epilogue: computes results and new values of buffers from batch totals.
     """
 
-    program: PipelineProgram
-    plan: Plan
-    rank: int
+    capture: Capture
+    op_strategies: InitVar[Sequence[NodeStrategies]]
+    options: LoweringOptions
+    micro_batches: int
     device: torch.device
     group: dist.ProcessGroup | None
 
-    @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline of the plan."""
-        assert self.plan.pipeline is not None
-        return self.plan.pipeline
+    def __post_init__(self, op_strategies: Sequence[NodeStrategies]) -> None:
+        options, count = self.options, self.micro_batches
+        plan, rank = options.plan, options.rank
+        assert plan.pipeline is not None
+        self.pipeline, self.mesh_coordinate = plan.pipeline, plan.mesh_coordinate(rank)
+        self.pp_rank = self.mesh_coordinate.get("pp", 0)
+        graphs = split_plan_stages(self.capture.graph, plan, rank, op_strategies, count)
+        self.graphs, self.stages = graphs, dict[int, Stage]()
+        for index in self.pipeline.stages_of(self.pp_rank):
+            self.stages[index] = Stage(index, _build_stage(graphs.stages[index], options, count))
+        before = graphs.prologue
+        self.prologue = None if before is None else _build_prologue_or_epilogue(before, options)
+        self.epilogue = _build_prologue_or_epilogue(graphs.epilogue, options)
 
     @cached_property
-    def stages(self) -> dict[int, Stage]:
-        """The stages of this rank."""
-        return {index: Stage(index, p) for index, p in self.program.stages.items()}
+    def differentiates(self) -> bool:
+        return any(isinstance(r, Gradient) for graph in self.graphs.stages for r in graph.outputs)
 
     @cached_property
-    def mesh_coordinate(self) -> dict[str, int]:
-        """This rank's index on each mesh axis."""
-        return self.plan.mesh_coordinate(self.rank)
-
-    @property
-    def pp_rank(self) -> int:
-        """This rank's index along the pipeline."""
-        return self.mesh_coordinate.get("pp", 0)
+    def is_random(self) -> bool:
+        """Whether any rank draws random numbers."""
+        return any(is_random(node) for graph in self.graphs.stages for node in graph.calls())
 
     @cached_property
     def fake_partials(self) -> dict[int, torch.Tensor]:
         """The fake tensor of each partial sum that stages return."""
         return {
             role.index: tensors(node)[0]
-            for graph in self.program.graphs.stages
+            for graph in self.graphs.stages
             for role, node in zip(graph.outputs, graph.results, strict=True)
             if isinstance(role, MicrobatchPartial) and node is not None
         }
 
     def _schedule(self, actions: Orders) -> Schedule:
-        return Schedule(self.stages, actions, self.program.micro_batches, self.device, self.group)
+        return Schedule(self.stages, actions, self.micro_batches, self.device, self.group)
 
     @cached_property
     def interleaved_schedule(self) -> Schedule:
-        """The schedule of forwards and backwards together."""
-        p, count = self.pipeline, self.program.micro_batches
-        return self._schedule(orders(p.schedule, p.ranks, count, p.stages_per_rank))
+        p = self.pipeline
+        return self._schedule(orders(p.schedule, p.ranks, self.micro_batches, p.stages_per_rank))
 
     @cached_property
     def split_schedules(self) -> tuple[Schedule, Schedule]:
         """The schedules of all forwards, and of all backwards after them."""
-        p, count = self.pipeline, self.program.micro_batches
-        forward, backward = split_orders(p.ranks, count, p.stages_per_rank)
+        p = self.pipeline
+        forward, backward = split_orders(p.ranks, self.micro_batches, p.stages_per_rank)
         return self._schedule(forward), self._schedule(backward)
 
-    @cached_property
-    def forward_schedule(self) -> Schedule:
-        """The schedule of forwards without backwards."""
-        p, count = self.pipeline, self.program.micro_batches
-        return self._schedule(forward_orders(p.ranks, count, p.stages_per_rank))
+    # Parameters that several ranks of the pipeline use: (name, owner, other users).
 
     @cached_property
-    def tied_params(self) -> list[TiedParam]:
-        """Parameters that ranks other than their owner use too."""
-        found = []
+    def _tied_params(self) -> list[tuple[str, int, list[int]]]:
+        found, rank_of = [], self.pipeline.rank_of
         for name, stage in self.pipeline.owners.items():
-            owner = self.pipeline.rank_of(stage)
-            users = {self.pipeline.rank_of(s) for s in self.program.users_of(name)} - {owner}
-            if users:
-                found.append(TiedParam(name, owner, tuple(sorted(users))))
+            role, owner = Parameter(name), rank_of(stage)
+            users = {rank_of(i) for i, g in enumerate(self.graphs.stages) if role in g.inputs}
+            if users - {owner}:
+                found.append((name, owner, sorted(users - {owner})))
         return found
 
-    def trains(self, name: str, pp_rank: int) -> bool:
-        """Whether the stages of a pipeline rank return a gradient of a parameter."""
-        graphs = (self.program.graphs.stages[s] for s in self.pipeline.stages_of(pp_rank))
+    def send_tied_params(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Sends parameters from their owners to other users; returns the received ones."""
+        received, transfers = {}, []
+        for name, owner, users in self._tied_params:
+            if self.pp_rank == owner:
+                value = parameters[name].contiguous()
+                transfers += [dist.isend(value, group=self.group, group_dst=u) for u in users]
+            elif self.pp_rank in users:
+                role = Parameter(name)
+                fakes = (stage.program.forward.fake_tensors for stage in self.stages.values())
+                fake = next(table[role] for table in fakes if role in table)
+                value = torch.empty(fake.shape, dtype=fake.dtype, device=self.device)
+                received[name] = value
+                transfers.append(dist.irecv(value, group=self.group, group_src=owner))
+        _wait(transfers)
+        return received
+
+    def reduce_tied_grads(
+        self, parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]
+    ) -> None:
+        """Sends local gradients of tied parameters to their owners, which add them up in place."""
+        received, transfers = [], []
+        for name, owner, users in self._tied_params:
+            if self.pp_rank == owner:
+                for user in users:
+                    if not self._trains(name, user):
+                        continue
+                    value = torch.empty_like(
+                        parameters[name], memory_format=torch.contiguous_format
+                    )
+                    transfers.append(dist.irecv(value, group=self.group, group_src=user))
+                    received.append((name, value))
+            elif self.pp_rank in users and self._trains(name, self.pp_rank):
+                value = gradients.pop(name).contiguous()
+                transfers.append(dist.isend(value, group=self.group, group_dst=owner))
+        _wait(transfers)
+        for name, value in received:
+            gradients[name] = gradients[name] + value if name in gradients else value
+
+    def _trains(self, name: str, pp_rank: int) -> bool:
+        graphs = (self.graphs.stages[stage] for stage in self.pipeline.stages_of(pp_rank))
         return any(graph.result(Gradient(Parameter(name))) is not None for graph in graphs)
 
-    def fake_param(self, name: str) -> torch.Tensor:
-        """The fake tensor of this rank's part of a parameter."""
-        role = Parameter(name)
-        forwards = (program.forward.fake_tensors for program in self.program.stages.values())
-        return next(fakes[role] for fakes in forwards if role in fakes)
+
+def _wait(transfers: Sequence[dist.Work | None]) -> None:
+    for transfer in transfers:
+        assert transfer is not None
+        transfer.wait()
+
+
+def _build_stage(
+    graph: TrainingGraph, options: LoweringOptions, micro_batches: int
+) -> StageProgram:
+    """Lowers the graph of a stage and generates its functions."""
+    passes = build_microbatch_pipelines(
+        graph,
+        options.plan,
+        options.rank,
+        options.comm_backend,
+        micro_batches=micro_batches,
+        hold=options.no_sync,
+        held=options.unreduced,
+        compiled=options.is_compiled,
+        disable=disabled_passes(),
+    )
+    logger.debug("passes of a stage of rank %d:\n%s", options.rank, passes[0])
+    lowered = lower_stage(graph, passes, options.plan, micro_batches)
+    last = split_forward_backward(lowered.last)
+    forward = generate(last.forward, options)
+    if micro_batches == 1:
+        last_backward = _backward(last.backward, options, accumulates=False)
+        return StageProgram(forward, forward, None, None, last_backward)
+    first_forward = forward
+    if lowered.first is not lowered.more:
+        first_forward = generate(split_forward_backward(lowered.first).forward, options)
+    all_same = lowered.more is lowered.last
+    middle = last if all_same else split_forward_backward(lowered.more)
+    first_backward = _backward(middle.backward, options, accumulates=False)
+    middle_backward = _backward(middle.backward, options, accumulates=True)
+    last_backward = middle_backward
+    if not all_same:
+        last_backward = _backward(last.backward, options, accumulates=True)
+    return StageProgram(first_forward, forward, first_backward, middle_backward, last_backward)
+
+
+def _backward(
+    graph: TrainingGraph | None, options: LoweringOptions, *, accumulates: bool
+) -> StageBackward | None:
+    if graph is None:
+        return None
+    graph = accumulate_gradients(graph) if accumulates else graph
+    assert options.plan.pipeline is not None
+    splits = options.plan.pipeline.schedule == "zero_bubble"
+    parts = split_dgrad_wgrad(graph) if splits else (graph,)
+    return StageBackward(graph, tuple(generate(part, options) for part in parts))
+
+
+def _build_prologue_or_epilogue(graph: TrainingGraph, options: LoweringOptions) -> CompiledGraph:
+    """Lowers and generates a graph that runs once per call."""
+    coordinate = options.plan.mesh_coordinate(options.rank)
+    lower = [
+        LowerCollectives(options.comm_backend, coordinate[axis], axis)
+        for axis, size in options.plan.mesh
+        if size > 1 and axis != "pp"
+    ]
+    return generate(run_passes(graph, lower), replace(options, compile_backend="eager"))

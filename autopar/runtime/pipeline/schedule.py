@@ -6,10 +6,10 @@ functions without autograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -25,32 +25,27 @@ from autopar._torch import (
 from autopar.cost_model.simulator.schedules import Orders
 from autopar.ir.roles import StageInput, StageOutput
 from autopar.runtime.codegen.program import CompiledGraph
-from autopar.runtime.pipeline.stage import Stage, StageStep, Values
+from autopar.runtime.pipeline.stage import Stage, Values
 from autopar.runtime.process_groups import explaining_comm_errors
+
+if TYPE_CHECKING:
+    from autopar.runtime.pipeline.call import PipelineCall
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stages of a rank and the order of all ranks' actions.
-
-    Attributes:
-        stages: stages of this rank, by index.
-        orders: actions of each rank of the pipeline, in order.
-        micro_batches: number of micro-batches.
-        device: device of the tensors.
-        group: process group of the pipeline, None if this rank has all stages.
-    """
+    """The stages of a rank and the order of all ranks' actions."""
 
     stages: Mapping[int, Stage]
-    orders: Orders
+    orders: Orders  # of all ranks
     micro_batches: int
     device: torch.device
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # None if this rank has all stages
 
-    def run(self, step: StageStep) -> None:
-        """Runs the schedule for one call."""
+    def run(self, call: PipelineCall) -> None:
         for stage in self.stages.values():
-            stage.begin(step)
+            stage.call = call
+            stage.pending.clear()  # other calls may have run since
         if self.group is None:
             return self._run_on_one_rank()
         with explaining_comm_errors("a pipeline"):
@@ -175,17 +170,20 @@ class _TorchStage(PipelineStageBase):
     ) -> list[dist.P2POp]:
         table[micro], ops = {}, []
         for role in _sorted_roles(fakes, StageInput):
-            buffer, table[micro][role] = _receive_buffer(fakes[role], self.device)
-            ops.append(self._transfer(dist.irecv, buffer, offset))
+            fake, dims = fakes[role], _dims_by_stride(fakes[role])
+            value = torch.empty_permuted(fake.shape, dims, dtype=fake.dtype, device=self.device)
+            table[micro][role] = value
+            ops.append(self._transfer(dist.irecv, value.permute(dims), offset))
         return ops
 
     def _send(
         self, values: Values, fakes: Mapping[Any, torch.Tensor], offset: int
     ) -> list[dist.P2POp]:
-        return [
-            self._transfer(dist.isend, _in_memory_order(values[role], fakes[role]), offset)
-            for role in _sorted_roles(values, StageOutput)
-        ]
+        ops = []
+        for role in _sorted_roles(values, StageOutput):
+            value = values[role].detach().permute(_dims_by_stride(fakes[role]))
+            ops.append(self._transfer(dist.isend, value.contiguous(), offset))
+        return ops
 
     def _transfer(self, op: Any, tensor: torch.Tensor, offset: int) -> dist.P2POp:
         peer = self.stage_index_to_group_rank[self.stage_index + offset]
@@ -207,18 +205,7 @@ def _sorted_roles(roles: Iterable[Any], kind: type) -> list[Any]:
     return sorted((role for role in roles if isinstance(role, kind)), key=lambda r: r.value)
 
 
-def _dims_by_stride(strides: Sequence[int]) -> list[int]:
+def _dims_by_stride(fake: torch.Tensor) -> list[int]:
     """The dims of a tensor, outermost in memory first."""
+    strides = fake.stride()
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
-
-
-def _in_memory_order(tensor: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-    """A tensor with its dims permuted to the memory order of `fake`, contiguous."""
-    return tensor.detach().permute(_dims_by_stride(fake.stride())).contiguous()
-
-
-def _receive_buffer(fake: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A buffer in memory order, and its view with the dims of `fake`."""
-    dims = _dims_by_stride(fake.stride())
-    buffer = torch.empty([fake.shape[dim] for dim in dims], dtype=fake.dtype, device=device)
-    return buffer, buffer.permute(sorted(range(len(dims)), key=dims.__getitem__))

@@ -6,7 +6,7 @@ the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 
 import torch
 from torch import distributed as dist
@@ -23,20 +23,17 @@ from autopar.runtime.parameters.distribute import (
     distribute_parameters,
     is_remote,
     local_part,
+    parameter_like,
+    release_from_optimizers,
     swap_parameter,
 )
-from autopar.runtime.parameters.dtensor_layout import dtensor_from_local
-from autopar.runtime.parameters.optimizers import release_from_optimizers
+from autopar.runtime.parameters.dtensor_layout import in_layout_of
 from autopar.runtime.parameters.strided_shard import register_strided_shard_support
 from autopar.runtime.process_groups import explaining_comm_errors, rank
 
 
 def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of the ranks that share a stage.
-
-    Args:
-        mesh: mesh of a plan whose first axis is pp.
-    """
+    """The mesh of the ranks that share a stage."""
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
     if names:
         return mesh[names]
@@ -69,10 +66,8 @@ def keep_stage_parameters(model: nn.Module, names: Collection[str]) -> None:
         for parameter in dropped:
             if not is_remote(parameter):
                 part = local_part(parameter.detach()).to("meta")
-                placeholder = nn.Parameter(
-                    _distributed_as(parameter, part), requires_grad=parameter.requires_grad
-                )
-                swap_parameter(parameter, placeholder)
+                placeholder = in_layout_of(parameter, part)
+                swap_parameter(parameter, parameter_like(parameter, placeholder))
     release_from_optimizers(dropped)
 
 
@@ -90,29 +85,9 @@ def fetch_remote_parameters(
             part = local_part(parameter.detach())
             if is_remote(parameter):
                 part = torch.empty_like(part, device=device)
-                found[parameter] = _distributed_as(parameter, part)
+                found[parameter] = in_layout_of(parameter, part)
             owner = pipeline.rank_of(pipeline.owners[name])
             transfers.append(dist.broadcast(part, group=group, group_src=owner, async_op=True))
         for transfer in transfers:
             transfer.wait()
     return found
-
-
-def _distributed_as(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-    """A local part in the layout of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return part
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return dtensor_from_local(part, mesh, placements, parameter.shape)
-
-
-def requires_grad_flags(parameters: Iterable[nn.Parameter], *, reports: bool) -> list[float]:
-    """1.0 for each local trained parameter, else 0.0; only zeros unless `reports`."""
-    return [float(reports and p.requires_grad and not is_remote(p)) for p in parameters]
-
-
-def apply_requires_grad_flags(parameters: Iterable[nn.Parameter], flags: Sequence[float]) -> None:
-    """Sets `requires_grad` of remote parameters to the sum of all ranks' flags."""
-    for parameter, flag in zip(parameters, flags, strict=True):
-        if is_remote(parameter) and parameter.requires_grad != bool(flag):
-            parameter.requires_grad_(bool(flag))

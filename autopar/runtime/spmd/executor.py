@@ -1,48 +1,40 @@
-"""`SpmdExecutor`: runs calls of a model without pipeline stages."""
+"""`SpmdExecutor`: runs a program without pipeline stages inside autograd."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from autopar._torch import backward_keeps_graph
 from autopar.capture.call import BatchShard
 from autopar.common.notices import warn_of_numerics
-from autopar.ir.roles import Buffer, Input
+from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
-from autopar.runtime.batch_checks import check_checksum_sum, check_model_parallel_peers
-from autopar.runtime.codegen.program import Program, build_program
-from autopar.runtime.context import ExecutionContext
-from autopar.runtime.spmd.autograd import SpmdCall, SpmdFunction
-from autopar.runtime.written import result_of
+from autopar.runtime.batch_checks import (
+    batch_checksum,
+    check_checksum_sum,
+    check_model_parallel_peers,
+)
+from autopar.runtime.codegen.program import CompiledGraph, Program, build_program
+from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
+from autopar.runtime.parameters.distribute import local_part
+from autopar.runtime.process_groups import explaining_comm_errors
 
 
 @dataclass
 class SpmdExecutor:
-    """Runs calls of a module whose plan has no pipeline stages.
-
-    Attributes:
-        context: state shared by all calls.
-        programs: program of each kind of call.
-    """
+    """Runs calls of a module whose plan has no pipeline stages."""
 
     context: ExecutionContext
     programs: dict[Any, Program] = field(default_factory=dict)
 
     def run(self, leaves: Sequence[Any], shard: BatchShard, no_sync: bool) -> Any:
-        """Runs a call and returns its result.
-
-        Args:
-            leaves: flattened arguments.
-            shard: this rank's rows of the arguments.
-            no_sync: whether gradients stay unreduced.
-        """
-        context, program = self.context, self._program(shard, no_sync)
-        get_program, state = functools.partial(self._program, shard), context.guards.state
-        call = SpmdCall(context, leaves, shard, no_sync, state, get_program, program)
+        context, program = self.context, self.program(shard, no_sync)
+        call = SpmdCall(self, leaves, shard, no_sync, context.guards.state, program)
         with context.rng.as_default(program.is_random), context.without_autocast():
             if program.backward is None:
                 with torch.no_grad():
@@ -53,14 +45,10 @@ class SpmdExecutor:
         finish_exchange()  # the program may have no collective
         self._check_batches(call)
         self._write_updates(call)
-        result = list(program.capture.leaves)
-        for index, value in zip(program.returned, outputs, strict=True):
-            result[index] = value
-        return result_of(program.capture, result, context.model)
+        return context.result_of(program.capture, program.returned, outputs)
 
-    def _program(
-        self, shard: BatchShard, no_sync: bool, unreduced: tuple[str, ...] = ()
-    ) -> Program:
+    def program(self, shard: BatchShard, no_sync: bool, unreduced: tuple[str, ...] = ()) -> Program:
+        """The program of a call, built at its first run; `unreduced` as in `LoweringOptions`."""
         context = self.context
         key = (*context.call_key(shard), torch.is_grad_enabled(), no_sync, unreduced)
         if key not in self.programs:
@@ -81,15 +69,177 @@ class SpmdExecutor:
             if axis:
                 check_model_parallel_peers(total, options.model_parallel_size)
             else:
-                check_checksum_sum(total, options.dp_size, options.batch)
+                check_checksum_sum(total, options.dp_size)
 
     def _write_updates(self, call: SpmdCall) -> None:
-        """Writes new values of buffers and inputs."""
-        buffers = {of.name: value for of, value in call.updates.items() if isinstance(of, Buffer)}
+        updates = call.updates.items()
+        buffers = {of.name: value for of, value in updates if isinstance(of, roles.Buffer)}
         self.context.write_buffers(buffers, call.program.capture.rebound_buffers)
-        inputs = dict(zip(call.shard.call.tensor_indices, call.shard.tensors, strict=True))
+        inputs = inputs_of(call.shard)
         with torch.no_grad():
-            for of, value in call.updates.items():
-                if isinstance(of, Input):
+            for of, value in updates:
+                if isinstance(of, roles.Input):
                     inputs[of.index].copy_(value)
         call.updates.clear()  # the loss keeps the call alive
+
+
+@dataclass
+class SpmdCall:
+    """A call in progress.
+
+    Attributes:
+        state: state of the guards at the forward.
+        program: the program of the forward.
+        differentiable: roles of the tensors given to autograd.
+        checksum_sums: summed batch checksums, by axis.
+    """
+
+    executor: SpmdExecutor
+    leaves: Sequence[Any]
+    shard: BatchShard
+    no_sync: bool
+    state: int
+    program: Program
+    differentiable: tuple[roles.Differentiable, ...] = ()
+    updates: dict[Any, torch.Tensor] = field(default_factory=dict)
+    checksum_sums: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def context(self) -> ExecutionContext:
+        return self.executor.context
+
+    def run_forward(self, program: Program) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        with explaining_comm_errors("forward"):
+            results = program.forward.run(self._forward_arguments(program))
+        outputs, saved = [], []
+        for role, value in zip(program.forward.graph.outputs, results, strict=True):
+            match role:
+                case roles.Output():
+                    outputs.append(value)
+                case roles.Saved():
+                    saved.append(value)
+                case roles.Update(of):
+                    self.updates[of] = value
+                case roles.ChecksumSum(axis):
+                    self.checksum_sums[axis] = value
+        return outputs, saved
+
+    def _forward_arguments(self, program: Program) -> list[torch.Tensor]:
+        context, shard = self.context, self.shard
+        parameters, buffers = context.index.parameters, context.index.buffers()
+        inputs = inputs_of(shard)
+        values: list[torch.Tensor] = []
+        for role in program.forward.graph.inputs:
+            match role:
+                case roles.Parameter(name):
+                    values.append(local_part(parameters[name]).detach())
+                case roles.Buffer(name):
+                    values.append(buffers[name])
+                case roles.Input(index):
+                    values.append(inputs[index].detach())
+                case roles.BatchFraction():
+                    values.append(batch_fraction(shard, context.device))
+                case roles.BatchIndex():
+                    values.append(shard.slices.unit_indices(context.device))
+                case roles.BatchChecksum(axis):
+                    mode = "global" if axis else context.options.batch
+                    values.append(batch_checksum(self.leaves, shard.rows, mode, context.device))
+        return values
+
+    def run_backward(
+        self, saved: list[torch.Tensor], tangents: dict[int, torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Runs the backward; returns the gradient of each tensor given to autograd."""
+        program, context = self.program, self.context
+        if not program.tangents.issuperset(tangents):
+            context.all_tangents = True
+            program = self._program_again(self.no_sync)
+            saved[:] = self.run_forward(program)[1]
+        backward, unreduced = program.backward, tuple(sorted(context.unreduced_grads))
+        if unreduced and not self.no_sync:
+            backward = self._program_again(False, unreduced).backward
+        assert backward is not None
+        arguments = self._backward_arguments(backward, saved, tangents)
+        saved.clear()
+        if backward.donated_args and backward_keeps_graph():
+            for place in backward.donated_args:
+                arguments[place] = arguments[place].clone()
+        with explaining_comm_errors("backward"):
+            results = backward.run(arguments)
+        finish_exchange()
+        return self._gradients(backward, results)
+
+    def _program_again(self, no_sync: bool, unreduced: tuple[str, ...] = ()) -> Program:
+        """A program as of the forward, for the gradients that the backward meets."""
+        with torch.enable_grad(), self.context.guards.as_of(self.state):
+            return self.executor.program(self.shard, no_sync, unreduced)
+
+    def _backward_arguments(
+        self, graph: CompiledGraph, saved: list[torch.Tensor], tangents: dict[int, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        saved_values, arguments = iter(saved), []
+        for role in graph.graph.inputs:
+            match role:
+                case roles.Saved():
+                    arguments.append(next(saved_values))
+                case roles.Tangent():
+                    arguments.append(_tangent(graph, role, tangents))
+                case roles.Accumulated(name):
+                    arguments.append(self.context.unreduced_grads.pop(name))
+                case roles.State():
+                    like = graph.fake_tensors[role]
+                    arguments.append(self.context.compression_state.get(role, like))
+        return arguments
+
+    def _gradients(self, graph: CompiledGraph, results: list[Any]) -> list[torch.Tensor | None]:
+        found: dict[roles.Differentiable, torch.Tensor] = {}
+        unreduced = self.context.unreduced_grads
+        for role, value in zip(graph.graph.outputs, results, strict=True):
+            match role:
+                case roles.UnreducedGrad(name) if name in unreduced:
+                    unreduced[name] += value
+                case roles.UnreducedGrad(name):
+                    unreduced[name] = value.contiguous()  # the strides that programs expect
+                case roles.Gradient(roles.Parameter(name) as of) if value is not None:
+                    found[of] = self.context.as_grad_of(name, value)
+                case roles.Gradient(of) if value is not None:
+                    found[of] = value
+        return [found.get(role) for role in self.differentiable]
+
+
+class SpmdFunction(torch.autograd.Function):
+    """The forward and backward of one call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: SpmdCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs, saved = call.run_forward(call.program)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        flags = call.program.capture.differentiable
+        ctx.mark_non_differentiable(
+            *[o for o, i in zip(outputs, call.program.returned, strict=True) if not flags[i]]
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: SpmdCall = ctx.call
+        pairs = zip(call.program.returned, gradients, strict=True)
+        tangents = {index: gradient for index, gradient in pairs if gradient is not None}
+        saved = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()
+        return (None, *call.run_backward(saved, tangents))
+
+
+def _tangent(
+    graph: CompiledGraph, role: roles.Tangent, tangents: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """The gradient of an output with the strides that the graph expects; zeros if absent."""
+    fake = graph.fake_tensors[role]
+    if role.index not in tangents:
+        device = next(iter(tangents.values())).device if tangents else fake.device
+        return torch.zeros(fake.shape, dtype=fake.dtype, device=device)
+    value = tangents[role.index]
+    return value if value.stride() == fake.stride() else value.contiguous()
