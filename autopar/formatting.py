@@ -24,6 +24,11 @@ def memory_text(memory: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {human_bytes(size)}" for name, size in parts if size)
 
 
+def milliseconds(seconds: float) -> str:
+    """A time in milliseconds, with one decimal."""
+    return f"{seconds * 1e3:.1f} ms"
+
+
 def human_bytes(count: float) -> str:
     """A number of bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):

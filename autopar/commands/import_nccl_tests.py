@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.table import Table
-
 from autopar.commands.option_types import ranks, size
 from autopar.commands.plain_console import PlainConsole, plain_table
-from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.import_nccl_tests import import_nccl_tests
 from autopar.formatting import human_bytes
 
@@ -54,14 +51,6 @@ def run(options: argparse.Namespace) -> None:
         uniform=options.uniform,
     )
     cluster.save(options.output)
-    console = PlainConsole()
-    console.print(table(cluster))
-    for key, entry in sorted(cluster.curves.items()):
-        console.print(f"{key}: {entry.provenance}", markup=False, soft_wrap=True)
-
-
-def table(cluster: Cluster) -> Table:
-    """The curves of a cluster, one in each row."""
     right = ("sizes", "from", "to", "takes", "GB/s at most")
     drawn = plain_table(cluster.name, ("collective", "groups"), right)
     for key, entry in sorted(cluster.curves.items()):
@@ -76,4 +65,7 @@ def table(cluster: Cluster) -> Table:
             f"{curve.seconds[0] * 1e6:.0f} us up",
             f"{max(speeds):.1f}",
         )
-    return drawn
+    console = PlainConsole()
+    console.print(drawn)
+    for key, entry in sorted(cluster.curves.items()):
+        console.print(f"{key}: {entry.provenance}", markup=False, soft_wrap=True)

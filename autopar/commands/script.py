@@ -43,11 +43,7 @@ def launch(
 ) -> int:
     """Runs a script as `nproc` ranks that divide the cores; returns the exit status.
 
-    Args:
-        script: path of the script, or "-m" to run the module at the start of `rest`.
-        nproc: number of ranks.
-        rest: arguments of the script.
-        environment: extra environment variables.
+    The script "-m" runs the module at the start of `rest`; `environment` is added to this one's.
     """
     threads = max(1, (os.cpu_count() or 1) // nproc)
     variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **(environment or {})}

@@ -72,12 +72,8 @@ class Compression:
     def of(given: str | Compression, name: str = "compression") -> Compression:
         """Parses text such as "int8", "powersgd(rank=2)" or "topk(density=0.001)".
 
-        Args:
-            given: the text.
-            name: name of the argument, for errors.
-
         Raises:
-            StrategyError: The text is not a compression.
+            StrategyError: The text, of the argument `name`, is not a compression.
         """
         if isinstance(given, Compression):
             return given

@@ -27,12 +27,7 @@ KINDS = ("gather", "regather", "reduce")
 
 
 def read_plan(document: Any, kind: type[P], source: str) -> P:
-    """The plan in a document.
-
-    Args:
-        document: JSON values, as returned by `PlanSpec.to_dict`.
-        kind: class of the plan.
-        source: name of the document, for errors.
+    """The plan of class `kind` in JSON values that `PlanSpec.to_dict` returned.
 
     Raises:
         PlanError: A field is unknown, missing, of another type or out of range.
@@ -54,11 +49,7 @@ def read_plan(document: Any, kind: type[P], source: str) -> P:
 
 
 def check(plan: PlanSpec) -> None:
-    """Checks that the fields of a plan are consistent.
-
-    Raises:
-        FieldError: Two fields contradict each other.
-    """
+    """Raises FieldError if two fields of a plan contradict each other."""
     for section in (_check_mesh, _check_parameters, _check_messages, _check_pipeline):
         section(plan)
     if plan.prediction is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from autopar.common.documents import Count, Seconds, load, read
 from autopar.cost_model.simulator.streams import Event
 from autopar.errors import StrategyError
+from autopar.formatting import milliseconds as _ms
 
 SMALL = 2.0  # maximum ratio of a small message's time to an empty message's
 SATURATED = 0.8  # fraction of a step taken by collectives from which the link is saturated
@@ -216,7 +217,3 @@ def _idle(outside_s: float, update_s: float) -> Finding:
         f"which the optimizer needs {_ms(update_s)} (measured apart)",
         "data loaded ahead by workers, less Python between the steps, losses read less often",
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"

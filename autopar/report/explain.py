@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from autopar.formatting import human_bytes, printable
+from autopar.formatting import milliseconds as _ms
 from autopar.report.table import exposures, layout, levels, predicted
 
 if TYPE_CHECKING:
@@ -124,7 +125,3 @@ def _crossings(p: Prediction, other: RunnerUp) -> Iterator[float]:
         if behind[first] >= 0.0 > behind[second]:
             part = behind[first] / (behind[first] - behind[second])
             yield 1.0 / ((1.0 - part) / first + part / second)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"

@@ -55,13 +55,7 @@ def rate_text(bytes_per_s: float) -> str:
 def grid(
     across: Iterable[tuple[float, str]], up: Iterable[tuple[float, str]], box: tuple[int, int, int]
 ) -> list[Markup]:
-    """Lines and labels of a chart.
-
-    Args:
-        across: position and label of each vertical line.
-        up: position and label of each horizontal line.
-        box: left, right and lower edge.
-    """
+    """Lines of a chart with left, right and lower edge `box`, each given by position and label."""
     left, right, floor = box
     found = []
     for at, label in across:

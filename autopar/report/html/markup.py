@@ -35,13 +35,7 @@ def join(*children: object) -> Markup:
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[object, ...]], caption: str) -> Markup:
-    """A table that scrolls horizontally, with right-aligned numbers.
-
-    Args:
-        headings: headings of the columns; a trailing " >" marks a column of numbers.
-        rows: cells of each row.
-        caption: caption of the table.
-    """
+    """A table that scrolls horizontally; a heading's trailing " >" marks a column of numbers."""
     right = [heading.endswith(" >") for heading in headings]
     names = [heading.removesuffix(" >") for heading in headings]
     kinds = ["number" if number else None for number in right]
