@@ -54,22 +54,6 @@ class OperatorReads:
     def are_whole(self) -> bool:
         return all(placement == WHOLE for placement in self.placements)
 
-    def moves_to(
-        self, wanted: Sequence[Placement], slices: BatchSlices
-    ) -> Iterator[tuple[Value, Move]]:
-        """The moves that bring each value to its wanted placement.
-
-        Raises:
-            ValueError: no moves lead to a wanted placement.
-        """
-        columns = zip(self.values, self.placements, self.available, wanted, strict=True)
-        table = {value: (before, done, after) for value, before, done, after in columns}
-        for value, (before, available, after) in table.items():
-            path = moves(before, after, slices)
-            if path is None:
-                raise ValueError(f"{value.node} cannot be moved from {before} to {after}")
-            yield from ((value, move) for move in path if move.after not in available)
-
 
 class StrategyChooser:
     """Chooses strategies by their cost; equal operators with equal operands share a choice."""
@@ -142,8 +126,15 @@ class StrategyChooser:
         placements = (*strategy.operands, *strategy.results)
         is_sharded = any(isinstance(placement, Shard) for placement in placements)
         total = 0.0
-        for value, move in reads.moves_to(strategy.operands, slices):
-            total += move_cost(move, value.tensor, slices)
+        columns = zip(reads.placements, reads.available, strategy.operands, strict=True)
+        wanted = dict(zip(reads.values, columns, strict=True))  # once for an operand read twice
+        for value, (before, available, after) in wanted.items():
+            path = moves(before, after, slices)
+            if path is None:
+                raise ValueError(f"{value.node} cannot be moved from {before} to {after}")
+            for move in path:
+                if move.after not in available:
+                    total += move_cost(move, value.tensor, slices)
         total += self._work(node) / (slices.count if is_sharded else 1)
         if draws_random(Operator.of(node)) and not is_sharded:
             total += LATENCY  # slice 0 sends its numbers to all

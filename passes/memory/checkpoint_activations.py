@@ -83,7 +83,7 @@ class CheckpointActivations(Pass):
             return PassResult(graph, "everything is kept")
         kept = MinCut(graph, levels, self.fuses).kept()
         for level, block in product(LEVELS[1:], [*blocks[1:], ""]):
-            if self.budget is None or _bytes(kept) <= self.budget:
+            if self.budget is None or storage_bytes(kept) <= self.budget:
                 break
             if LEVELS.index(level) > LEVELS.index(levels[block]):
                 levels[block] = level
@@ -217,7 +217,7 @@ def _size(node: fx.Node) -> int:
     return sum(map(tensor_bytes, tensors(node)))
 
 
-def _bytes(nodes: Iterable[fx.Node]) -> int:
+def storage_bytes(nodes: Iterable[fx.Node]) -> int:
     """Bytes of the storages behind some values, without inputs."""
     return sum(_size(node) for node in {_storage(n) for n in nodes} if node.op != "placeholder")
 
@@ -226,9 +226,3 @@ def _storage(node: fx.Node) -> fx.Node:
     while is_view(node) or (_is_getitem(node) and is_view(node.all_input_nodes[0])):
         node = node.all_input_nodes[0]
     return node
-
-
-def kept_bytes(graph: TrainingGraph) -> int:
-    """Bytes of the storages that the forward creates and the backward reads."""
-    late = [node for node in graph.calls() if node.meta["phase"] == "backward"]
-    return _bytes(n for node in late for n in node.all_input_nodes if _is_forward_value(n))

@@ -13,7 +13,7 @@ from autopar.passes.core.node_builder import is_random
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
-from autopar.passes.memory.checkpoint_activations import CheckpointActivations, kept_bytes
+from autopar.passes.memory.checkpoint_activations import CheckpointActivations, storage_bytes
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.rules.proof.oracle import is_close
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
@@ -35,6 +35,16 @@ def gpt() -> World:
 
 def checkpointed(graph: TrainingGraph, level: Level, budget: int | None = None) -> TrainingGraph:
     return run_passes(graph, [CheckpointActivations(level, budget)])
+
+
+def kept_bytes(graph: TrainingGraph) -> int:
+    """Bytes of the storages that the forward creates and the backward reads."""
+    read = {n for node in graph.calls() if is_late(node) for n in node.all_input_nodes}
+    return storage_bytes(n for n in read if n.op == "call_function" and not is_late(n))
+
+
+def is_late(node: fx.Node) -> bool:
+    return bool(node.meta["phase"] == "backward")
 
 
 def test_full_recomputes_what_a_block_computes() -> None:
