@@ -18,7 +18,7 @@ the optimizer skips such a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -96,7 +96,8 @@ class RandomKReduce(CompressedReduce):
         residuals = self.residuals(range(len(self.names)))
         count = self.state("count", self.names[0], (), torch.int64)
         table = self.begin(residuals)
-        places = self.inline(self._places, count)
+        draw = partial(random_places, width=self.width, density=self.compression.density)
+        places = self.inline(draw, count)
         values = self.inline(lambda table, places: table.index_select(1, places), table, places)
         if self.scatters:
             done, (sums,) = self.send(start_reduce_scatter, [values], [1])
@@ -109,9 +110,6 @@ class RandomKReduce(CompressedReduce):
         after = self.inline(lambda count: count.copy_(count + 1), count)
         self.update("count", self.names[:1], [after])
         return self.end(whole, left, residuals)
-
-    def _places(self, count: Tensor) -> Tensor:
-        return random_places(count, self.width, self.compression.density)
 
     def _spread(self, sums: Tensor, places: Tensor) -> Tensor:
         scale = 1.0 if self.compression.feeds_back else self.width / places.numel()
@@ -152,14 +150,16 @@ class LowRankReduce(CompressedReduce):
             for i in which
         ]
         matrices = self.inline(self._matrices, [self.operands[i] for i in which], residuals)
-        lefts = self.inline(_products, matrices, factors)
+        lefts = self.inline(_each, lambda m, factor: m @ factor, matrices, factors)
         _, lefts = self.send(start_all_reduce, lefts)
-        lefts, rights = self.inline(_project, matrices, lefts)
+        lefts = self.inline(_each, lambda left: torch.linalg.qr(left).Q, lefts)
+        rights = self.inline(_each, lambda m, basis: m.T @ basis, matrices, lefts)
         done, sums = self.send(start_all_reduce, rights)
         if residuals:
-            lost = self.beside(done, _rest, matrices, lefts, rights)
-            self.update("residual", names, self.inline(_settle_each, lost, sums, residuals))
-        self.update("factor", names, self.inline(_settle_each, sums, sums, factors))
+            rest = partial(_each, lambda m, left, right: m - left @ right.T)
+            lost = self.beside(done, rest, matrices, lefts, rights)
+            self.update("residual", names, self.inline(_each, _settle, lost, sums, residuals))
+        self.update("factor", names, self.inline(_each, _settle, sums, sums, factors))
         return list(self.inline(self._rows_of_products, which, lefts, sums))
 
     def _matrices(self, given: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:
@@ -243,29 +243,9 @@ REDUCE_ALGORITHMS: dict[str, type[CompressedReduce]] = {
 }
 
 
-def _products(matrices: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-    return [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
+def _each(function: Callable[..., Tensor], *columns: Sequence[Tensor]) -> list[Tensor]:
+    return [function(*row) for row in zip(*columns, strict=True)]
 
 
-def _project(
-    matrices: Sequence[Tensor], lefts: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Orthonormal bases of the left factors, and the matrices projected onto them."""
-    bases = [torch.linalg.qr(left).Q for left in lefts]
-    return bases, [m.T @ basis for m, basis in zip(matrices, bases, strict=True)]
-
-
-def _rest(
-    matrices: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor]
-) -> list[Tensor]:
-    triples = zip(matrices, lefts, rights, strict=True)
-    return [matrix - left @ right.T for matrix, left, right in triples]
-
-
-def _settle_each(
-    new: Sequence[Tensor], results: Sequence[Tensor], old: Sequence[Tensor]
-) -> list[Tensor]:
-    return [
-        before.copy_(torch.where(result.sum().isfinite(), now.view_as(before), before))
-        for now, result, before in zip(new, results, old, strict=True)
-    ]
+def _settle(new: Tensor, result: Tensor, old: Tensor) -> Tensor:
+    return old.copy_(torch.where(result.sum().isfinite(), new.view_as(old), old))
