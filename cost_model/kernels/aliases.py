@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar._torch import OpOverload
-from autopar.cost_model.collectives import is_wait
+from autopar.cost_model.collectives import collective_of, is_wait
 
 aten = torch.ops.aten
 
@@ -68,6 +68,11 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem or is_wait(node):
         return True
     return _rule(node.target) == "view"
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether a node runs a kernel: it is no view, and issues no collective and waits for none."""
+    return not is_view(node) and collective_of(node) is None
 
 
 def _shared(node: fx.Node, behind: Mapping[fx.Node, tuple[int, ...]]) -> tuple[int, ...] | None:

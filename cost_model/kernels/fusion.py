@@ -18,8 +18,8 @@ import torch
 from networkx.utils import UnionFind
 from torch import fx
 
-from autopar.cost_model.collectives import collective_of, is_wait
-from autopar.cost_model.kernels.aliases import is_view
+from autopar.cost_model.collectives import is_wait
+from autopar.cost_model.kernels.aliases import computes, is_view
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 
 _ELEMENTWISE = frozenset(
@@ -76,7 +76,7 @@ class Traffic:
 
 def is_fused(node: fx.Node, backend: str) -> bool:
     """Whether a backend of torch.compile fuses an operator with its neighbours."""
-    if node.op != "call_function" or is_view(node) or collective_of(node) is not None:
+    if node.op != "call_function" or not computes(node):
         return False
     packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     if packet in _BY_ROWS:

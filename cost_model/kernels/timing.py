@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ _DISPATCHES = 1000
 _CACHE_BYTES = 32 * 2**20
 _MEMORY_SHARE = 0.25  # largest share of free memory for the tensors of one operator
 
-
 _CPU_ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: (0, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 5),
@@ -34,34 +32,12 @@ _CPU_ATTENTION = {
 covers attention on GPUs only."""
 
 
-@dataclass
-class Trial:
-    """An operator under test.
-
-    Attributes:
-        call: runs the operator once.
-        runs: seconds of each run so far.
-    """
-
-    call: Callable[[], object]
-    runs: list[float] = field(default_factory=list)
-
-    def wants_more(self, budget_s: float) -> bool:
-        """Whether another run is worth its time."""
-        if len(self.runs) < _LEAST_RUNS:
-            return True
-        return len(self.runs) < _MOST_RUNS and sum(self.runs) < budget_s
-
-
 class Stopwatch:
-    """Times operators.
+    """Times operators, for `budget_s` seconds each, three runs at least.
 
     On a CPU they alternate, as in a step: an operator that is run repeatedly finds its data in the
-    cache and its memory mapped, and appears up to three times faster.
-
-    Attributes:
-        budget_s: seconds for the runs of an operator, three runs at least.
-        clock: current time in seconds; thread time, where others share the cores.
+    cache and its memory mapped, and appears up to three times faster. The clock is thread time
+    where others share the cores.
     """
 
     def __init__(
@@ -87,20 +63,26 @@ class Stopwatch:
     def _batch(self, nodes: Mapping[str, fx.Node]) -> dict[str, float]:
         """Times a few operators whose tensors fit into memory together."""
         found: dict[str, float] = {}
-        trials: dict[str, Trial] = {}
+        calls: dict[str, Callable[[], object]] = {}
         for key, node in nodes.items():
             call = runnable(node)
             if call is not None and _on_gpu(node):
                 found[key] = self._queued(call)
             elif call is not None:
-                trials[key] = Trial(call)
-        while waiting := [t for t in trials.values() if t.wants_more(self.budget_s)]:
+                calls[key] = call
+        runs: dict[str, list[float]] = {key: [] for key in calls}
+
+        def wants_more(times: list[float]) -> bool:
+            many = len(times) >= _MOST_RUNS or sum(times) >= self.budget_s
+            return len(times) < _LEAST_RUNS or not many
+
+        while waiting := [key for key, times in runs.items() if wants_more(times)]:
             self._ballast.fill_(1)  # evicts the cache
-            for trial in waiting:
+            for key in waiting:
                 start = self.clock()
-                trial.call()
-                trial.runs.append(self.clock() - start)
-        return found | {key: statistics.median(trial.runs) for key, trial in trials.items()}
+                calls[key]()
+                runs[key].append(self.clock() - start)
+        return found | {key: statistics.median(times) for key, times in runs.items()}
 
     def _queued(self, call: Callable[[], object]) -> float:
         """Seconds of a run on a GPU, in a queue: a kernel hides the launch of the next."""
@@ -149,11 +131,11 @@ def flops_of(node: fx.Node) -> float:
 
 def _batches(nodes: Mapping[str, fx.Node]) -> Iterator[dict[str, fx.Node]]:
     """Batches of operators whose tensors fit into memory together; too large ones are left out."""
-    limit = _MEMORY_SHARE * (free_memory_bytes() or math.inf)
+    limit = operator_limit()
     batch: dict[str, fx.Node] = {}
     total = 0
     for key, node in nodes.items():
-        need = sum(extent_bytes(t) for n in (node, *node.all_input_nodes) for t in tensors(n))
+        need = operator_bytes(node)
         if need > limit:
             continue
         if total + need > limit:
@@ -162,6 +144,16 @@ def _batches(nodes: Mapping[str, fx.Node]) -> Iterator[dict[str, fx.Node]]:
         batch[key] = node
         total += need
     yield batch
+
+
+def operator_limit() -> float:
+    """Most bytes for the tensors of one operator under test."""
+    return _MEMORY_SHARE * (free_memory_bytes() or math.inf)
+
+
+def operator_bytes(node: fx.Node) -> int:
+    """Bytes of an operator's inputs and results."""
+    return sum(extent_bytes(t) for n in (node, *node.all_input_nodes) for t in tensors(n))
 
 
 def _on_gpu(node: fx.Node) -> bool:
@@ -182,7 +174,6 @@ def runnable(node: fx.Node) -> Callable[[], object] | None:
 
 
 def _bind(node: fx.Node, low: int, high: int) -> Callable[[], object]:
-    """The operator on random tensors: floats in [0, 1), integers in [low, high)."""
     made: dict[fx.Node, Any] = {}
 
     def real(source: fx.Node) -> Any:

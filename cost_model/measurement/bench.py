@@ -27,15 +27,7 @@ class Bench:
     """A process group and its subgroups, as a context manager.
 
     A collective that fails inside (a rank died, or exceeded the group's timeout) raises a
-    CommunicationError that names the current activity.
-
-    Attributes:
-        group: all ranks that take part.
-        rank: rank of this process in the group.
-        world_size: number of ranks.
-        backend: "gloo", "nccl", ...
-        device: device of the tensors.
-        doing: current activity, for errors.
+    CommunicationError that names the current activity, `doing`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -99,17 +91,10 @@ class Bench:
         repeats: int = 1,
         dtype: torch.dtype = torch.float32,
     ) -> float | None:
-        """Seconds of one collective over `groups` at once, from a common start; all ranks call it.
+        """Mean seconds of one collective over `groups` at once; all ranks call it.
 
-        Args:
-            collective: one of COLLECTIVES.
-            groups: ranks of each group.
-            nbytes: approximate message size in bytes; see `message_bytes`.
-            repeats: number of runs in a row.
-            dtype: dtype of the message.
-
-        Returns:
-            The mean over the repeats; None on a rank outside of all groups.
+        All start together. None on a rank outside of all groups. `nbytes` is the approximate
+        message size in bytes; see `message_bytes`.
         """
         self.doing = f"timing {collective} of {nbytes} bytes over {len(groups[0])} ranks"
         subgroup = self.subgroup(groups)
@@ -129,22 +114,20 @@ class Bench:
         If the bench's group is not the whole world, only its ranks create subgroups. torch then
         requires that all of these have created equally many before.
         """
-        for ranks in groups:
-            if ranks not in self._subgroups:
-                self._subgroups[ranks] = self._new_group(ranks)
-        return next((self._subgroups[ranks] for ranks in groups if self.rank in ranks), None)
-
-    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        global_ranks = dist.get_process_group_ranks(self.group)
+        world = dist.get_process_group_ranks(self.group)
         local = self.world_size < dist.get_world_size()
-        if local and self.rank not in ranks:
-            return None
-        group = dist.new_group(
-            [global_ranks[rank] for rank in ranks],
-            timeout=group_timeout(self.group),
-            use_local_synchronization=local,
-        )
-        return group if isinstance(group, dist.ProcessGroup) else None
+        for ranks in groups:
+            if ranks in self._subgroups:
+                continue
+            group = None
+            if not local or self.rank in ranks:
+                group = dist.new_group(
+                    [world[rank] for rank in ranks],
+                    timeout=group_timeout(self.group),
+                    use_local_synchronization=local,
+                )
+            self._subgroups[ranks] = group if isinstance(group, dist.ProcessGroup) else None
+        return next((self._subgroups[ranks] for ranks in groups if self.rank in ranks), None)
 
     def _runner(
         self, collective: str, group: dist.ProcessGroup, nbytes: int, dtype: torch.dtype
@@ -155,8 +138,10 @@ class Bench:
         therefore end with the arrival, not when the sender is free.
         """
         ranks, rank, name = group.size(), group.rank(), group.group_name
-        if collective == "send":
+        wait = torch.ops._c10d_functional.wait_tensor
+        if collective in ("send", "broadcast"):
             message = self._zeros_of(message_bytes(ranks, nbytes), dtype)
+        if collective == "send":
 
             def pass_on(turn: int) -> None:
                 if turn % ranks == rank:
@@ -166,16 +151,15 @@ class Bench:
 
             return pass_on
         if collective == "broadcast":
-            message = self._zeros_of(message_bytes(ranks, nbytes), dtype)
             broadcast = torch.ops._c10d_functional.broadcast_
-            return lambda turn: _wait(broadcast(message, turn % ranks, name))
+            return lambda turn: wait(broadcast(message, turn % ranks, name))
         chunked = collective == "all_to_all" and self.backend == "gloo"
         count = gloo_chunks(nbytes, ranks) if chunked else 1
         issue = self.issuer(collective, group, nbytes // count, dtype)
 
         def run(turn: int) -> None:
             for pending in [issue() for _ in range(count)]:
-                _wait(pending)
+                wait(pending)
 
         return run
 
@@ -206,12 +190,10 @@ class Bench:
         return self._zeros[dtype][:numel]
 
     def line_up(self) -> None:
-        """Waits for all ranks."""
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         self.finish()
 
     def finish(self) -> None:
-        """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -220,10 +202,6 @@ def message_bytes(ranks: int, nbytes: int) -> int:
     """Message size of about `nbytes` bytes: the same number of whole items for each rank."""
     item = 8  # bytes of the largest dtype
     return math.ceil(nbytes / (item * ranks)) * item * ranks
-
-
-def _wait(pending: torch.Tensor) -> None:
-    torch.ops._c10d_functional.wait_tensor(pending)
 
 
 def _backend(group: dist.ProcessGroup) -> str:

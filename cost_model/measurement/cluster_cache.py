@@ -7,8 +7,7 @@ them takes `FACTOR` times longer or shorter than its error bar allows, twice in 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,64 +32,35 @@ _TRIALS = 3
 _LONGEST_S = 0.02  # longest time that the check repeats
 
 
-@dataclass(frozen=True)
-class CachedCluster:
-    """A measured cluster.
-
-    Attributes:
-        cluster: the cluster.
-        budget_s: budget of its measurement, in seconds.
-    """
-
-    cluster: Cluster
-    budget_s: float
-
-    def serves(self, keys: Iterable[CurveKey], budget_s: float) -> bool:
-        """Whether it has these curves, measured with at least that budget."""
-        return self.budget_s >= budget_s and all(key in self.cluster.curves for key in keys)
+def _path(facts: Mapping[str, Any]) -> Path:
+    return cache_directory() / "clusters" / f"{digest(facts)}.json"
 
 
-@dataclass(frozen=True)
-class ClusterCache:
-    """The cache entry of some machines.
+def read_cluster(facts: Mapping[str, Any]) -> tuple[Cluster, float] | None:
+    """The cached cluster of these conditions, and its budget in seconds; None without any."""
 
-    Attributes:
-        facts: conditions of a measurement on them.
-    """
+    def parse(data: Any) -> tuple[Cluster, float] | None:
+        if data["schema"] != SCHEMA_VERSION or digest(data["facts"]) != digest(facts):
+            return None
+        budget_s = check_numbers({"budget_s": data["budget_s"]})["budget_s"]
+        return Cluster.from_dict(data["cluster"]), budget_s
 
-    facts: Mapping[str, Any]
+    return read_cached(_path(facts), parse)
 
-    @property
-    def path(self) -> Path:
-        """The file, named after the facts."""
-        return cache_directory() / "clusters" / f"{digest(self.facts)}.json"
 
-    def read(self) -> CachedCluster | None:
-        """The cached cluster; None if there is no readable one."""
-
-        def parse(data: Any) -> CachedCluster | None:
-            if data["schema"] != SCHEMA_VERSION or digest(data["facts"]) != digest(self.facts):
-                return None
-            budget_s = check_numbers({"budget_s": data["budget_s"]})["budget_s"]
-            return CachedCluster(Cluster.from_dict(data["cluster"]), budget_s)
-
-        return read_cached(self.path, parse)
-
-    def write(self, cached: CachedCluster) -> None:
-        """Replaces the cached cluster; warns if that fails."""
-        data = {"schema": SCHEMA_VERSION, "facts": dict(self.facts), "budget_s": cached.budget_s}
-        write_json(self.path, {**data, "cluster": cached.cluster.to_dict()})
+def write_cluster(facts: Mapping[str, Any], cluster: Cluster, budget_s: float) -> None:
+    """Replaces the cached cluster; warns if that fails."""
+    data = {"schema": SCHEMA_VERSION, "facts": dict(facts), "budget_s": budget_s}
+    write_json(_path(facts), {**data, "cluster": cluster.to_dict()})
 
 
 def deviation(bench: Bench, cluster: Cluster, layouts: Layouts) -> str | None:
-    """The first outdated time of a measured cluster, in words, or None; every rank calls it.
-
-    Args:
-        bench: the process group.
-        cluster: the cached cluster.
-        layouts: groups of its curves, as for `sample`.
-    """
-    for key, nbytes in _points(cluster, layouts):
+    """The first outdated time of a measured cluster, in words, or None; every rank calls it."""
+    # The smallest, the middle and the largest quick size of the widest group's first curve.
+    key = max(layouts, key=lambda key: (key.shape.ranks, key.collective == "all_reduce"))
+    curve = cluster.curves[key].curve
+    quick = [n for n in curve.bytes if curve(n) <= _LONGEST_S] or [curve.bytes[0]]
+    for nbytes in sorted({quick[0], quick[len(quick) // 2], quick[-1]}):
         for _ in range(2):
             found = _compare(bench, cluster, layouts, key, nbytes)
             if found is None:
@@ -98,14 +68,6 @@ def deviation(bench: Bench, cluster: Cluster, layouts: Layouts) -> str | None:
         else:
             return found
     return None
-
-
-def _points(cluster: Cluster, layouts: Layouts) -> list[tuple[CurveKey, int]]:
-    """The smallest, the middle and the largest quick size of the widest group's first curve."""
-    key = max(layouts, key=lambda key: (key.shape.ranks, key.collective == "all_reduce"))
-    curve = cluster.curves[key].curve
-    quick = [n for n in curve.bytes if curve(n) <= _LONGEST_S] or [curve.bytes[0]]
-    return [(key, n) for n in sorted({quick[0], quick[len(quick) // 2], quick[-1]})]
 
 
 def _compare(

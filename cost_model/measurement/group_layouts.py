@@ -14,24 +14,17 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, order=True)
 class Axis:
-    """An axis of some mesh over the ranks.
-
-    Attributes:
-        ranks: its size.
-        stride: distance of neighbours in ranks: 1 for the innermost axis.
-    """
+    """An axis of some mesh over the ranks: its size, and the distance of neighbours in ranks."""
 
     ranks: int
     stride: int
 
     def shape(self, world_size: int, ranks_per_node: int) -> GroupShape:
-        """The shape of the groups along it."""
         outer = world_size // self.ranks // self.stride
         mesh = {"outer": outer, "axis": self.ranks, "inner": self.stride}
         return GroupShape.of_axis(mesh, "axis", ranks_per_node)
 
     def groups(self, world_size: int) -> Groups:
-        """The groups along it, which contain all ranks."""
         length = self.ranks * self.stride
         starts = [rank for rank in range(world_size) if rank % length < self.stride]
         return tuple(tuple(range(start, start + length, self.stride)) for start in starts)
@@ -57,11 +50,8 @@ def levels_of(axes: Iterable[Axis], ranks_per_node: int) -> list[Axis]:
 
 def every_axis(world_size: int) -> list[Axis]:
     """The axes of all meshes over `world_size` ranks: every size and stride that divide it."""
-    return [
-        Axis(ranks, stride)
-        for ranks in _divisors(world_size)[1:]
-        for stride in _divisors(world_size // ranks)
-    ]
+    sizes = _divisors(world_size)[1:]
+    return [Axis(size, stride) for size in sizes for stride in _divisors(world_size // size)]
 
 
 def layouts(
@@ -69,13 +59,8 @@ def layouts(
 ) -> dict[GroupShape, tuple[Groups, ...]]:
     """The layouts over the ranks of each shape that groups along these axes have.
 
-    On a uniform fabric all layouts of one shape take equally long.
-
-    Args:
-        axes: axes of meshes over the ranks.
-        world_size: number of ranks.
-        ranks_per_node: consecutive ranks on each node.
-        alone: whether to add one group of each shape by itself, and pairs for sends.
+    On a uniform fabric all layouts of one shape take equally long. `alone` adds one group of each
+    shape by itself, and for sends a pair on one node and a pair on two, as far as they exist.
     """
     found: dict[GroupShape, list[Groups]] = {}
     for axis in axes:
@@ -85,18 +70,17 @@ def layouts(
         for shape, several in list(found.items()):
             first = [groups[:1] for groups in several]
             found.setdefault(replace(shape, groups=1), []).extend(first)
-        for shape, pair in _pairs(world_size, ranks_per_node).items():
-            found.setdefault(shape, [(pair,)])
+        if ranks_per_node > 1:
+            found.setdefault(GroupShape(2, 2), [((0, 1),)])
+        if world_size > ranks_per_node:
+            found.setdefault(GroupShape(2, 1), [((0, ranks_per_node),)])
     return {shape: tuple(dict.fromkeys(several)) for shape, several in sorted(found.items())}
 
 
 def block_of(hosts: Sequence[str]) -> int:
     """The largest divisor of the world size for which every run of ranks has one host.
 
-    This is the number of ranks per node, if nodes are filled in order.
-
-    Args:
-        hosts: host name of each rank.
+    This is the number of ranks per node, if nodes are filled in order of `hosts`, one a rank.
     """
     world = len(hosts)
     return next(
@@ -108,13 +92,3 @@ def block_of(hosts: Sequence[str]) -> int:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _pairs(world_size: int, ranks_per_node: int) -> dict[GroupShape, tuple[int, int]]:
-    """A pair on one node and a pair on two nodes, as far as they exist."""
-    pairs = {}
-    if ranks_per_node > 1:
-        pairs[GroupShape(2, 2)] = (0, 1)
-    if world_size > ranks_per_node:
-        pairs[GroupShape(2, 1)] = (0, ranks_per_node)
-    return pairs

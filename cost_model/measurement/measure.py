@@ -25,7 +25,7 @@ from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.measurement.bench import Bench
-from autopar.cost_model.measurement.cluster_cache import CachedCluster, ClusterCache, deviation
+from autopar.cost_model.measurement.cluster_cache import deviation, read_cluster, write_cluster
 from autopar.cost_model.measurement.group_layouts import (
     axes_of,
     block_of,
@@ -114,42 +114,6 @@ def measure(
         DisagreementError: the arguments differ between ranks.
         CommunicationError: another rank died, or exceeded the group's timeout.
     """
-    _check(group, collectives, sizes, mesh, dtype, budget_s, cache, fresh, progress)
-    request = Request(
-        tuple(collectives),
-        tuple(sorted(set(sizes))),
-        None if mesh is None else tuple(mesh.items()),
-        dtype,
-        budget_s,
-        cache,
-        fresh,
-    )
-    if not (dist.is_available() and dist.is_initialized()):
-        request.check(1)
-        return _alone()
-    group = group or dist.group.WORLD
-    if group is None or dist.get_world_size(group) == 1:
-        request.check(1)
-        return _alone()
-    if dist.get_backend(group) == "fake":
-        return Cluster.default(dist.get_world_size(group))
-    with Bench(group) as bench:
-        _agree(bench, request)
-        return _cached_or_new(bench, request, progress or (lambda done: None))
-
-
-def _check(
-    group: Any,
-    collectives: Any,
-    sizes: Any,
-    mesh: Any,
-    dtype: Any,
-    budget_s: Any,
-    cache: Any,
-    fresh: Any,
-    tell: Any,
-) -> None:
-    """Raises ClusterError for the first invalid argument of `measure`."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise argument_error(
             "group", group, "give a process group of torch.distributed", ClusterError
@@ -169,8 +133,28 @@ def _check(
     seconds("budget_s", budget_s, error=ClusterError)
     flag("cache", cache, ClusterError)
     flag("fresh", fresh, ClusterError)
-    if tell is not None and not callable(tell):
-        raise argument_error("tell", tell, "give a function", ClusterError)
+    if progress is not None and not callable(progress):
+        raise argument_error("tell", progress, "give a function", ClusterError)
+    axes, ordered = tuple((mesh or {}).items()) or None, tuple(sorted(set(sizes)))
+    request = Request(tuple(collectives), ordered, axes, dtype, budget_s, cache, fresh)
+    live = dist.is_available() and dist.is_initialized()
+    group = (group or dist.group.WORLD) if live else None
+    if group is None or dist.get_world_size(group) == 1:
+        request.check(1)
+        return _alone()
+    if dist.get_backend(group) == "fake":
+        return Cluster.default(dist.get_world_size(group))
+    with Bench(group) as bench:
+        requests = bench.gather(request)
+        for rank, other in enumerate(requests):
+            for field in fields(Request):
+                mine, theirs = getattr(requests[0], field.name), getattr(other, field.name)
+                if mine != theirs:
+                    raise DisagreementError(
+                        f"measure: {field.name} is {mine!r} on rank 0 but {theirs!r} on rank {rank}"
+                    )
+        request.check(bench.world_size)
+        return _cached_or_new(bench, request, progress or (lambda done: None))
 
 
 def _check_list(name: str, value: Any) -> None:
@@ -178,34 +162,22 @@ def _check_list(name: str, value: Any) -> None:
         raise argument_error(name, value, "give a list or tuple, not an empty one", ClusterError)
 
 
-def _agree(bench: Bench, request: Request) -> None:
-    """Raises on every rank if the requests differ or are invalid."""
-    for rank, other in enumerate(requests := bench.gather(request)):
-        for field in fields(Request):
-            mine, theirs = getattr(requests[0], field.name), getattr(other, field.name)
-            if mine != theirs:
-                raise DisagreementError(
-                    f"measure: {field.name} is {mine!r} on rank 0 but {theirs!r} on rank {rank}"
-                )
-    request.check(bench.world_size)
-
-
 def _cached_or_new(bench: Bench, request: Request, progress: ReportProgress) -> Cluster:
     hosts = bench.gather((Host.here().facts(), device_name(bench.device)))
     facts = {"hosts": hosts, "backend": bench.backend, "dtype": request.dtype, "pieces": MAX_CHUNKS}
-    cache = ClusterCache(facts)
     ranks_per_node = block_of([str(host["name"]) for host, _ in hosts])
     wanted = request.layouts(bench.world_size, ranks_per_node)
-    cached = bench.agree(lambda: cache.read() if request.cache and not request.fresh else None)
-    if cached is not None and cached.serves(wanted, request.budget_s):
-        wrong = deviation(bench, cached.cluster, wanted)
+    reads = request.cache and not request.fresh
+    cached, spent_s = bench.agree(lambda: read_cluster(facts) if reads else None) or (None, 0.0)
+    if cached and spent_s >= request.budget_s and all(key in cached.curves for key in wanted):
+        wrong = deviation(bench, cached, wanted)
         if wrong is None:
-            return cached.cluster
+            return cached
         if bench.rank == 0:
             warn_once(MeasurementWarning, f"the kept measurement is out of date: {wrong}")
     cluster = _measure(bench, request, wanted, hosts[0], ranks_per_node, progress)
     if bench.rank == 0 and request.cache:
-        cache.write(CachedCluster(cluster, request.budget_s))
+        write_cluster(facts, cluster, request.budget_s)
     return cluster
 
 
@@ -222,7 +194,9 @@ def _measure(
     host, device = first
     today = f"measured {date.today()} on {host['name']}"
     slowdown = measure_slowdown(bench, today) if cpu else SHARED_GPU
-    versions = _versions(bench.backend)
+    versions = {"torch": str(torch.__version__)}
+    if bench.backend == "nccl":
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     version = ", ".join([bench.backend, *(f"{name} {v}" for name, v in versions.items())])
 
     def record() -> Cluster:
@@ -246,13 +220,6 @@ def _measure(
         )
 
     return bench.agree(record)
-
-
-def _versions(backend: str) -> dict[str, str]:
-    versions = {"torch": str(torch.__version__)}
-    if backend == "nccl":
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return versions
 
 
 def _device_memory(device: torch.device, host: dict[str, Any], sharing: int) -> int | None:

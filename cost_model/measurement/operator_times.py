@@ -25,7 +25,7 @@ from autopar.cost_model.disk_cache import (
     write_json,
 )
 from autopar.cost_model.host import Host, device_name
-from autopar.cost_model.kernels.aliases import is_view
+from autopar.cost_model.kernels.aliases import computes
 from autopar.cost_model.kernels.fusion import EAGER, Traffic, traffic
 from autopar.cost_model.kernels.gemm_efficiency import is_attention, is_causal, product_of
 from autopar.cost_model.kernels.roofline import Roofline
@@ -61,12 +61,8 @@ class Timing:
 class TimingContext:
     """Conditions of a timing; times of other conditions do not count.
 
-    Attributes:
-        device: "cpu" or the name of the GPU.
-        model: model name of the processor or GPU.
-        threads: threads of one operator.
-        sharing: ranks that share the host's cores and are timed at once.
-        torch: version of torch.
+    `threads` are those of one operator. `sharing` is the number of ranks that share the host's
+    cores and are timed at once.
     """
 
     device: str
@@ -108,9 +104,8 @@ class OperatorTimes:
     def load(cls, device: str | torch.device, *, sharing: int = 1) -> OperatorTimes:
         """The times of this machine's cache.
 
-        Args:
-            device: "cpu", "cuda", or the name of a GPU, in this machine or not.
-            sharing: number of ranks on this host.
+        The device is "cpu", "cuda", or the name of a GPU, in this machine or not. `sharing` is the
+        number of ranks on this host.
         """
         setting, present = _resolve(str(device), sharing)
         return cls(setting, present, *_cached(setting))
@@ -123,13 +118,13 @@ class OperatorTimes:
         budget_s: float = 2.0,
         alone_s: float = 0.02,
     ) -> OperatorTimes:
-        """These times, with the missing operators of some graphs.
+        """These times, with the missing operators of some lowered graphs, the same on all ranks.
 
         On a CPU each graph with missing operators is replayed. Otherwise, and where that fails,
         operators are timed one by one.
 
         Args:
-            graphs: lowered graphs, the same on all ranks.
+            graphs: lowered graphs.
             ranks: the ranks that call this at once.
             budget_s: seconds for replays, three rounds at least.
             alone_s: seconds for each operator otherwise, three runs at least.
@@ -149,12 +144,12 @@ class OperatorTimes:
         def add(seconds: Mapping[str, float], rehearsed: bool) -> None:
             for name, taken in seconds.items():
                 if (node := nodes.get(name)) is not None:
-                    size = (flops_of(node), moved_bytes(node)) if _computes(node) else (0.0, 0)
+                    size = (flops_of(node), moved_bytes(node)) if computes(node) else (0.0, 0)
                     times[name] = Timing(taken, *size, today, rehearsed)
 
         if self.setting.device == "cpu":
             add(replay_step(self._missing_graphs(graphs, ranks), ranks, budget_s=budget_s), True)
-        missing = {k: n for k, n in nodes.items() if k not in times and _computes(n)}
+        missing = {k: n for k, n in nodes.items() if k not in times and computes(n)}
         add(Stopwatch(alone_s).times(missing), False)
         if _DISPATCH not in times:
             device = "cpu" if self.setting.device == "cpu" else "cuda"
@@ -168,12 +163,9 @@ class OperatorTimes:
         *,
         budget_s: float = 0.02,
     ) -> OperatorTimes:
-        """These times, with those of `nodes` alone if some rank lacks one.
+        """These times, with those of `nodes`, by their signatures, alone if some rank lacks one.
 
-        Args:
-            nodes: operators by their signatures.
-            ranks: the ranks that call this at once.
-            budget_s: seconds for each operator, three runs at least.
+        All ranks call this at once. Each operator gets `budget_s` seconds, three runs at least.
         """
         known = not self.present or nodes.keys() <= self.alone.keys()
         if all(ranks.gather(known)):
@@ -193,7 +185,7 @@ class OperatorTimes:
             keys = (
                 time_key(node)
                 for node in graph.calls()
-                if _computes(node) or (ranks.group is not None and _communicates(node))
+                if computes(node) or (ranks.group is not None and _communicates(node))
             )
             return any(key not in self.times or not self.times[key].rehearsed for key in keys)
 
@@ -243,27 +235,21 @@ class OperatorTimes:
         if node.op != "call_function":
             return ZERO_COST
         cost = self._costs.get(time_key(node))
-        if cost is None and node in self.traffic:
-            cost = self._fused(self.traffic[node])
+        if cost is None and (moved := self.traffic.get(node)) is not None:  # in a fused kernel
+            line = self.roofline
+            seconds = line.streams.seconds(moved.nbytes) + (line.launch_s if moved.first else 0.0)
+            cost = Cost(seconds, f"modelled by {line.source}, small operators fused")
         if cost is None:
-            cost = self._modelled(node) if _computes(node) else self._dispatch
+            if not computes(node):
+                return self._dispatch
+            if (key := signature(node)) not in self._modelled_costs:
+                self._modelled_costs[key] = self._by_model(node)
+            cost = self._modelled_costs[key]
         return cost
-
-    def _modelled(self, node: fx.Node) -> Cost:
-        key = signature(node)
-        if key not in self._modelled_costs:
-            self._modelled_costs[key] = self._by_model(node)
-        return self._modelled_costs[key]
 
     @cached_property
     def _modelled_costs(self) -> dict[str, Cost]:
         return {}
-
-    def _fused(self, moved: Traffic) -> Cost:
-        """The cost that an operator adds to its fused kernel."""
-        line = self.roofline
-        seconds = line.streams.seconds(moved.nbytes) + (line.launch_s if moved.first else 0.0)
-        return Cost(seconds, f"modelled by {line.source}, small operators fused")
 
     def call_of_collective(self, node: fx.Node) -> Cost | None:
         """Thread time of issuing, or waiting for, an empty collective, from replayed steps.
@@ -285,8 +271,8 @@ class OperatorTimes:
         flops, nbytes, line = flops_of(node), moved_bytes(node), self.roofline
         kind, size = kind_of(time_key(node)), flops or nbytes
         known = [timed for timed in self._kinds.get(kind, ()) if timed[0]]
-        nearest = min(known, key=lambda t: abs(math.log(t[0] / max(1, size))), default=(0, 0))
-        done, seconds = nearest
+        near = min(known, key=lambda t: abs(math.log(t[0] / max(1, size))), default=(0, 0))
+        done, seconds = near
         if size and 1 / _MAX_SIZE_RATIO <= done / size <= _MAX_SIZE_RATIO:
             rest = max(0.0, seconds - line.launch_s) * size / done
             return Cost(line.launch_s + rest, f"modelled by {kind} of another size, timed here")
@@ -347,10 +333,6 @@ class OperatorTimes:
 def _communicates(node: fx.Node) -> bool:
     """Whether a node issues a collective or waits for one."""
     return is_wait(node) or collective_of(node) is not None
-
-
-def _computes(node: fx.Node) -> bool:
-    return not is_view(node) and collective_of(node) is None
 
 
 def _resolve(device: str, sharing: int) -> tuple[TimingContext, bool]:

@@ -53,16 +53,9 @@ def sample(
     budget_s: float,
     progress: ReportProgress,
 ) -> dict[CurveKey, dict[int, list[float]]]:
-    """Seconds of each trial by curve and message size in bytes. Every rank calls it.
+    """Seconds of each trial by curve and approximate message size in bytes. Every rank calls it.
 
-    Sizes that exceed a curve's share of the budget are left out.
-
-    Args:
-        bench: the process group.
-        layouts: the curves to time.
-        sizes: approximate message sizes in bytes, ascending.
-        budget_s: approximate seconds to spend.
-        progress: is called with the finished share, on rank 0.
+    Sizes, which ascend, are left out where they exceed a curve's share of the budget.
     """
     start = time.perf_counter()
     first = _first_times(bench, layouts, sizes, budget_s)

@@ -7,7 +7,6 @@ measured.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost_model.collectives import collective_of
 from autopar.cost_model.disk_cache import (
     cache_directory,
     check_numbers,
@@ -25,14 +23,12 @@ from autopar.cost_model.disk_cache import (
     read_cached,
     write_json,
 )
-from autopar.cost_model.host import Host, device_name, free_memory_bytes
-from autopar.cost_model.kernels.aliases import extent_bytes, is_view
+from autopar.cost_model.host import Host, device_name
+from autopar.cost_model.kernels.aliases import computes
 from autopar.cost_model.kernels.signature import signature
-from autopar.cost_model.kernels.timing import runnable
+from autopar.cost_model.kernels.timing import operator_bytes, operator_limit, runnable
 from autopar.cost_model.memory.allocation_tracker import track_allocations
-from autopar.ir.graph import TrainingGraph, tensors
-
-_MEMORY_SHARE = 0.25  # largest share of free memory for the tensors of one operator
+from autopar.ir.graph import TrainingGraph
 
 
 @dataclass(frozen=True)
@@ -53,11 +49,7 @@ class Workspace:
 
     @classmethod
     def load(cls, device: str) -> Workspace:
-        """The measurements of this machine's cache.
-
-        Args:
-            device: "cpu", "cuda", or the name of a GPU, in this machine or not.
-        """
+        """The measurements of this machine's cache for "cpu", "cuda" or the name of any GPU."""
         cpu = device == "cpu"
         gpu = "" if cpu or not torch.cuda.is_available() else device_name(torch.device("cuda"))
         host = Host.here()
@@ -76,7 +68,7 @@ class Workspace:
             return self
         missing: dict[str, fx.Node] = {}
         for graph in graphs:
-            missing |= {signature(node): node for node in graph.calls() if _is_kernel(node)}
+            missing |= {signature(node): node for node in graph.calls() if computes(node)}
         missing = {key: node for key, node in missing.items() if key not in self.nbytes}
         with torch.random.fork_rng(range(torch.cuda.device_count())), torch.no_grad():
             measured = {key: _measure(node, self.device) for key, node in missing.items()}
@@ -100,17 +92,12 @@ class Workspace:
         return frozenset(key.partition("(")[0] for key, size in self.nbytes.items() if size)
 
 
-def _is_kernel(node: fx.Node) -> bool:
-    return node.op == "call_function" and not is_view(node) and collective_of(node) is None
-
-
 def _measure(node: fx.Node, device: str) -> int | None:
     """Bytes that an operator allocates beyond its results.
 
     None if it cannot be run, its tensors would not fit, or a profiler is running.
     """
-    limit = _MEMORY_SHARE * (free_memory_bytes() or math.inf)
-    if sum(extent_bytes(t) for n in (node, *node.all_input_nodes) for t in tensors(n)) > limit:
+    if operator_bytes(node) > operator_limit():
         return None
     call = runnable(node)
     try:

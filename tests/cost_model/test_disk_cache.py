@@ -37,10 +37,9 @@ def _scratch() -> object:
 
 
 def _clusters() -> object:
-    shelf = kept.ClusterCache(FACTS)
-    if shelf.read() is None:
-        shelf.write(kept.CachedCluster(Cluster.default(2, "cpu"), 1.0))
-    return shelf.read()
+    if kept.read_cluster(FACTS) is None:
+        kept.write_cluster(FACTS, Cluster.default(2, "cpu"), 1.0)
+    return kept.read_cluster(FACTS)
 
 
 def _probes() -> object:
@@ -104,4 +103,4 @@ def test_a_cluster_of_another_schema_is_passed_over_in_silence(
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": SCHEMA_VERSION - 1}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kept.ClusterCache(FACTS).read() is None
+        assert kept.read_cluster(FACTS) is None
