@@ -30,29 +30,14 @@ from autopar.ir.graph import tensor_bytes, tensors
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
-_OPERATORS = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "broadcast_": "broadcast",
-}
-
 
 def collective_of(node: fx.Node) -> str | None:
     """The collective that a node issues, or None."""
     target: Any = node.target
     if getattr(target, "namespace", None) != "_c10d_functional":
         return None
-    return _OPERATORS.get(target.name().partition("::")[2].partition(".")[0])
+    name = target.name().partition("::")[2]
+    return next((c for c in COLLECTIVES[:-1] if name.startswith(c)), None)
 
 
 def is_wait(node: fx.Node) -> bool:

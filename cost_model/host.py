@@ -25,12 +25,16 @@ class Host:
 
     @classmethod
     def here(cls) -> Host:
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        else:
+            cores = os.cpu_count() or 1
         return cls(
             name=socket.gethostname(),
             cpu=_cpu_model(),
-            cores=_cores(),
+            cores=cores,
             threads=torch.get_num_threads(),
-            memory_bytes=_memory_bytes(),
+            memory_bytes=_pages("SC_PHYS_PAGES"),
             torch=str(torch.__version__),
         )
 
@@ -56,16 +60,6 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _memory_bytes() -> int:
-    return _pages("SC_PHYS_PAGES")
 
 
 def free_memory_bytes() -> int:

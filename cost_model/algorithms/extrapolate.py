@@ -123,7 +123,7 @@ def derive(
     wanted: CurveKey,
     nbytes: float,
     fabric: Fabric,
-    prior: Prior | None = None,
+    prior: Prior = lambda key, nbytes: None,
 ) -> Cost | None:
     """The time of a group that was not measured; None without a measured group like it.
 
@@ -162,16 +162,15 @@ def _scaled(
     wanted: CurveKey,
     nbytes: float,
     fabric: Fabric,
-    prior: Prior | None = None,
+    prior: Prior,
 ) -> float:
     """The base's time at equal bytes on the busiest link, with the latency of the wanted steps."""
     share = fabric.link_bytes(wanted.collective, wanted.shape)
     equal = nbytes * share / fabric.link_bytes(base.collective, base.shape)
     whole = curve(equal)
-    if prior is not None:
-        more, less = prior(wanted, nbytes), prior(base, equal)
-        if more is not None and less is not None:
-            return whole + max(more - less, -whole / 2)
+    more, less = prior(wanted, nbytes), prior(base, equal)
+    if more is not None and less is not None:
+        return whole + max(more - less, -whole / 2)
     floor = curve.pieces[0].latency_s
     nearest = min(curve.pieces, key=lambda piece: abs(piece(equal) - whole))
     latency = min(whole, max(floor, nearest.latency_s))

@@ -68,7 +68,12 @@ def leaving(collective: str, shape: GroupShape, backend: str, ranks_per_node: in
     if shape.nodes == 1:
         return 0.0
     groups = ranks_per_node // shape.ranks_per_node
-    return groups * _leaving_one_group(collective, shape, backend)
+    near, others = shape.ranks_per_node, shape.ranks - shape.ranks_per_node
+    if collective == "all_to_all":
+        return groups * (near * others / shape.ranks)
+    if collective == "broadcast" and backend == "gloo":
+        return float(groups * _tree_links(shape))
+    return groups * ring(collective, shape.ranks, backend)[1]
 
 
 def messages(collective: str, shape: GroupShape, backend: str, ranks_per_node: int) -> int:
@@ -81,15 +86,6 @@ def messages(collective: str, shape: GroupShape, backend: str, ranks_per_node: i
     if collective in ("broadcast", "send"):
         return round(leaving(collective, shape, backend, ranks_per_node))
     return groups * _SEGMENTS * ring(collective, shape.ranks, backend)[0]
-
-
-def _leaving_one_group(collective: str, shape: GroupShape, backend: str) -> float:
-    near, others = shape.ranks_per_node, shape.ranks - shape.ranks_per_node
-    if collective == "all_to_all":
-        return near * others / shape.ranks
-    if collective == "broadcast" and backend == "gloo":
-        return float(_tree_links(shape))
-    return ring(collective, shape.ranks, backend)[1]
 
 
 def _tree_links(shape: GroupShape) -> int:

@@ -23,7 +23,6 @@ from autopar.common.checks import (
     text,
 )
 from autopar.common.documents import load
-from autopar.cost_model.algorithms.extrapolate import Fabric
 from autopar.cost_model.cluster.document import cluster_fields
 from autopar.cost_model.cluster.interference import SHARED_CORES, SHARED_GPU, Slowdown
 from autopar.cost_model.cluster.pricing import CollectivePricer
@@ -155,10 +154,6 @@ class Cluster:
         nbytes = transfer.nbytes * transfer.pieces
         whole = self.seconds(transfer.collective, nbytes, transfer.shape, transfer.dtype)
         return dataclasses.replace(whole, seconds=whole.seconds / transfer.pieces)
-
-    @property
-    def fabric(self) -> Fabric:
-        return self._pricer.fabric
 
     @cached_property
     def _pricer(self) -> CollectivePricer:

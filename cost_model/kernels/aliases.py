@@ -33,13 +33,7 @@ _PERHAPS_VIEWS = frozenset(
 
 @dataclass(frozen=True)
 class Storage:
-    """A piece of memory.
-
-    Attributes:
-        maker: the node that allocates it.
-        nbytes: size in bytes.
-        device: type of its device.
-    """
+    """A piece of memory: the node that allocates it, its bytes, and the type of its device."""
 
     creator: fx.Node
     nbytes: int
@@ -113,9 +107,8 @@ def _behind_argument(
 def _rule(target: Any) -> str | tuple[int | str, ...]:
     """The relation of an operator's results to its arguments.
 
-    Returns:
-        "fresh", "view" (of the first argument), "perhaps" (a view or a copy), or the positions or
-        names of the arguments that are written to and returned.
+    "fresh", "view" (of the first argument), "perhaps" (a view or a copy), or the positions or names
+    of the arguments that are written to and returned.
     """
     if not isinstance(target, OpOverload):
         return "fresh"

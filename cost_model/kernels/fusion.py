@@ -11,7 +11,7 @@ kernels of their own, as with libraries such as apex.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,12 +63,7 @@ EAGER = "eager"
 
 @dataclass(frozen=True)
 class Traffic:
-    """Memory traffic of a fused operator.
-
-    Attributes:
-        nbytes: bytes that the kernel reads or writes because of it.
-        first: whether it is the kernel's first operator.
-    """
+    """Bytes that a fused kernel moves because of an operator, and whether that is its first."""
 
     nbytes: int
     first: bool
@@ -127,7 +122,7 @@ def _kernels(
     merged = UnionFind()
 
     for node in graph.calls():
-        makers = list(_makers(node, source, level))
+        makers = [source[value] for value in node.all_input_nodes if source[value] in level]
         fused = is_fused(node, backend)
         level[node] = max(
             (level[m] + (not (fused and m in fusible and _same_phase(m, node))) for m in makers),
@@ -140,15 +135,6 @@ def _kernels(
                     merged.union(maker, node)
     numbers: dict[fx.Node, int] = {}
     return {node: numbers.setdefault(merged[node], len(numbers)) for node in fusible}
-
-
-def _makers(
-    node: fx.Node, source: Mapping[fx.Node, fx.Node], known: Mapping[fx.Node, int]
-) -> Iterator[fx.Node]:
-    """The operators whose values a node reads."""
-    for value in node.all_input_nodes:
-        if source[value] in known:
-            yield source[value]
 
 
 def _same_phase(one: fx.Node, other: fx.Node) -> bool:

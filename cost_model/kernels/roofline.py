@@ -27,9 +27,7 @@ _LEAST_LAUNCHES = 2.0  # least time of an operator that tells a rate, in launch 
 class Rates:
     """Work per second by the size of the work: larger operators are faster.
 
-    Attributes:
-        sizes: floating-point operations, or bytes, ascending.
-        rates: work per second at each size.
+    `sizes` are floating-point operations or bytes, ascending; `rates` are per second.
     """
 
     sizes: tuple[float, ...]
@@ -119,9 +117,8 @@ class Roofline:
     def fitted(self, timed: Sequence[tuple[float, float, float]], launch_s: float) -> Roofline:
         """The roofline with rates of timed operators, where some were large enough.
 
-        Args:
-            timed: floating-point operations, bytes and seconds of each operator.
-            launch_s: seconds of an empty operator.
+        `timed` has the floating-point operations, bytes and seconds of each operator. `launch_s`
+        are the seconds of an empty one.
         """
         large = [(f, b, s - launch_s) for f, b, s in timed if s > _LEAST_LAUNCHES * launch_s]
         return replace(

@@ -13,15 +13,9 @@ from typing import Any
 
 import torch
 
+from autopar.cost_model import disk_cache
 from autopar.cost_model.cluster.cluster import SCHEMA_VERSION, Cluster
 from autopar.cost_model.curves.measured_curve import CurveKey
-from autopar.cost_model.disk_cache import (
-    cache_directory,
-    check_numbers,
-    digest,
-    read_cached,
-    write_json,
-)
 from autopar.cost_model.measurement.bench import Bench
 from autopar.cost_model.measurement.sampling import Layouts
 
@@ -33,25 +27,27 @@ _LONGEST_S = 0.02  # longest time that the check repeats
 
 
 def _path(facts: Mapping[str, Any]) -> Path:
-    return cache_directory() / "clusters" / f"{digest(facts)}.json"
+    return disk_cache.cache_directory() / "clusters" / f"{disk_cache.digest(facts)}.json"
 
 
 def read_cluster(facts: Mapping[str, Any]) -> tuple[Cluster, float] | None:
     """The cached cluster of these conditions, and its budget in seconds; None without any."""
 
     def parse(data: Any) -> tuple[Cluster, float] | None:
-        if data["schema"] != SCHEMA_VERSION or digest(data["facts"]) != digest(facts):
+        if data["schema"] != SCHEMA_VERSION or disk_cache.digest(
+            data["facts"]
+        ) != disk_cache.digest(facts):
             return None
-        budget_s = check_numbers({"budget_s": data["budget_s"]})["budget_s"]
+        budget_s = disk_cache.check_numbers({"budget_s": data["budget_s"]})["budget_s"]
         return Cluster.from_dict(data["cluster"]), budget_s
 
-    return read_cached(_path(facts), parse)
+    return disk_cache.read_cached(_path(facts), parse)
 
 
 def write_cluster(facts: Mapping[str, Any], cluster: Cluster, budget_s: float) -> None:
     """Replaces the cached cluster; warns if that fails."""
     data = {"schema": SCHEMA_VERSION, "facts": dict(facts), "budget_s": budget_s}
-    write_json(_path(facts), {**data, "cluster": cluster.to_dict()})
+    disk_cache.write_json(_path(facts), {**data, "cluster": cluster.to_dict()})
 
 
 def deviation(bench: Bench, cluster: Cluster, layouts: Layouts) -> str | None:

@@ -15,15 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.cost_model import disk_cache
 from autopar.cost_model.collectives import collective_of, is_wait
 from autopar.cost_model.cost import ZERO_COST, ClusterError, Cost
-from autopar.cost_model.disk_cache import (
-    cache_directory,
-    check_numbers,
-    digest,
-    read_cached,
-    write_json,
-)
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.kernels.aliases import computes
 from autopar.cost_model.kernels.fusion import EAGER, Traffic, traffic
@@ -116,7 +110,6 @@ class OperatorTimes:
         ranks: ReplayGroup = SINGLE_RANK,
         *,
         budget_s: float = 2.0,
-        alone_s: float = 0.02,
     ) -> OperatorTimes:
         """These times, with the missing operators of some lowered graphs, the same on all ranks.
 
@@ -127,7 +120,6 @@ class OperatorTimes:
             graphs: lowered graphs.
             ranks: the ranks that call this at once.
             budget_s: seconds for replays, three rounds at least.
-            alone_s: seconds for each operator otherwise, three runs at least.
         """
         if not self.present:
             return self
@@ -150,7 +142,7 @@ class OperatorTimes:
         if self.setting.device == "cpu":
             add(replay_step(self._missing_graphs(graphs, ranks), ranks, budget_s=budget_s), True)
         missing = {k: n for k, n in nodes.items() if k not in times and computes(n)}
-        add(Stopwatch(alone_s).times(missing), False)
+        add(Stopwatch().times(missing), False)
         if _DISPATCH not in times:
             device = "cpu" if self.setting.device == "cpu" else "cuda"
             times[_DISPATCH] = Timing(time_dispatch(device), 0, 0, today)
@@ -200,13 +192,6 @@ class OperatorTimes:
             )
         return [graph for graph, *flags in zip(graphs, *lacking, strict=True) if any(flags)]
 
-    def merged(self, other: OperatorTimes) -> OperatorTimes:
-        """These times and the other's; where both have one, the other's."""
-        if other.setting != self.setting:
-            raise ClusterError(f"operators timed under {other.setting} are not of {self.setting}")
-        times, alone = {**self.times, **other.times}, {**self.alone, **other.alone}
-        return replace(self, times=times, alone=alone)
-
     def save(self) -> None:
         """Writes the times to the cache, merged with those of other processes."""
         times, alone = _cached(self.setting)
@@ -215,7 +200,7 @@ class OperatorTimes:
             "times": {key: asdict(timing) for key, timing in {**times, **self.times}.items()},
             "alone": {**alone, **self.alone},
         }
-        write_json(_path(self.setting), data)
+        disk_cache.write_json(_path(self.setting), data)
 
     def of(self, graph: TrainingGraph) -> OperatorTimes:
         """These times for a graph whose operators the backend may fuse."""
@@ -350,7 +335,7 @@ def _resolve(device: str, sharing: int) -> tuple[TimingContext, bool]:
 
 
 def _path(setting: TimingContext) -> Path:
-    return cache_directory() / "operators" / f"{digest(asdict(setting))}.json"
+    return disk_cache.cache_directory() / "operators" / f"{disk_cache.digest(asdict(setting))}.json"
 
 
 def _cached(setting: TimingContext) -> tuple[dict[str, Timing], dict[str, float]]:
@@ -360,8 +345,10 @@ def _cached(setting: TimingContext) -> tuple[dict[str, Timing], dict[str, float]
         if data["setting"] != asdict(setting):
             return {}, {}
         for fields in data["times"].values():
-            check_numbers({name: fields[name] for name in ("seconds", "flops", "nbytes")})
+            disk_cache.check_numbers(
+                {name: fields[name] for name in ("seconds", "flops", "nbytes")}
+            )
         times = {key: Timing(**fields) for key, fields in data["times"].items()}
-        return times, check_numbers(data.get("alone", {}))
+        return times, disk_cache.check_numbers(data.get("alone", {}))
 
-    return read_cached(_path(setting), parse) or ({}, {})
+    return disk_cache.read_cached(_path(setting), parse) or ({}, {})

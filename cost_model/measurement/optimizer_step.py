@@ -50,9 +50,7 @@ class UpdateCost:
     def modelled(cls, line: Roofline, state_ratio: float = 2.0) -> UpdateCost:
         """One kernel that reads parameter, gradient and states, and writes all but the gradient.
 
-        Args:
-            line: roofline of the device.
-            state_ratio: bytes of states for each byte of a parameter, 2 for AdamW.
+        `state_ratio` are the bytes of states for each byte of a parameter, 2 for AdamW.
         """
         sizes, moved = tuple(4 * numel for numel in SIZES), 3.0 + 2.0 * state_ratio
         curve = Curve.smooth(sizes, [line.seconds(0.0, moved * size) for size in sizes])
@@ -69,10 +67,7 @@ def measure_update(
 ) -> UpdateCost:
     """Times steps over parameters of several sizes, and over DTensors.
 
-    Args:
-        optimizer: class or factory.
-        device: device of the parameters.
-        mesh: mesh of the running ranks, all of which call this; None for a single one.
+    All ranks of the mesh call this; it is None for a single one.
     """
     samples: dict[int, list[float]] = {}
     for numel in SIZES:

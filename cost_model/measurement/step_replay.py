@@ -79,13 +79,8 @@ def replay_step(
 ) -> dict[str, float]:
     """Seconds of each operator of lowered graphs on a CPU, by `time_key`; every rank calls it.
 
-    Args:
-        graphs: graphs of this rank; they take turns.
-        ranks: the ranks that call this at once.
-        budget_s: seconds to spend, three rounds of each graph at least.
-
-    Returns:
-        The same on every rank. Empty if a graph cannot be run, or needs too much memory.
+    The graphs of a rank take turns for `budget_s` seconds, three rounds of each at least. The
+    result is the same on every rank, and empty if a graph cannot be run or needs too much memory.
     """
     programs = _prepared(graphs, ranks)
     if not programs:
@@ -141,8 +136,7 @@ def _prepared(graphs: Sequence[TrainingGraph], ranks: ReplayGroup) -> list[Timed
 class TimedProgram:
     """A lowered graph as a program with a clock in it.
 
-    Attributes:
-        keys: `time_key` of each interval between two ticks; None for intervals that do not count.
+    `keys` has the `time_key` of each interval between two ticks; None for those that do not count.
     """
 
     def __init__(self, graph: TrainingGraph) -> None:

@@ -23,21 +23,14 @@ from autopar._torch import (
 
 @dataclass(frozen=True)
 class Allocated:
-    """Bytes that one call allocated.
-
-    Attributes:
-        peak: most bytes at once, beyond those from before.
-        retained: bytes that remain when it returns, its result included.
-    """
+    """Bytes that one call allocated: most at once, and those that remain, its result included."""
 
     peak: int
     retained: int
 
 
 def track_allocations(call: Callable[[], object], device: str = "cpu") -> Allocated:
-    """Runs a call and counts its allocations on a device, "cpu" or "cuda".
-
-    On a CPU only allocations of this thread count.
+    """Runs a call and counts its allocations on "cpu" or "cuda", on a CPU those of this thread.
 
     Raises:
         RuntimeError: a profiler is running already (CPU only).

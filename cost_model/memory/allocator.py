@@ -8,7 +8,6 @@ are those taken from the device. Constants and rules: torch 2.11 to 2.13
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Protocol
 
 _MB = 2**20
 _MIN_BLOCK = 512  # kMinBlockSize
@@ -24,35 +23,6 @@ _CONTEXT = {"V100": 1271 * _MB, "A100": 1573 * _MB}
 CONTEXT_SOURCE = "modelled by what bigscience saw of the driver, the kernels and libraries on A100"
 
 
-class Allocator(Protocol):
-    """Hands out memory.
-
-    Attributes:
-        allocated: bytes handed out now.
-        reserved: bytes taken from the device now.
-    """
-
-    allocated: int
-    reserved: int
-
-    def malloc(self, nbytes: int) -> int:
-        """The address of a new block."""
-        ...
-
-    def size(self, address: int) -> int:
-        """Bytes of a block as `allocated` counts it."""
-        ...
-
-    def free(self, address: int) -> None:
-        """Frees a block."""
-        ...
-
-
-def allocator_of(device: str) -> Allocator:
-    """A new allocator of a device, "cpu" or "cuda"."""
-    return CachingAllocator() if device == "cuda" else HostAllocator()
-
-
 class HostAllocator:
     """The CPU's allocator: one block for each tensor, aligned to 64 bytes and freed at once."""
 
@@ -62,7 +32,6 @@ class HostAllocator:
         self._next = 0
 
     def malloc(self, nbytes: int) -> int:
-        """The address of a new block."""
         address = self._next
         self._next += _aligned(nbytes, _HOST_ALIGNMENT) or 1
         self._blocks[address] = nbytes
@@ -71,11 +40,9 @@ class HostAllocator:
         return address
 
     def size(self, address: int) -> int:
-        """Bytes of a block."""
         return self._blocks[address]
 
     def free(self, address: int) -> None:
-        """Frees a block."""
         nbytes = self._blocks.pop(address)
         self.allocated -= nbytes
         self.reserved -= _aligned(nbytes, _HOST_ALIGNMENT)
@@ -164,6 +131,11 @@ class CachingAllocator:
         del self._starts[address], self._ends[address + size]
 
 
+def allocator_of(device: str) -> HostAllocator | CachingAllocator:
+    """A new allocator of a device, "cpu" or "cuda"."""
+    return CachingAllocator() if device == "cuda" else HostAllocator()
+
+
 def segment_bytes(size: int) -> int:
     """Bytes that a request takes from the GPU if no free block fits."""
     if size <= _MAX_SMALL:
@@ -172,11 +144,7 @@ def segment_bytes(size: int) -> int:
 
 
 def workspace_bytes(device: str) -> int:
-    """Bytes of cuBLAS's permanent workspace (getChosenWorkspaceSize).
-
-    Args:
-        device: "cpu", or the name of the GPU.
-    """
+    """Bytes of cuBLAS's permanent workspace (getChosenWorkspaceSize) on "cpu" or a named GPU."""
     if device == "cpu":
         return 0
     recent = any(name in device for name in ("H100", "H200", "H20", "GH200", "B200", "B300"))
@@ -186,8 +154,7 @@ def workspace_bytes(device: str) -> int:
 def context_bytes(device: str) -> int:
     """Bytes that a process takes of a GPU outside of torch's allocator; see CONTEXT_SOURCE.
 
-    Args:
-        device: "cpu", or the name of the GPU. Unknown GPUs count as an A100.
+    Unknown GPUs count as an A100.
     """
     if device == "cpu":
         return 0

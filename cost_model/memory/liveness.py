@@ -25,31 +25,8 @@ from autopar.cost_model.collectives import collective_of, is_wait
 from autopar.cost_model.kernels.aliases import Storage, find_storages
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
 from autopar.cost_model.memory.workspace import Workspace
+from autopar.ir import roles
 from autopar.ir.graph import TrainingGraph, tensor_bytes
-from autopar.ir.roles import (
-    Accumulated,
-    BatchChecksum,
-    BatchFraction,
-    BatchIndex,
-    BatchTotal,
-    Buffer,
-    ChecksumSum,
-    Gradient,
-    Input,
-    InputRole,
-    MicrobatchPartial,
-    Output,
-    OutputRole,
-    Parameter,
-    Saved,
-    StageInput,
-    StageOutput,
-    State,
-    Tangent,
-    UnreducedGrad,
-    UnshardedParam,
-    Update,
-)
 
 CATEGORIES = (
     "parameters",
@@ -144,14 +121,11 @@ def memory_spans(graph: TrainingGraph, overhead: Overhead) -> list[Span]:
 
 
 class _Lifetimes:
-    """Lifetimes of the storages of a graph.
+    """Lifetimes of the storages of a graph. Points of time are positions of nodes.
 
-    Attributes:
-        nodes: all nodes in order; `index` is the position of each.
-        last: point of time of the optimizer's step.
-        backward: first point of time of the backward.
-        storages: all storages; `nodes_of` has the nodes whose value is in each.
-        released: for each retained collective, when its buffers are free.
+    `last` is the optimizer's step, `backward` the first point of the backward. `nodes_of` has the
+    nodes whose value is in each storage, `released` when the buffers of retained collectives are
+    free.
     """
 
     def __init__(self, graph: TrainingGraph, overhead: Overhead) -> None:
@@ -166,7 +140,7 @@ class _Lifetimes:
             for index in set(indices):
                 self.nodes_of[index].append(node)
         self.role = dict(zip(graph.placeholders, graph.inputs, strict=True))
-        self.returned: dict[fx.Node, list[OutputRole]] = {}
+        self.returned: dict[fx.Node, list[roles.OutputRole]] = {}
         for role, result in zip(graph.outputs, graph.results, strict=True):
             if result is not None:
                 self.returned.setdefault(result, []).append(role)
@@ -175,7 +149,6 @@ class _Lifetimes:
         self.device = "cuda" if "cuda" in devices else "cpu"
 
     def tensors(self) -> Iterator[Span]:
-        """Spans of the tensors of the graph."""
         for storage, nodes in zip(self.storages, self.nodes_of, strict=True):
             if self.device == "cuda" and storage.device != "cuda":
                 continue
@@ -188,7 +161,6 @@ class _Lifetimes:
                 yield Span(nbytes, 0, self.backward - 1, category)
 
     def workspaces(self) -> Iterator[Span]:
-        """Spans of memory that kernels allocate for themselves."""
         for index, node in enumerate(self.nodes):
             if nbytes := self.overhead.workspace.of(node):
                 yield Span(nbytes, index, index, "transient")
@@ -204,7 +176,6 @@ class _Lifetimes:
             yield Span(nbytes, 0, self.backward - 1, "buffers")
 
     def optimizer(self) -> Iterator[Span]:
-        """Spans of the optimizer's state and of its step."""
         memory, trained = self.overhead.optimizer, self._trained_bytes()
         for nbytes in trained:
             for ratio in memory.state:
@@ -216,12 +187,12 @@ class _Lifetimes:
 
     def _trained_bytes(self) -> list[int]:
         """Bytes of this rank's shard of each parameter with a gradient."""
-        roles = [role for roles in self.returned.values() for role in roles]
-        trained = {role.of for role in roles if isinstance(role, Gradient)}
+        given = [role for several in self.returned.values() for role in several]
+        trained = {role.of for role in given if isinstance(role, roles.Gradient)}
         return [
             self.storages[index].nbytes
             for node, role in self.role.items()
-            if isinstance(role, Parameter) and role in trained
+            if isinstance(role, roles.Parameter) and role in trained
             for index in self.storages_of[node]
         ]
 
@@ -286,13 +257,13 @@ class _Lifetimes:
         for kind, name in _INPUTS.items():
             if isinstance(role, kind):
                 return name
-        roles = [role for node in nodes for role in self.returned.get(node, ())]
+        given = [role for node in nodes for role in self.returned.get(node, ())]
         users = [user for node in nodes for user in node.users]
         if storage.creator.op == "get_attr":
             return "buffers"
-        if any(isinstance(role, (Gradient, UnreducedGrad)) for role in roles):
+        if any(isinstance(role, (roles.Gradient, roles.UnreducedGrad)) for role in given):
             return "gradients"
-        if any(isinstance(role, (Output, ChecksumSum)) for role in roles):
+        if any(isinstance(role, (roles.Output, roles.ChecksumSum)) for role in given):
             return "outputs"
         if any(n.meta.get("gathered") for n in nodes):
             return "gathered"
@@ -312,32 +283,33 @@ _COPYING = frozenset(
     {_c10d.all_reduce.default, _c10d.all_reduce_coalesced.default, _c10d.broadcast.default}
 )
 _PERMANENT = (
-    Parameter,
-    Buffer,
-    State,
-    Input,
-    BatchFraction,
-    BatchIndex,
-    BatchChecksum,
-    UnshardedParam,
+    roles.Parameter,
+    roles.Buffer,
+    roles.State,
+    roles.Input,
+    roles.BatchFraction,
+    roles.BatchIndex,
+    roles.BatchChecksum,
+    roles.UnshardedParam,
 )
-_CONSUMED = (Update, StageOutput, MicrobatchPartial)  # copied, sent or added up at once
+# Copied, sent or added up at once.
+_CONSUMED = (roles.Update, roles.StageOutput, roles.MicrobatchPartial)
 
 _INPUTS = {
-    Parameter: "parameters",
-    Buffer: "buffers",
-    State: "buffers",
-    Input: "inputs",
-    Accumulated: "gradients",
-    Saved: "saved",
-    UnshardedParam: "gathered",
+    roles.Parameter: "parameters",
+    roles.Buffer: "buffers",
+    roles.State: "buffers",
+    roles.Input: "inputs",
+    roles.Accumulated: "gradients",
+    roles.Saved: "saved",
+    roles.UnshardedParam: "gathered",
 }
 
 
-def _comes_with_backward(role: InputRole | None) -> bool:
-    if isinstance(role, StageInput):
+def _comes_with_backward(role: roles.InputRole | None) -> bool:
+    if isinstance(role, roles.StageInput):
         return role.phase == "backward"
-    return isinstance(role, Tangent) or (isinstance(role, BatchTotal) and role.late)
+    return isinstance(role, roles.Tangent) or (isinstance(role, roles.BatchTotal) and role.late)
 
 
 def copies(node: fx.Node) -> bool:

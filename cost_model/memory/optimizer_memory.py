@@ -50,11 +50,7 @@ class OptimizerMemory:
     ) -> OptimizerMemory:
         """Steps an optimizer on one, two and three parameters and tracks its allocations.
 
-        Args:
-            optimizer: as for `optimizer_state_ratio`.
-            device: device of the training, "cpu" or "cuda". Without a GPU here, foreach runs on
-                the CPU instead.
-            dtype: dtype of the parameters.
+        Without a GPU here, foreach runs on the CPU instead.
         """
         present = device == "cpu" or torch.cuda.is_available()
         there = device if present else "cpu"
@@ -95,11 +91,8 @@ class OptimizerMemory:
 def optimizer_state_ratio(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> float:
     """Bytes of optimizer state for each byte of parameter: AdamW 2, SGD 0, with momentum 1.
 
-    Single numbers, such as the count of steps, are left out.
-
-    Args:
-        optimizer: a factory of optimizers from parameters, or an optimizer to imitate.
-        dtype: dtype of the parameters.
+    Single numbers, such as the count of steps, are left out. The optimizer is a factory from
+    parameters, or one to imitate.
     """
     trial = _trial(optimizer, "cpu", 1, numel=_SIDE * _SIDE, dtype=dtype)
     parameter_bytes = tensor_bytes(trial.parameters[0])
@@ -152,8 +145,10 @@ def _trial(
     parameters = list(map(torch.nn.Parameter, zeros))
     try:
         trial = _Trial(parameters, make_optimizer(optimizer, parameters))
-        if foreach:
-            _use_foreach(trial.optimizer)
+        for group in trial.optimizer.param_groups if foreach else ():
+            # Foreach is the default on a GPU.
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True
         for _ in range(2):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
@@ -164,10 +159,3 @@ def _trial(
             f"class such as torch.optim.AdamW, or functools.partial(torch.optim.SGD, momentum=0.9)"
         ) from error
     return trial
-
-
-def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Chooses foreach where it is the default on a GPU."""
-    for group in optimizer.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = True

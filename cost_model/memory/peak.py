@@ -56,11 +56,9 @@ class Memory:
 
 
 def simulate_memory(graph: TrainingGraph, overhead: Overhead | None = None) -> Memory:
-    """The memory of one training step.
+    """The memory of one training step of a lowered graph.
 
-    Args:
-        graph: a lowered graph.
-        overhead: memory beside its tensors; by default AdamW's state on a CPU.
+    `overhead` is the memory beside its tensors; by default AdamW's state on a CPU.
     """
     overhead = overhead or Overhead()
     spans = memory_spans(graph, overhead)
@@ -108,14 +106,8 @@ def _allocate(
 ) -> tuple[list[int], int]:
     """Allocates the spans of two steps in a row; all later steps are like the second.
 
-    Args:
-        spans: spans in the order of allocation.
-        points: number of points of time.
-        device: "cpu" or "cuda".
-        workspace: bytes allocated first and never freed.
-
-    Returns:
-        The bytes of each span in the second step, and the most bytes reserved during it.
+    `workspace` bytes are allocated first and never freed. Returns the bytes of each span in the
+    second step, and the most bytes reserved during it.
     """
     allocator = allocator_of(device)
     starting: list[list[int]] = [[] for _ in range(points)]

@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost_model.disk_cache import (
-    cache_directory,
-    check_numbers,
-    digest,
-    read_cached,
-    write_json,
-)
+from autopar.cost_model import disk_cache
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.kernels.aliases import computes
 from autopar.cost_model.kernels.signature import signature
@@ -78,7 +72,7 @@ class Workspace:
     def save(self) -> None:
         """Writes the bytes to the cache, merged with those of other processes."""
         nbytes = {**_cached(self.setting), **self.nbytes}
-        write_json(_path(self.setting), {"setting": self.setting, "nbytes": nbytes})
+        disk_cache.write_json(_path(self.setting), {"setting": self.setting, "nbytes": nbytes})
 
     def of(self, node: fx.Node) -> int:
         """Bytes that an operator allocates beyond its results; 0 if it was not run."""
@@ -108,13 +102,13 @@ def _measure(node: fx.Node, device: str) -> int | None:
 
 
 def _path(setting: Mapping[str, Any]) -> Path:
-    return cache_directory() / "scratch" / f"{digest(setting)}.json"
+    return disk_cache.cache_directory() / "scratch" / f"{disk_cache.digest(setting)}.json"
 
 
 def _cached(setting: Mapping[str, Any]) -> dict[str, int]:
     """The bytes in the cache of this setting."""
 
     def parse(data: Any) -> dict[str, int]:
-        return check_numbers(data["nbytes"]) if data["setting"] == setting else {}
+        return disk_cache.check_numbers(data["nbytes"]) if data["setting"] == setting else {}
 
-    return read_cached(_path(setting), parse) or {}
+    return disk_cache.read_cached(_path(setting), parse) or {}

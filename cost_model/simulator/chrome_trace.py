@@ -31,11 +31,9 @@ class CollectiveIndex:
                 self._waits[node.name] = source.name
 
     def kind(self, name: str) -> str:
-        """The kind of a node's event on the compute stream."""
         return "wait" if name in self._waits else COMPUTE
 
     def collective(self, wait: str) -> str:
-        """The kind of collective of a wait."""
         return self._kinds[self._waits[wait]]
 
     def landed(self, name: str, start_s: float, end_s: float) -> list[Event]:

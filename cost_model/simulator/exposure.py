@@ -45,12 +45,10 @@ class Exposure:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that compute stalls for it."""
         return self.link_s + self.memory_s + self.dependence_s
 
     @property
     def by_cause(self) -> dict[str, float]:
-        """Seconds of each of CAUSES."""
         parts = (self.link_s, self.memory_s, self.dependence_s)
         return dict(zip(CAUSES, parts, strict=True))
 

@@ -46,7 +46,6 @@ class StageCost:
     returned_bytes: int = 0
 
     def seconds(self, action: Action) -> float:
-        """Seconds of an action."""
         kinds = {"F": self.forward_s, "B": self.backward_s, "I": self.input_s, "W": self.weight_s}
         return kinds[action.kind]
 
@@ -70,16 +69,6 @@ class PipelineSimulation:
     transfer_s: float
     exposed_s: float
     timeline: tuple[Event, ...] = field(repr=False)
-
-    @property
-    def idle(self) -> tuple[float, ...]:
-        """Share of the step without compute, for each rank."""
-        return tuple(1.0 - busy / self.step_s if self.step_s else 0.0 for busy in self.busy_s)
-
-    @property
-    def bubble(self) -> float:
-        """Mean share of the step without compute."""
-        return sum(self.idle) / len(self.idle)
 
 
 def simulate_pipeline(
@@ -116,117 +105,106 @@ def simulate_pipeline(
     )
 
 
+@dataclass
 class _Run:
     """A simulated step.
 
     Ranks that share cores advance at one pace. Actions therefore end in the order of their `work`:
     seconds at the pace of full load.
-
-    Attributes:
-        now: end of each rank's last action, in seconds.
-        busy: seconds of compute of each rank.
-        transfer_s: seconds of all transfers.
-        events: intervals that have ended.
     """
 
-    def __init__(
-        self,
-        orders: Orders,
-        stages: Sequence[StageCost],
-        transfer: Seconds,
-        issue_s: float,
-        late_s: float,
-        oversubscription: float,
-    ) -> None:
-        self._ranks, self._stages, self._transfer = len(orders), stages, transfer
-        self._issue_s, self._late_s = issue_s, late_s
-        self._oversubscription = oversubscription
-        self._queues = [deque(order) for order in orders]
-        ends = [{action.stage: action for action in order} for order in orders]
-        self._last_actions = {action for end in ends for action in end.values()}
-        self._ready: list[tuple[float, int]] = []  # (seconds at which a rank can go on, rank)
-        self._running: list[tuple[float, int]] = []  # (work at which an action ends, rank)
-        self._starts: dict[int, float] = {}  # start of the action of each rank that is not idle
-        self._arrivals: dict[Action, float] = {}
-        self._link_free: dict[tuple[int, int], float] = {}
-        self.now = [0.0] * self._ranks
-        self.busy = [0.0] * self._ranks
+    orders: Orders
+    stages: Sequence[StageCost]
+    transfer: Seconds
+    issue_s: float
+    late_s: float
+    oversubscription: float
+
+    def __post_init__(self) -> None:
+        self.ranks = len(self.orders)
+        self.queues = [deque(order) for order in self.orders]
+        ends = [{action.stage: action for action in order} for order in self.orders]
+        self.last_actions = {action for end in ends for action in end.values()}
+        self.ready: list[tuple[float, int]] = []  # (seconds at which a rank can go on, rank)
+        self.running: list[tuple[float, int]] = []  # (work at which an action ends, rank)
+        self.starts: dict[int, float] = {}  # start of the action of each rank that is not idle
+        self.arrivals: dict[Action, float] = {}
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.now = [0.0] * self.ranks  # end of each rank's last action
+        self.busy = [0.0] * self.ranks
         self.events: list[Event] = []
         self.transfer_s = 0.0
         self._run()
 
     def _run(self) -> None:
         time = work = 0.0
-        for rank in range(self._ranks):
+        for rank in range(self.ranks):
             self._schedule(rank)
-        while self._ready or self._running:
+        while self.ready or self.running:
             pace = self._pace
-            end_s = time + (self._running[0][0] - work) / pace if self._running else math.inf
-            next_s = min(end_s, self._ready[0][0]) if self._ready else end_s
+            end_s = time + (self.running[0][0] - work) / pace if self.running else math.inf
+            next_s = min(end_s, self.ready[0][0]) if self.ready else end_s
             next_s = max(next_s, time)
             work += (next_s - time) * pace
             time = next_s
             if end_s <= next_s:
-                self._end(heappop(self._running)[1], time)
+                self._end(heappop(self.running)[1], time)
             else:
-                self._begin(heappop(self._ready)[1], work)
-        if any(self._queues):
-            stuck = ", ".join(str(queue[0]) for queue in self._queues if queue)
+                self._begin(heappop(self.ready)[1], work)
+        if any(self.queues):
+            stuck = ", ".join(str(queue[0]) for queue in self.queues if queue)
             raise ValueError(f"the ranks wait for each other: {stuck}")
 
     @property
     def _pace(self) -> float:
         """Speed of compute now, relative to full load."""
-        share = len(self._running) / self._ranks
-        return self._oversubscription / max(1.0, self._oversubscription * share)
+        share = len(self.running) / self.ranks
+        return self.oversubscription / max(1.0, self.oversubscription * share)
 
     def _schedule(self, rank: int) -> None:
         """Marks an idle rank as ready, once its next input has arrived."""
-        queue = self._queues[rank]
-        if rank in self._starts or not queue or (arrival := self._arrival(queue[0])) is None:
+        queue = self.queues[rank]
+        if rank in self.starts or not queue or (arrival := self._arrival(queue[0])) is None:
             return
-        start = max(self.now[rank] + self._issue_s * bool(arrival), arrival)
-        self._starts[rank] = start
-        heappush(self._ready, (start, rank))
+        start = max(self.now[rank] + self.issue_s * bool(arrival), arrival)
+        self.starts[rank] = start
+        heappush(self.ready, (start, rank))
 
     def _arrival(self, action: Action) -> float | None:
         """When the input of an action is on its rank; None if unknown yet."""
-        outer = 0 if action.kind == "F" else len(self._stages) - 1
+        outer = 0 if action.kind == "F" else len(self.stages) - 1
         if action.kind == "W" or action.stage == outer:
             return 0.0
-        return self._arrivals.get(_receiver(action))
+        return self.arrivals.get(_receiver(action))
 
     def _begin(self, rank: int, work: float) -> None:
-        """Starts the next action of a rank."""
-        action = self._queues[rank][0]
-        stage = self._stages[action.stage]
+        action = self.queues[rank][0]
+        stage = self.stages[action.stage]
         first = stage.first_s if action.kind == "F" and action.micro == 0 else 0.0
-        last = stage.last_s if action in self._last_actions else 0.0
-        heappush(self._running, (work + first + stage.seconds(action) + last, rank))
+        last = stage.last_s if action in self.last_actions else 0.0
+        heappush(self.running, (work + first + stage.seconds(action) + last, rank))
 
     def _end(self, rank: int, time: float) -> None:
-        """Ends the action of a rank and sends its result."""
-        action, start = self._queues[rank].popleft(), self._starts.pop(rank)
-        stage = self._stages[action.stage]
+        action, start = self.queues[rank].popleft(), self.starts.pop(rank)
+        stage = self.stages[action.stage]
         self.now[rank] = time
         self.busy[rank] += time - start
         self.events.append(Event(str(action), f"rank {rank}", start, time, COMPUTE))
-        if action.kind == "F" and action.stage + 1 < len(self._stages):
+        if action.kind == "F" and action.stage + 1 < len(self.stages):
             self._send(rank, replace(action, stage=action.stage + 1), stage.sent_bytes)
         elif action.kind in ("B", "I") and action.stage:
             self._send(rank, replace(action, stage=action.stage - 1), stage.returned_bytes)
         self._schedule(rank)
 
     def _send(self, rank: int, receiver: Action, nbytes: int) -> None:
-        """Sends the input of an action to its rank."""
-        other = receiver.stage % self._ranks
-        start = max(self.now[rank], self._link_free.get((rank, other), 0.0))
-        seconds = self._transfer(nbytes) if other != rank else 0.0
+        other = receiver.stage % self.ranks
+        start = max(self.now[rank], self.link_free.get((rank, other), 0.0))
+        seconds = self.transfer(nbytes) if other != rank else 0.0
         end = start + seconds
-        self._arrivals[_receiver(receiver)] = end + self._late_s if seconds else end
+        self.arrivals[_receiver(receiver)] = end + self.late_s if seconds else end
         if seconds:
-            self.now[rank] += self._issue_s
-            self._link_free[rank, other] = end
+            self.now[rank] += self.issue_s
+            self.link_free[rank, other] = end
             self.transfer_s += seconds
             self.events.append(Event(str(receiver), f"rank {rank} to {other}", start, end, SEND))
         self._schedule(other)

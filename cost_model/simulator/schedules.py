@@ -43,11 +43,8 @@ Orders = tuple[Order, ...]
 def orders(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Orders:
     """The actions of each rank, in order.
 
-    Args:
-        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
-        ranks: ranks of the pipeline.
-        micro_batches: number of micro-batches.
-        stages_per_rank: more than one with "interleaved" and "gpipe" only.
+    The schedule is "gpipe", "1f1b", "interleaved" or "zero_bubble". Only "gpipe" and "interleaved"
+    allow several stages on a rank.
 
     Raises:
         ValueError: the schedule is unknown, or does not allow that many stages on a rank.
@@ -68,17 +65,10 @@ def orders(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int =
     return tuple(map(tuple, each))
 
 
-def forward_orders(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Orders:
-    """Forwards only, as in evaluation: all micro-batches of a stage before the rank's next one."""
-    return split_orders(ranks, micro_batches, stages_per_rank)[0]
-
-
 def split_orders(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> tuple[Orders, Orders]:
     """GPipe's forwards and its backwards, for a loss that is computed between them."""
-    micros, stages = (
-        range(micro_batches),
-        [_stages(r, ranks, stages_per_rank) for r in range(ranks)],
-    )
+    micros = range(micro_batches)
+    stages = [range(r, ranks * stages_per_rank, ranks) for r in range(ranks)]
     forwards = tuple(tuple(Action("F", s, m) for s in own for m in micros) for own in stages)
     backwards = tuple(
         tuple(Action("B", s, m) for s in reversed(own) for m in micros) for own in stages
@@ -96,18 +86,17 @@ def in_flight(order: Order, stage: int) -> int:
     return max(accumulate(steps), default=0)
 
 
-def _stages(rank: int, ranks: int, stages_per_rank: int) -> range:
-    return range(rank, ranks * stages_per_rank, ranks)
-
-
 def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
     """1F1B over the stages of a rank: warm-up forwards, then one backward after each forward.
 
     A group of micro-batches passes through one stage of the rank, then through its next one. Groups
     have at least as many micro-batches as there are ranks, so that the next stage need not wait.
     """
-    groups = _groups(ranks, micro_batches)
-    stages = _stages(rank, ranks, chunks)
+    number = max(1, micro_batches // ranks)
+    sizes = sorted(((micro_batches + i) // number for i in range(number)), reverse=True)
+    starts = accumulate(sizes, initial=0)
+    groups = [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    stages = range(rank, ranks * chunks, ranks)
     forwards = [Action("F", s, m) for group in groups for s in stages for m in group]
     backwards = [Action("B", s, m) for group in groups for s in reversed(stages) for m in group]
     ahead = ranks - rank - 1
@@ -129,14 +118,6 @@ def _zero_bubble(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
         if action.kind == "I" and action.micro >= rank:
             yield Action("W", rank, action.micro - rank)
     yield from (Action("W", rank, m) for m in micros[max(0, micro_batches - rank) :])
-
-
-def _groups(ranks: int, micro_batches: int) -> list[range]:
-    """Micro-batches in even groups of at least as many as there are ranks; larger ones first."""
-    number = max(1, micro_batches // ranks)
-    sizes = sorted(((micro_batches + i) // number for i in range(number)), reverse=True)
-    starts = accumulate(sizes, initial=0)
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def _alternate(

@@ -1,8 +1,7 @@
 """`simulate`: time and memory of a lowered training step, without running it.
 
 Operators run one after another on the compute stream. A collective starts once it is issued and
-the stream of its axis is free. A wait stalls compute until the collective has ended (see
-`streams`).
+the stream of its axis is free. A wait stalls compute until the collective has ended.
 """
 
 from __future__ import annotations
@@ -64,13 +63,9 @@ def simulate(
     *,
     overhead: Overhead | None = None,
 ) -> Simulation:
-    """Predicts one training step of a rank.
+    """Predicts one training step of a rank from its lowered graph.
 
-    Args:
-        graph: a lowered graph: operators and functional collectives named by mesh axis.
-        cluster: times of collectives.
-        operators: times of operators.
-        overhead: memory beside the graph's tensors; see `simulate_memory`.
+    Collectives are named by mesh axis. `overhead` is as for `simulate_memory`.
     """
     run = _Run(graph, cluster, operators.of(graph))
     memory = simulate_memory(graph, overhead)
@@ -102,13 +97,9 @@ def half_seconds(
 
 
 class _Run:
-    """A simulated step; the attributes are those of `Simulation`.
+    """A simulated step; the attributes are those of `Simulation`, or by node.
 
-    Attributes:
-        starts: start of each operator, in seconds.
-        flights: issued collectives, by their nodes.
-        prices: seconds of each alone, after the call that issues it.
-        ends: end of each node, in seconds.
+    `prices` has the seconds of each collective alone, after the call that issues it.
     """
 
     def __init__(self, graph: TrainingGraph, cluster: Cluster, operators: OperatorTimes) -> None:
@@ -179,7 +170,6 @@ class _Run:
         self._expose(source, waited_s, late_s)
 
     def _expose(self, source: fx.Node, waited_s: float, late_s: float = 0.0) -> None:
-        """Records the stall for a collective, by cause."""
         flight, price_s = self.flights[source], self.prices[source]
         transfer = flight.transfer
         exposed_s = waited_s + late_s

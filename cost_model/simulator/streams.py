@@ -38,21 +38,17 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """Duration in seconds."""
         return self.end_s - self.start_s
 
 
 @dataclass(slots=True)
 class Flight:
-    """A collective that has been issued.
+    """A collective that has been issued, with times in seconds from the start of the step.
 
     Attributes:
-        name: name of the node that issues it.
-        transfer: the message.
         left_s: remaining seconds, if it were alone.
-        issued_s: when it was issued, in seconds from the start of the step.
-        start_s: time at which its axis was free for it, in seconds.
-        end_s: time of its end, in seconds; `issued_s` until then.
+        start_s: time in seconds at which its axis was free for it.
+        end_s: time of its end in seconds; `issued_s` until then.
         on_compute: its slowdown of compute.
         beside_compute: the slowdown of it by compute.
     """
@@ -68,12 +64,7 @@ class Flight:
 
 
 class Clock:
-    """The streams of a rank.
-
-    Attributes:
-        now: seconds since the start.
-        events: intervals that have ended, in order of their end.
-    """
+    """The streams of a rank: `now` in seconds, and `events` in the order of their end."""
 
     def __init__(self, slowdown: Slowdown) -> None:
         self.now = 0.0
@@ -83,7 +74,6 @@ class Clock:
         self._busy = 0  # number of non-empty queues
 
     def compute(self, name: str, seconds: float) -> None:
-        """Runs an operator to its end."""
         start = self.now
         if not self._busy:
             self.now += seconds
@@ -113,7 +103,6 @@ class Clock:
         return self.now - start
 
     def stall(self, name: str, seconds: float) -> None:
-        """Stalls compute for some seconds."""
         start, end = self.now, self.now + seconds
         while self._busy and self.now < end:
             self._advance(None, end - self.now)
@@ -125,11 +114,9 @@ class Clock:
             self.events.append(Event(name, COMPUTE, start, self.now, kind))
 
     def _advance(self, work: float | None, most_s: float = math.inf) -> float:
-        """Moves to the next end of anything; returns the seconds of compute done.
+        """Moves to the next end of anything, at most `most_s`; returns the seconds of compute done.
 
-        Args:
-            work: remaining seconds of the running operator; None while compute stalls.
-            most_s: longest move, in seconds.
+        `work` are the remaining seconds of the running operator; None while compute stalls.
         """
         heads = [queue[0] for queue in self._queues.values() if queue]
         paces = [_pace(flight, heads, work is not None) for flight in heads]

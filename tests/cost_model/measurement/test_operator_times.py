@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.kernels.random_inputs import index_bound
 from autopar.cost_model.kernels.roofline import Roofline
 from autopar.cost_model.kernels.signature import moved_bytes, signature
@@ -99,13 +98,6 @@ def test_a_save_keeps_what_others_saved(folder):
     empty.measure([other]).save()
     (path,) = folder.glob("operators/*.json")
     assert len(json.loads(path.read_text())["times"]) == 6
-
-
-def test_tables_merge_only_within_one_setting():
-    one = OperatorTimes.load("cpu").measure([perceptron()])
-    assert OperatorTimes.load("cpu").merged(one) == one
-    with pytest.raises(ClusterError, match="operators timed under"):
-        one.merged(OperatorTimes.load("cpu", sharing=2))
 
 
 def test_what_cannot_be_timed_is_modelled():

@@ -18,7 +18,8 @@ def simulated(schedule, ranks, micros, chunks=1, stage=EVEN, transfer=0.0):
 def test_bubble_of_even_stages(schedule, ranks, micros):
     found = simulated(schedule, ranks, micros)
     assert found.step_s == pytest.approx(3.0 * (micros + ranks - 1))
-    assert found.bubble == pytest.approx((ranks - 1) / (micros + ranks - 1))
+    idle = 1 - sum(found.busy_s) / ranks / found.step_s
+    assert idle == pytest.approx((ranks - 1) / (micros + ranks - 1))
     assert found.exposed_s == 0.0
 
 
@@ -40,7 +41,7 @@ def test_the_slowest_stage_sets_the_pace():
     stages = [StageCost(1.0, 2.0), StageCost(2.0, 4.0)]
     found = simulate_pipeline(orders("1f1b", 2, 8), stages, lambda nbytes: 0.0)
     assert found.step_s == pytest.approx(1.0 + 8 * 6.0 + 2.0)
-    assert found.idle == pytest.approx((1 - 24 / 51, 1 - 48 / 51))
+    assert found.busy_s == pytest.approx((24, 48))
 
 
 def test_transfers_overlap_with_compute_but_not_with_each_other():

@@ -5,7 +5,6 @@ import pytest
 
 from autopar.cost_model.simulator.schedules import (
     Action,
-    forward_orders,
     in_flight,
     orders,
     split_orders,
@@ -79,7 +78,6 @@ def test_interleaved_is_megatrons_where_micro_batches_are_even():
 
 def test_forwards_alone_and_gpipe_in_two():
     forwards, backwards = split_orders(2, 3, 2)
-    assert forwards == forward_orders(2, 3, 2)
     assert {a.kind for order in forwards for a in order} == {"F"}
     assert " ".join(map(str, backwards[1])) == "3B0 3B1 3B2 1B0 1B1 1B2"
     assert in_flight(orders("gpipe", 2, 3, 2)[0], 2) == 3
