@@ -55,15 +55,10 @@ def issuer(wait: fx.Node) -> fx.Node | None:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One issued collective.
+    """One issued collective over the groups along a mesh axis.
 
-    Attributes:
-        collective: one of COLLECTIVES.
-        axis: the mesh axis whose ranks take part.
-        nbytes: message size in bytes, as in the table above.
-        shape: the groups along that axis.
-        dtype: dtype of the message, such as "float32".
-        pieces: number of concurrent messages of which this is one (see `gloo_chunks`).
+    `nbytes` is the message size in bytes, as in the table above. `pieces` is the number of
+    concurrent messages of which this is one (see `gloo_chunks`).
     """
 
     collective: str
@@ -75,13 +70,7 @@ class Transfer:
 
     @classmethod
     def of(cls, node: fx.Node, axes: Mapping[str, int], ranks_per_node: int) -> Transfer:
-        """The transfer of a collective.
-
-        Args:
-            node: node of a lowered graph.
-            axes: size of each mesh axis, outermost first.
-            ranks_per_node: ranks on each node of the cluster.
-        """
+        """The transfer of a node of a lowered graph; `axes` has the sizes, outermost first."""
         collective = collective_of(node)
         axis = _group(node)
         if collective is None or axis not in axes:
@@ -111,10 +100,8 @@ def _input_tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
 class Link:
     """Round figures of a uniform fabric.
 
-    Attributes:
-        launch_s: seconds before the first message.
-        step_s: latency of a message, in seconds.
-        bytes_per_s: bandwidth of a rank that sends and receives, in bytes/s.
+    Seconds before the first message and of latency of each, and bytes/s of a rank that sends and
+    receives.
     """
 
     launch_s: Amount

@@ -41,9 +41,6 @@ class Fabric:
     """Properties that all groups of a cluster share.
 
     Attributes:
-        backend: "gloo", "nccl", ...
-        ranks_per_node: ranks on a full node.
-        nics: NICs of a node.
         trees: whether large all-reduces between nodes use trees (NVLS trees).
         cores: ranks of a node that can be busy without slowing each other down.
     """

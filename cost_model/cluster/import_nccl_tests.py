@@ -27,12 +27,8 @@ def import_nccl_tests(
 ) -> Cluster:
     """The cluster of some outputs of nccl-tests, one file for each run.
 
-    Args:
-        paths: text with any launcher's prefixes, JSON of `-J`, or CSV.
-        name: name of the cluster; by default the name of the first file.
-        device: name of the GPUs, if the files lack it.
-        uniform: whether times of other groups may be derived (`Cluster.uniform`).
-        facts: arguments of `read_tables`, if the files lack these.
+    Its name is by default that of the first file. `device` names the GPUs, and `facts` are
+    arguments of `read_tables`, if the files lack these. `uniform` is as for `Cluster`.
 
     Raises:
         ClusterError: a file is truncated, foreign or contradicts itself; the message says where.

@@ -40,12 +40,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over bytes, non-decreasing.
+    """Seconds over bytes: sizes ascend, times do not fall.
 
-    Attributes:
-        bytes: message sizes, ascending.
-        seconds: time at each size, in seconds, non-decreasing.
-        spread: interquartile range of the measurements at each size in seconds; may be empty.
+    `spread` is the interquartile range of the measurements at each size in seconds; may be empty.
     """
 
     bytes: tuple[int, ...]

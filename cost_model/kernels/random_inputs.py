@@ -8,6 +8,7 @@ bounds them. All others are modelled and never run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -79,12 +80,7 @@ def _packet(target: Any) -> Any:
 
 def _size(argument: int, dim: int) -> Bound:
     """The size of one dim of an argument, which may have fewer dims."""
-
-    def bound(node: fx.Node) -> int:
-        shape = _shape(node, argument)
-        return shape[dim] if shape else 1
-
-    return bound
+    return lambda node: (_shape(node, argument) or (1, 1))[dim]
 
 
 def _size_of_named_dim(node: fx.Node) -> int:
@@ -93,22 +89,9 @@ def _size_of_named_dim(node: fx.Node) -> int:
     return shape[node.args[1]] if shape else 1  # type: ignore[index]
 
 
-def _number(argument: int) -> Bound:
-    """An argument that is a number itself."""
-
-    def bound(node: fx.Node) -> int:
-        return int(node.args[argument])  # type: ignore[arg-type]
-
-    return bound
-
-
 def _plane(dims: int) -> Bound:
     """The number of elements in the last dims of the second argument, which was pooled."""
-
-    def bound(node: fx.Node) -> int:
-        return torch.Size(_shape(node, 1)[-dims:]).numel()
-
-    return bound
+    return lambda node: math.prod(_shape(node, 1)[-dims:])
 
 
 def _smallest_indexed(node: fx.Node) -> int:
@@ -118,11 +101,6 @@ def _smallest_indexed(node: fx.Node) -> int:
     return min((size for size, index in sizes if index is not None), default=1)
 
 
-def _seed(node: fx.Node) -> int:
-    """Anything: seeds and offsets of a random stream are the only integers."""
-    return 2
-
-
 def _shape(node: fx.Node, argument: int) -> tuple[int, ...]:
     value: Any = node.args[argument]
     return tuple(tensors(value)[0].shape)
@@ -130,7 +108,7 @@ def _shape(node: fx.Node, argument: int) -> tuple[int, ...]:
 
 _BOUNDS: Mapping[Any, Bound] = {
     aten.embedding: _size(0, 0),
-    aten.embedding_dense_backward: _number(2),
+    aten.embedding_dense_backward: lambda node: int(node.args[2]),  # type: ignore[arg-type]
     aten.nll_loss_forward: _size(0, -1),
     aten.nll_loss_backward: _size(1, -1),
     aten.nll_loss2d_forward: _size(0, 1),
@@ -167,7 +145,7 @@ _BOUNDS: Mapping[Any, Bound] = {
             aten._scaled_dot_product_efficient_attention_backward,
             aten._scaled_dot_product_cudnn_attention_backward,
         ),
-        _seed,
+        lambda node: 2,  # seeds and offsets of a random stream are the only integers
     ),
 }
 """Exclusive upper bounds of operators whose integers are all indices, or seeds."""

@@ -73,7 +73,6 @@ class Roofline:
         products: floating-point operations per second, in floats of 4 bytes and more.
         half: speedup of floats of 2 bytes.
         streams: bytes per second read and written.
-        source: origin of the figures.
         waves: share of `products` that a matrix product reaches by its shape; None where `products`
             depends on the size.
     """

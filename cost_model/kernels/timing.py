@@ -61,7 +61,6 @@ class Stopwatch:
         return found
 
     def _batch(self, nodes: Mapping[str, fx.Node]) -> dict[str, float]:
-        """Times a few operators whose tensors fit into memory together."""
         found: dict[str, float] = {}
         calls: dict[str, Callable[[], object]] = {}
         for key, node in nodes.items():

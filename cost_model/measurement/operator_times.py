@@ -34,14 +34,10 @@ _MAX_SIZE_RATIO = 16.0  # between operators of a kind that are derived from each
 
 @dataclass(frozen=True)
 class Timing:
-    """One timed operator.
+    """One timed operator: the median of its runs, its work, and the date as YYYY-MM-DD.
 
-    Attributes:
-        seconds: median of its runs, in seconds.
-        flops: floating-point operations; 0 except for matrix products and the like.
-        nbytes: bytes read and written.
-        day: date, as YYYY-MM-DD.
-        rehearsed: whether it was timed inside a replayed step, not alone.
+    `flops` is 0 except for matrix products and the like. `nbytes` are the bytes read and written.
+    `rehearsed` tells whether it was timed inside a replayed step, not alone.
     """
 
     seconds: float
@@ -113,13 +109,9 @@ class OperatorTimes:
     ) -> OperatorTimes:
         """These times, with the missing operators of some lowered graphs, the same on all ranks.
 
-        On a CPU each graph with missing operators is replayed. Otherwise, and where that fails,
-        operators are timed one by one.
-
-        Args:
-            graphs: lowered graphs.
-            ranks: the ranks that call this at once.
-            budget_s: seconds for replays, three rounds at least.
+        On a CPU each graph with missing operators is replayed, for `budget_s` seconds, three rounds
+        at least. Otherwise, and where that fails, operators are timed one by one. All `ranks` call
+        this.
         """
         if not self.present:
             return self

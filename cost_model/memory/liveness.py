@@ -84,14 +84,10 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of memory.
+    """A piece of memory from its first to its last point of time.
 
-    Attributes:
-        nbytes: size in bytes.
-        start: first point of time at which it exists; ALWAYS if it exists before the step.
-        end: last point of time at which it exists.
-        category: one of CATEGORIES.
-        flights: first and last point of each collective that reads or writes it.
+    It starts at ALWAYS if it exists before the step. `flights` has the first and last point of each
+    collective that reads or writes it.
     """
 
     nbytes: int

@@ -43,12 +43,9 @@ _INTER = {
 
 @dataclass(frozen=True)
 class Graph:
-    """The channels of one algorithm.
+    """The channels of one algorithm: their number, and GB/s of each inside and between nodes.
 
     Attributes:
-        channels: number of channels.
-        intra: GB/s of each inside a node.
-        inter: GB/s of each between nodes.
         path_intra: worst path inside a node, one of PATHS.
         path_inter: worst path from a device to its NIC, one of PATHS.
         plain_tree: whether the pattern is TREE, not BALANCED_TREE or SPLIT_TREE.
@@ -71,11 +68,9 @@ class Graph:
 
 @dataclass(frozen=True)
 class Communicator:
-    """A group of ranks and the channels between them.
+    """A group of ranks on evenly filled nodes, and the channels between them.
 
     Attributes:
-        ranks: number of ranks.
-        nodes: number of nodes, all with as many of the ranks.
         capability: least compute capability: 80 for A100, 90 for H100.
         graphs: channels by algorithm; algorithms without any are unavailable. PAT uses the ring's.
         cpu: "intel", "amd", "mixed", "arm" or "power": decides the cost of posting to the network.

@@ -30,21 +30,16 @@ _MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class NcclTestsTable:
-    """One run of one test program.
+    """One run of one test program; texts are empty if unknown.
 
     Attributes:
         collective: one of `collectives.COLLECTIVES`, or another program of nccl-tests.
         ranks: number of ranks, checked against the ratio of busbw to time.
-        ranks_per_node: ranks on each node.
-        dtype: dtype of the tensors, such as "float32".
         bytes: message sizes, ascending.
         seconds: median time out of place of each size, in seconds.
         in_place_s: median seconds in place of each size; out of place where the file has none.
         least_bytes: smallest usable size in bytes.
-        device: name of the GPUs; empty if unknown.
-        version: version of the library.
-        source: origin of the figures.
-        hardware: the file's description of the machines; may be empty.
+        hardware: the file's description of the machines.
     """
 
     collective: str

@@ -19,18 +19,11 @@ CAUSES = ("the link", "memory", "data dependence")
 
 @dataclass(frozen=True)
 class Exposure:
-    """One collective of a step.
+    """One collective of a step, issued by the node `name` in a block of the model.
 
-    Attributes:
-        name: name of the node that issues it.
-        block: block of the model, "" outside of any.
-        collective: one of `collectives.COLLECTIVES`.
-        axis: mesh axis.
-        nbytes: message size in bytes.
-        seconds: its time alone, in seconds.
-        link_s: stall because of other messages, in seconds.
-        memory_s: stall because it was issued late to save memory, in seconds.
-        dependence_s: stall for all other reasons, in seconds.
+    `nbytes` is the message size in bytes, `seconds` its time alone. The stall is in three parts:
+    `link_s` seconds because of other messages, `memory_s` because it was issued late to save
+    memory, `dependence_s` for all other reasons.
     """
 
     name: str

@@ -25,15 +25,9 @@ Seconds = Callable[[int], float]
 class StageCost:
     """Seconds and bytes of a stage for one micro-batch.
 
-    Attributes:
-        forward_s: seconds of its forward.
-        backward_s: seconds of its backward.
-        input_s: seconds of its input gradients, where these are computed separately.
-        weight_s: seconds of its weight gradients, where these are computed separately.
-        first_s: seconds once a step, before its first forward.
-        last_s: seconds once a step, after its last backward.
-        sent_bytes: bytes sent to the next stage.
-        returned_bytes: bytes of gradients sent to the previous stage.
+    `input_s` and `weight_s` are the parts of a backward, where they are computed separately.
+    `first_s` comes once a step before its first forward, `last_s` after its last backward.
+    `sent_bytes` go to the next stage, `returned_bytes` of gradients to the previous one.
     """
 
     forward_s: float
@@ -54,13 +48,8 @@ class StageCost:
 class PipelineSimulation:
     """One predicted step of all ranks of a pipeline, without the optimizer's step.
 
-    Attributes:
-        step_s: seconds until the last rank has ended.
-        ends_s: end of each rank, in seconds.
-        busy_s: seconds of compute of each rank.
-        transfer_s: seconds of all transfers, alone.
-        exposed_s: seconds that the step would be shorter with instant transfers.
-        timeline: events by rank; streams are "rank 0", "rank 0 to 1" and so on.
+    `ends_s` and `busy_s` are by rank. `exposed_s` are the seconds that the step would be shorter
+    with instant transfers. Streams of the timeline are "rank 0", "rank 0 to 1" and so on.
     """
 
     step_s: float

@@ -27,16 +27,12 @@ from autopar.ir.graph import TrainingGraph
 class Simulation:
     """One predicted step: forward and backward, without the optimizer's step.
 
+    `compute_s` and `communication_s` are the seconds of all operators and collectives, each alone;
+    `exposed_s` is step_s - compute_s.
+
     Attributes:
-        step_s: seconds of the whole.
-        forward_s: seconds until the backward starts.
-        backward_s: seconds from there on.
-        compute_s: seconds of all operators, alone.
-        communication_s: seconds of all collectives, alone.
-        exposed_s: step_s - compute_s, in seconds.
         waits: seconds that compute stalls, by kind of collective.
         exposures: the stall for each collective by cause, in the order of waits.
-        memory: peak memory and its parts.
         memory_curve: start of each of `memory.nodes` in seconds, and the bytes that then exist.
         timeline: all events, in the order of their end.
         provenance: number of measured, imported and modelled times.

@@ -20,14 +20,9 @@ _ROUNDING_S = 1e-12  # remainders below this are rounding errors
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An interval on a stream.
+    """An interval on a stream, in seconds from the start of the step.
 
-    Attributes:
-        name: name of the node.
-        stream: "compute", or the mesh axis of the collective.
-        start_s: start, in seconds from the start of the step.
-        end_s: end, in seconds from the start of the step.
-        kind: "compute", "wait", or the name of the collective.
+    The stream is "compute" or a mesh axis, the kind "compute", "wait" or a collective.
     """
 
     name: str

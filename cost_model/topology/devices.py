@@ -13,12 +13,10 @@ from autopar.cost_model.cost import ClusterError, check_provenance
 
 @dataclass(frozen=True)
 class Device:
-    """Published or measured figures of a device.
+    """Published or measured figures of a device: bytes of memory, and peaks per second.
 
     Attributes:
         name: name as of torch.cuda.get_device_name, or a part of it.
-        memory_bytes: size of its memory in bytes.
-        memory_bytes_per_s: peak bandwidth of its memory, in bytes/s.
         flops_per_s: peak FLOP/s of dense matrix products by dtype ("float32", "bfloat16", ...);
             "tfloat32" is for float32 where torch may round to TF32.
         source: origin of the figures, starting with measured, imported or modelled.
