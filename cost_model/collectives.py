@@ -72,28 +72,20 @@ class Transfer:
     def of(cls, node: fx.Node, axes: Mapping[str, int], ranks_per_node: int) -> Transfer:
         """The transfer of a node of a lowered graph; `axes` has the sizes, outermost first."""
         collective = collective_of(node)
-        axis = _group(node)
+        axis: Any = node.kwargs.get("group_name", node.args[-1])
         if collective is None or axis not in axes:
             raise ClusterError(
                 f"{node.name} communicates over {axis!r}, but the axes are {dict(axes)}"
             )
-        whole = tensors(node) if collective == "all_gather" else _input_tensors(node)
+        inputs = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+        sources = [node] if collective == "all_gather" else inputs
+        whole = [t for source in sources if isinstance(source, fx.Node) for t in tensors(source)]
         nbytes = sum(map(tensor_bytes, whole))
         if collective == "all_to_all" and 0 in node.args[1]:  # type: ignore[operator]
             nbytes = nbytes * axes[axis] // (axes[axis] - 1)  # a rank's own part is not sent
         shape = GroupShape.of_axis(axes, axis, ranks_per_node)
         dtype = str(whole[0].dtype).removeprefix("torch.") if whole else "float32"
         return cls(collective, axis, nbytes, shape, dtype, node.meta.get("pieces", 1))
-
-
-def _group(node: fx.Node) -> Any:
-    """The group of a collective: its last positional argument, or a keyword."""
-    return node.kwargs.get("group_name", node.args[-1])
-
-
-def _input_tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    inputs = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-    return tuple(t for n in inputs if isinstance(n, fx.Node) for t in tensors(n))
 
 
 @dataclass(frozen=True)

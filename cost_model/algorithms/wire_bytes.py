@@ -72,7 +72,10 @@ def leaving(collective: str, shape: GroupShape, backend: str, ranks_per_node: in
     if collective == "all_to_all":
         return groups * (near * others / shape.ranks)
     if collective == "broadcast" and backend == "gloo":
-        return float(groups * _tree_links(shape))
+        # Links of a binomial tree that leave the node of its root, rank 0.
+        steps = (2**power for power in range((shape.ranks - 1).bit_length()))
+        ends = [step + rank for step in steps for rank in range(min(step, near))]
+        return float(groups * sum(near <= end < shape.ranks for end in ends))
     return groups * ring(collective, shape.ranks, backend)[1]
 
 
@@ -86,12 +89,3 @@ def messages(collective: str, shape: GroupShape, backend: str, ranks_per_node: i
     if collective in ("broadcast", "send"):
         return round(leaving(collective, shape, backend, ranks_per_node))
     return groups * _SEGMENTS * ring(collective, shape.ranks, backend)[0]
-
-
-def _tree_links(shape: GroupShape) -> int:
-    """Links of a binomial tree that leave the node of its root, rank 0."""
-    ends, step = [], 1
-    while step < shape.ranks:
-        ends += [rank + step for rank in range(min(step, shape.ranks_per_node))]
-        step *= 2
-    return sum(shape.ranks_per_node <= end < shape.ranks for end in ends)

@@ -51,7 +51,7 @@ def find_storages(graph: fx.Graph) -> tuple[list[Storage], dict[fx.Node, tuple[i
         shared = _shared(node, behind)
         if shared is None:
             start = len(storages)
-            storages += _fresh(node)
+            storages += [Storage(node, extent_bytes(t), t.device.type) for t in _vals(node)]
             shared = tuple(range(start, len(storages)))
         behind[node] = shared
     return storages, behind
@@ -76,7 +76,7 @@ def _shared(node: fx.Node, behind: Mapping[fx.Node, tuple[int, ...]]) -> tuple[i
     if node.target is operator.getitem:
         source, index = node.args
         storages = behind[source] if isinstance(source, fx.Node) else ()
-        first = _tensor_index(source, index)
+        first = len(_tensors_in(source.meta["val"][:index]))  # type: ignore[union-attr]
         return storages[first : first + len(_vals(node))]
     rule = _rule(node.target)
     if is_wait(node) or rule == "view" or (rule == "perhaps" and _returns_input(node)):
@@ -86,11 +86,6 @@ def _shared(node: fx.Node, behind: Mapping[fx.Node, tuple[int, ...]]) -> tuple[i
     if isinstance(rule, tuple):
         return tuple(s for name in rule for s in _behind_argument(node, name, behind))
     return None
-
-
-def _tensor_index(source: Any, index: Any) -> int:
-    """Position of a tuple's `index`-th element among its tensors."""
-    return sum(isinstance(v, torch.Tensor) for v in source.meta["val"][:index])
 
 
 def _behind_argument(
@@ -150,13 +145,12 @@ def _returns_input(node: fx.Node) -> bool:
 
 def _vals(node: Any) -> tuple[torch.Tensor, ...]:
     """The tensors of a node's value."""
-    val = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return _tensors_in(node.meta.get("val") if isinstance(node, fx.Node) else None)
+
+
+def _tensors_in(val: Any) -> tuple[torch.Tensor, ...]:
     many = val if isinstance(val, (list, tuple)) else (val,)
     return tuple(v for v in many if isinstance(v, torch.Tensor))
-
-
-def _fresh(node: fx.Node) -> list[Storage]:
-    return [Storage(node, extent_bytes(t), t.device.type) for t in _vals(node)]
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:

@@ -68,19 +68,15 @@ class GemmWaves:
         tiles = [(tile, 1.0) for tile in TILES] + [(tile, SMALL) for tile in HALVED]
         splits = [s for s in SPLITS if s == 1 or shape.inner >= s * LEAST_SPLIT]
         between = shape.inner / (shape.inner + self.ends)
-        best = max(
-            self._filled(shape, rows, columns, split) * speed
-            for (rows, columns), speed in tiles
-            for split in splits
-        )
-        return self.full * between * best
-
-    def _filled(self, shape: Shape, rows: int, columns: int, split: int) -> float:
-        """Share of all waves' tiles that is needed."""
-        tiles = math.ceil(shape.rows / rows) * math.ceil(shape.columns / columns)
-        waves = math.ceil(shape.batch * split * tiles / self.processors)
-        needed = shape.batch * shape.rows * shape.columns * split
-        return needed / (waves * self.processors * rows * columns)
+        share = 0.0
+        for (rows, columns), speed in tiles:
+            number = math.ceil(shape.rows / rows) * math.ceil(shape.columns / columns)
+            for split in splits:
+                waves = math.ceil(shape.batch * split * number / self.processors)
+                needed = shape.batch * shape.rows * shape.columns * split
+                filled = needed / (waves * self.processors * rows * columns)
+                share = max(share, filled * speed)
+        return self.full * between * share
 
 
 _MAMF = "the best bfloat16 products of mamf-finder (github.com/stas00/ml-engineering)"

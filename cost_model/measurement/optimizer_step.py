@@ -127,16 +127,13 @@ class _ParameterFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(_wrapped(p, torch.zeros_like(_local(p))) for p in ctx.parameters)
+        zeros = [(p, torch.zeros_like(_local(p))) for p in ctx.parameters]
+        return tuple(dtensor_like(z, p) if isinstance(p, DTensor) else z for p, z in zeros)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _wrapped(like: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    return dtensor_like(gradient, like) if isinstance(like, DTensor) else gradient
 
 
 def _synchronize(device: torch.device) -> None:

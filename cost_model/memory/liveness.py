@@ -151,8 +151,11 @@ class _Lifetimes:
             category = self._category(storage, nodes)
             nbytes = storage.nbytes * (self.overhead.batches if category == "inputs" else 1)
             start, end = self._start(storage), self._end(storage, nodes)
-            flights = () if start == ALWAYS else tuple(_merged(self._flights(nodes, end)))
-            yield Span(nbytes, start, end, category, flights)
+            flights: list[tuple[int, int]] = []
+            if start != ALWAYS:
+                readers = self._collectives(nodes)
+                flights = [(self.index[n], min(self._waited(n), end)) for n in readers]
+            yield Span(nbytes, start, end, category, tuple(_merged(flights)))
             if category == "outputs" and start > 0:  # outputs of the previous step
                 yield Span(nbytes, 0, self.backward - 1, category)
 
@@ -172,7 +175,15 @@ class _Lifetimes:
             yield Span(nbytes, 0, self.backward - 1, "buffers")
 
     def optimizer(self) -> Iterator[Span]:
-        memory, trained = self.overhead.optimizer, self._trained_bytes()
+        memory = self.overhead.optimizer
+        given = [role for several in self.returned.values() for role in several]
+        wanted = {role.of for role in given if isinstance(role, roles.Gradient)}
+        trained = [
+            self.storages[index].nbytes  # of this rank's shard
+            for node, role in self.role.items()
+            if isinstance(role, roles.Parameter) and role in wanted
+            for index in self.storages_of[node]
+        ]
         for nbytes in trained:
             for ratio in memory.state:
                 yield Span(round(ratio * nbytes), ALWAYS, self.last, "optimizer")
@@ -181,24 +192,16 @@ class _Lifetimes:
             yield Span(round(memory.every * nbytes), self.last, self.last, "transient")
         yield Span(memory.needed(trained), self.last, self.last, "transient")
 
-    def _trained_bytes(self) -> list[int]:
-        """Bytes of this rank's shard of each parameter with a gradient."""
-        given = [role for several in self.returned.values() for role in several]
-        trained = {role.of for role in given if isinstance(role, roles.Gradient)}
-        return [
-            self.storages[index].nbytes
-            for node, role in self.role.items()
-            if isinstance(role, roles.Parameter) and role in trained
-            for index in self.storages_of[node]
-        ]
-
     def _start(self, storage: Storage) -> int:
         role = self.role.get(storage.creator)
         if isinstance(role, _PERMANENT) or storage.creator.op == "get_attr":
             return ALWAYS
         if storage.creator.op == "call_function":
             return self.index[storage.creator]
-        return self.backward if _comes_with_backward(role) else 0
+        if isinstance(role, roles.StageInput):
+            return self.backward if role.phase == "backward" else 0
+        late = isinstance(role, roles.BatchTotal) and role.late
+        return self.backward if late or isinstance(role, roles.Tangent) else 0
 
     def _end(self, storage: Storage, nodes: list[fx.Node]) -> int:
         if (start := self._start(storage)) == ALWAYS:
@@ -236,11 +239,6 @@ class _Lifetimes:
             elif index < self.backward:  # consumed when the forward returns
                 last = max(last, self.backward - 1)
         return last
-
-    def _flights(self, nodes: list[fx.Node], end: int) -> Iterator[tuple[int, int]]:
-        """First and last point of each collective on a storage that ends at `end`."""
-        for node in self._collectives(nodes):
-            yield self.index[node], min(self._waited(node), end)
 
     def _collectives(self, nodes: list[fx.Node]) -> Iterator[fx.Node]:
         """The collectives that read or write a storage with these nodes."""
@@ -300,12 +298,6 @@ _INPUTS = {
     roles.Saved: "saved",
     roles.UnshardedParam: "gathered",
 }
-
-
-def _comes_with_backward(role: roles.InputRole | None) -> bool:
-    if isinstance(role, roles.StageInput):
-        return role.phase == "backward"
-    return isinstance(role, roles.Tangent) or (isinstance(role, roles.BatchTotal) and role.late)
 
 
 def copies(node: fx.Node) -> bool:

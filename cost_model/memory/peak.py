@@ -67,7 +67,13 @@ def simulate_memory(graph: TrainingGraph, overhead: Overhead | None = None) -> M
     sizes, reserved = _allocate(spans, len(nodes) + 1, device, workspace_bytes(overhead.device))
     changes = np.zeros((len(CATEGORIES), len(nodes) + 2), dtype=np.int64)
     for span, nbytes in zip(spans, sizes, strict=True):
-        _add(changes, span, nbytes)
+        row = _ROW[span.category]
+        changes[row, max(span.start, 0)] += nbytes
+        changes[row, span.end + 1] -= nbytes
+        for first, last in span.flights:
+            for kind, sign in ((_ROW["in flight"], 1), (row, -1)):
+                changes[kind, first] += sign * nbytes
+                changes[kind, last + 1] -= sign * nbytes
     changes[_ROW["buffers"], 0] += workspace_bytes(overhead.device)
     points = [i for i, node in enumerate(nodes) if node.op == "call_function"] + [len(nodes)]
     table = changes.cumsum(axis=1)[:, points]
@@ -87,18 +93,6 @@ def simulate_memory(graph: TrainingGraph, overhead: Overhead | None = None) -> M
 
 
 _ROW = {name: row for row, name in enumerate(CATEGORIES)}
-
-
-def _add(changes: NDArray[np.int64], span: Span, nbytes: int) -> None:
-    """Adds the start and end of a span to the changes of its category and of "in flight"."""
-    start = max(span.start, 0)
-    row = _ROW[span.category]
-    changes[row, start] += nbytes
-    changes[row, span.end + 1] -= nbytes
-    for first, last in span.flights:
-        for kind, sign in ((_ROW["in flight"], 1), (row, -1)):
-            changes[kind, first] += sign * nbytes
-            changes[kind, last + 1] -= sign * nbytes
 
 
 def _allocate(

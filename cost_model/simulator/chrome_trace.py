@@ -63,7 +63,12 @@ def chrome_trace(
         streams = sorted({e.stream for e in events}, key=lambda name: (name != COMPUTE, name))
         for tid, stream in enumerate(streams, 1):
             rows += _label("thread", stream, pid, tid)
-        rows += [_slice(event, pid, 1 + streams.index(event.stream)) for event in events]
+        for event in events:
+            # Ends in whole nanoseconds: adjacent slices must not overlap.
+            start, end = round(event.start_s * _NS), round(event.end_s * _NS)
+            place = {"ph": "X", "pid": pid, "tid": 1 + streams.index(event.stream)}
+            span = {"ts": start / 1e3, "dur": (end - start) / 1e3}
+            rows.append({"name": event.name, "cat": event.kind, **place, **span})
         for at_s, nbytes in (memory or {}).get(name, ()):
             sample = {"name": "memory", "ph": "C", "pid": pid, "ts": round(at_s * _NS) / 1e3}
             args = dict(nbytes) if isinstance(nbytes, Mapping) else {"bytes": nbytes}
@@ -81,17 +86,3 @@ def _label(kind: str, name: str, pid: int, tid: int = 0) -> list[dict[str, Any]]
     row = {"ph": "M", "pid": pid, "tid": tid}
     order = {"name": f"{kind}_sort_index", **row, "args": {"sort_index": tid or pid}}
     return [{"name": f"{kind}_name", **row, "args": {"name": name}}, order]
-
-
-def _slice(event: Event, pid: int, tid: int) -> dict[str, Any]:
-    """A slice with ends in whole nanoseconds: adjacent slices must not overlap."""
-    start, end = round(event.start_s * _NS), round(event.end_s * _NS)
-    return {
-        "name": event.name,
-        "cat": event.kind,
-        "ph": "X",
-        "pid": pid,
-        "tid": tid,
-        "ts": start / 1e3,
-        "dur": (end - start) / 1e3,
-    }

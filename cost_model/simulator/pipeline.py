@@ -130,7 +130,8 @@ class _Run:
         for rank in range(self.ranks):
             self._schedule(rank)
         while self.ready or self.running:
-            pace = self._pace
+            share = len(self.running) / self.ranks
+            pace = self.oversubscription / max(1.0, self.oversubscription * share)
             end_s = time + (self.running[0][0] - work) / pace if self.running else math.inf
             next_s = min(end_s, self.ready[0][0]) if self.ready else end_s
             next_s = max(next_s, time)
@@ -143,12 +144,6 @@ class _Run:
         if any(self.queues):
             stuck = ", ".join(str(queue[0]) for queue in self.queues if queue)
             raise ValueError(f"the ranks wait for each other: {stuck}")
-
-    @property
-    def _pace(self) -> float:
-        """Speed of compute now, relative to full load."""
-        share = len(self.running) / self.ranks
-        return self.oversubscription / max(1.0, self.oversubscription * share)
 
     def _schedule(self, rank: int) -> None:
         """Marks an idle rank as ready, once its next input has arrived."""

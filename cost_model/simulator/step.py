@@ -115,19 +115,16 @@ class _Run:
                 self.forward_s = self.clock.now
             if node.op == "call_function":
                 self.starts.append(self.clock.now)
-                self._step(node)
+                if collective_of(node) is not None:
+                    self._issue(node)
+                elif is_wait(node) and (source := issuer(node)) is not None:
+                    self._wait(node, source)
+                else:
+                    self._compute(node.name, operators.seconds(node))
+                self.ends[node] = self.clock.now
         for source, flight in self.flights.items():
             if flight.left_s > 0.0:
                 self._expose(source, self.clock.wait("end", flight))
-
-    def _step(self, node: fx.Node) -> None:
-        if collective_of(node) is not None:
-            self._issue(node)
-        elif is_wait(node) and (source := issuer(node)) is not None:
-            self._wait(node, source)
-        else:
-            self._compute(node.name, self.operators.seconds(node))
-        self.ends[node] = self.clock.now
 
     def _compute(self, name: str, cost: Cost) -> None:
         self.sources[cost.kind] += 1

@@ -14,7 +14,6 @@ from typing import Any
 import networkx as nx
 
 from autopar.cost_model.cost import ClusterError
-from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
 
@@ -57,14 +56,11 @@ def topology_from_pairs(
 
 
 def _link(pair: Measured, latency_s: float) -> dict[str, Any]:
-    rate = _bytes_per_s(pair.curve)
-    return {"bytes_per_s": rate, "latency_s": latency_s, "provenance": pair.provenance}
-
-
-def _bytes_per_s(curve: Curve) -> float:
-    """Rate of the largest messages, latency apart."""
+    """A link at the rate of the pair's largest messages, latency apart."""
+    curve = pair.curve
     whole = curve.seconds[-1] - min(curve.pieces[-1].latency_s, curve.seconds[-1] / 2)
-    return curve.bytes[-1] / whole
+    rate = curve.bytes[-1] / whole
+    return {"bytes_per_s": rate, "latency_s": latency_s, "provenance": pair.provenance}
 
 
 def node_of(name: str) -> str:
