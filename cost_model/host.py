@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -37,9 +37,6 @@ class Host:
             memory_bytes=_pages("SC_PHYS_PAGES"),
             torch=str(torch.__version__),
         )
-
-    def facts(self) -> dict[str, str | int]:
-        return asdict(self)
 
 
 @lru_cache

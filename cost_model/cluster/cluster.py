@@ -23,6 +23,7 @@ from autopar.common.checks import (
     text,
 )
 from autopar.common.documents import load
+from autopar.cost_model.algorithms.extrapolate import Fabric
 from autopar.cost_model.cluster.document import cluster_fields
 from autopar.cost_model.cluster.interference import SHARED_CORES, SHARED_GPU, Slowdown
 from autopar.cost_model.cluster.pricing import CollectivePricer
@@ -155,12 +156,18 @@ class Cluster:
         whole = self.seconds(transfer.collective, nbytes, transfer.shape, transfer.dtype)
         return dataclasses.replace(whole, seconds=whole.seconds / transfer.pieces)
 
+    @property
+    def fabric(self) -> Fabric:
+        """Properties that all groups share."""
+        return self._pricer.fabric
+
     @cached_property
     def _pricer(self) -> CollectivePricer:
         names = (f.name for f in dataclasses.fields(CollectivePricer) if f.init)
         return CollectivePricer(**{name: getattr(self, name) for name in names})
 
     def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["versions"] = dict(self.versions)
         data["slowdown"] = dataclasses.asdict(self.slowdown)
@@ -188,6 +195,7 @@ class Cluster:
         return cls(**cluster_fields(data, source))
 
     def save(self, path: str | Path) -> None:
+        """Writes the cluster as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod

@@ -7,7 +7,7 @@ and broadcasts them, so the ranks never diverge.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import date
 from typing import Any
 
@@ -163,7 +163,7 @@ def _check_list(name: str, value: Any) -> None:
 
 
 def _cached_or_new(bench: Bench, request: Request, progress: ReportProgress) -> Cluster:
-    hosts = bench.gather((Host.here().facts(), device_name(bench.device)))
+    hosts = bench.gather((asdict(Host.here()), device_name(bench.device)))
     facts = {"hosts": hosts, "backend": bench.backend, "dtype": request.dtype, "pieces": MAX_CHUNKS}
     ranks_per_node = block_of([str(host["name"]) for host, _ in hosts])
     wanted = request.layouts(bench.world_size, ranks_per_node)
@@ -215,18 +215,18 @@ def _measure(
             slowdown=slowdown,
             uniform=cpu,
             topology=topology_from_pairs(curves, nodes, ranks_per_node) if cpu else None,
-            device_memory_bytes=_device_memory(bench.device, host, ranks_per_node),
+            device_memory_bytes=_device_memory(bench.device, host["memory_bytes"], ranks_per_node),
             host_memory_bytes=host["memory_bytes"] or None,
         )
 
     return bench.agree(record)
 
 
-def _device_memory(device: torch.device, host: dict[str, Any], sharing: int) -> int | None:
+def _device_memory(device: torch.device, host_bytes: int, sharing: int) -> int | None:
     """Bytes that one rank may fill: those of the GPU, or its share of the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return host["memory_bytes"] // sharing or None
+    return host_bytes // sharing or None
 
 
 def _alone() -> Cluster:
@@ -244,6 +244,6 @@ def _alone() -> Cluster:
         versions={"torch": str(torch.__version__)},
         provenance=f"measured {date.today()} on {host.name}",
         slowdown=NO_SLOWDOWN,
-        device_memory_bytes=_device_memory(device, host.facts(), 1),
+        device_memory_bytes=_device_memory(device, host.memory_bytes, 1),
         host_memory_bytes=host.memory_bytes or None,
     )
