@@ -13,12 +13,10 @@ from torch import nn
 from autopar.capture.call import flattened
 from autopar.common.checks import (
     MAX_RANKS,
-    argument_error,
     choice,
     count,
+    demand,
     flag,
-    function,
-    instance,
     nbytes,
     seconds,
     texts,
@@ -32,11 +30,7 @@ MOST_TRIALS = 1000
 
 
 def check(*required: str, **given: Any) -> None:
-    """Checks arguments by name.
-
-    Args:
-        required: optional arguments for which None is refused here.
-        given: arguments by name.
+    """Checks arguments by name; optional ones may be None, unless `required` here.
 
     Raises:
         StrategyError: an argument is invalid; the message says what to give.
@@ -76,48 +70,31 @@ def strategy_of(strategy: str | Strategy, batch: str, lossy: bool | Sequence[str
 
 def _model(name: str, value: Any) -> None:
     wanted = "give an nn.Module" + (", not its class" if isinstance(value, type) else "")
-    instance(name, value, nn.Module, wanted)
+    demand(isinstance(value, nn.Module), name, value, wanted)
 
 
 def _inputs(name: str, value: Any) -> None:
-    """Checks that the arguments of a call hold a tensor."""
+    named = not isinstance(value, Mapping) or all(isinstance(key, str) for key in value)
+    ok = named and any(isinstance(leaf, torch.Tensor) for leaf in flattened(value)[0])
     wanted = "give the arguments of a call, tensors among them: a tuple, or a dict by name"
-    if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
-        raise argument_error(name, value, wanted)
-    if not any(isinstance(leaf, torch.Tensor) for leaf in flattened(value)[0]):
-        raise argument_error(name, value, wanted)
+    demand(ok, name, value, wanted)
 
 
 def _loss(name: str, value: Any) -> None:
     is_class = isinstance(value, type) and issubclass(value, nn.Module)
-    if is_class or not callable(value):
-        raise argument_error(
-            name, value, "give a function, or an instance such as nn.CrossEntropyLoss()"
-        )
+    wanted = "give a function, or an instance such as nn.CrossEntropyLoss()"
+    demand(callable(value) and not is_class, name, value, wanted)
 
 
 def _optimizer(name: str, value: Any) -> None:
     foreign = isinstance(value, type) and not issubclass(value, torch.optim.Optimizer)
-    if foreign or not callable(value):
-        raise argument_error(name, value, "give the class or factory, such as torch.optim.AdamW")
-
-
-def _strategy(name: str, value: Any) -> None:
-    Strategy.of(value)
+    wanted = "give the class or factory, such as torch.optim.AdamW"
+    demand(callable(value) and not foreign, name, value, wanted)
 
 
 def _lossy(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         Strategy(lossy=texts(name, value, "give True, False, or a list of methods"))
-
-
-def _precision(name: str, value: Any) -> None:
-    precision_of(value)
-
-
-def _backend(name: str, value: Any) -> None:
-    if value != "eager":
-        choice(name, value, _backends())
 
 
 @cache
@@ -126,16 +103,23 @@ def _backends() -> tuple[str, ...]:
     return tuple(sorted({*torch.compiler.list_backends(exclude_tags=())} - {"autopar"}))
 
 
+def _backend(name: str, value: Any) -> None:
+    if value != "eager":
+        choice(name, value, _backends())
+
+
 def _cluster(name: str, value: Any) -> None:
-    instance(name, value, Cluster, "give a Cluster, such as autopar.Cluster.load(NAME_OR_FILE)")
+    wanted = "give a Cluster, such as autopar.Cluster.load(NAME_OR_FILE)"
+    demand(isinstance(value, Cluster), name, value, wanted)
 
 
 def _plan(name: str, value: Any) -> None:
-    instance(name, value, Plan, "give a Plan, such as autopar.Plan.load(FILE)")
+    wanted = "give a Plan, such as autopar.Plan.load(FILE)"
+    demand(isinstance(value, Plan), name, value, wanted)
 
 
 def _callable(name: str, value: Any) -> None:
-    function(name, value, "give a function")
+    demand(callable(value), name, value, "give a function")
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
@@ -145,12 +129,12 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "loss_fn": _loss,
     "loss": _callable,
     "optimizer": _optimizer,
-    "strategy": _strategy,
+    "strategy": lambda name, value: Strategy.of(value),
     "memory": nbytes,
     "cluster": _cluster,
     "plan": _plan,
     "batch": lambda name, value: choice(name, value, ("global", "local")),
-    "precision": _precision,
+    "precision": lambda name, value: precision_of(value),
     "lossy": _lossy,
     "backend": _backend,
     "fallback": flag,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -38,6 +38,15 @@ def short_repr(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def demand(
+    ok: object, name: str, value: Any, wanted: str, error: type[AutoparError] = StrategyError
+) -> Any:
+    """The value if it is `ok`, else the error of `argument_error`."""
+    if not ok:
+        raise argument_error(name, value, wanted, error)
+    return value
+
+
 def argument_error(
     name: str, value: object, wanted: str, error: type[AutoparError] = StrategyError
 ) -> AutoparError:
@@ -53,29 +62,24 @@ def count(
     error: type[AutoparError] = StrategyError,
 ) -> int:
     """A whole number from `minimum` to `maximum`."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (whole and minimum <= value <= maximum):
-        raise argument_error(name, value, f"give a whole number from {minimum} to {maximum}", error)
-    return value
+    ok = _is_whole(value) and minimum <= value <= maximum
+    return demand(ok, name, value, f"give a whole number from {minimum} to {maximum}", error)
 
 
-def nbytes(name: str, value: Any, *, bare: bool = False, minimum: int = 1) -> int:
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def nbytes(name: str, value: Any, *, bare: bool = False) -> int:
     """A number of bytes, as an int or a text such as "24GiB".
 
     Units may have any case, with or without a space before them. "KB" to "TB" are powers of 1000,
     "KiB" to "TiB" powers of 1024. A single letter is a power of 1024, as in Docker: "20G"
-    is 20 GiB (Kubernetes reads it as 20 GB).
-
-    Args:
-        name: name of the argument.
-        value: int or text.
-        bare: whether a text may lack its unit.
-        minimum: fewest bytes.
+    is 20 GiB (Kubernetes reads it as 20 GB). A `bare` text may lack its unit.
     """
     found: Any = _bytes_in(value, bare) if isinstance(value, str) else value
-    whole = isinstance(found, int) and not isinstance(found, bool)
-    if not (whole and minimum <= found <= MAX_BYTES):
-        raise argument_error(name, value, "give bytes as a whole number, or a text such as '24GiB'")
+    ok = _is_whole(found) and 1 <= found <= MAX_BYTES
+    demand(ok, name, value, "give bytes as a whole number, or a text such as '24GiB'")
     return int(found)
 
 
@@ -106,11 +110,8 @@ def number(
 ) -> float:
     """A positive finite number up to `maximum`, or zero if allowed."""
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (
-        real and (value > 0 or (zero and value == 0)) and value <= maximum and value < math.inf
-    ):
-        raise argument_error(name, value, wanted, error)
-    return value
+    positive = real and (value > 0 or (zero and value == 0))
+    return demand(positive and value <= maximum and value < math.inf, name, value, wanted, error)
 
 
 def choice(
@@ -120,15 +121,7 @@ def choice(
     more: str = "",
     error: type[AutoparError] = StrategyError,
 ) -> Any:
-    """One of some names; the error for another suggests the closest.
-
-    Args:
-        name: name of the argument.
-        value: value to check.
-        choices: allowed names.
-        more: other allowed values, for the error.
-        error: class of the error.
-    """
+    """One of some names; the error for another names `more` values and suggests the closest."""
     names = tuple(choices)
     if isinstance(value, str) and value in names:
         return value
@@ -139,35 +132,16 @@ def choice(
 
 def flag(name: str, value: Any, error: type[AutoparError] = StrategyError) -> bool:
     """True or False, not merely a truthy value."""
-    if not isinstance(value, bool):
-        raise argument_error(name, value, "give True or False", error)
-    return value
+    return demand(isinstance(value, bool), name, value, "give True or False", error)
 
 
 def text(name: str, value: Any, wanted: str, error: type[AutoparError] = StrategyError) -> str:
     """A text that is not blank."""
-    if not isinstance(value, str) or not value.strip():
-        raise argument_error(name, value, wanted, error)
-    return value
+    return demand(isinstance(value, str) and value.strip(), name, value, wanted, error)
 
 
 def texts(name: str, value: Any, wanted: str) -> tuple[str, ...]:
     """A list or tuple of names, not a single text."""
     plain = isinstance(value, (list, tuple))
-    if not plain or not all(isinstance(each, str) and each for each in value):
-        raise argument_error(name, value, wanted)
-    return tuple(value)
-
-
-def function(name: str, value: Any, wanted: str) -> Callable[..., Any]:
-    """A callable."""
-    if not callable(value):
-        raise argument_error(name, value, wanted)
-    return value
-
-
-def instance(name: str, value: Any, kind: type, wanted: str) -> Any:
-    """An instance of a class."""
-    if not isinstance(value, kind):
-        raise argument_error(name, value, wanted)
-    return value
+    ok = plain and all(isinstance(each, str) and each for each in value)
+    return tuple(demand(ok, name, value, wanted))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.common.checks import instance
+from autopar.common.checks import demand
 from autopar.common.documents import load
 from autopar.cost_model.simulator.chrome_trace import chrome_trace, write_trace
 from autopar.cost_model.simulator.streams import COMPUTE, Event
@@ -44,7 +44,7 @@ class Plan(PlanSpec):
 
     def diff(self, other: Plan) -> str:
         """Differences between two plans, one line per field; "" if they are equal."""
-        instance("other", other, Plan, "give a Plan")
+        demand(isinstance(other, Plan), "other", other, "give a Plan")
         return printable("\n".join(diff_lines(self, other)))
 
     def explain(self) -> str:
