@@ -37,18 +37,15 @@ class ConstantDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         named = _named(func, args, kwargs)
         if any(isinstance(named.get(name), float) and named[name] for name in _RATES):
-            self._note(func)
+            self.names[_base_name(func)] = None
             args, kwargs = _without_dropout(func, named)
         elif torch.Tag.nondeterministic_seeded in func.tags and _draws(func, named):
-            self._note(func)
+            self.names[_base_name(func)] = None
             return _constant(func, args, kwargs, named)
         result = func(*args, **kwargs)
         if func is aten._to_copy.default:
             self._note_cast(args[0].dtype, result.dtype)
         return result
-
-    def _note(self, func: Any) -> None:
-        self.names[_base_name(func)] = None
 
     def _note_cast(self, before: torch.dtype, after: torch.dtype) -> None:
         if not (before.is_floating_point and after.is_floating_point):
@@ -106,23 +103,16 @@ def _constant(
         return value * scale, torch.full_like(value, rate < 1, dtype=torch.bool)
     result = func(*args, **kwargs)
     if isinstance(result, torch.Tensor):
-        value = _VALUES.get(name, _middle)(named, result)
+        middle = 0.5 if result.is_floating_point() else 1
+        value = _VALUES[name](named, result) if name in _VALUES else middle
         result.copy_(torch.as_tensor(value, device=result.device))
     return result
-
-
-def _middle(named: Mapping[str, Any], result: torch.Tensor) -> Any:
-    return 0.5 if result.is_floating_point() else 1
 
 
 def _bernoulli(named: Mapping[str, Any], result: torch.Tensor) -> Any:
     rate = named.get("p")
     rate = named["self"] if rate is None else rate
     return torch.as_tensor(rate) > 0
-
-
-def _uniform(named: Mapping[str, Any], result: torch.Tensor) -> Any:
-    return (named["from"] + named["to"]) / 2
 
 
 def _normal(named: Mapping[str, Any], result: torch.Tensor) -> Any:
@@ -137,18 +127,14 @@ def _in_order(named: Mapping[str, Any], result: torch.Tensor) -> Any:
     return torch.arange(result.shape[-1], device=result.device)
 
 
-def _first_categories(named: Mapping[str, Any], result: torch.Tensor) -> Any:
-    return _in_order(named, result) % named["self"].shape[-1]
-
-
 _VALUES: Mapping[str, Callable[[Mapping[str, Any], torch.Tensor], Any]] = {
     "bernoulli": _bernoulli,
-    "uniform": _uniform,
+    "uniform": lambda named, _: (named["from"] + named["to"]) / 2,
     "normal": _normal,
     "normal_functional": _normal,
     "random": _lowest,
     "randint": _lowest,
     "randint_like": _lowest,
     "randperm": _in_order,
-    "multinomial": _first_categories,
+    "multinomial": lambda named, result: _in_order(named, result) % named["self"].shape[-1],
 }

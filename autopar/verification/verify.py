@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
+from autopar.arguments import precision_of
+from autopar.capture.call import batch_shard_of
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.common.notices import NumericsNote, warn_once
 from autopar.cost_model.memory.optimizer_memory import Optimizer, make_optimizer
@@ -28,7 +31,6 @@ from autopar.runtime.parameters.distribute import broadcast_from_rank0, material
 from autopar.runtime.process_groups import ensure_process_group, rank
 from autopar.verification.deviation import TOLERANCES, Comparison, Deviation, Verification
 from autopar.verification.draws import ConstantDraws
-from autopar.verification.training import ComparedBatch, Training, world_size
 
 Compile = Callable[..., DistributedModule]
 """`autopar.compile`, which imports this module."""
@@ -83,9 +85,9 @@ def compare_training(
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             options["example_inputs"] = kwargs if kwargs else args
         parallel = compile(copy.deepcopy(plain), plan=plan, **options)
-        batch = ComparedBatch.of(leaves, structure, options.get("batch", "global"), parallel)
-        training = Training(loss, optimizer or _sgd, options)
-        result = _compare_steps(plain, parallel, batch, training, steps, tolerance)
+        batch = _batches(leaves, structure, options.get("batch", "global"), parallel)
+        make = optimizer or _sgd
+        result = _compare_steps(plain, parallel, batch, loss, make, options, steps, tolerance)
     if rank() == 0:
         print(result, flush=True)
     return result
@@ -94,13 +96,7 @@ def compare_training(
 def verify_first_call(
     compile: Compile, module: DistributedModule, leaves: Sequence[Any], structure: Any
 ) -> None:
-    """Verifies a compiled module's plan on the batch of its first training call.
-
-    Args:
-        compile: `autopar.compile`.
-        module: the module, left unchanged.
-        leaves: flattened arguments of the call.
-        structure: structure of the arguments.
+    """Verifies a compiled module's plan on the flattened batch of its first training call.
 
     Raises:
         VerificationError: on every rank, if training under the plan deviates beyond the tolerance.
@@ -111,8 +107,7 @@ def verify_first_call(
         return
     names = ("loss_fn", "batch", "precision", "backend")
     options = {name: getattr(module._options, name) for name in names}
-    call = list(leaves), structure
-    plain = plain_copy(module)
+    call, plain = (list(leaves), structure), _plain_copy(module)
     result = compare_training(compile, plain, module.plan, call, None, None, 3, True, None, options)
     if not result.passed:
         raise VerificationError(
@@ -121,7 +116,7 @@ def verify_first_call(
         )
 
 
-def plain_copy(module: DistributedModule) -> nn.Module:
+def _plain_copy(module: DistributedModule) -> nn.Module:
     """The plain model with the module's values, on every rank; all ranks call this at once."""
     assert module.plan is not None
     (model,) = module._wrapped
@@ -133,41 +128,66 @@ def plain_copy(module: DistributedModule) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def _batches(
+    leaves: list[Any], structure: Any, mode: str, parallel: DistributedModule
+) -> tuple[Any, Any, float]:
+    """Arguments of this rank's call, and of the plain model with the rows of all ranks.
+
+    The third value is this rank's fraction of all rows, divided among the ranks with the same rows.
+    """
+    ranks, dp_rank = parallel.data_parallel_size, parallel.data_parallel_rank
+    shard = batch_shard_of(leaves, structure, mode=mode, rank=dp_rank, ranks=ranks)
+    own = whole = pytree.tree_unflatten(leaves, structure)
+    if mode == "local" and ranks > 1:
+        by_rank = dict(gather_objects((dp_rank, leaves)))
+        columns = zip(*(by_rank[index] for index in range(ranks)), strict=True)
+        joined = [
+            torch.cat(column) if has_batch_dim else column[0]
+            for has_batch_dim, column in zip(shard.call.has_batch_dim, columns, strict=True)
+        ]
+        whole = pytree.tree_unflatten(joined, structure)
+    return own, whole, shard.rows / shard.global_rows / (_world_size() / ranks)
+
+
 def _compare_steps(
     plain: nn.Module,
     parallel: DistributedModule,
-    batch: ComparedBatch,
-    training: Training,
+    batch: tuple[Any, Any, float],
+    loss: Callable[[Any], Tensor] | None,
+    optimizer: Optimizer,
+    options: Mapping[str, Any],
     steps: int,
     tolerance: float | None,
 ) -> Verification:
     """Trains both copies step by step."""
-    plain_draws, draws, device = ConstantDraws(), ConstantDraws(), device_of(plain)
-    optimizers = [_make_optimizer(training.optimizer, m) for m in (plain, parallel)]
+    own, whole, weight = batch
+    plain_draws, draws = ConstantDraws(), ConstantDraws()
+    optimizers = [_make_optimizer(optimizer, m) for m in (plain, parallel)]
+    take_loss = loss or (lambda result: _default_loss(result)[0])
     notes: list[str] = []
     comparison: Comparison | None = None
     dtype = torch.float64
     for step in range(1, steps + 1):
         with plain_draws, torch.enable_grad():
-            args, kwargs = pytree.tree_map(_detached_copy, batch.whole)
-            result = training.run_plain(plain, args, kwargs, device)
-            expected = training.loss_of(result)
+            result = _run_plain(plain, options, *pytree.tree_map(_detached_copy, whole))
+            expected = take_loss(result)
             expected.backward()
-        _check_draws(plain_draws, training.options.get("backend", "eager"))
+        _check_draws(plain_draws, options.get("backend", "eager"))
         if comparison is None:
             dtype = _least_precise(plain, plain_draws.narrowest)
             tolerance = TOLERANCES.get(dtype, 1e-5) if tolerance is None else tolerance
             comparison = Comparison(tolerance, torch.finfo(dtype).eps)
-            notes += training.loss_notes(result)
+            if loss is None and not _default_loss(result)[1]:
+                notes.append("the mean square of what the model returns stood in for a loss")
         if not math.isfinite(expected.item()):
             notes.append(f"the plain model's loss is {expected.item()} in step {step}")
             comparison.add("loss", step, {"": expected.detach()}, {})
             break
         with draws, torch.enable_grad():
-            args, kwargs = pytree.tree_map(_detached_copy, batch.own)
-            actual = training.loss_of(parallel(*args, **kwargs))
+            args, kwargs = pytree.tree_map(_detached_copy, own)
+            actual = take_loss(parallel(*args, **kwargs))
             actual.backward()
-        mean = _mean_over_ranks(actual, batch.weight)
+        mean = _mean_over_ranks(actual, weight)
         comparison.add("loss", step, {"": mean}, {"": expected.detach()})
         comparison.add("gradient", step, _gradients(parallel), _gradients(plain))
         for optimizer in filter(None, optimizers):
@@ -186,25 +206,55 @@ def _compare_steps(
         tolerance,
         dtype,
         steps,
-        world_size(),
+        _world_size(),
         comparison.first,
         tuple(plain_draws.names),
         (*notes, *_known_differences(parallel)),
     )
 
 
+def _run_plain(model: nn.Module, options: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+    """The result of the plain model, or of the `loss_fn` of `compile`."""
+    loss_fn, dtype = options.get("loss_fn"), precision_of(options.get("precision"))
+    with torch.autocast(device_of(model).type, dtype, enabled=dtype is not None):
+        if loss_fn is None:
+            return model(*args, **kwargs)
+        return loss_fn(model(*args[:-1], **kwargs), args[-1])
+
+
+def _default_loss(result: Any) -> tuple[Tensor, bool]:
+    """The loss in a model's result, else a substitute, and whether the result has a loss."""
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss, True
+    leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+    if not leaves:
+        raise StrategyError(
+            "the model returns nothing that can be trained. Give verify(loss=...), which takes "
+            "the loss out of what it returns."
+        )
+    for leaf in leaves:
+        if leaf.dim() == 0:
+            return leaf, True
+    return torch.stack([leaf.square().mean() for leaf in leaves]).sum(), False
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if is_multi_rank() else 1
+
+
 def _known_differences(parallel: DistributedModule) -> list[str]:
     """Documented reasons for both trainings to differ."""
     plan = parallel.plan
     if plan is None:
-        alone = world_size() == 1
+        alone = _world_size() == 1
         return [] if alone else ["the model trained without a plan, under torch's data parallelism"]
     found = [note for note in plan.notes if isinstance(note, NumericsNote)]
     return [*found, *(f"under the plan {line}" for line in compressed(plan))]
 
 
 def _check_draws(draws: ConstantDraws, backend: str) -> None:
-    """Raises if compiled code has random operators, which constants cannot replace."""
+    """Raises if compiled code draws random numbers, which constants cannot replace."""
     if draws.names and backend != "eager":
         raise StrategyError(
             f"the model draws random numbers ({', '.join(draws.names)}), which verify cannot hold "
