@@ -30,11 +30,8 @@ def capture_slice(
 ) -> Capture:
     """Captures a call on the whole batch, then partitions its graph along the batch dims.
 
-    Args:
-        capture: captures a call.
-        call: the call with the rows of this slice.
-        slices: number of slices of the batch, and the index of this one.
-        local: whether slices are independent, as under DistributedDataParallel.
+    The call has the rows of its slice. `local` slices are independent, as under
+    DistributedDataParallel.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -90,18 +87,10 @@ def capture_of_rank(
 ) -> TrainingGraph:
     """The joint graph of the first micro-batch of a data parallel rank, without running it.
 
-    Args:
-        model: the model, possibly on the meta device.
-        example_inputs: tuple of arguments, dict of keyword arguments, or a single argument.
-        rank: data parallel rank.
-        ranks: number of data parallel ranks.
-        batch: "global" if the inputs hold the rows of all ranks, "local" otherwise.
-        autocast: dtype of autocast, None for none.
-        loss_fn: loss function applied inside the graph, None for none.
-        micro_batches: number of micro-batches of a rank.
-        cache: captures to reuse and to extend.
-        local: whether a rank computes on its own rows alone (`batch_semantics`).
-        in_time: whether the ranks are micro-batches that run in sequence.
+    The model may be on the meta device. The inputs hold the rows of all ranks under `batch`
+    "global", one rank's rows under "local". `cache` holds captures to reuse, and is extended.
+    Under `local`, a rank computes on its own rows alone (`batch_semantics`). Under `in_time`, the
+    ranks are micro-batches that run in sequence.
 
     Raises:
         BatchError: the rows cannot be divided into that many ranks and micro-batches.

@@ -48,13 +48,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model.
-
-    Attributes:
-        leaves: flattened arguments, tensors as `TensorSpec`.
-        structure: tree structure of (args, kwargs).
-        has_batch_dim: for each leaf, whether dim 0 is the batch dim.
-    """
+    """Flattened (args, kwargs) of a call, tensors as `TensorSpec`, and their tree structure."""
 
     leaves: tuple[Any, ...]
     structure: Any
@@ -90,15 +84,11 @@ def _hashable(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """A rank's shard of the arguments of a call.
+    """A rank's rows of the arguments of a call: one of `num_slices` slices of the global batch.
 
     Attributes:
         call: arguments of the shard, tensors as specs.
-        tensors: tensor arguments, with this rank's rows only.
-        rows: number of rows of the shard.
-        global_rows: number of rows of the global batch.
-        num_slices: number of slices of the global batch.
-        slice_index: index of this slice.
+        tensors: tensor arguments of the shard.
         in_time: whether the slice is one of several micro-batches of a rank.
     """
 

@@ -14,10 +14,7 @@ _APART = 1_000_000
 
 
 def expand(graph: fx.Graph) -> None:
-    """Replaces each mark with a copy of the operators of the first equal call.
-
-    Args:
-        graph: joint graph traced under `RepeatedBlocks`; changed in place.
+    """Replaces each mark in a joint graph with a copy of the operators of the first equal call.
 
     Raises:
         BlocksDiffer: a block reads a tensor other than its inputs, or gradients differ.

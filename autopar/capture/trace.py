@@ -40,15 +40,13 @@ class Capture:
     """A captured call.
 
     Attributes:
-        graph: joint graph, or the forward alone without differentiation.
         leaves: flattened outputs, None for tensors.
         tensor_leaves: which outputs are tensors.
         differentiable: which outputs of the plain model require gradients.
         structure: tree structure of the outputs; with `writes`, of the pair (result, values).
         writes: Python values that every call writes to the model.
         reads: plain attributes that the graph depends on.
-        classes: class attributes that it depends on.
-        variables: global and closure variables that it depends on, by name.
+        classes, variables: class attributes and variables that it depends on.
         lifted: plain tensor attributes and frozen parameters that are buffers of the graph.
         rebound_buffers: buffers that every call rebinds to a new tensor.
         batch_graph: graph of the whole batch if `graph` is one slice's, else None.
@@ -84,18 +82,11 @@ def capture(
     loss_fn: Callable[..., Any] | None = None,
     lifted: frozenset[Attribute] = frozenset(),
 ) -> Capture:
-    """Captures one call of `model`.
+    """Captures one call of `model`; fakes replace its parameters and buffers during the trace.
 
-    Args:
-        model: the model; fakes replace its parameters and buffers during the trace.
-        call: arguments of the call.
-        parameters: every parameter at its global shape, by name.
-        device: device of the parameters.
-        differentiate: whether to capture a backward.
-        all_tangents: whether every floating-point output receives a gradient. By default only
-            scalar outputs do, if there are any.
-        loss_fn: called as `loss_fn(model(*args[:-1]), args[-1])` in place of the model.
-        lifted: plain tensor attributes, and frozen parameters, that other calls change.
+    A given loss function is called as `loss_fn(model(*args[:-1]), args[-1])`. Only scalar outputs
+    receive gradients, unless there are none or `all_tangents`. `lifted` are plain tensor
+    attributes, and frozen parameters, that other calls change.
 
     Raises:
         CaptureError: the model depends on tensor values in Python, cannot be traced, or changes

@@ -37,24 +37,14 @@ MAX_INT_BITS = 63
 
 
 class FieldError(ValueError):
-    """A field that contradicts other fields of its document.
-
-    Args:
-        path: path of the field, such as "$.mesh[0]".
-        why: its value and the expected one.
-    """
+    """A field, such as "$.mesh[0]", that contradicts other fields of its document."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path} {why}")
 
 
 def load(path: str | Path, what: str, error: type[AutoparError]) -> Any:
-    """The JSON values in a file.
-
-    Args:
-        path: path of the file.
-        what: kind of document, such as "plan", for errors.
-        error: class of the errors.
+    """The JSON values in a file that should be a `what`, such as "plan".
 
     Raises:
         AutoparError: the file cannot be read or is not JSON.
@@ -81,15 +71,10 @@ def read(
     advice: str,
     check: Callable[[T], None] = lambda value: None,
 ) -> T:
-    """The value that a document describes.
+    """The value of a dataclass or struct that JSON values describe.
 
-    Args:
-        document: JSON values.
-        kind: dataclass or struct of the value.
-        source: name of the document, for errors.
-        error: class of the errors.
-        advice: remedy for an invalid document, for errors.
-        check: raises `FieldError` if fields contradict each other.
+    Errors name `source` and end with `advice`. `check` raises `FieldError` if fields contradict
+    each other.
 
     Raises:
         AutoparError: a field is missing, unknown or invalid.

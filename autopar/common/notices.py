@@ -18,15 +18,9 @@ ISSUED: set[tuple[type[AutoparWarning], str]] = set()
 """Warnings issued by this process."""
 
 _ROOT = Path(__file__).resolve().parents[1]
-_INSIDE = tuple(
-    f"{folder}{os.sep}"
-    for folder in (
-        _ROOT,
-        _ROOT.parent / "passes",
-        _ROOT.parent / "cost_model",
-        Path(torch.__file__).resolve().parent,
-    )
-)
+_LINKED = (_ROOT.parent / "passes", _ROOT.parent / "cost_model")
+_TORCH = Path(torch.__file__).resolve().parent
+_INSIDE = tuple(f"{folder}{os.sep}" for folder in (_ROOT, *_LINKED, _TORCH))
 
 
 class NumericsNote(str):
@@ -43,10 +37,6 @@ def warn_once(category: type[AutoparWarning], message: str) -> None:
     """Issues a warning on rank 0, once in this process, at the line that called autopar.
 
     Every rank calls it: a filter that turns the warning into an error raises on every rank.
-
-    Args:
-        category: class of the warning.
-        message: text, with the user's line if known.
     """
     if (category, message) in ISSUED:
         return

@@ -70,7 +70,6 @@ class TrainingGraph:
     """Forward and backward of one rank.
 
     Attributes:
-        graph: fx graph.
         inputs: role of every placeholder, in order.
         outputs: role of every output, in order; an output may be None (no gradient).
         parameters: every parameter of the model by name, tied ones once.
@@ -79,7 +78,6 @@ class TrainingGraph:
         partitioned: axes that the graph is partitioned along, with explicit redistributions.
         layouts: placement of every parameter that is not replicated between steps.
         constants: tensors created by the model's code, by the name of their get_attr.
-        properties: properties established by the passes applied so far.
         history: one line per applied pass, for the user.
         notes: limitations to show to the user.
         disposable: whether `copy` may return the fx graph itself, because nothing else uses it.
@@ -112,7 +110,6 @@ class TrainingGraph:
 
     @property
     def output_node(self) -> fx.Node:
-        """The output node."""
         return next(iter(reversed(self.graph.nodes)))
 
     @property
@@ -168,19 +165,13 @@ class TrainingGraph:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of a graph: one result of a node.
-
-    Attributes:
-        node: node that computes it.
-        index: index among the node's results.
-    """
+    """A tensor of a graph: the result of a node with this index."""
 
     node: fx.Node
     index: int = 0
 
     @property
     def tensor(self) -> Any:
-        """The fake tensor."""
         return elements(self.node)[self.index]
 
 

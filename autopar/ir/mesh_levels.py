@@ -70,13 +70,7 @@ def axis_of_level(name: str) -> str:
 
 
 def coordinate_on(name: str, place: int, axes: Mapping[str, int]) -> int:
-    """Coordinate of a rank on an axis or level, from its coordinate on the axis.
-
-    Args:
-        name: name of an axis or level.
-        place: coordinate of the rank on the axis.
-        axes: sizes of axes and levels.
-    """
+    """Coordinate of a rank on an axis or level, from its coordinate `place` on the axis."""
     axis, _, part = name.partition(".")
     if not part:
         return place

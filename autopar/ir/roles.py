@@ -50,8 +50,7 @@ class BatchIndex:
 class BatchChecksum:
     """Input: float64 vector; its sum over an axis shows whether every rank has the right batch.
 
-    Attributes:
-        axis: name of one or several axes; "" for the data axis.
+    The axis "" is the data axis.
     """
 
     axis: str = ""
@@ -61,10 +60,7 @@ class BatchChecksum:
 class Accumulated:
     """Input: the gradient of parameter `name` from earlier steps or micro-batches.
 
-    Attributes:
-        name: name of the parameter.
-        reduced: whether the gradient is reduced and placed like the parameter; if not, it is a
-            partial sum.
+    If `reduced`, it is reduced and placed like the parameter; if not, it is a partial sum.
     """
 
     name: str
@@ -102,12 +98,7 @@ class StageInput:
 
 @dataclass(frozen=True)
 class BatchTotal:
-    """Input: a sum over all micro-batches and ranks.
-
-    Attributes:
-        index: index of the sum.
-        late: whether the sum is available only after all forwards.
-    """
+    """Input: a sum over all micro-batches and ranks; if `late`, known only after all forwards."""
 
     index: int
     late: bool
@@ -170,34 +161,11 @@ class MicrobatchPartial:
     index: int
 
 
-InputRole = (
-    Parameter
-    | Buffer
-    | Input
-    | Tangent
-    | BatchFraction
-    | BatchIndex
-    | BatchChecksum
-    | Accumulated
-    | State
-    | Saved
-    | UnshardedParam
-    | StageInput
-    | BatchTotal
-)
+_OfCall = Parameter | Buffer | Input | Tangent
+_OfBatch = BatchFraction | BatchIndex | BatchChecksum | BatchTotal
+_Passed = Saved | UnshardedParam  # from one graph to another
 
-
-OutputRole = (
-    Output
-    | Gradient
-    | Update
-    | ChecksumSum
-    | UnreducedGrad
-    | Saved
-    | UnshardedParam
-    | StageOutput
-    | MicrobatchPartial
-)
-
-
+InputRole = _OfCall | _OfBatch | Accumulated | State | StageInput | _Passed
+_OfStage = StageOutput | MicrobatchPartial
+OutputRole = Output | Gradient | Update | ChecksumSum | UnreducedGrad | _OfStage | _Passed
 Differentiable = Parameter | Input

@@ -28,11 +28,10 @@ class Deviation:
     """Deviation of one tensor under a plan from the plain model's.
 
     Attributes:
-        kind: "loss", "gradient", "parameter" or "buffer".
+        kind: one of `KINDS`.
         name: name of the parameter or buffer; "" for the loss.
         error: norm of the difference over the norm of the plain tensor, or over a floor if that
             norm is mere rounding; infinite if only one model has the tensor.
-        step: number of the step, from 1.
         index: index of the element that differs most; () for a scalar.
     """
 
@@ -62,8 +61,6 @@ class Verification:
         buffer: worst deviation of a buffer; None if the model has none.
         tolerance: relative difference that passes.
         dtype: least precise dtype of the plain model.
-        steps: number of steps.
-        ranks: number of ranks.
         first: first deviation beyond the tolerance, a possible cause of later ones; None on PASS.
         draws: random operators replaced by constants in both trainings.
         notes: limits of the comparison.
@@ -121,7 +118,6 @@ class Comparison:
     Attributes:
         tolerance: relative difference that passes.
         eps: machine epsilon of the dtype, for the floor of norms.
-        worst: worst deviation by kind.
         first: earliest deviation beyond the tolerance.
         missing: names of tensors that this rank does not have, by kind and step.
     """

@@ -50,17 +50,9 @@ def compare_training(
 ) -> Verification:
     """Trains copies of a model with and without a plan; rank 0 prints the verdict.
 
-    Args:
-        compile: `autopar.compile`.
-        model: the model, left unchanged.
-        plan: plan to follow, None to let `compile` choose.
-        call: flattened arguments of the call, and their structure.
-        loss: extracts the loss from a result, None for the default.
-        optimizer: class, factory or optimizer, None for SGD with momentum.
-        steps: number of steps.
-        double: whether to train in float64.
-        tolerance: relative difference that passes, None for the default.
-        options: further arguments of `compile`.
+    `call` holds flattened arguments and their structure, `options` further arguments of `compile`.
+    `compile` chooses a plan if None is given; the default optimizer is SGD with momentum.
+    `double` trains in float64.
 
     Raises:
         StrategyError: the arguments have no values, the model returns nothing to train, or it

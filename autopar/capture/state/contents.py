@@ -88,12 +88,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class ValuePath:
-    """Location of a Python value in a model.
-
-    Attributes:
-        module: name of the module.
-        keys: attribute of the module, then the key or attribute at each level below it.
-    """
+    """Location of a Python value: a module, its attribute, and the key at each level below."""
 
     module: str
     keys: tuple[Any, ...] = ()
@@ -140,13 +135,9 @@ def find_containers(
 
 
 class Snapshot:
-    """Copies of a model's Python containers, to compare and to restore.
+    """Copies of a model's Python containers, and of named variables, to compare and to restore.
 
     Snapshots include parameter, buffer and submodule tables, and no other internals of torch.
-
-    Args:
-        model: the model.
-        variables: values outside of the model, by name.
     """
 
     def __init__(self, model: nn.Module, variables: Iterable[tuple[str, Any]] = ()) -> None:

@@ -36,13 +36,11 @@ class Effects:
     """Reads and changes of one run of a model.
 
     Attributes:
-        variables: global and closure variables that its code reads, by name.
         counters: int attributes traced as a `CounterProxy`.
         keep: whether to keep the changes after the run.
         state: parameters and buffers of the run; lists of them are not changes.
         reads: attributes that the run depends on, with the user's file and line.
         classes: class attributes that the run depends on.
-        changes: replaced, added and deleted values.
         added: increments of the counters.
         uses: operations that needed the value of a counter.
     """

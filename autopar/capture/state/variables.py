@@ -25,12 +25,7 @@ MAX_FUNCTIONS = 400
 
 @dataclass(frozen=True)
 class Variable:
-    """A global or closure variable.
-
-    Attributes:
-        scope: globals of a module, or the cell of a closure.
-        name: name of the variable.
-    """
+    """A global variable in a module's globals, or a closure variable in its cell."""
 
     scope: dict[str, Any] | CellType
     name: str
