@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
@@ -18,11 +16,6 @@ def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
         name: ParameterInfo(name, tuple(p.shape), p.dtype, p.requires_grad, blocks[name])
         for name, p in model.named_parameters()
     }
-
-
-def describe_buffers(model: nn.Module) -> str:
-    """Name, shape and dtype of every buffer, as text to compare."""
-    return str([(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()])
 
 
 def find_blocks(model: nn.Module) -> dict[str, str]:
@@ -65,8 +58,3 @@ def find_separate_blocks(model: nn.Module) -> list[nn.Module]:
         holders.setdefault(parameter, set()).add(block_of(name.rpartition(".")[0], blocks))
     sharing = set().union(*(names for names in holders.values() if len(names) > 1))
     return [model.get_submodule(name) for name in blocks if name not in sharing]
-
-
-def total_bytes(parameters: Iterable[ParameterInfo]) -> int:
-    """Bytes of unsharded parameters."""
-    return sum(p.bytes for p in parameters)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from autopar.autotune.autotune import benchmark_and_pick, num_plans_to_benchmark, plans_to_benchmark
-from autopar.capture.model_info import total_bytes
 from autopar.common.notices import warn_once
 from autopar.cost_model.measurement.measure import measure
 from autopar.driver.driver import Driver
@@ -162,7 +161,8 @@ class LivePlanner:
             told = f"autopar runs the model as it is, in plain PyTorch: {reason}"
             warn_once(FallbackWarning, told)
             return model
-        needed = total_bytes(problem.parameters.values()) * (2 + problem.state_ratio)
+        held = sum(p.bytes for p in problem.parameters.values())
+        needed = held * (2 + problem.state_ratio)
         shard = bool(problem.strategy.zero)
         if problem.strategy.zero is None:
             shard = problem.memory is not None and needed > problem.memory

@@ -134,7 +134,10 @@ class Comparison:
         """Compares the tensors of one kind in one step."""
         floats = [value for value in expected.values() if value.is_floating_point()]
         largest = max(map(_norm, floats), default=0.0)
-        floor = self._floor(kind) * (max(largest, 1.0) if kind == "loss" else largest)
+        # Below this norm relative to the largest, a tensor is mere rounding. Optimizers that
+        # normalize gradients amplify rounding, so parameters have a larger floor.
+        rounding = 0.1 if kind == "parameter" else min(1.0, 10 * self.eps / self.tolerance)
+        floor = rounding * (max(largest, 1.0) if kind == "loss" else largest)
         self.missing[kind, step] = set(expected) - set(actual)
         for name, value in actual.items():
             known = name in expected
@@ -160,13 +163,6 @@ class Comparison:
             self.worst[deviation.kind] = deviation
         if deviation.error > self.tolerance:
             self.first = min(self.first or deviation, deviation, key=_order)
-
-    def _floor(self, kind: str) -> float:
-        """Norm below which a tensor is mere rounding, relative to the largest of its kind.
-
-        Optimizers that normalize gradients amplify rounding, so parameters have a larger floor.
-        """
-        return 0.1 if kind == "parameter" else min(1.0, 10 * self.eps / self.tolerance)
 
 
 def _order(deviation: Deviation) -> tuple[int, int, float]:

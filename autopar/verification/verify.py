@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,9 @@ def compare_training(
             draws random numbers in code compiled by a backend.
     """
     options, (leaves, structure) = dict(options), call
-    with _preserved_random_state():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
         ensure_process_group(options.get("world_size"), options.get("timeout_s", 300.0))
         plain = copy.deepcopy(model)
         materialize(plain, device_of(plain))
@@ -68,8 +70,15 @@ def compare_training(
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             raise StrategyError("example_inputs are on the meta device: verify needs their values")
         if double:
-            plain, leaves = plain.double(), [_to_double(leaf) for leaf in leaves]
-            plan = None if plan is None else _plan_in_double(plan, plain)
+            plain = plain.double()
+            for index, leaf in enumerate(leaves := list(leaves)):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                    leaves[index] = leaf.double()
+            if plan is not None:  # the same buckets
+                parameters = describe_parameters(plain)
+                sizes = tuple((name, p.bytes) for name, p in parameters.items())
+                key = fingerprint(parameters.values())
+                plan = replace(plan, fingerprint=key, parameter_bytes=sizes)
         if optimizer is not None:
             is_instance = isinstance(optimizer, torch.optim.Optimizer)
             options = {"optimizer": type(optimizer) if is_instance else optimizer, **options}
@@ -164,7 +173,12 @@ def _compare_steps(
             result = _run_plain(plain, options, *pytree.tree_map(_detached_copy, whole))
             expected = take_loss(result)
             expected.backward()
-        _check_draws(plain_draws, options.get("backend", "eager"))
+        if plain_draws.names and (backend := options.get("backend", "eager")) != "eager":
+            raise StrategyError(
+                f"the model draws random numbers ({', '.join(plain_draws.names)}), which verify "
+                f"cannot hold still in code compiled by {backend!r}. Verify with backend='eager', "
+                "or model.eval()."
+            )
         if comparison is None:
             dtype = _least_precise(plain, plain_draws.narrowest)
             tolerance = TOLERANCES.get(dtype, 1e-5) if tolerance is None else tolerance
@@ -245,15 +259,6 @@ def _known_differences(parallel: DistributedModule) -> list[str]:
     return [*found, *(f"under the plan {line}" for line in compressed(plan))]
 
 
-def _check_draws(draws: ConstantDraws, backend: str) -> None:
-    """Raises if compiled code draws random numbers, which constants cannot replace."""
-    if draws.names and backend != "eager":
-        raise StrategyError(
-            f"the model draws random numbers ({', '.join(draws.names)}), which verify cannot hold "
-            f"still in code compiled by {backend!r}. Verify with backend='eager', or model.eval()."
-        )
-
-
 def _mean_over_ranks(loss: Tensor, weight: float) -> Tensor:
     """The mean of the ranks' losses, weighted by rows; a loss equal on all ranks stays the same."""
     own = loss.detach().double()
@@ -287,13 +292,6 @@ def _least_precise(model: nn.Module, narrowest: torch.dtype | None) -> torch.dty
     return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
-def _plan_in_double(plan: Plan, model: nn.Module) -> Plan:
-    """The plan for the same model in float64, with the same buckets."""
-    parameters = describe_parameters(model)
-    sizes = tuple((name, p.bytes) for name, p in parameters.items())
-    return replace(plan, fingerprint=fingerprint(parameters.values()), parameter_bytes=sizes)
-
-
 def _full(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -303,20 +301,3 @@ def _detached_copy(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
-
-
-def _to_double(value: Any) -> Any:
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.double() if floating else value
-
-
-@contextlib.contextmanager
-def _preserved_random_state() -> Iterator[None]:
-    """Restores the states of all random number generators."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    state = random.getstate()
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(state)
