@@ -18,15 +18,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as backward_ke
 from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalProfilerConfig
 from torch._dynamo.backends.common import aot_autograd as aot_backend
-from torch._functorch._aot_autograd.descriptors import (
-    BufferAOTInput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
+from torch._functorch._aot_autograd import descriptors
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
@@ -162,17 +154,14 @@ def inductor_compile(
         context = TracingContext.try_get()
         if donated and context is not None and context.fw_metadata is not None:
             context.fw_metadata.bw_donated_idxs = list(donated)
-            options |= {
-                "is_backward": True,
-                "is_inference": False,
-            }  # donation applies to backwards only
+            # donation applies to backwards only
+            options |= {"is_backward": True, "is_inference": False}
         return compile_fx_inner(graph, inputs, **options)
 
     options = config.patch(reorder_for_peak_memory=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = [
-        mode.from_tensor(tensor) for tensor in examples
-    ]  # inductor keeps its example inputs alive
+    # inductor keeps its example inputs alive
+    fake = [mode.from_tensor(tensor) for tensor in examples]
     with tracing(TracingContext(mode)), options:
         return compile_fx(module, [fake], inner_compile=inner)  # type: ignore[list-item, return-value]
 

@@ -119,18 +119,17 @@ class BatchShard:
                 f"cut into {count} equal micro-batches on each of {self.num_slices} ranks. Give a "
                 f"multiple of {count * self.num_slices} rows, or other micro_batches."
             )
-        return [self._micro_batch(index, count) for index in range(count)]
-
-    def _micro_batch(self, index: int, count: int) -> BatchShard:
-        rows, leaves = self.rows // count, list(self.call.leaves)
-        tensors = list(self.tensors)
-        for place, leaf in enumerate(self.call.tensor_indices):
-            if self.call.has_batch_dim[leaf]:
-                tensors[place] = tensors[place][index * rows : (index + 1) * rows]
-            leaves[leaf] = TensorSpec.of(tensors[place])
-        call = replace(self.call, leaves=tuple(leaves))
-        slices = self.num_slices * count, self.slice_index * count + index
-        return BatchShard(call, tuple(tensors), rows, self.global_rows, *slices, True)
+        rows, parts = self.rows // count, []
+        for index in range(count):
+            leaves, tensors = list(self.call.leaves), list(self.tensors)
+            for place, leaf in enumerate(self.call.tensor_indices):
+                if self.call.has_batch_dim[leaf]:
+                    tensors[place] = tensors[place][index * rows : (index + 1) * rows]
+                leaves[leaf] = TensorSpec.of(tensors[place])
+            call = replace(self.call, leaves=tuple(leaves))
+            slices = self.num_slices * count, self.slice_index * count + index
+            parts.append(BatchShard(call, tuple(tensors), rows, self.global_rows, *slices, True))
+        return parts
 
 
 def batch_shard_of(

@@ -71,7 +71,12 @@ class _Body:
             with graph.inserting_before(before):
                 for node in nodes:
                     made[node] = graph.node_copy(node, lambda n: made.get(n, n))
-                    made[node].meta = _meta(node, old, block, number)
+                    meta = made[node].meta = dict(node.meta)
+                    if note := meta.get("custom"):
+                        own = block + note["module"].removeprefix(old)
+                        meta["custom"] = note | {"module": own}
+                    if meta.get("seq_nr") is not None:
+                        meta["seq_nr"] += number * _APART
 
         copied(self.forward, call)
         _replace(call, [made.get(node, node) for node in _inputs(self.leave)])
@@ -88,15 +93,6 @@ class _Body:
         known = dict(zip(_indices(self.enter_back), _inputs(self.enter_back), strict=True))
         inputs = [known.get(index) for index in indices[middle + 1 :]]
         _replace(back, [made.get(node, node) if node else None for node in inputs])
-
-
-def _meta(node: fx.Node, old: str, block: str, number: int) -> dict[str, Any]:
-    meta = dict(node.meta)
-    if note := meta.get("custom"):
-        meta["custom"] = note | {"module": block + note["module"].removeprefix(old)}
-    if meta.get("seq_nr") is not None:
-        meta["seq_nr"] += number * _APART
-    return meta
 
 
 def _replace(mark: fx.Node, results: Sequence[fx.Node | None]) -> None:

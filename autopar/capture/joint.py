@@ -11,22 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar import _torch
+from autopar._torch import OpOverload, descriptors
 from autopar.capture.provenance import annotate_nodes
 from autopar.capture.traced_call import TracedCall
 from autopar.errors import CaptureError
+from autopar.ir import roles
 from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.roles import (
-    Buffer,
-    Gradient,
-    Input,
-    InputRole,
-    Output,
-    OutputRole,
-    Parameter,
-    Tangent,
-    Update,
-)
 
 aten = torch.ops.aten
 
@@ -52,17 +42,17 @@ def to_training_graph(module: fx.GraphModule, call: TracedCall) -> TrainingGraph
         constants={n.target: getattr(module, n.target) for n in graph.find_nodes(op="get_attr")},
         history=(f"captured from {type(call.model[0]).__name__}",),
     )
-    roles = {
+    results = {
         _output_role(d, call): value  # a rebound buffer keeps its last value
         for d, value in zip(outputs, output.args[0], strict=True)
         if d is not None and isinstance(value, fx.Node)
     }
-    output.args = (list(roles.values()),)
+    output.args = (list(results.values()),)
     graph.eliminate_dead_code()
-    for role, value in roles.items():
+    for role, value in results.items():
         if value.meta["val"] is not None and value.meta["val"].layout is not torch.strided:
             raise CaptureError(f"{role} is a sparse tensor; use dense ones (sparse=False)")
-    training = replace(training, outputs=tuple(roles))
+    training = replace(training, outputs=tuple(results))
     _keep_old_values(training)
     return training
 
@@ -72,9 +62,11 @@ def changed_parameters(
 ) -> list[str]:
     """Frozen parameters that a joint graph with descriptors changes in place."""
     output, names = next(iter(reversed(module.graph.nodes))), tuple(parameters)
-    mutations = (d for d in output.meta["desc"] if isinstance(d, _torch.InputMutationAOTOutput))
+    mutations = (
+        d for d in output.meta["desc"] if isinstance(d, descriptors.InputMutationAOTOutput)
+    )
     inputs = (d.mutated_input for d in mutations)
-    changed = [_name_of(d, names) for d in inputs if isinstance(d, _torch.ParamAOTInput)]
+    changed = [_name_of(d, names) for d in inputs if isinstance(d, descriptors.ParamAOTInput)]
     return [name for name in changed if not parameters[name].requires_grad]
 
 
@@ -84,7 +76,7 @@ def _name_of(desc: Any, parameters: Sequence[str]) -> str:
 
 def _keep_old_values(graph: TrainingGraph) -> None:
     """Copies inputs that the forward updates in place, for use in the backward."""
-    updated = {role.of for role in graph.outputs if isinstance(role, Update)}
+    updated = {role.of for role in graph.outputs if isinstance(role, roles.Update)}
     first = next(iter(graph.calls()), None)
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         late = [u for u in node.users if u.op != "output" and u.meta["phase"] == "backward"]
@@ -97,36 +89,36 @@ def _keep_old_values(graph: TrainingGraph) -> None:
             user.replace_input_with(node, copy)
 
 
-def _input_role(desc: Any, call: TracedCall) -> InputRole:
-    if isinstance(desc, _torch.ParamAOTInput):
-        return Parameter(_name_of(desc, call.names))
-    if isinstance(desc, _torch.BufferAOTInput):
-        return Buffer(call.buffer_names[int(desc.target.removeprefix("b"))])
-    if isinstance(desc, _torch.PlainAOTInput):
-        return Input(call.positions[desc.idx])
-    if isinstance(desc, _torch.TangentAOTInput):
-        return Tangent(_output_index(desc.output, call))
+def _input_role(desc: Any, call: TracedCall) -> roles.InputRole:
+    if isinstance(desc, descriptors.ParamAOTInput):
+        return roles.Parameter(_name_of(desc, call.names))
+    if isinstance(desc, descriptors.BufferAOTInput):
+        return roles.Buffer(call.buffer_names[int(desc.target.removeprefix("b"))])
+    if isinstance(desc, descriptors.PlainAOTInput):
+        return roles.Input(call.positions[desc.idx])
+    if isinstance(desc, descriptors.TangentAOTInput):
+        return roles.Tangent(_output_index(desc.output, call))
     raise CaptureError(
         f"the captured graph has an input that autopar does not know: {desc}. The model probably "
         "returns a view of an argument that it also changes in place; return a copy instead."
     )
 
 
-def _output_role(desc: Any, call: TracedCall) -> OutputRole:
-    if isinstance(desc, _torch.PlainAOTOutput):
+def _output_role(desc: Any, call: TracedCall) -> roles.OutputRole:
+    if isinstance(desc, descriptors.PlainAOTOutput):
         index = desc.idx - sum(call.tensor_leaves)
         if index >= 0:
-            return Update(Buffer(call.rebound[index]))
-        return Output(_output_index(desc, call))
-    if isinstance(desc, _torch.GradAOTOutput):
+            return roles.Update(roles.Buffer(call.rebound[index]))
+        return roles.Output(_output_index(desc, call))
+    if isinstance(desc, descriptors.GradAOTOutput):
         of = _input_role(desc.grad_of, call)
-        assert isinstance(of, (Parameter, Input))
-        return Gradient(of)
-    if isinstance(desc, _torch.InputMutationAOTOutput):
+        assert isinstance(of, (roles.Parameter, roles.Input))
+        return roles.Gradient(of)
+    if isinstance(desc, descriptors.InputMutationAOTOutput):
         of = _input_role(desc.mutated_input, call)
-        if isinstance(of, (Buffer, Input)):
-            return Update(of)
-        if isinstance(of, Parameter):
+        if isinstance(of, (roles.Buffer, roles.Input)):
+            return roles.Update(of)
+        if isinstance(of, roles.Parameter):
             raise _changed_in_place(of.name)
     raise CaptureError(f"the captured graph has an output that autopar does not know: {desc}")
 
@@ -141,9 +133,9 @@ def _changed_in_place(parameter: str) -> CaptureError:
 
 def _output_index(desc: Any, call: TracedCall) -> int:
     mutated = getattr(desc, "mutated_input", None)
-    if isinstance(mutated, _torch.ParamAOTInput):
+    if isinstance(mutated, descriptors.ParamAOTInput):
         raise _changed_in_place(_name_of(mutated, call.names))
-    if not isinstance(desc, _torch.PlainAOTOutput):
+    if not isinstance(desc, descriptors.PlainAOTOutput):
         raise CaptureError(
             f"the model changes in place what gradients flow into ({type(desc).__name__}): an "
             "input that requires them. Change a copy, or do so outside of forward."
@@ -163,7 +155,7 @@ def _mark_failures(graph: fx.Graph) -> None:
     keep the kernel's results.
     """
     for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         names = [result.name for result in node.target._schema.returns]
         if "info" not in names:

@@ -76,8 +76,12 @@ def user_position(frame: FrameType | None) -> tuple[str, int] | None:
 
 def user_frame(error: BaseException) -> str:
     """The innermost user line of an error, as " at FILE:LINE: CODE", or ""."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [f for f in frames if not is_library(f.filename) and not _is_standard(f.filename)]
+    users = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = frame.filename
+        is_standard = file.startswith((STANDARD, "<")) and "site-packages" not in file
+        if not is_library(file) and not is_standard:
+            users.append(frame)
     return f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
 
 
@@ -85,11 +89,6 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _is_standard(file: str) -> bool:
-    """Whether a source file is of Python's standard library."""
-    return file.startswith((STANDARD, "<")) and "site-packages" not in file
 
 
 def annotate_nodes(graph: fx.Graph, parameters: Mapping[str, ParameterInfo]) -> None:

@@ -111,7 +111,7 @@ class RepeatedBlocks:
             entered = _Border.apply("enter", self.calls, *_tensors(leaves))
             state, args, kwargs = pytree.tree_unflatten(_filled(leaves, entered), structure)
             plain = patched(block, "forward", forward)
-            with _hidden(kind, block), _unchanged(block, entered), plain:
+            with _guarded(kind, block, entered), plain:
                 before = dict(state)
                 result = torch.func.functional_call(block, state, args, kwargs, tie_weights=False)
             if any(state[name] is not tensor for name, tensor in before.items()):
@@ -190,28 +190,27 @@ def _type(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _hidden(kind: BlockKind, block: nn.Module) -> Iterator[None]:
-    """Removes the attributes that differ between blocks of a kind."""
+def _guarded(kind: BlockKind, block: nn.Module, entered: Sequence[Tensor]) -> Iterator[None]:
+    """Removes attributes that differ between blocks, and raises if the block changes others.
+
+    Copies of the block would not repeat changes of its attributes or inputs.
+    """
+
+    def state() -> tuple[object, ...]:
+        tables = [vars(module) for module in block.modules()]
+        ids = [{k: id(v) for k, v in table.items() if k != "forward"} for table in tables]
+        return ids, [tensor._version for tensor in entered]
+
     modules = list(block.modules())
     removed = [(modules[i], name, vars(modules[i]).pop(name)) for i, name in kind.hidden]
+    before = state()
     try:
         yield
+        if state() != before:
+            raise BlocksDiffer("a block changes its attributes or inputs")
     finally:
         for module, name, value in removed:
             vars(module)[name] = value
-
-
-@contextlib.contextmanager
-def _unchanged(block: nn.Module, entered: Sequence[Tensor]) -> Iterator[None]:
-    """Raises if a block changes its attributes or inputs, since copies would not."""
-
-    def attributes() -> list[dict[str, Any]]:
-        return [{k: id(v) for k, v in vars(m).items() if k != "forward"} for m in block.modules()]
-
-    before, versions = attributes(), [tensor._version for tensor in entered]
-    yield
-    if attributes() != before or versions != [tensor._version for tensor in entered]:
-        raise BlocksDiffer("a block changes its attributes or inputs")
 
 
 # -- marks -------------------------------------------------------------------------------------

@@ -152,7 +152,8 @@ def _scalars_apart(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] 
     items = index if isinstance(index, tuple) else (index,)
     scalars = [_is_scalar(item) for item in items]
     others = [item for item, scalar in zip(items, scalars, strict=True) if not scalar]
-    if not any(scalars) or not all(map(_is_basic, others)):
+    basic = (i is None or i is Ellipsis or type(i) is int or isinstance(i, slice) for i in others)
+    if not any(scalars) or not all(basic):
         return None
     if not any(item is Ellipsis for item in items):
         items, scalars = (*items, Ellipsis), [*scalars, False]
@@ -163,11 +164,6 @@ def _scalars_apart(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] 
     hidden = view.dim() - (len(kept) - 1)
     dims = [*kept[:middle], *[Ellipsis] * hidden, *kept[middle + 1 :]]
     return view, [item if _is_scalar(item) else None for item in dims]
-
-
-def _is_basic(item: Any) -> bool:
-    """Whether an item of an index selects a view."""
-    return item is None or item is Ellipsis or type(item) is int or isinstance(item, slice)
 
 
 def _is_scalar(item: Any) -> bool:

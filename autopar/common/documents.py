@@ -106,10 +106,11 @@ def _check_plain(document: Any) -> None:
         elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
             size = f"{value.bit_length()} bits: expected at most {MAX_INT_BITS}"
             raise FieldError(_path(place), f"is an integer of {size}")
-        elif isinstance(value, str) and not value.isascii() and _has_half(value):
+        elif isinstance(value, str) and _HALF.search(value):
             raise FieldError(_path(place), f"is {ascii(value)[:60]}, which is not Unicode text")
 
 
+_HALF = re.compile("[\ud800-\udfff]")
 _Place = tuple[Any, Any]
 """Location of a value: the location of its container, and its key there."""
 
@@ -120,10 +121,6 @@ def _path(place: _Place | None) -> str:
         place, key = place
         parts.append(f"[{key}]" if isinstance(key, int) else f".{key}")
     return "$" + "".join(reversed(parts))
-
-
-def _has_half(text: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _check_known(document: Any, value: Any, path: str) -> None:
