@@ -11,16 +11,7 @@ import torch
 from torch import nn
 
 from autopar.capture.call import flattened
-from autopar.common.checks import (
-    MAX_RANKS,
-    choice,
-    count,
-    demand,
-    flag,
-    nbytes,
-    seconds,
-    texts,
-)
+from autopar.common.checks import MAX_RANKS, choice, count, demand, flag, nbytes, seconds, texts
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan

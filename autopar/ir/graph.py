@@ -26,13 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import (
-    FakeTensor,
-    FakeTensorMode,
-    OpOverload,
-    copy_graph,
-    format_argument,
-)
+from autopar._torch import FakeTensor, FakeTensorMode, OpOverload, copy_graph, format_argument
 from autopar.ir.placement import Placement
 from autopar.ir.roles import InputRole, OutputRole, Parameter
 

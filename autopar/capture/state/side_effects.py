@@ -21,13 +21,7 @@ from autopar.capture.state.contents import (
     contents,
     same_type,
 )
-from autopar.capture.state.effects import (
-    Attribute,
-    Effects,
-    attribute_at,
-    attribute_of,
-    can_lift,
-)
+from autopar.capture.state.effects import Attribute, Effects, attribute_at, attribute_of, can_lift
 from autopar.errors import CaptureError
 from autopar.ir.graph import source_text
 
