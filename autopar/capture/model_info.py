@@ -31,10 +31,8 @@ def find_blocks(model: nn.Module) -> dict[str, str]:
         is_element = bool(name) and isinstance(model.get_submodule(parent), containers)
         if is_element and not inside and not isinstance(module, containers):
             blocks.append(name)
-    found = {}
-    for name, _ in model.named_parameters():
-        found[name] = block_of(name.rpartition(".")[0], blocks[1:])
-    return found
+    names = (name for name, _ in model.named_parameters())
+    return {name: block_of(name.rpartition(".")[0], blocks[1:]) for name in names}
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -25,8 +25,8 @@ from autopar.capture.call import Call
 from autopar.capture.expand_blocks import expand
 from autopar.capture.joint import changed_parameters, to_training_graph
 from autopar.capture.provenance import first_line, user_frame
-from autopar.capture.state.contents import Snapshot
-from autopar.capture.state.effects import Attribute, Effects
+from autopar.capture.state.contents import Attribute, Snapshot
+from autopar.capture.state.effects import Effects
 from autopar.capture.state.side_effects import StatePolicy, Write, check_changes, writes_of
 from autopar.capture.state.variables import Variable
 from autopar.capture.traced_call import TracedCall

@@ -15,7 +15,8 @@ from autopar._torch import pytree
 from autopar.capture.call import Call, TensorSpec
 from autopar.capture.provenance import Annotate
 from autopar.capture.repeated_blocks import RepeatedBlocks
-from autopar.capture.state.effects import Attribute, Effects
+from autopar.capture.state.contents import Attribute
+from autopar.capture.state.effects import Effects
 from autopar.capture.state.side_effects import StatePolicy, rebound_buffers, writes_of
 from autopar.capture.state.variables import find_variables
 from autopar.capture.traceable import traceable_modules

@@ -19,8 +19,6 @@ class BatchSlices:
     A sharded dim consists of equal units: one per slice if slices are even, otherwise one per row.
 
     Attributes:
-        count: number of slices.
-        index: index of the graph's slice.
         rows: number of rows of the whole batch.
         over_time: whether slices are micro-batches, which one rank computes in sequence.
     """
@@ -32,7 +30,6 @@ class BatchSlices:
 
     @property
     def is_even(self) -> bool:
-        """Whether all slices have the same number of rows."""
         return self.rows % self.count == 0
 
     @property

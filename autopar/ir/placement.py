@@ -1,10 +1,4 @@
-"""Placements of a tensor along one mesh axis.
-
-- `Replicate`: every rank holds the whole tensor.
-- `Shard(dim)`: rank r holds the r-th chunk of `dim`.
-- `Partial(op)`: the tensor is the reduction of the ranks' values.
-- `Varying`: each rank holds a different value, computed from its rows of the batch.
-"""
+"""Placements of a tensor along one mesh axis, and chunks of its dims."""
 
 from __future__ import annotations
 

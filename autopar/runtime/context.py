@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar._torch import pytree
 from autopar.capture.batch_slices import capture_slice
 from autopar.capture.call import BatchShard, Call
-from autopar.capture.state.effects import attribute_of
+from autopar.capture.state.contents import attribute_of
 from autopar.capture.state.guards import Guards
 from autopar.capture.trace import Capture, capture
 from autopar.common.notices import warn_once

@@ -45,7 +45,16 @@ class Missing:
 
 MISSING = Missing()
 
+Attribute = tuple[str, str]
+"""A module name and an attribute name."""
+
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+
+
+def attribute_of(name: str) -> Attribute:
+    """The module and attribute of a parameter or buffer by its full name."""
+    module, _, key = name.rpartition(".")
+    return module, key
 
 
 def contents(value: Any) -> Container | None:
@@ -92,6 +101,11 @@ class ValuePath:
 
     module: str
     keys: tuple[Any, ...] = ()
+
+    @property
+    def attribute(self) -> Attribute:
+        """The module and attribute that hold the value."""
+        return self.module, self.keys[0]
 
     def child(self, key: Any) -> ValuePath:
         """The path of an item of the container at this path."""

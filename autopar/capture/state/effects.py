@@ -16,6 +16,7 @@ from autopar.capture.state.contents import (
     INTERNAL,
     MISSING,
     TABLES,
+    Attribute,
     Change,
     Snapshot,
     ValuePath,
@@ -26,9 +27,6 @@ from autopar.capture.state.variables import Variable
 
 BASE = INTERNAL | vars(nn.Module).keys() - {"forward"}
 """Names that every module inherits from torch."""
-
-Attribute = tuple[str, str]
-"""A module name and an attribute name."""
 
 
 @dataclass
@@ -74,7 +72,7 @@ class Effects:
                 if self._is_state_list(change.new):
                     continue
                 if type(change.new) is CounterProxy:
-                    self.added[attribute_at(change.path)] = change.new.value - change.old
+                    self.added[change.path.attribute] = change.new.value - change.old
                 else:
                     self.changes.append(change)
         finally:
@@ -130,7 +128,7 @@ class Effects:
 
     def is_read(self, path: ValuePath) -> bool:
         """Whether the run depends on the attribute that holds a value."""
-        return attribute_at(path) in self.reads or self.is_variable(path)
+        return path.attribute in self.reads or self.is_variable(path)
 
     def is_variable(self, path: ValuePath) -> bool:
         """Whether a value belongs to a global or closure variable."""
@@ -141,17 +139,6 @@ class Effects:
         modules = dict(self.model.named_modules())
         found = ((name, key, vars(modules[name]).get(key)) for name, key in self.reads)
         return frozenset((name, key) for name, key, value in found if can_lift(value))
-
-
-def attribute_at(path: ValuePath) -> Attribute:
-    """The module and attribute that hold a value."""
-    return path.module, path.keys[0]
-
-
-def attribute_of(name: str) -> Attribute:
-    """The module and attribute of a parameter or buffer by its full name."""
-    module, _, key = name.rpartition(".")
-    return module, key
 
 
 def can_lift(value: Any) -> bool:

@@ -25,11 +25,13 @@ from autopar.capture.state.contents import (
     HOOKS,
     MAX_COMPARED,
     MISSING,
+    Attribute,
     ByIdentity,
     Container,
     Fingerprinter,
     Found,
     ValuePath,
+    attribute_of,
     copy_of,
     find_containers,
     items,
@@ -38,7 +40,6 @@ from autopar.capture.state.contents import (
     structure_of,
     tensor_type,
 )
-from autopar.capture.state.effects import Attribute, attribute_of
 from autopar.capture.state.variables import Variable
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning, CaptureError, PlanError

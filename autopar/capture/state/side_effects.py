@@ -15,13 +15,15 @@ from autopar.capture.state.contents import (
     MISSING,
     PLAIN,
     TABLES,
+    Attribute,
     Change,
     Fingerprinter,
     ValuePath,
+    attribute_of,
     contents,
     same_type,
 )
-from autopar.capture.state.effects import Attribute, Effects, attribute_at, attribute_of, can_lift
+from autopar.capture.state.effects import Effects, can_lift
 from autopar.errors import CaptureError
 from autopar.ir.graph import source_text
 
@@ -69,7 +71,7 @@ class StatePolicy:
             return replace(self, counters=frozenset(), allow_counters=False)
         lifted, counters = set(map(attribute_of, changed)), set()
         for c in effects.changes:
-            at = attribute_at(c.path)
+            at = c.path.attribute
             if at not in effects.reads or len(c.path.keys) > 1 or effects.is_variable(c.path):
                 continue
             if can_lift(c.old) and same_type(c.old, c.new):
@@ -154,7 +156,7 @@ def _refusal(effects: Effects, path: ValuePath, why: str) -> CaptureError:
         text = str(ValuePath(path.module, path.keys[1:]))
     else:
         text = str(path)
-    line = source_text(effects.reads.get(attribute_at(path)))
+    line = source_text(effects.reads.get(path.attribute))
     where = f" at {line}" if line else ""
     name = type(effects.model).__name__
     return CaptureError(f"cannot capture {name}: forward changes {text}{where}: {why}. {ADVICE}")

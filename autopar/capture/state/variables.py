@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import enum
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -52,31 +52,22 @@ def find_variables(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Mapp
     """Variables with values that can change, by display name."""
     found: dict[str, Variable] = {}
     seen: set[CodeType] = set()
-    for kind, function in _entries(model, loss_fn):
-        _search(function, kind, found, seen)
+    modules = list(model.modules())
+    kinds = dict.fromkeys(map(type, modules))
+    if isinstance(loss_fn, nn.Module):
+        kinds[type(loss_fn)] = None
+    for kind in kinds:
+        _search(getattr(kind, "forward", None), kind, found, seen)
+    patched = [vars(m)["forward"] for m in modules if "forward" in vars(m)]
+    hooks = [hook for m in modules for table in HOOKS for hook in getattr(m, table).values()]
+    for entry in (*patched, *hooks, loss_fn):
+        _search(entry, type(None), found, seen)
     if isinstance(loss_fn, nn.Module):
         for name, module in loss_fn.named_modules(prefix="loss_fn"):
             tables = vars(module), module._buffers
             keys = ((t, key) for t in tables for key in t if key not in INTERNAL)
             found |= {f"{name}.{key}": Variable(table, key) for table, key in keys}
     return found
-
-
-def _entries(
-    model: nn.Module, loss_fn: Callable[..., Any] | None
-) -> Iterator[tuple[type, FunctionType]]:
-    """Entry points of a call of the model, each with its class (NoneType for plain functions)."""
-    kinds = dict.fromkeys(type(module) for module in model.modules())
-    patched = [vars(m)["forward"] for m in model.modules() if "forward" in vars(m)]
-    hooks = [h for m in model.modules() for table in HOOKS for h in getattr(m, table).values()]
-    if isinstance(loss_fn, nn.Module):
-        kinds[type(loss_fn)] = None
-    for kind in kinds:
-        if (function := _python_function(getattr(kind, "forward", None))) is not None:
-            yield kind, function
-    for entry in (*patched, *hooks, loss_fn):
-        if (function := _python_function(entry)) is not None:
-            yield type(None), function
 
 
 def _python_function(value: Any) -> FunctionType | None:
@@ -92,13 +83,12 @@ def _python_function(value: Any) -> FunctionType | None:
     return value
 
 
-def _search(
-    function: FunctionType, kind: type, found: dict[str, Variable], seen: set[CodeType]
-) -> None:
-    """Adds the variables that a function, and the functions it names, read."""
-    code = function.__code__
-    if code in seen or len(seen) >= MAX_FUNCTIONS:
+def _search(entry: Any, kind: type, found: dict[str, Variable], seen: set[CodeType]) -> None:
+    """Adds the variables that a function of a class, and the functions it names, read."""
+    function = _python_function(entry)
+    if function is None or function.__code__ in seen or len(seen) >= MAX_FUNCTIONS:
         return
+    code = function.__code__
     seen.add(code)
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     variables = [(function.__qualname__, Variable(cell, name)) for name, cell in cells]
@@ -110,15 +100,14 @@ def _search(
     ]
     for where, variable in variables:
         value = variable.value
-        if (inner := _python_function(value)) is not None:
-            _search(inner, type(None), found, seen)
+        if _python_function(value) is not None:
+            _search(value, type(None), found, seen)
         elif isinstance(value, (*PLAIN, tuple, enum.Enum, torch.Tensor)) or (
             contents(value) is not None
         ):
             found.setdefault(f"{where}.{variable.name}", variable)
     for name in attributes:
-        if (inner := _python_function(member_of(kind, name)[1])) is not None:
-            _search(inner, kind, found, seen)
+        _search(member_of(kind, name)[1], kind, found, seen)
 
 
 @functools.lru_cache(maxsize=4096)
