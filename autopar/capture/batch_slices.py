@@ -57,7 +57,7 @@ def capture_slice(
         if slices.is_even:
             _check_same_program(graph, partitioned(replace(slices, index=slices.index ^ 1)))
         run_passes(graph, [AccumulateMicroBatches()])
-    return replace(made, graph=graph, batch_graph=made.graph)
+    return replace(made, graph=graph)
 
 
 def _check_same_program(graph: TrainingGraph, other: TrainingGraph) -> None:
@@ -101,7 +101,7 @@ def capture_of_rank(
     device, parameters = device_of(model), describe_parameters(model)
     shard = batch_shard_of(*flattened(example_inputs), mode=batch, rank=rank, ranks=ranks)
     shard = shard.split_micro_batches(micro_batches)[0]
-    shard = replace(shard, in_time=shard.in_time or in_time)
+    slices = replace(shard.slices, over_time=shard.slices.over_time or in_time)
 
     def capture_once(call: Call) -> Capture:
         if call.key not in captures:
@@ -111,4 +111,4 @@ def capture_of_rank(
                 )
         return captures[call.key]
 
-    return capture_slice(capture_once, shard.call, shard.slices, local=local).graph
+    return capture_slice(capture_once, shard.call, slices, local=local).graph

@@ -84,26 +84,18 @@ def _hashable(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """A rank's rows of the arguments of a call: one of `num_slices` slices of the global batch.
+    """Rows of the arguments of a call, of one rank or micro-batch.
 
     Attributes:
         call: arguments of the shard, tensors as specs.
         tensors: tensor arguments of the shard.
-        in_time: whether the slice is one of several micro-batches of a rank.
+        slices: slices of the global batch, with the index of this one.
     """
 
     call: Call
     tensors: tuple[torch.Tensor, ...]
     rows: int
-    global_rows: int
-    num_slices: int = 1
-    slice_index: int = 0
-    in_time: bool = False
-
-    @property
-    def slices(self) -> BatchSlices:
-        """The slices of the batch, with the index of this one."""
-        return BatchSlices(self.num_slices, self.slice_index, self.global_rows, self.in_time)
+    slices: BatchSlices
 
     def split_micro_batches(self, count: int) -> list[BatchShard]:
         """Splits the shard into equal micro-batches.
@@ -113,11 +105,12 @@ class BatchShard:
         """
         if count == 1:
             return [self]
-        if self.rows % count or self.rows * self.num_slices != self.global_rows:
+        ranks, batch_rows = self.slices.count, self.slices.rows
+        if self.rows % count or self.rows * ranks != batch_rows:
             raise BatchError(
-                f"a batch of {self.global_rows} rows, {self.rows} of them on this rank, cannot be "
-                f"cut into {count} equal micro-batches on each of {self.num_slices} ranks. Give a "
-                f"multiple of {count * self.num_slices} rows, or other micro_batches."
+                f"a batch of {batch_rows} rows, {self.rows} of them on this rank, cannot be cut "
+                f"into {count} equal micro-batches on each of {ranks} ranks. Give a multiple of "
+                f"{count * ranks} rows, or other micro_batches."
             )
         rows, parts = self.rows // count, []
         for index in range(count):
@@ -127,8 +120,8 @@ class BatchShard:
                     tensors[place] = tensors[place][index * rows : (index + 1) * rows]
                 leaves[leaf] = TensorSpec.of(tensors[place])
             call = replace(self.call, leaves=tuple(leaves))
-            slices = self.num_slices * count, self.slice_index * count + index
-            parts.append(BatchShard(call, tuple(tensors), rows, self.global_rows, *slices, True))
+            slices = BatchSlices(ranks * count, self.slices.index * count + index, batch_rows, True)
+            parts.append(BatchShard(call, tuple(tensors), rows, slices))
         return parts
 
 
@@ -167,9 +160,8 @@ def batch_shard_of(
     ]
     specs = tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in shard)
     tensors = tuple(x for x in shard if isinstance(x, torch.Tensor))
-    return BatchShard(
-        Call(specs, structure, has_batch_dim), tensors, rows, global_rows, ranks, rank
-    )
+    call, slices = Call(specs, structure, has_batch_dim), BatchSlices(ranks, rank, global_rows)
+    return BatchShard(call, tensors, rows, slices)
 
 
 def last_part(inputs: Any, parts: int) -> Any:
@@ -191,14 +183,11 @@ def flattened(example_inputs: Any) -> tuple[list[Any], Any]:
     Raises:
         BatchError: an argument hides tensors.
     """
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
+    call: tuple[Any, Any] = (example_inputs,), {}
     if isinstance(example_inputs, Mapping):
-        kwargs = dict(example_inputs)
+        call = (), dict(example_inputs)
     elif isinstance(example_inputs, (tuple, list)):
-        args = tuple(example_inputs)
-    else:
-        args = (example_inputs,)
-    leaves, structure = flatten((args, kwargs))
+        call = tuple(example_inputs), {}
+    leaves, structure = flatten(call)
     check_no_hidden_tensors(leaves)
     return leaves, structure

@@ -40,6 +40,7 @@ class Capture:
     """A captured call.
 
     Attributes:
+        captured_graph: graph of the whole batch, of which `graph` may be one slice's.
         leaves: flattened outputs, None for tensors.
         tensor_leaves: which outputs are tensors.
         differentiable: which outputs of the plain model require gradients.
@@ -49,10 +50,10 @@ class Capture:
         classes, variables: class attributes and variables that it depends on.
         lifted: plain tensor attributes and frozen parameters that are buffers of the graph.
         rebound_buffers: buffers that every call rebinds to a new tensor.
-        batch_graph: graph of the whole batch if `graph` is one slice's, else None.
     """
 
     graph: TrainingGraph
+    captured_graph: TrainingGraph
     leaves: tuple[Any, ...]
     tensor_leaves: tuple[bool, ...]
     differentiable: tuple[bool, ...]
@@ -63,12 +64,6 @@ class Capture:
     variables: Mapping[str, Variable] = field(default_factory=dict)
     lifted: tuple[Attribute, ...] = ()
     rebound_buffers: frozenset[str] = frozenset()
-    batch_graph: TrainingGraph | None = None
-
-    @property
-    def captured_graph(self) -> TrainingGraph:
-        """The graph before it was partitioned over the batch."""
-        return self.graph if self.batch_graph is None else self.batch_graph
 
 
 def capture(
@@ -119,8 +114,10 @@ def capture(
     effects = traced.effects
     with contextlib.closing(_following_effects(make, traced.policy)) as following:
         check_changes(effects, following)
+    graph = to_training_graph(module, traced)
     return Capture(
-        to_training_graph(module, traced),
+        graph,
+        graph,
         traced.leaves,
         traced.tensor_leaves,
         traced.differentiable,

@@ -69,12 +69,10 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class State:
-    """Input of the backward: compression state kept between steps, updated in place.
+    """Input of the backward: compression state of a parameter, updated in place at every step.
 
-    Attributes:
-        kind: "residual", the unsent part of this rank's gradient; "factor", the last right factor
-            of PowerSGD; "count", the number of draws of random indices.
-        name: name of the parameter; for "count", the first parameter of the bucket.
+    Kinds are "residual", the unsent part of this rank's gradient; "factor", the last right factor
+    of PowerSGD; and "count", the number of draws of random indices for the bucket that begins here.
     """
 
     kind: str

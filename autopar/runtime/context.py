@@ -184,7 +184,7 @@ class ExecutionContext:
             return known[key]
 
         made = capture_slice(capture_call, shard.call, shard.slices, local=self.options.local)
-        if shard.num_slices > 1:
+        if shard.slices.count > 1:
             _warn_of_local_writes(made, self.model)
         return made
 
@@ -222,8 +222,8 @@ class ExecutionContext:
         """
         assert self.plan is not None
         plan, graph = self.plan, with_axes(captured.graph, self.plan)
-        rows = even_rows(shard.global_rows, shard.num_slices)[0] if rows_of(graph) else 0
-        is_uneven = rows * shard.num_slices != shard.global_rows
+        rows = even_rows(shard.slices.rows, shard.slices.count)[0] if rows_of(graph) else 0
+        is_uneven = rows * shard.slices.count != shard.slices.rows
         partitions = {partition.axis: partition for partition in plan.partitions}
 
         def find_strategies(axis: str, graph: TrainingGraph) -> NodeStrategies:
@@ -237,7 +237,7 @@ class ExecutionContext:
                 op_strategies = self.make_strategies(graph, partition)
             if is_uneven and needs_planned_rows(op_strategies, graph, rows, partition.ranks):
                 raise BatchError(
-                    f"a batch of {shard.global_rows} rows is uneven over {plan.dp_size} ranks, and "
+                    f"a batch of {shard.slices.rows} rows is uneven over {plan.dp_size} ranks, and "
                     "each of them would divide its rows further. Give a batch that divides evenly."
                 )
             return rescale_interleave(op_strategies, graph, rows, rows_of(graph))
@@ -275,7 +275,7 @@ class ExecutionContext:
         device = self.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         modes = tuple(m.training for m in self.index.modules)
-        called = (*shard.call.key, shard.global_rows, shard.num_slices, shard.in_time)
+        called = (*shard.call.key, shard.slices.rows, shard.slices.count, shard.slices.over_time)
         trained = tuple(p.requires_grad for p in self.index.parameters.values())
         return (*called, autocast, modes, trained, self.all_tangents, self.guards.state)
 
@@ -320,7 +320,7 @@ def inputs_of(shard: BatchShard) -> dict[int, torch.Tensor]:
 
 def batch_fraction(shard: BatchShard, device: torch.device) -> torch.Tensor:
     """The fraction of the global batch in a shard, as float64."""
-    return torch.tensor(shard.rows / shard.global_rows, dtype=torch.float64, device=device)
+    return torch.tensor(shard.rows / shard.slices.rows, dtype=torch.float64, device=device)
 
 
 def _warn_of_local_writes(capture: Capture, model: nn.Module) -> None:

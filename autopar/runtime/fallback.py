@@ -85,9 +85,9 @@ def average_over_batch(result: Any, shard: BatchShard, ranks: int) -> Any:
         for i, x in enumerate(values)
         if isinstance(x, torch.Tensor) and x.dim() == 0 and x.is_floating_point()
     }
-    weight = shard.rows * ranks / shard.global_rows
+    weight = shard.rows * ranks / shard.slices.rows
     if scalars:
-        fraction = shard.rows / shard.global_rows
+        fraction = shard.rows / shard.slices.rows
         means = torch.stack([x.detach().double() * fraction for x in scalars.values()])
         with torch.no_grad(), explaining_comm_errors("forward"):
             dist.all_reduce(means)

@@ -147,7 +147,7 @@ def _batches(
             for has_batch_dim, column in zip(shard.call.has_batch_dim, columns, strict=True)
         ]
         whole = pytree.tree_unflatten(joined, structure)
-    return own, whole, shard.rows / shard.global_rows / (_world_size() / ranks)
+    return own, whole, shard.rows / shard.slices.rows / (_world_size() / ranks)
 
 
 def _compare_steps(

@@ -145,7 +145,7 @@ class World:
                 case Input(index):
                     found[role] = inputs[index].detach().clone()
                 case BatchFraction():
-                    found[role] = torch.tensor(share.rows / share.global_rows, dtype=torch.float64)
+                    found[role] = torch.tensor(share.rows / share.slices.rows, dtype=torch.float64)
                 case BatchIndex():
                     found[role] = share.slices.unit_indices()
                 case BatchChecksum():

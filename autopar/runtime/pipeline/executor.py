@@ -74,7 +74,7 @@ class PipelineExecutor:
         pipeline, rows = self.plan.pipeline, shard.rows
         assert pipeline is not None
         count = pipeline.micro_batches
-        if rows * shard.num_slices != shard.global_rows:
+        if rows * shard.slices.count != shard.slices.rows:
             count = 1
         elif rows < pipeline.rows:
             count = gcd(count, rows)
