@@ -56,7 +56,6 @@ class Call:
 
     @property
     def tensor_indices(self) -> tuple[int, ...]:
-        """Indices of the tensors among the leaves."""
         return tuple(i for i, leaf in enumerate(self.leaves) if isinstance(leaf, TensorSpec))
 
     @property
@@ -66,7 +65,6 @@ class Call:
         return leaves, self.structure, self.has_batch_dim
 
     def with_batch_size(self, rows: int) -> Call:
-        """The same call with another number of rows."""
         leaves = tuple(
             leaf.with_batch_size(rows) if split else leaf
             for leaf, split in zip(self.leaves, self.has_batch_dim, strict=True)

@@ -62,7 +62,6 @@ class _Body:
         self.backward = [node for node in order if _is_backward(node)]
 
     def copy(self, graph: fx.Graph, number: int, call: fx.Node, back: fx.Node | None) -> None:
-        """Inserts a copy at the marks of an equal call."""
         made = _paired(self.enter, call)
         block = call.meta["custom"]["module"]
         old = self.enter.meta["custom"]["module"]

@@ -78,13 +78,11 @@ class RepeatedBlocks:
         self.calls = 0
 
     def columns(self) -> Iterator[tuple[nn.Module, ...]]:
-        """Corresponding modules of the blocks of each kind."""
         for kind in self.kinds:
             yield from zip(*kind.modules, strict=True)
 
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
-        """Marks the calls of blocks during one run of the model."""
         self.traced, self.calls = {}, 0
         blocks = [(kind, modules[0]) for kind in self.kinds for modules in kind.modules]
         for kind, block in blocks:

@@ -201,7 +201,6 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
 
 
 def _random_state() -> tuple[object, ...]:
-    """States of Python's and numpy's global generators."""
     numbers: Any = np.random.get_state()
     return random.getstate(), bytes(numbers[1]), numbers[2]
 

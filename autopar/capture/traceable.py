@@ -91,7 +91,6 @@ def _cov(x: Tensor, *, correction: int = 1, **weights: Any) -> Tensor:
 
 
 def _corrcoef(x: Tensor) -> Tensor:
-    """`torch.corrcoef`, by `_cov`."""
     found = _cov(x)
     if found.dim() == 0:
         return found / found
@@ -167,7 +166,6 @@ def _scalars_apart(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] 
 
 
 def _is_scalar(item: Any) -> bool:
-    """Whether an item of an index is a 0-dim integer tensor."""
     whole = isinstance(item, Tensor) and not item.dtype.is_floating_point
     return whole and item.dim() == 0 and item.dtype not in (torch.bool, torch.uint8)
 

@@ -89,7 +89,6 @@ class TracedCall(nn.Module):
         return fake if self.differentiate else fake.detach()
 
     def trace_all_blocks(self) -> None:
-        """Turns off the sharing of repeated blocks."""
         self.repeats = RepeatedBlocks(self.model[0], ())
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

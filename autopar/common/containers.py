@@ -65,7 +65,6 @@ def _unpacked(tree: Any) -> Any:
 
 
 def _can_be_unpacked(leaf: Any) -> bool:
-    """Whether an object can be unpacked and holds a tensor."""
     if isinstance(leaf, (*_PLAIN, type)):
         return False
     known = dataclasses.is_dataclass(leaf) or isinstance(leaf, (SimpleNamespace, UserDict))
@@ -73,7 +72,6 @@ def _can_be_unpacked(leaf: Any) -> bool:
 
 
 def _attributes(leaf: Any) -> dict[str, Any]:
-    """The attributes of an object by name; empty for plain values."""
     if isinstance(leaf, (*_PLAIN, type)):
         return {}
     if dataclasses.is_dataclass(leaf):

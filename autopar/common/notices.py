@@ -56,7 +56,6 @@ def warn_of_numerics(notes: Iterable[str]) -> None:
 
 
 def _rank() -> int:
-    """Rank of this process, also before process group initialisation."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))

@@ -44,7 +44,6 @@ class BatchSlices:
 
     @property
     def local_units(self) -> int:
-        """Number of units of this slice."""
         return 1 if self.is_even else even_rows(self.rows, self.count)[self.index]
 
     def unit_indices(self, device: torch.device | None = None) -> torch.Tensor:

@@ -97,7 +97,6 @@ class TrainingGraph:
 
     @property
     def fake_mode(self) -> FakeTensorMode:
-        """The mode of the graph's fake tensors."""
         sample = next(t for node in self.placeholders for t in tensors(node))
         assert isinstance(sample, FakeTensor)
         return sample.fake_mode
@@ -117,11 +116,9 @@ class TrainingGraph:
         return tuple(self.graph.find_nodes(op="placeholder"))
 
     def placeholder(self, role: InputRole) -> fx.Node | None:
-        """The placeholder with this role."""
         return self.placeholders[self.inputs.index(role)] if role in self.inputs else None
 
     def result(self, role: OutputRole) -> fx.Node | None:
-        """The returned node with this role."""
         return self.results[self.outputs.index(role)] if role in self.outputs else None
 
     @property

@@ -80,18 +80,15 @@ class Verification:
 
     @property
     def deviations(self) -> tuple[Deviation, ...]:
-        """The worst deviation of each kind."""
         found = self.loss, self.gradient, self.parameter, self.buffer
         return tuple(deviation for deviation in found if deviation is not None)
 
     @property
     def worst(self) -> Deviation:
-        """The worst deviation."""
         return max(self.deviations, key=lambda deviation: deviation.error)
 
     @property
     def passed(self) -> bool:
-        """Whether every deviation is within the tolerance."""
         return self.worst.error <= self.tolerance
 
     def __str__(self) -> str:
@@ -131,7 +128,6 @@ class Comparison:
     def add(
         self, kind: str, step: int, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     ) -> None:
-        """Compares the tensors of one kind in one step."""
         floats = [value for value in expected.values() if value.is_floating_point()]
         largest = max(map(_norm, floats), default=0.0)
         # Below this norm relative to the largest, a tensor is mere rounding. Optimizers that
@@ -171,7 +167,6 @@ def _order(deviation: Deviation) -> tuple[int, int, float]:
 
 
 def _difference(actual: Tensor, expected: Tensor, floor: float) -> tuple[float, tuple[int, ...]]:
-    """The relative norm of the difference, and the index of its largest element."""
     if actual.shape != expected.shape:
         return math.inf, ()
     actual, expected = actual.detach().double(), expected.detach().double()

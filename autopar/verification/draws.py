@@ -67,7 +67,6 @@ def _is_abstract(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, with defaults."""
     schema = func._schema.arguments
     found = {argument.name: argument.default_value for argument in schema}
     found |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
@@ -82,7 +81,6 @@ def _without_dropout(func: Any, named: Mapping[str, Any]) -> tuple[tuple[Any, ..
 
 
 def _draws(func: Any, named: Mapping[str, Any]) -> bool:
-    """Whether a random operator draws with these arguments."""
     if any(name in named for name in _RATES):
         return False
     return named.get("train") is not False and named.get("training") is not False

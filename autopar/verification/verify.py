@@ -160,7 +160,6 @@ def _compare_steps(
     steps: int,
     tolerance: float | None,
 ) -> Verification:
-    """Trains both copies step by step."""
     own, whole, weight = batch
     plain_draws, draws = ConstantDraws(), ConstantDraws()
     optimizers = [_make_optimizer(optimizer, m) for m in (plain, parallel)]
@@ -220,7 +219,6 @@ def _compare_steps(
 
 
 def _run_plain(model: nn.Module, options: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
-    """The result of the plain model, or of the `loss_fn` of `compile`."""
     loss_fn, dtype = options.get("loss_fn"), precision_of(options.get("precision"))
     with torch.autocast(device_of(model).type, dtype, enabled=dtype is not None):
         if loss_fn is None:

@@ -108,7 +108,6 @@ class ValuePath:
         return self.module, self.keys[0]
 
     def child(self, key: Any) -> ValuePath:
-        """The path of an item of the container at this path."""
         return replace(self, keys=(*self.keys, key))
 
     def __str__(self) -> str:
@@ -173,11 +172,9 @@ class Snapshot:
         return copy
 
     def changes(self) -> list[Change]:
-        """Differences between the model's containers and their copies."""
         return [change for entry in self._copies.values() for change in _changes(*entry)]
 
     def restore(self) -> None:
-        """Restores the contents of every changed container."""
         for container, copy, path in self._copies.values():
             if not any(_changes(container, copy, path)):
                 continue

@@ -121,7 +121,6 @@ class Effects:
             self.reads[name, key] = user_position(sys._getframe(2))
 
     def _record_all(self, module: nn.Module, name: str, snapshot: Snapshot) -> None:
-        """Records every attribute, when user code reads the whole `__dict__`."""
         if not is_library(sys._getframe(2).f_code.co_filename):
             for key in object.__getattribute__(module, "__dict__").keys() - INTERNAL:
                 self._record(module, name, key, snapshot)
@@ -131,11 +130,9 @@ class Effects:
         return path.attribute in self.reads or self.is_variable(path)
 
     def is_variable(self, path: ValuePath) -> bool:
-        """Whether a value belongs to a global or closure variable."""
         return not path.module and path.keys[0] in self.variables
 
     def read_tensors(self) -> frozenset[Attribute]:
-        """Plain tensors among the attributes read."""
         modules = dict(self.model.named_modules())
         found = ((name, key, vars(modules[name]).get(key)) for name, key in self.reads)
         return frozenset((name, key) for name, key, value in found if can_lift(value))

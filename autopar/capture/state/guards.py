@@ -192,12 +192,10 @@ class Guards:
         self._key = *read, *outer, *classes, self._structure_key
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        """The values of the current key, by name."""
         attributes = (str(ValuePath(module, (key,))) for module, key in self._reads)
         return zip([*attributes, *self._variables], self._key, strict=False)
 
     def _check_parameters(self) -> None:
-        """Raises if names, shapes or dtypes of parameters differ from the plan's."""
         now = {name: (tuple(p.shape), p.dtype) for name, p in self._model.named_parameters()}
         planned = {name: (info.shape, info.dtype) for name, info in self._parameters.items()}
         if now == planned:
@@ -214,7 +212,6 @@ class Guards:
         )
 
     def _check_layouts(self, planned: Mapping[str, Any]) -> None:
-        """Raises if replaced parameters are placed differently."""
         for name, parameter in self._model.named_parameters():
             if _layout(parameter) != planned[name]:
                 raise PlanError(
@@ -292,7 +289,6 @@ class _Values:
 
 
 def _layout(parameter: torch.Tensor) -> Any:
-    """Device type, and placements of a DTensor."""
     placements = parameter.placements if isinstance(parameter, DTensor) else None
     return parameter.device.type, placements
 

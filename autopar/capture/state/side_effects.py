@@ -42,7 +42,6 @@ class Write:
     adds: bool = False
 
     def apply(self, model: nn.Module, value: Any) -> None:
-        """Writes a value to `model`."""
         *parents, key = self.path.keys
         container: Any = vars(model.get_submodule(self.path.module))
         for parent in parents:
@@ -149,7 +148,6 @@ def _unsupported(change: Change, effects: Effects) -> str:
 
 
 def _refusal(effects: Effects, path: ValuePath, why: str) -> CaptureError:
-    """The error for a change, with the user's line and advice."""
     if effects.is_variable(path):
         text = str(path.keys[0]) + "".join(f"[{key}]" for key in path.keys[1:])
     elif path.keys[0] in TABLES:

@@ -32,7 +32,6 @@ class Variable:
 
     @property
     def value(self) -> Any:
-        """The current value."""
         if isinstance(self.scope, dict):
             return self.scope.get(self.name, MISSING)
         try:
@@ -41,7 +40,6 @@ class Variable:
             return MISSING
 
     def set(self, value: Any) -> None:
-        """Assigns a value."""
         if isinstance(self.scope, dict):
             self.scope[self.name] = value
         else:
