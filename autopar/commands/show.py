@@ -19,7 +19,7 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.driver.inspect import planned_strategies, program_text
 from autopar.formatting import printable
-from autopar.passes.tensor_parallel.partition_axes import complete_strategies
+from autopar.passes.tensor_parallel.partition_axis import complete_strategies
 from autopar.planner.placement.costs import PlacementCosts
 from autopar.planner.placement.table import placement_tables
 from autopar.report.explain import with_reasons

@@ -23,7 +23,7 @@ from autopar.errors import BatchError, NumericsWarning, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.placement import even_rows
 from autopar.ir.roles import Differentiable, Input, Output, Parameter
-from autopar.passes.tensor_parallel.partition_axes import partition_in_order
+from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.partition import (
     NodeStrategies,
     Partition,

@@ -20,7 +20,7 @@ from autopar.passes.core.collective_ops import (
     start_all_gather,
     starts,
 )
-from autopar.passes.core.inline import inline
+from autopar.passes.core.node_builder import inline
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.plan.buckets import Group
 from autopar.plan.compression import Compression

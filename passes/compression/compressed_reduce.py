@@ -25,8 +25,7 @@ from autopar.passes.core.collective_ops import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from autopar.passes.core.inline import inline
-from autopar.passes.core.node_builder import add_input, fake_like
+from autopar.passes.core.node_builder import add_input, fake_like, inline
 from autopar.plan.compression import Compression
 
 

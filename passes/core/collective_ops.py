@@ -30,44 +30,41 @@ def start_all_reduce(
     tensors: Sequence[torch.Tensor], axis: str, op: str = "sum"
 ) -> list[torch.Tensor]:
     """Reduces each tensor by `op` ("sum" or "max") over the ranks of `axis`."""
-    _abstract(tensors)
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    contiguous = torch.contiguous_format
+    return [torch.empty_like(t, memory_format=contiguous) for t in _fakes(tensors)]
 
 
 def start_reduce_scatter(
     tensors: Sequence[torch.Tensor], rows: Sequence[int], axis: str
 ) -> list[torch.Tensor]:
     """Sums each tensor over the ranks of `axis`; this rank keeps its `rows` of dim 0."""
-    _abstract(tensors)
-    return [t.new_empty((n, *t.shape[1:])) for t, n in zip(tensors, rows, strict=True)]
+    return [t.new_empty((n, *t.shape[1:])) for t, n in zip(_fakes(tensors), rows, strict=True)]
 
 
 def start_all_gather(
     tensors: Sequence[torch.Tensor], rows: Sequence[int], axis: str
 ) -> list[torch.Tensor]:
     """Concatenates the chunks of all ranks along dim 0 to tensors of `rows` rows."""
-    _abstract(tensors)
-    return [t.new_empty((n, *t.shape[1:])) for t, n in zip(tensors, rows, strict=True)]
+    return [t.new_empty((n, *t.shape[1:])) for t, n in zip(_fakes(tensors), rows, strict=True)]
 
 
 def start_all_to_all(tensors: Sequence[torch.Tensor], axis: str) -> list[torch.Tensor]:
     """Sends one chunk of dim 0 to each rank; concatenates the received chunks along dim 0."""
-    _abstract(tensors)
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    return start_all_reduce(tensors, axis)
 
 
 def wait(pending: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Waits for a started collective and returns its results."""
-    _abstract(pending)
-    return list(pending)
+    return _fakes(pending)
 
 
 STARTS = (start_all_reduce, start_reduce_scatter, start_all_gather, start_all_to_all)
 
 
-def _abstract(tensors: Sequence[torch.Tensor]) -> None:
+def _fakes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not all(isinstance(t, FakeTensor) for t in tensors):
         raise PassError("an abstract collective was run: lower_collectives has to come before")
+    return list(tensors)
 
 
 def starts(graph: TrainingGraph) -> Iterator[fx.Node]:

@@ -14,12 +14,7 @@ import torch
 from autopar.errors import PassError
 
 Constructors = Mapping[str, Callable[..., Any]]
-_BUILT_IN: Constructors = {
-    "device": torch.device,
-    "float": float,
-    "frozenset": frozenset,
-    "slice": slice,
-}
+_BUILT_IN = {"device": torch.device, "float": float, "frozenset": frozenset, "slice": slice}
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -49,8 +44,7 @@ def write(value: Any, other: Callable[[Any], str] = repr) -> str:
     """A value as a Python expression that `read` understands.
 
     Args:
-        value: nested tuples, lists, mappings and sets of numbers, strings, enumerations, frozen
-            dataclasses, and dtypes, layouts and devices of torch.
+        value: nested collections of literals, enumerations, dataclasses, dtypes and devices.
         other: text of a value of any other type.
     """
 
@@ -75,11 +69,8 @@ def write(value: Any, other: Callable[[Any], str] = repr) -> str:
         case frozenset():
             return f"frozenset([{', '.join(sorted(write(item, other) for item in value))}])"
         case Mapping():
-            return (
-                "{"
-                + ", ".join(f"{write(k, other)}: {write(v, other)}" for k, v in value.items())
-                + "}"
-            )
+            pairs = (f"{write(k, other)}: {write(v, other)}" for k, v in value.items())
+            return "{" + ", ".join(pairs) + "}"
         case slice():
             return f"slice({items((value.start, value.stop, value.step))})"
         case torch.device():
@@ -93,11 +84,7 @@ def write(value: Any, other: Callable[[Any], str] = repr) -> str:
 
 
 def read(text: str, constructors: Constructors) -> Any:
-    """The value that an expression describes.
-
-    Args:
-        text: the expression.
-        constructors: the classes and functions that it may call, by name.
+    """The value of an expression that may call `constructors` by name.
 
     Raises:
         PassError: the text is no expression, or calls something else.

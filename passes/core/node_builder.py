@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import FakeTensor, FakeTensorMode, fake_result_cache
+from autopar._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    fake_result_cache,
+    pytree,
+)
 from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.placement import Placement, Varying
 from autopar.ir.roles import InputRole, OutputRole
 
 Target = Callable[..., Any]
 aten = torch.ops.aten
+_VARYING = Varying()
 
 
 def value(argument: Any) -> Any:
@@ -25,16 +34,19 @@ def value(argument: Any) -> Any:
 def call(graph: fx.Graph, like: fx.Node, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
     """Writes an operator at the insertion point, with phase, block, source and stage of `like`."""
     node = graph.call_function(target, args, kwargs)
-    node.meta = {key: like.meta.get(key) for key in ("phase", "block", "source", "seq_nr", "stage")}
-    node.meta["val"] = result_of(target, value(args), value(kwargs))
+    node.meta = {**meta_like(like), "val": result_of(target, value(args), value(kwargs))}
     return node
+
+
+def meta_like(node: fx.Node) -> dict[str, Any]:
+    """Meta that new nodes take from a node: phase, block, source and stage."""
+    return {key: node.meta.get(key) for key in ("phase", "block", "source", "seq_nr", "stage")}
 
 
 def result_of(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Result of an operator on fake arguments, cached by the arguments' metadata.
 
-    Passes write so many operators for a large model that lookups in PyTorch's own cache, a fraction
-    of a millisecond each, would dominate their time.
+    PyTorch's own cache takes a fraction of a millisecond each, most of a pass over a large model.
     """
     modes: list[FakeTensorMode] = []
     key = (target, _key(args, modes), _key(kwargs, modes))
@@ -155,21 +167,65 @@ def recompute(
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node is a view of another."""
-    return node.op == "call_function" and (node.target in VIEWS or _aliases(node.target))
-
-
-def _aliases(target: Target | str) -> bool:
-    """Whether the schema of an operator marks a result as a view."""
-    schema = getattr(target, "_schema", None)
-    if schema is None or schema.is_mutable:
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or schema.is_mutable:
         return False
-    return any(r.alias_info is not None for r in schema.returns)
-
-
-VIEWS = frozenset({aten._unsafe_view.default})
+    aliases = any(result.alias_info is not None for result in schema.returns)
+    return aliases or node.target is aten._unsafe_view.default
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def inline(
+    graph: fx.Graph,
+    like: fx.Node,
+    function: Callable[..., Any],
+    *arguments: Any,
+    placement: Placement | None = _VARYING,
+) -> Any:
+    """Writes the operators that a function of tensors runs at the insertion point.
+
+    Arguments and results have nodes for tensors. New nodes take phase, block, source and stage of
+    `like`, and `placement` along the data axis, unless it is None.
+    """
+    leaves, structure = pytree.tree_flatten(arguments)
+    given = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+    own = {node: node.meta["val"].detach() for node in given}  # ids differ if nodes share a value
+    meta = meta_like(like) | ({} if placement is None else {"placement": placement})
+    writer = _Writer(graph, meta, own)
+    fakes = [own[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    with given[0].meta["val"].fake_mode, writer:
+        results = function(*pytree.tree_unflatten(fakes, structure))
+    return pytree.tree_map(writer.node, results)
+
+
+class _Writer(TorchDispatchMode):
+    """Writes a node for every operator that runs."""
+
+    def __init__(self, graph: fx.Graph, meta: dict[str, Any], given: dict[fx.Node, Any]) -> None:
+        super().__init__()
+        self.graph, self.meta = graph, meta
+        self.nodes = {id(value): node for node, value in given.items()}
+        self.alive: list[Any] = [*given.values()]  # a freed tensor's id could be reused
+
+    def node(self, value: Any) -> Any:
+        """Node of a tensor; other values unchanged."""
+        return self.nodes[id(value)] if isinstance(value, torch.Tensor) else value
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, (torch.Tensor, tuple, list)):
+            return result
+        self.alive.append(result)
+        node = self.graph.call_function(func, *pytree.tree_map(self.node, (args, kwargs or {})))
+        node.meta = {**self.meta, "val": result}
+        self.nodes[id(result)] = node
+        for place, part in enumerate([] if isinstance(result, torch.Tensor) else result):
+            self.nodes[id(part)] = self.graph.call_function(operator.getitem, (node, place))
+            self.nodes[id(part)].meta = {**self.meta, "val": part}
+        return result

@@ -13,20 +13,10 @@ from autopar.ir.graph import GraphProperty, TrainingGraph
 
 @dataclass(frozen=True)
 class PassResult:
-    """Result of a pass.
-
-    Attributes:
-        graph: new graph, or the old one if the pass declined.
-        reason: reason for declining, "" if the pass changed the graph.
-    """
+    """The new graph, or the old one with the reason for which the pass declined."""
 
     graph: TrainingGraph
     reason: str = ""
-
-    @property
-    def modified(self) -> bool:
-        """Whether the pass changed the graph."""
-        return not self.reason
 
 
 class Pass(ABC):

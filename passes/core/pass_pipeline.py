@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import overload
+from collections.abc import Iterable
 
 from autopar.errors import PassError, StrategyError
 from autopar.passes.core.literals import constructors_in, field_types, read, write
 from autopar.passes.core.pass_base import Pass, describe, known_passes, pass_name
 
 
-@dataclass(frozen=True)
-class PassPipeline(Sequence[Pass]):
+class PassPipeline(tuple[Pass, ...]):
     """Passes in the order of application."""
 
-    passes: tuple[Pass, ...] = ()
-
-    @overload
-    def __getitem__(self, index: int) -> Pass: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> PassPipeline: ...
-
-    def __getitem__(self, index: int | slice) -> Pass | PassPipeline:
-        found = self.passes[index]
-        return PassPipeline(found) if isinstance(found, tuple) else found
-
-    def __len__(self) -> int:
-        return len(self.passes)
-
-    def __add__(self, other: Iterable[Pass]) -> PassPipeline:
-        return PassPipeline((*self.passes, *other))
+    def __add__(self, other: Iterable[Pass]) -> PassPipeline:  # type: ignore[override]
+        return PassPipeline((*self, *other))
 
     @property
     def names(self) -> tuple[str, ...]:
         """The name of each pass."""
-        return tuple(pass_name(item) for item in self.passes)
+        return tuple(map(pass_name, self))
 
     @classmethod
     def parse(cls, text: str) -> PassPipeline:
@@ -51,12 +33,12 @@ class PassPipeline(Sequence[Pass]):
             PassError: a line is not a known pass with valid options.
         """
         lines = (re.sub(r"^\s*(\d+\.)?\s*", "", line) for line in text.splitlines())
-        return cls(tuple(_parse_pass(line) for line in lines if line))
+        return cls(_parse_pass(line) for line in lines if line)
 
     def split(self, *kinds: type[Pass]) -> tuple[PassPipeline, PassPipeline]:
         """The passes before the first of some classes, and that one with those behind it."""
-        first = next((i for i, p in enumerate(self.passes) if isinstance(p, kinds)), len(self))
-        return self[:first], self[first:]
+        first = next((i for i, p in enumerate(self) if isinstance(p, kinds)), len(self))
+        return PassPipeline(self[:first]), PassPipeline(self[first:])
 
     def without(self, disable: Iterable[str]) -> PassPipeline:
         """The pipeline without the passes of some names.
@@ -79,10 +61,10 @@ class PassPipeline(Sequence[Pass]):
                 raise StrategyError(
                     f"{name} cannot be disabled: it ensures {', '.join(properties)}"
                 )
-        return PassPipeline(tuple(p for p in self.passes if pass_name(p) not in disable))
+        return PassPipeline(p for p in self if pass_name(p) not in disable)
 
     def __str__(self) -> str:
-        return "\n".join(f"{i}. {describe(item, write)}" for i, item in enumerate(self.passes, 1))
+        return "\n".join(f"{i}. {describe(item, write)}" for i, item in enumerate(self, 1))
 
 
 def _parse_pass(line: str) -> Pass:

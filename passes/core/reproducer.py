@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,8 @@ from autopar.ir.placement import Partial, Replicate, Shard, UnevenRanks, Varying
 from autopar.passes.core.literals import Constructors, constructors_in, field_types, read, write
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.pass_pipeline import PassPipeline
+
+Dims = tuple[int, ...]
 
 FOLDER = "AUTOPAR_REPRODUCERS"
 """Environment variable of the folder for reproducers; the temporary folder by default."""
@@ -47,13 +50,7 @@ _CONSTRUCTORS: Constructors = {
 
 @dataclass(frozen=True)
 class Reproducer:
-    """A failed run of passes.
-
-    Attributes:
-        graph: the graph before the pass that failed; its history names the passes before.
-        pipeline: that pass and those behind it.
-        error: the first line of the error.
-    """
+    """A graph, the pass that failed on it with those behind it, and the error's first line."""
 
     graph: TrainingGraph
     pipeline: PassPipeline
@@ -92,16 +89,11 @@ def save(reproducer: Reproducer) -> Path:
         },
         "nodes": [_node_record(node) for node in graph.graph.nodes],
     }
-    with tempfile.NamedTemporaryFile(
-        "w",
-        prefix="autopar-pass-",
-        suffix=".json",
-        dir=os.environ.get(FOLDER) or None,
-        delete=False,
-        encoding="utf-8",
-    ) as file:
+    folder = os.environ.get(FOLDER) or None
+    handle, path = tempfile.mkstemp(".json", "autopar-pass-", folder)
+    with open(handle, "w", encoding="utf-8") as file:
         json.dump(document, file, indent=1)
-    return Path(file.name)
+    return Path(path)
 
 
 def load(path: str | Path) -> Reproducer:
@@ -125,7 +117,7 @@ def _load_graph(records: list[dict[str, str]], graph_fields: Mapping[str, str]) 
     constructors: Constructors = {
         **_CONSTRUCTORS,
         "Node": nodes.__getitem__,
-        "FakeTensor": _fake_tensor(mode),
+        "FakeTensor": partial(_fake_tensor, mode),
         "Constant": _constant,
     }
     for record in records:
@@ -140,20 +132,16 @@ def _load_graph(records: list[dict[str, str]], graph_fields: Mapping[str, str]) 
 
 def _node_record(node: fx.Node) -> dict[str, str]:
     meta = {key: value for key, value in node.meta.items() if key not in _CACHES}
+    target: Any = node.target
+    has_name = isinstance(target, (str, OpOverload))
     return {
         "op": node.op,
         "name": node.name,
-        "target": _target_name(node.target),
+        "target": str(target) if has_name else f"{target.__module__}:{target.__qualname__}",
         "args": write(node.args, _written),
         "kwargs": write(node.kwargs, _written),
         "meta": write(meta, _written),
     }
-
-
-def _target_name(target: Any) -> str:
-    if isinstance(target, (str, OpOverload)):
-        return str(target)
-    return f"{target.__module__}:{target.__qualname__}"
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -187,25 +175,16 @@ def _written(value: Any) -> str:
     raise PassError(f"{type(value).__name__} has no text: {value!r}")
 
 
-def _fake_tensor(mode: FakeTensorMode) -> Callable[..., torch.Tensor]:
-    def make(
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-        offset: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
-        with mode:
-            if not offset:
-                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            size = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-            return torch.empty(size, dtype=dtype, device=device).as_strided(shape, stride, offset)
-
-    return make
-
-
-def _constant(
-    data: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+def _fake_tensor(
+    mode: FakeTensorMode, shape: Dims, stride: Dims, offset: int, dtype: Any, device: torch.device
 ) -> torch.Tensor:
+    with mode:
+        if not offset:
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        size = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+        return torch.empty(size, dtype=dtype, device=device).as_strided(shape, stride, offset)
+
+
+def _constant(data: str, shape: Dims, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     values = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=dtype).view(shape)
     return values if device.type == "cpu" else values.to(device)

@@ -31,7 +31,7 @@ def run_passes(
         PassError: a pass failed or made an illegal graph. The message holds the command that runs
             the pass again on a saved copy of the graph.
     """
-    pipeline, captured = PassPipeline(tuple(passes)), graph
+    pipeline, captured = PassPipeline(passes), graph
     for index, item in enumerate(pipeline):
         begin = time.perf_counter()
         try:
@@ -60,11 +60,8 @@ def apply_pass(item: Pass, graph: TrainingGraph) -> TrainingGraph:
         raise PassError(f"the graph lacks {', '.join(missing)}: put a pass that ensures it before")
     result = item(graph)
     line = describe(item) + (f": declined, {result.reason}" if result.reason else "")
-    after = replace(
-        result.graph,
-        properties=graph.properties | item.ensures,
-        history=(*graph.history, line),
-    )
+    properties, history = graph.properties | item.ensures, (*graph.history, line)
+    after = replace(result.graph, properties=properties, history=history)
     check(after)
     return after
 
@@ -73,7 +70,7 @@ def _reproducer(
     captured: TrainingGraph, pipeline: PassPipeline, index: int, error: Exception
 ) -> str:
     """Saves a reproducer; the line of the message that names it."""
-    graph, rest = captured, pipeline[index:]
+    graph, rest = captured, PassPipeline(pipeline[index:])
     try:
         for item in pipeline[:index]:  # again, since the failed pass may have changed their graph
             graph = apply_pass(item, replace(graph, disposable=False))

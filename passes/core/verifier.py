@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,23 +18,16 @@ from autopar.ir.graph import (
     tensors,
 )
 from autopar.ir.mesh_levels import axis_of_level
-from autopar.ir.placement import Partial, Placement, Replicate, Shard, Varying
-from autopar.ir.roles import Gradient, Output, Parameter, UnreducedGrad
-from autopar.passes.core.collective_ops import (
-    axis_of,
-    start_all_gather,
-    start_all_reduce,
-    start_all_to_all,
-    start_reduce_scatter,
-    starts,
-)
+from autopar.ir.placement import Partial, Replicate, Shard, Varying
+from autopar.ir.roles import Gradient, Output, Parameter
+from autopar.passes.core.collective_ops import axis_of, kind_of, starts
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-TAKES: Mapping[Any, tuple[type, ...]] = {
-    start_all_reduce: (Partial, Varying),
-    start_reduce_scatter: (Partial,),
-    start_all_gather: (Shard, Varying, Replicate),
-    start_all_to_all: (Shard, Varying),
+TAKES: Mapping[str, tuple[type, ...]] = {
+    "all_reduce": (Partial, Varying),
+    "reduce_scatter": (Partial,),
+    "all_gather": (Shard, Varying, Replicate),
+    "all_to_all": (Shard, Varying),
 }
 """Placements that each collective accepts; all-reduced `Varying` statistics are pre-weighted."""
 
@@ -82,7 +74,7 @@ def collectives_are_fed(graph: TrainingGraph) -> None:
             continue  # placements describe the data axis only
         for operand in start.args[0]:  # type: ignore[union-attr]
             placement = operand.meta.get("placement")  # type: ignore[union-attr]
-            if placement is not None and not isinstance(placement, TAKES[start.target]):
+            if placement is not None and not isinstance(placement, TAKES[kind_of(start)]):
                 raise _error(graph, start, f"is given {operand}, which is {placement}")
 
 
@@ -99,23 +91,21 @@ def gradients_fit(graph: TrainingGraph) -> None:
     if GraphProperty.GRADIENTS_SYNCHRONIZED not in graph.properties:
         return
     for role, node in zip(graph.outputs, graph.results, strict=True):
-        if isinstance(role, UnreducedGrad) or node is None:
-            continue
-        if isinstance(role, Gradient) and isinstance(role.of, Parameter):
-            name = role.of.name
-            wanted: Placement = graph.layouts.get(name, Replicate())
-            have = node.meta.get("placement")
-            if have != wanted:
-                raise _error(graph, node, f"is the gradient of {name}, {have} instead of {wanted}")
+        match role:
+            case Gradient(Parameter(name)) if node is not None:
+                wanted, have = graph.layouts.get(name, Replicate()), node.meta.get("placement")
+                if have != wanted:
+                    what = f"is the gradient of {name}, {have} instead of {wanted}"
+                    raise _error(graph, node, what)
 
 
 def gradients_have_shapes(graph: TrainingGraph) -> None:
     """Each gradient has the shape and dtype of its input."""
+    if GraphProperty.GRADIENTS_SYNCHRONIZED not in graph.properties and graph.layouts:
+        return
     inputs = dict(zip(graph.inputs, graph.placeholders, strict=True))
     for role, node in zip(graph.outputs, graph.results, strict=True):
         if isinstance(role, Gradient) and node is not None and role.of in inputs:
-            if GraphProperty.GRADIENTS_SYNCHRONIZED not in graph.properties and graph.layouts:
-                continue
             (want,), (have,) = tensors(inputs[role.of]), tensors(node)
             if want.shape != have.shape or want.dtype != have.dtype:
                 raise _error(graph, node, f"has shape {list(have.shape)}, not {list(want.shape)}")
@@ -150,8 +140,7 @@ RULES: tuple[Callable[[TrainingGraph], None], ...] = (
 def _error(graph: TrainingGraph, node: fx.Node, what: str) -> PassError:
     nodes = list(graph.graph.nodes)
     at = nodes.index(node)
-    around = "\n".join(
-        ("--> " if n is node else "    ") + render_node(n) for n in nodes[max(0, at - 4) : at + 5]
-    )
-    line = source_line(node)
-    return PassError(f"{node.name} {what}" + (f", from {line}" if line else "") + f"\n{around}")
+    around = nodes[max(0, at - 4) : at + 5]
+    lines = [("--> " if n is node else "    ") + render_node(n) for n in around]
+    source = f", from {line}" if (line := source_line(node)) else ""
+    return PassError("\n".join([f"{node.name} {what}{source}", *lines]))

@@ -6,14 +6,13 @@ while every rank of a model axis draws all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from autopar._torch import OpOverload
 from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate
-from autopar.passes.rules.loops import Loop, Operator, Rule
+from autopar.passes.rules.loops import Loop, Operator, overloads
 from autopar.passes.rules.lowerings.random import DRAW_EACH, DRAW_LIKE
 from autopar.passes.rules.operators import attention
 from autopar.passes.rules.operators.generic import reduction, same_dims
@@ -21,7 +20,7 @@ from autopar.passes.rules.registry import RULES, loops_of
 
 aten = torch.ops.aten
 
-_DRAWS = frozenset({*DRAW_LIKE, *DRAW_EACH, aten.native_dropout.default})
+_DRAWS = frozenset(overloads(f"{DRAW_LIKE} {DRAW_EACH} native_dropout"))
 
 
 def draws_random(operator: Operator) -> bool:
@@ -30,14 +29,8 @@ def draws_random(operator: Operator) -> bool:
     return seeded and not attention.has_no_dropout(operator)
 
 
-LOGICAL_REDUCTIONS: Mapping[OpOverload, Rule] = {
-    aten.all.default: reduction("min"),
-    aten.any.default: reduction("max"),
-}
+LOGICAL_REDUCTIONS = {aten.all.default: reduction("min"), aten.any.default: reduction("max")}
 """Reductions of booleans over all dims."""
-
-ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
-"""Assertions, of which each slice checks its own rows."""
 
 
 def is_cast(operator: Operator) -> bool:
@@ -49,7 +42,7 @@ def is_cast(operator: Operator) -> bool:
 
 def batch_strategies(operator: Operator) -> Iterator[OpStrategy]:
     """Strategies along the batch axis, beside the linear ones, that take partial values."""
-    if operator.target in ASSERTIONS:
+    if operator.target in (aten._assert_async.default, aten._assert_async.msg):
         results: tuple[Placement, ...] = (Replicate(),) * len(operator.results)
         yield OpStrategy((Partial("min"),), results)
     if is_cast(operator):
@@ -65,7 +58,6 @@ def batch_loops(operator: Operator) -> list[Loop]:
     if operator.target in _DRAWS:
         return same_dims(operator, range(operator.operands[0].dim()))
     if RULES.get(operator.target) in (attention.heads, attention.attention):
-        return [
-            replace(loop, interleavable=False) for loop in attention.heads(operator, draws=True)
-        ][:1]
+        loops = attention.heads(operator, draws=True)
+        return [replace(loop, interleavable=False) for loop in loops[:1]]
     return []

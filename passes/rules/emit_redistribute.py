@@ -29,27 +29,14 @@ from autopar.passes.rules.redistribute import RedistributeStep
 
 
 class RedistributeEmitter:
-    """Writes nodes at a graph's insertion point, for one rank.
-
-    Attributes:
-        graph: graph of the rank.
-        like: node whose phase, block and source new nodes take.
-        ranks: size of the axis.
-        rank: this rank's coordinate on it.
-        axis: name of the axis.
-    """
+    """Writes nodes at a graph's insertion point, for one rank of an axis, like those of a node."""
 
     def __init__(self, graph: fx.Graph, like: fx.Node, ranks: int, rank: int, axis: str) -> None:
         self.graph, self.like = graph, like
         self.ranks, self.rank, self.axis = ranks, rank, axis
 
     def emit(self, step: RedistributeStep, value: fx.Node, whole: Sequence[int]) -> fx.Node:
-        """Writes one step of a redistribution.
-
-        Args:
-            step: the step.
-            value: this rank's local value.
-            whole: shape of the whole value.
+        """Writes one step of this rank's value, whose whole has the shape `whole`.
 
         Raises:
             PassError: the step cannot be written.
@@ -57,8 +44,9 @@ class RedistributeEmitter:
         match step:
             case RedistributeStep("all_gather", Shard() as before):
                 return self.all_gather(value, before, whole)
-            case RedistributeStep("all_reduce", Partial() as before):
-                return self.all_reduce(value, before.op)
+            case RedistributeStep("all_reduce", Partial(op)):
+                options = () if op == "sum" else (op,)
+                return self.start(start_all_reduce, value, self.axis, *options)
             case RedistributeStep("reduce_scatter", _, Shard() as after):
                 return self.reduce_scatter(value, after)
             case RedistributeStep("all_to_all", Shard() as before, Shard() as after):
@@ -75,22 +63,14 @@ class RedistributeEmitter:
             case _:
                 raise PassError(f"{step} cannot be emitted: add a case to RedistributeEmitter.emit")
 
-    def all_reduce(self, value: fx.Node, op: str) -> fx.Node:
-        """The reduction of the ranks' values."""
-        options = () if op == "sum" else (op,)
-        (result,) = collective(
-            self.graph, self.like, start_all_reduce, [value], self.axis, *options
-        )
-        return result
-
     def all_gather(self, value: fx.Node, shard: Shard, whole: Sequence[int]) -> fx.Node:
         """The whole of a sharded value."""
         shape, size = _shape(value), whole[shard.dim]
         if shard == Shard(0) or size % self.ranks:
             front = self.contiguous(self.moved(value, shard.dim, 0))
-            return self.back(self.start(start_all_gather, front, [size]), shard.dim)
+            return self.back(self.start(start_all_gather, front, [size], self.axis), shard.dim)
         one = self.view(self.contiguous(value), [1, *shape])
-        every = self.start(start_all_gather, one, [self.ranks])
+        every = self.start(start_all_gather, one, [self.ranks], self.axis)
         return self.from_front(every, shape, shard)
 
     def reduce_scatter(self, value: fx.Node, shard: Shard) -> fx.Node:
@@ -98,16 +78,16 @@ class RedistributeEmitter:
         whole = _shape(value)
         shape = self.local(whole, shard)
         if shard == Shard(0) or whole[shard.dim] % self.ranks:
-            front = self.moved(value, shard.dim, 0)
-            return self.back(self.start(start_reduce_scatter, front, [shape[shard.dim]]), shard.dim)
+            front, rows = self.moved(value, shard.dim, 0), [shape[shard.dim]]
+            return self.back(self.start(start_reduce_scatter, front, rows, self.axis), shard.dim)
         chunks = self.contiguous(self.to_front(value, shard))
-        return self.view(self.start(start_reduce_scatter, chunks, [1]), shape)
+        return self.view(self.start(start_reduce_scatter, chunks, [1], self.axis), shape)
 
     def all_to_all(self, value: fx.Node, before: Shard, after: Shard) -> fx.Node:
         """This rank's shard of another dim, where both dims are even."""
         shape = self.local(_shape(value), after)
         chunks = self.contiguous(self.to_front(value, after))
-        return self.from_front(self.start(start_all_to_all, chunks), shape, before)
+        return self.from_front(self.start(start_all_to_all, chunks, self.axis), shape, before)
 
     def slice(self, value: fx.Node, shard: Shard) -> fx.Node:
         """This rank's shard of a whole value."""
@@ -142,9 +122,7 @@ class RedistributeEmitter:
     def back(self, value: fx.Node, dim: int) -> fx.Node:
         """A contiguous value with dim 0 moved to `dim`, copied on all ranks or on none."""
         moved = self.moved(value, 0, dim)
-        if math.prod(_shape(moved)[:dim]) == 1:
-            return moved
-        return self.copied(moved)
+        return moved if math.prod(_shape(moved)[:dim]) == 1 else self.copied(moved)
 
     def pad(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
         """The value padded with zeros at the end of each dim, up to a shape."""
@@ -177,16 +155,14 @@ class RedistributeEmitter:
         return self.view(moved, [*shape[:dim], shape[dim] * self.ranks, *shape[dim + 1 :]])
 
     def start(self, target: Any, value: fx.Node, *options: Any) -> fx.Node:
-        (result,) = collective(self.graph, self.like, target, [value], *options, self.axis)
+        (result,) = collective(self.graph, self.like, target, [value], *options)
         return result
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return call(self.graph, self.like, target, *args, **kwargs)
 
     def contiguous(self, value: fx.Node) -> fx.Node:
-        if tensors(value)[0].is_contiguous():
-            return value
-        return self.copied(value)
+        return value if tensors(value)[0].is_contiguous() else self.copied(value)
 
     def copied(self, value: fx.Node) -> fx.Node:
         return self.op(aten.clone.default, value, memory_format=torch.contiguous_format)

@@ -9,31 +9,19 @@ from typing import Any
 
 import torch
 
-from autopar._torch import OpOverload, pytree
+from autopar._torch import OpOverload
 from autopar.ir.placement import OpStrategy, Placement, Shard, chunk_of
 from autopar.passes.core.collective_ops import start_all_gather, start_reduce_scatter
-from autopar.passes.rules.loops import Operator
+from autopar.passes.rules.loops import Operator, overloads
 
 aten = torch.ops.aten
 
 SIZE_ARGUMENTS: Mapping[OpOverload, int] = {
-    aten.view.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.reshape.default: 1,
-    aten.expand.default: 1,
-    aten.slice_backward.default: 1,
-    aten.select_backward.default: 1,
-    aten.new_zeros.default: 1,
-    aten.new_ones.default: 1,
-    aten.new_empty.default: 1,
-    aten.new_full.default: 1,
-    aten.upsample_nearest2d_backward.default: 2,
-    aten.upsample_bilinear2d_backward.default: 2,
+    **dict.fromkeys(overloads("full zeros ones empty.memory_format"), 0),
+    **dict.fromkeys(overloads("view _unsafe_view reshape expand slice_backward"), 1),
+    **dict.fromkeys(overloads("select_backward new_zeros new_ones new_empty new_full"), 1),
+    **dict.fromkeys(overloads("upsample_nearest2d_backward upsample_bilinear2d_backward"), 2),
     aten.upsample_bicubic2d_backward.default: 2,
-    aten.full.default: 0,
-    aten.zeros.default: 0,
-    aten.ones.default: 0,
-    aten.empty.memory_format: 0,
 }
 """Index of the argument with the sizes of the first result."""
 
@@ -45,7 +33,7 @@ COUNT_ARGUMENTS: Mapping[OpOverload, tuple[tuple[int, int, int], ...]] = {
 }
 """Indices of arguments that count rows, groups or channels, with the operand and dim counted."""
 
-SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
+SQUEEZES = frozenset(overloads("squeeze squeeze.dim squeeze.dims"))
 """Operators that drop dims of size 1; a shard may have size 1 where the whole has not."""
 
 
@@ -57,17 +45,6 @@ def local_shape(shape: Sequence[int], placement: Placement, ranks: int, rank: in
     return local
 
 
-def with_operands(operator: Operator, shards: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of an operator with other values for its tensors."""
-    given = iter(shards)
-
-    def fill(leaf: Any) -> Any:
-        return next(given) if isinstance(leaf, torch.Tensor) else leaf
-
-    args, kwargs = pytree.tree_map(fill, (list(operator.args), operator.kwargs))
-    return args, kwargs
-
-
 def local_bytes(tensor: torch.Tensor, placement: Placement, ranks: int) -> int:
     """The bytes of the shard of rank 0, which is the largest."""
     return math.prod(local_shape(tensor.shape, placement, ranks)) * tensor.element_size()
@@ -76,21 +53,13 @@ def local_bytes(tensor: torch.Tensor, placement: Placement, ranks: int) -> int:
 def local_arguments(
     operator: Operator, op_strategy: OpStrategy, shards: Sequence[Any], ranks: int, rank: int = 0
 ) -> Operator:
-    """The operator on one rank's shards.
-
-    Args:
-        operator: the operator on whole tensors.
-        op_strategy: placements of its operands and results.
-        shards: this rank's shard of each operand, as nodes or tensors.
-        ranks: size of the axis.
-        rank: this rank's coordinate on it.
-    """
-    args, kwargs = with_operands(operator, shards)
-    place = SIZE_ARGUMENTS.get(operator.target)
+    """An operator on whole tensors, on the shards of one rank, which are nodes or tensors."""
+    local = operator.with_operands(shards)
+    args = list(local.args)
     if operator.target in SQUEEZES:
         shape = local_shape(operator.results[0].shape, op_strategy.results[0], ranks, rank)
         return replace(operator, target=aten.view.default, args=(args[0], shape), kwargs={})
-    if place is not None:
+    if (place := SIZE_ARGUMENTS.get(operator.target)) is not None:
         args[place] = local_shape(operator.results[0].shape, op_strategy.results[0], ranks, rank)
     if operator.target in (start_all_gather, start_reduce_scatter):
         pairs = zip(operator.results, op_strategy.results, strict=True)
@@ -99,7 +68,7 @@ def local_arguments(
         placement = op_strategy.operands[operand]
         if isinstance(placement, Shard) and placement.dim == dim:
             args[index] = _share(args[index], ranks, rank)
-    return replace(operator, args=tuple(args), kwargs=kwargs)
+    return replace(local, args=tuple(args))
 
 
 def _share(count: Any, ranks: int, rank: int) -> Any:

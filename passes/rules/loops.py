@@ -2,7 +2,7 @@
 
 An operator is a nest of loops. Splitting a loop over the ranks of an axis shards every tensor that
 the loop runs over, replicates the others, and makes a result that the loop reduces a partial sum.
-A rule lists the loops of an operator; `loop_strategies` derives the strategies.
+A rule lists the loops of an operator; `split_loop` derives a strategy from each.
 
 For `mm` of [m, k] and [k, n]:
 
@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from autopar._torch import pytree
+from autopar._torch import OpOverload, pytree
 from autopar.ir.graph import elements
 from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard, can_cut
 from autopar.passes.core.node_builder import value
@@ -52,9 +53,9 @@ class Loop:
             tensor that is added to the sum of the loop, of which ranks must hold partial sums.
         results: access to each result, or the reduction over the loop; None if every rank computes
             the whole result.
-        free: whether its pieces may be interleaved: nothing depends on their order.
-        own: the lowering that splits it (`own.OWN`), "" if the operator is run on shards.
-        even: whether only chunks of equal size will do.
+        interleavable: whether its pieces may be interleaved: nothing depends on their order.
+        lowering: the custom lowering that splits it, "" if the operator is run on shards.
+        even_only: whether only chunks of equal size will do.
     """
 
     size: int
@@ -87,24 +88,13 @@ class Loop:
                 return access
             return replace(access, interleave=access.interleave * pieces)
 
-        return replace(
-            self,
-            size=self.size // pieces,
-            operands=tuple(map(inside, self.operands)),
-            results=tuple(map(inside, self.results)),
-        )
+        operands, results = tuple(map(inside, self.operands)), tuple(map(inside, self.results))
+        return replace(self, size=self.size // pieces, operands=operands, results=results)
 
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator with its arguments.
-
-    Attributes:
-        target: the aten operator.
-        args: positional arguments, with fake or real tensors.
-        kwargs: keyword arguments.
-        results: fake or real results; None for a result that is left out.
-    """
+    """An operator with fake or real tensors; a result that is left out is None."""
 
     target: Any
     args: tuple[Any, ...]
@@ -123,34 +113,44 @@ class Operator:
         leaves = pytree.tree_leaves((list(self.args), self.kwargs))
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
-    def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """An argument by its index or its name."""
-        if place < len(self.args):
-            return self.args[place]
-        return self.kwargs.get(name, default)
+    def with_operands(self, values: Iterable[Any]) -> Operator:
+        """The operator with other values for the tensors among its arguments."""
+        given = iter(values)
+
+        def fill(leaf: Any) -> Any:
+            return next(given) if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = pytree.tree_map(fill, (list(self.args), self.kwargs))
+        return replace(self, args=tuple(args), kwargs=kwargs)
+
+    def argument(self, name: str) -> Any:
+        """An argument by its name in the schema, or its default; None if there is none."""
+        for place, argument in enumerate(self.target._schema.arguments):
+            if argument.name == name:
+                default = self.kwargs.get(name, argument.default_value)
+                return self.args[place] if place < len(self.args) else default
+        return None
 
 
 Rule = Callable[[Operator], list[Loop]]
+
+
+def overloads(names: str) -> tuple[OpOverload, ...]:
+    """The operators of aten that a text names; `.default` may be left out."""
+    full = (name if "." in name else f"{name}.default" for name in names.split())
+    return tuple(attrgetter(name)(torch.ops.aten) for name in full)
+
+
+def broadcast_access(tensor: torch.Tensor, shape: Sequence[int], dim: int) -> DimAccess | None:
+    """The access of a loop over `dim` of a shape to a tensor that is broadcast to the shape."""
+    own = dim - len(shape) + tensor.dim()
+    return DimAccess(own) if own >= 0 and tensor.shape[own] == shape[dim] != 1 else None
 
 
 def replicated(operator: Operator) -> OpStrategy:
     """The strategy with every operand and result replicated, which any operator allows."""
     whole = Replicate()
     return OpStrategy((whole,) * len(operator.operands), (whole,) * len(operator.results))
-
-
-def loop_strategies(
-    loops: list[Loop], ranks: int, interleaves: Sequence[int] = (1,)
-) -> Iterator[OpStrategy]:
-    """The strategies that split one loop over `ranks`.
-
-    Args:
-        loops: loops of the operator.
-        ranks: size of the axis.
-        interleaves: numbers of pieces to try for loops that may be interleaved.
-    """
-    for loop in loops:
-        yield from map(split_loop, feasible_loops(loop, ranks, interleaves))
 
 
 def feasible_loops(loop: Loop, ranks: int, interleaves: Iterable[int]) -> Iterator[Loop]:

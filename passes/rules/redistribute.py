@@ -1,16 +1,5 @@
 """Redistributions: steps that bring a tensor from one placement to another.
 
-| from | to | steps |
-|---|---|---|
-| S(d) | R | all-gather |
-| P | R | all-reduce |
-| P | S(d) | reduce-scatter |
-| S(d) | S(e) | all-to-all |
-| S(d) | S(d, interleaved otherwise) | all-gather, slice |
-| R | S(d) | slice |
-| R | P | value on rank 0, zeros elsewhere |
-| S(d) | P | all-gather, value on rank 0 |
-
 Chunks of a dim that the ranks do not divide are sent at the size of the largest.
 """
 
@@ -28,13 +17,7 @@ Kind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slic
 
 @dataclass(frozen=True)
 class RedistributeStep:
-    """One step of a redistribution.
-
-    Attributes:
-        kind: a collective, or a local operation of each rank.
-        before: placement before the step.
-        after: placement after the step.
-    """
+    """One step of a redistribution: a collective, or a local operation of each rank."""
 
     kind: Kind
     before: Placement
@@ -50,7 +33,7 @@ class RedistributeStep:
 
         Args:
             shape: shape of the whole tensor.
-            item: bytes of an element.
+            item: size of an element in bytes.
             ranks: size of the axis.
         """
         whole = math.prod(self.padded(shape, ranks)) * item
@@ -69,12 +52,7 @@ class RedistributeStep:
         return [p for p in (self.before, self.after) if isinstance(p, Shard)]
 
     def copied_elements(self, shape: Sequence[int], ranks: int) -> int:
-        """The number of elements read and written beside its collective, which runs over dim 0.
-
-        Args:
-            shape: shape of the whole tensor.
-            ranks: size of the axis.
-        """
+        """The number of elements read and written beside its collective, which runs over dim 0."""
         whole = math.prod(self.padded(shape, ranks))
         part, padded = whole // ranks, whole > math.prod(shape)
         copies = sum(not _in_front(shape, shard) for shard in self.shards)
@@ -101,34 +79,27 @@ def redistribute_steps(before: Placement, after: Placement) -> tuple[Redistribut
     """The steps from one placement to another; empty if they are equal, None if impossible."""
     if before == after:
         return ()
-    whole = Replicate()
+    kinds: list[Kind]
     match before, after:
         case Shard(), Replicate():
-            return (RedistributeStep("all_gather", before, after),)
+            kinds = ["all_gather"]
         case Partial(), Replicate():
-            return (RedistributeStep("all_reduce", before, after),)
+            kinds = ["all_reduce"]
         case Partial("sum"), Shard():
-            return (RedistributeStep("reduce_scatter", before, after),)
+            kinds = ["reduce_scatter"]
         case Partial(), Shard():
-            return (
-                RedistributeStep("all_reduce", before, whole),
-                RedistributeStep("slice", whole, after),
-            )
+            kinds = ["all_reduce", "slice"]
         case Shard(), Shard() if before.dim != after.dim:
-            return (RedistributeStep("all_to_all", before, after),)
+            kinds = ["all_to_all"]
         case Shard(), Shard():
-            return (
-                RedistributeStep("all_gather", before, whole),
-                RedistributeStep("slice", whole, after),
-            )
+            kinds = ["all_gather", "slice"]
         case Replicate(), Shard():
-            return (RedistributeStep("slice", before, after),)
+            kinds = ["slice"]
         case Replicate(), Partial("sum"):
-            return (RedistributeStep("keep_first", before, after),)
+            kinds = ["keep_first"]
         case Shard(), Partial("sum"):
-            return (
-                RedistributeStep("all_gather", before, whole),
-                RedistributeStep("keep_first", whole, after),
-            )
+            kinds = ["all_gather", "keep_first"]
         case _:
             return None
+    stops = [before, *(Replicate() for _ in kinds[1:]), after]
+    return tuple(RedistributeStep(*step) for step in zip(kinds, stops, stops[1:], strict=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import getitem
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost_model.kernels.signature import describe_argument
 from autopar.ir.graph import (
     GraphProperty,
     ParameterInfo,
@@ -31,22 +30,22 @@ from autopar.passes.core.collective_ops import (
     value_of,
     wait,
 )
-from autopar.passes.core.node_builder import aten, call
+from autopar.passes.core.node_builder import aten, call, result_of
 from autopar.passes.core.node_builder import value as fakes
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.passes.rules.emit_redistribute import RedistributeEmitter, can_view
-from autopar.passes.rules.indivisible_notes import indivisible_notes
 from autopar.passes.rules.local_args import local_arguments, local_shape
 from autopar.passes.rules.loops import Operator, replicated
 from autopar.passes.rules.lowerings.context import LoweringContext
 from autopar.passes.rules.lowerings.registry import lower
+from autopar.passes.rules.notes import indivisible_notes, unsupported_notes
 from autopar.passes.rules.proof.infer_batch_dims import (
     double_operator,
     double_placement,
     infer_batch_dims,
 )
 from autopar.passes.rules.redistribute import RedistributeStep, redistribute_steps
-from autopar.passes.rules.unsupported_notes import unsupported_notes
+from autopar.plan.partition import NodeStrategies
 
 WHOLE = Replicate()
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
@@ -69,28 +68,21 @@ class PartitionAxis(Pass):
 
     axis: str
     rank: int
-    op_strategies: tuple[tuple[str, OpStrategy], ...]
+    op_strategies: NodeStrategies
     ensures = frozenset({GraphProperty.AXES_PARTITIONED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         """Applies the pass and leaves `graph` unchanged."""
         if not self.op_strategies:
             return PassResult(graph, "everything is whole on every rank")
-        ranks = graph.axes[self.axis]
-        return PassResult(
-            Partitioner(graph, self.axis, ranks, self.rank, dict(self.op_strategies)).run()
-        )
+        ranks, strategies = graph.axes[self.axis], dict(self.op_strategies)
+        return PassResult(Partitioner(graph, self.axis, ranks, self.rank, strategies).run())
 
 
 class Partitioner:
     """Writes the graph of one rank of an axis in one walk over a graph on whole tensors.
 
-    Args:
-        source: graph on whole tensors.
-        axis: name of the axis.
-        ranks: size of the axis.
-        rank: this rank's coordinate on it.
-        op_strategies: strategies by node name; other nodes are replicated.
+    Nodes without a strategy are replicated.
     """
 
     def __init__(
@@ -106,7 +98,6 @@ class Partitioner:
         self.local: dict[Value, tuple[fx.Node, Placement]] = {}
         self.redistributed: dict[tuple[Value, Placement], fx.Node] = {}
         self.local_tuples: dict[fx.Node, fx.Node] = {}
-        self.fake_results: dict[object, Any] = {}  # repeated blocks run equal operators
         self.parameter_placements: dict[str, Placement] = {}
         self.gradient_names: dict[fx.Node, list[str]] = {}
         for role, node in zip(source.outputs, source.results, strict=True):
@@ -114,48 +105,45 @@ class Partitioner:
                 self.gradient_names.setdefault(node, []).append(role.of.name)
 
     def run(self) -> TrainingGraph:
-        """The program of this rank."""
-        with self.source.fake_mode:
-            return self.walk()
-
-    def walk(self) -> TrainingGraph:
-        """Writes the local operators of each node in turn."""
+        """The program of this rank: the local operators of each node in turn."""
         roles = dict(zip(self.source.placeholders, self.source.inputs, strict=True))
         results: dict[OutputRole, fx.Node | None] = {}
         backward = self.source.backward_start
-        for node in self.source.graph.nodes:
-            if node is backward:
-                results |= self.results("forward")
-                self.begin_backward()
-            if node.op == "placeholder":
-                self.placeholder(node, roles[node])
-            elif node.op == "get_attr":
-                self.copy(node, WHOLE)
-            elif node.op == "call_function":
-                self.operator(node)
-                self.reduce_gradient(node)
-        results |= self.results("backward")
-        output = self.graph.output([results[role] for role in self.source.outputs])
-        output.meta = dict(self.source.output_node.meta)
-        return self.result()
+        with self.source.fake_mode:
+            for node in self.source.graph.nodes:
+                if node is backward:
+                    results |= self.results("forward")
+                    self.begin_backward()
+                if node.op == "placeholder":
+                    self.placeholder(node, roles[node])
+                elif node.op == "get_attr":
+                    self.copy(node, WHOLE)
+                elif node.op == "call_function":
+                    self.operator(node)
+                    self.reduce_gradient(node)
+            results |= self.results("backward")
+            output = self.graph.output([results[role] for role in self.source.outputs])
+            output.meta = dict(self.source.output_node.meta)
+            return self.result()
 
     def result(self) -> TrainingGraph:
         """The partitioned graph with its parameters and notes."""
+
+        def local(info: ParameterInfo) -> ParameterInfo:
+            placement = self.parameter_placements.get(info.name, WHOLE)
+            shape = local_shape(info.shape, placement, self.ranks, self.rank)
+            return replace(info, shape=tuple(shape))
+
         notes = unsupported_notes(self.source, self.axis)
         if self.parameter_placements:
             notes += indivisible_notes(self.source, self.op_strategies, self.axis)
         return replace(
             self.source,
             graph=self.graph,
-            parameters={n: self.local_info(p) for n, p in self.source.parameters.items()},
+            parameters={name: local(info) for name, info in self.source.parameters.items()},
             partitioned=(*self.source.partitioned, self.axis),
             notes=(*self.source.notes, *notes),
         )
-
-    def local_info(self, info: ParameterInfo) -> ParameterInfo:
-        """A parameter with the shape of this rank's shard."""
-        placement = self.parameter_placements.get(info.name, WHOLE)
-        return replace(info, shape=tuple(local_shape(info.shape, placement, self.ranks, self.rank)))
 
     # Nodes.
 
@@ -167,9 +155,8 @@ class Partitioner:
         if placement != WHOLE:
             assert isinstance(role, Parameter)
             whole = node.meta["val"]
-            copy.meta["val"] = whole.new_empty(
-                local_shape(whole.shape, placement, self.ranks, self.rank)
-            )
+            shape = local_shape(whole.shape, placement, self.ranks, self.rank)
+            copy.meta["val"] = whole.new_empty(shape)
             self.parameter_placements[role.name] = placement
 
     def begin_backward(self) -> None:
@@ -226,26 +213,23 @@ class Partitioner:
         items = {item.args[1]: item for item in node.users if item.target is getitem}
         for index, result in enumerate(results):
             if result is not None:
-                if index in items and "placement" in items[index].meta:
-                    result.meta["placement"] = items[index].meta["placement"]
+                if index in items:
+                    result.meta |= _inherited(items[index], "placement")
                 self.local[Value(node, index)] = (result, op_strategy.results[index])
 
     def lowering_context(
         self, node: fx.Node, operator: Operator, op_strategy: OpStrategy, shards: list[fx.Node]
     ) -> LoweringContext:
         """The context in which a custom lowering writes the operator of a node."""
-        rank = (self.ranks, self.rank, self.axis)
-        return LoweringContext(self.graph, node, operator, op_strategy, tuple(shards), *rank)
+        given = (self.graph, node, operator, op_strategy, tuple(shards))
+        return LoweringContext(*given, self.ranks, self.rank, self.axis)
 
     def write(
         self, node: fx.Node, target: Any, args: Any, kwargs: Any, placements: Sequence[Placement]
     ) -> None:
         """Writes the local operator of a node under the same name."""
         copy = self.graph.create_node("call_function", target, tuple(args), kwargs, node.name)
-        key = (target, describe_argument(args), describe_argument(kwargs))
-        if key not in self.fake_results:
-            self.fake_results[key] = target(*fakes(args), **fakes(kwargs))
-        copy.meta = {**node.meta, "val": self.fake_results[key]}
+        copy.meta = {**node.meta, "val": result_of(target, fakes(args), fakes(kwargs))}
         if isinstance(node.meta.get("val"), (tuple, list)):
             self.local_tuples[node] = copy
         for index, placement in enumerate(placements):
@@ -257,9 +241,8 @@ class Partitioner:
         value = value_of(node)
         source, placement = self.local[value]
         if source is self.local_tuples.get(value.node):
-            copy = self.graph.create_node(
-                "call_function", getitem, (source, value.index), name=node.name
-            )
+            args = (source, value.index)
+            copy = self.graph.create_node("call_function", getitem, args, name=node.name)
             copy.meta = {**node.meta, "val": elements(source)[value.index]}
             self.local[value] = (copy, placement)
             self.annotate(copy, placement)
@@ -292,17 +275,13 @@ class Partitioner:
             return local
         contiguous = torch.contiguous_format
         copy = call(self.graph, node, aten.clone.default, source, memory_format=contiguous)
-        copy.meta |= {k: source.meta[k] for k in ("batch_dims", "placement") if k in source.meta}
+        copy.meta |= _inherited(source, "batch_dims", "placement")
         return replace(local, args=(copy, shape, *rest))
 
     # Redistribution.
 
     def operand(self, value: Value, wanted: Placement, reader: fx.Node) -> fx.Node:
-        """A value in the wanted placement, redistributed at most once.
-
-        Raises:
-            ValueError: no redistribution leads to the wanted placement.
-        """
+        """A value in the wanted placement, redistributed at most once; ValueError if impossible."""
         node, placement = self.local[value]
         steps = redistribute_steps(placement, wanted)
         if steps is None:
@@ -313,9 +292,8 @@ class Partitioner:
                 self.redistributed[key] = self.redistribute(step, node, value.tensor.shape, reader)
             node = self.redistributed[key]
         if steps:
-            node = self.redistributed[value, wanted] = self.with_strides_of(
-                value.tensor, node, reader
-            )
+            node = self.with_strides_of(value.tensor, node, reader)
+            self.redistributed[value, wanted] = node
         return node
 
     def with_strides_of(self, whole: torch.Tensor, node: fx.Node, reader: fx.Node) -> fx.Node:
@@ -325,8 +303,9 @@ class Partitioner:
         """
         local = tensors(node)[0]
         wanted = dense_strides(local.shape, whole.stride())
-        if _has_strides(local, wanted):
-            return node
+        strides = zip(local.shape, local.stride(), wanted, strict=True)
+        if not local.numel() or all(n < 2 or not s or have == s for n, have, s in strides):
+            return node  # strides of dims of size 1 and of expanded dims do not matter
         order = sorted(range(local.dim()), key=lambda dim: (-wanted[dim], dim))
         inverse = [order.index(dim) for dim in range(local.dim())]
         contiguous = torch.contiguous_format
@@ -338,31 +317,29 @@ class Partitioner:
             moved_rows = tuple(order.index(dim) for dim in rows)
             for new, dims in ((moved, moved_rows), (copy, moved_rows), (result, rows)):
                 new.meta["batch_dims"] = (dims,)
-        if "placement" in node.meta:
-            for new in (moved, copy, result):
-                new.meta["placement"] = node.meta["placement"]
+        for new in (moved, copy, result):
+            new.meta |= _inherited(node, "placement")
         return result
 
     def redistribute(
         self, step: RedistributeStep, node: fx.Node, shape: Sequence[int], reader: fx.Node
     ) -> fx.Node:
         """Writes one redistribution step of a tensor of unsharded shape `shape`."""
-        rank = (self.ranks, self.rank, self.axis)
+
+        def emit(graph: fx.Graph, step: RedistributeStep, x: fx.Node, s: Sequence[int]) -> fx.Node:
+            emitter = RedistributeEmitter(graph, reader, self.ranks, self.rank, self.axis)
+            return emitter.emit(step, x, s)
+
         last = self.last
-        result = RedistributeEmitter(self.graph, reader, *rank).emit(step, node, shape)
+        result = emit(self.graph, step, node, shape)
         self.inherit_placement(last, node)
         if "batch_dims" in reader.meta:
             (rows,) = node.meta["batch_dims"]
             before, after = (double_placement(p, rows) for p in (step.before, step.after))
             twice = replace(step, before=before, after=after)
             doubled = [n * 2 if d in rows else n for d, n in enumerate(shape)]
-            infer_batch_dims(
-                self.nodes_after(last),
-                [node],
-                lambda graph, x: RedistributeEmitter(graph, reader, *rank).emit(
-                    twice, x[0], doubled
-                ),
-            )
+            written = self.nodes_after(last)
+            infer_batch_dims(written, [node], lambda graph, x: emit(graph, twice, x[0], doubled))
         return result
 
     # Outputs.
@@ -373,9 +350,7 @@ class Partitioner:
         for role, node in zip(self.source.outputs, self.source.results, strict=True):
             if is_returned_by(phase, role, node):
                 placement = self.result_placement(role)
-                found[role] = (
-                    None if node is None else self.operand(value_of(node), placement, node)
-                )
+                found[role] = node and self.operand(value_of(node), placement, node)
         for new in self.nodes_after(last):
             new.meta["phase"] = phase
         return found
@@ -415,13 +390,42 @@ class Partitioner:
                 node.meta.setdefault("placement", source.meta["placement"])
 
 
+def _inherited(node: fx.Node, *keys: str) -> dict[str, Any]:
+    return {key: node.meta[key] for key in keys if key in node.meta}
+
+
 def is_returned_by(phase: str, role: OutputRole, node: fx.Node | None) -> bool:
     """Whether a phase returns an output."""
     late = isinstance(role, Gradient) or (node is not None and node.meta.get("phase") == "backward")
     return late == (phase == "backward")
 
 
-def _has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides, except in dims of size 1 and expanded dims."""
-    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    return tensor.numel() == 0 or all(n < 2 or not s or have == s for n, have, s in pairs)
+def partition_in_order(
+    axes: Iterable[str],
+    graph: TrainingGraph,
+    coordinate: Mapping[str, int],
+    find_strategies: Callable[[str, TrainingGraph], NodeStrategies],
+) -> Iterator[tuple[str, TrainingGraph, NodeStrategies]]:
+    """Partitions a captured graph along axes, one after the other.
+
+    Yields each axis, the graph before partitioning along it, and the strategies found for both.
+    """
+    last: PartitionAxis | None = None
+    for axis in axes:
+        graph = graph if last is None else last(graph).graph
+        op_strategies = find_strategies(axis, graph)
+        last = PartitionAxis(axis, coordinate[axis], op_strategies)
+        yield axis, graph, op_strategies
+
+
+def complete_strategies(
+    graph: TrainingGraph, op_strategies: NodeStrategies
+) -> dict[fx.Node, OpStrategy]:
+    """The strategy of every operator and placeholder; unnamed nodes are replicated."""
+    named = dict(op_strategies)
+    return {
+        node: named.get(node.name)
+        or OpStrategy((WHOLE,) * len(operands(node)), (WHOLE,) * len(elements(node)))
+        for node in graph.graph.nodes
+        if node.op != "output" and not is_name(node)
+    }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.ir.graph import TrainingGraph
-from autopar.passes.tensor_parallel.partition_axes import partition_in_order
+from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.partition import NodeStrategies, Partition, by_node_name
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.evaluate.hierarchical import levels_of

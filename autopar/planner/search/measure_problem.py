@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph
-from autopar.passes.tensor_parallel.partition_axes import partition_in_order
+from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.partition import NodeStrategies
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.machine import Machine, absent, measure_machine, time_shards

@@ -13,9 +13,7 @@ from torch import fx
 from autopar.ir.graph import elements
 from autopar.ir.placement import OpStrategy, Placement, Shard, chunk_of
 from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_reduce
-from autopar.passes.core.inline import inline
-from autopar.passes.core.node_builder import call
-from autopar.passes.rules.local_args import with_operands
+from autopar.passes.core.node_builder import call, inline
 from autopar.passes.rules.loops import Operator
 
 aten = torch.ops.aten
@@ -23,17 +21,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LoweringContext:
-    """An operator in the graph of one rank.
+    """An operator on whole tensors, and its shards in the graph of one rank of an axis.
 
-    Attributes:
-        graph: graph to write at its insertion point.
-        like: the lowered node, whose phase, block, source and stage new nodes take.
-        operator: the operator on whole tensors.
-        op_strategy: placements of its operands and results.
-        shards: this rank's shard of each operand.
-        ranks: size of the axis.
-        rank: this rank's coordinate on the axis.
-        axis: name of the axis.
+    New nodes take phase, block, source and stage of `like`.
     """
 
     graph: fx.Graph
@@ -48,8 +38,7 @@ class LoweringContext:
     @cached_property
     def arguments(self) -> Operator:
         """The operator with this rank's nodes for its tensors."""
-        args, kwargs = with_operands(self.operator, self.shards)
-        return Operator(self.operator.target, tuple(args), kwargs, self.operator.results)
+        return self.operator.with_operands(self.shards)
 
     @property
     def shard(self) -> Shard:
@@ -74,9 +63,8 @@ class LoweringContext:
     def gather_stacked(self, node: fx.Node) -> fx.Node:
         """Gathers the node of every rank along a new first dim."""
         row = self.op(aten.unsqueeze.default, node, 0)
-        (gathered,) = collective(
-            self.graph, self.like, start_all_gather, [row], [self.ranks], self.axis
-        )
+        options = ([self.ranks], self.axis)
+        (gathered,) = collective(self.graph, self.like, start_all_gather, [row], *options)
         return gathered
 
     def chunk(self, size: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.passes.rules.loops import DimAccess, Loop, Operator, Reduced
+from autopar.passes.rules.loops import Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext, aten, value
 
 
@@ -40,8 +40,13 @@ def zero_unless(ctx: LoweringContext, known: fx.Node, node: fx.Node, first: int 
 
 def _entries(operator: Operator) -> list[Loop]:
     """(weight, indices, ...): entries."""
-    part: Reduced = "sum"
-    return [Loop(operator.operands[0].shape[0], (DimAccess(0), None), (part,), interleavable=False)]
+    return [_indexed_loop(operator, 0)]
+
+
+def _indexed_loop(operator: Operator, dim: int) -> Loop:
+    """The loop over an indexed dim of the first operand, which leaves partial sums."""
+    size = operator.operands[0].shape[dim]
+    return Loop.over(size, (dim, None), ("sum",), interleavable=False)
 
 
 def _embedding(ctx: LoweringContext) -> list[fx.Node]:
@@ -52,9 +57,8 @@ def _embedding(ctx: LoweringContext) -> list[fx.Node]:
 
 def _entries_backward(operator: Operator) -> list[Loop]:
     """(gradient, indices, entries, padding, by frequency): entries, of the result alone."""
-    by_frequency = operator.args[4]
     loop = Loop.over(operator.args[2], (None, None), (0,), interleavable=False)
-    return [] if by_frequency else [loop]
+    return [] if operator.args[4] else [loop]
 
 
 def _embedding_backward(ctx: LoweringContext) -> list[fx.Node]:
@@ -73,78 +77,64 @@ def _embedding_backward(ctx: LoweringContext) -> list[fx.Node]:
 # -- indexing ----------------------------------------------------------------------------------
 
 
-def _indexed(operator: Operator) -> int | None:
-    """The dim of `index` or `index_put`, None unless one dim is indexed by integers."""
+def _index_dim(operator: Operator) -> list[Loop]:
+    """(source, indices, ...): the indexed dim, if one dim is indexed by integers."""
     indexed = [(dim, i) for dim, i in enumerate(operator.args[1]) if i is not None]
     if len(indexed) != 1 or indexed[0][1].dtype == torch.bool:
-        return None
-    return indexed[0][0]
-
-
-def _index_dim(operator: Operator) -> list[Loop]:
-    dim = _indexed(operator)
-    if dim is None:
         return []
-    return [Loop.over(operator.operands[0].shape[dim], (dim, None), ("sum",), interleavable=False)]
+    return [_indexed_loop(operator, indexed[0][0])]
 
 
 def _index(ctx: LoweringContext) -> list[fx.Node]:
     source, indices = ctx.shards
     dim = ctx.shard.dim
-    local, known = local_indices(ctx, _nonnegative(ctx, indices, dim), _entries_of(ctx, dim))
+    local, known = _nonnegative_indices(ctx, indices)
     found = ctx.op(aten.index.Tensor, source, [None] * dim + [local])
     return [zero_unless(ctx, known, found, dim)]
 
 
 def _index_put_dim(operator: Operator) -> list[Loop]:
-    dim = _indexed(operator)
-    if dim is None or not operator.argument(3, "accumulate", False):
+    target, indices, values = operator.operands[0], operator.operands[1], operator.operands[-1]
+    is_broadcast = values.dim() != target.dim() - 1 + indices.dim()
+    if is_broadcast or not operator.argument("accumulate"):
         return []
-    values, indices = operator.operands[2], operator.operands[1]
-    if values.dim() != operator.operands[0].dim() - 1 + indices.dim():
-        return []  # values are broadcast
+    return _of_target(_index_dim(operator))
+
+
+def _of_target(loops: list[Loop]) -> list[Loop]:
+    """The loops of an operator that adds summands to the indexed entries, which it returns."""
     return [
-        Loop.over(
-            operator.operands[0].shape[dim],
-            (dim, None, None),
-            (dim,),
-            interleavable=False,
-        )
+        replace(loop, operands=(loop.operands[0], None, None), results=(loop.operands[0],))
+        for loop in loops
     ]
 
 
 def _index_put(ctx: LoweringContext) -> list[fx.Node]:
     target, indices, values = ctx.shards
     dim = ctx.shard.dim
-    local, known = local_indices(ctx, _nonnegative(ctx, indices, dim), _entries_of(ctx, dim))
+    local, known = _nonnegative_indices(ctx, indices)
     values = zero_unless(ctx, known, values, dim)
     return [ctx.op(aten.index_put.default, target, [None] * dim + [local], values, True)]
 
 
-def _nonnegative(ctx: LoweringContext, indices: fx.Node, dim: int) -> fx.Node:
-    """Indices without negative ones, which count from the end."""
-    later = ctx.op(aten.add.Scalar, indices, _entries_of(ctx, dim))
-    return ctx.op(aten.where.self, ctx.op(aten.lt.Scalar, indices, 0), later, indices)
-
-
-def _entries_of(ctx: LoweringContext, dim: int) -> int:
-    """Whole size of the indexed dim."""
-    return ctx.operator.operands[0].shape[dim]
+def _nonnegative_indices(ctx: LoweringContext, indices: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """`local_indices` of indices of which negative ones count from the end."""
+    size = ctx.operator.operands[0].shape[ctx.shard.dim]
+    later = ctx.op(aten.add.Scalar, indices, size)
+    indices = ctx.op(aten.where.self, ctx.op(aten.lt.Scalar, indices, 0), later, indices)
+    return local_indices(ctx, indices, size)
 
 
 def _along_dim(operator: Operator) -> list[Loop]:
     """(source, dim, indices): the dim of the source."""
-    source = operator.operands[0]
-    if not source.dim():
-        return []
-    dim = operator.args[1] % source.dim()
-    return [Loop(source.shape[dim], (DimAccess(dim), None), ("sum",), interleavable=False)]
+    count = operator.operands[0].dim()
+    return [_indexed_loop(operator, operator.args[1] % count)] if count else []
 
 
 def _gather(ctx: LoweringContext) -> list[fx.Node]:
     source, indices = ctx.shards
     dim = ctx.shard.dim
-    local, known = local_indices(ctx, indices, _entries_of(ctx, dim))
+    local, known = local_indices(ctx, indices, ctx.operator.operands[0].shape[dim])
     found = ctx.op(ctx.operator.target, source, dim, local)
     first = dim if ctx.operator.target is aten.index_select.default else 0
     return [zero_unless(ctx, known, found, first)]
@@ -152,16 +142,13 @@ def _gather(ctx: LoweringContext) -> list[fx.Node]:
 
 def _scatter_dim(operator: Operator) -> list[Loop]:
     """(target, dim, indices, summands): the dim of the target."""
-    return [
-        replace(loop, operands=(loop.operands[0], None, None), results=(loop.operands[0],))
-        for loop in _along_dim(operator)
-    ]
+    return _of_target(_along_dim(operator))
 
 
 def _scatter_add(ctx: LoweringContext) -> list[fx.Node]:
     target, indices, summands = ctx.shards
     dim = ctx.shard.dim
-    local, known = local_indices(ctx, indices, _entries_of(ctx, dim))
+    local, known = local_indices(ctx, indices, ctx.operator.operands[0].shape[dim])
     for each, size in enumerate(value(local).shape):
         summands = ctx.op(aten.slice.Tensor, summands, each, 0, size)
     summands = zero_unless(ctx, known, summands)
@@ -169,15 +156,10 @@ def _scatter_add(ctx: LoweringContext) -> list[fx.Node]:
 
 
 LOWERINGS: dict[str, Any] = {
-    "embedding": ((aten.embedding.default,), _entries, _embedding),
-    "embedding_backward": (
-        (aten.embedding_dense_backward.default,),
-        _entries_backward,
-        _embedding_backward,
-    ),
-    "index": ((aten.index.Tensor,), _index_dim, _index),
-    "index_put": ((aten.index_put.default,), _index_put_dim, _index_put),
-    "gather": ((aten.gather.default, aten.index_select.default), _along_dim, _gather),
-    "scatter_add": ((aten.scatter_add.default,), _scatter_dim, _scatter_add),
+    "embedding": ("embedding", _entries, _embedding),
+    "embedding_backward": ("embedding_dense_backward", _entries_backward, _embedding_backward),
+    "index": ("index.Tensor", _index_dim, _index),
+    "index_put": ("index_put", _index_put_dim, _index_put),
+    "gather": ("gather index_select", _along_dim, _gather),
+    "scatter_add": ("scatter_add", _scatter_dim, _scatter_add),
 }
-"""Targets, loops and lowering, by name."""

@@ -1,44 +1,41 @@
-"""Custom lowerings of norms, means and variances along a sharded dim."""
+"""Custom lowerings of norms, means and variances along a sharded dim, and of batch norm rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autopar.passes.rules.loops import DimAccess, Loop, Operator, Reduced, Rule
+from autopar.passes.rules.loops import Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext, aten, value
-from autopar.passes.rules.operators.generic import reduced_dims
+from autopar.passes.rules.operators.generic import leading, over_dims, reduced_dims
+from autopar.passes.rules.operators.structured import spatial
 
 # -- layer norm --------------------------------------------------------------------------------
 
 
-def _normalized_dims(operator: Operator, index: int) -> range:
-    """The normalized dims, which are the last ones; argument `index` has their sizes."""
+def _normalized_dims(operator: Operator) -> range:
+    """The normalized dims, which are the last ones."""
     count = operator.operands[0].dim()
-    return range(count - len(operator.args[index]), count)
+    return range(count - len(operator.argument("normalized_shape")), count)
 
 
 def _layer_norm_dims(operator: Operator) -> list[Loop]:
     """(input, normalized_shape, weight, bias, eps): each normalized dim."""
     source, *weights = operator.operands
-    dims = _normalized_dims(operator, 1)
     return [
-        Loop.over(
-            source.shape[dim],
-            (dim, *(dim - dims.start for _ in weights)),
-            (dim, None, None),
-        )
-        for dim in dims
+        Loop.over(source.shape[dim], (dim, *(index for _ in weights)), (dim, None, None))
+        for index, dim in enumerate(_normalized_dims(operator))
     ]
 
 
 def _layer_norm(ctx: LoweringContext) -> list[fx.Node | None]:
     source, _, weight, bias, eps = ctx.arguments.args
-    dims = _normalized_dims(ctx.operator, 1)
+    dims = _normalized_dims(ctx.operator)
     mean, variance, offset = _moments(ctx, ctx.upcast(source), dims)
 
     def normalized(
@@ -56,17 +53,19 @@ def _layer_norm(ctx: LoweringContext) -> list[fx.Node | None]:
 def _layer_norm_backward_dims(operator: Operator) -> list[Loop]:
     """(gradient, input, normalized_shape, mean, rstd, weight, bias, mask): each normalized dim."""
     _, source, _, _, *weights = operator.operands
-    loops = []
-    for index, dim in enumerate(_normalized_dims(operator, 2)):
-        own, of_weight = DimAccess(dim), DimAccess(index)
-        operands = (own, own, None, None, *(of_weight for _ in weights))
-        loops.append(Loop(source.shape[dim], operands, (own, of_weight, of_weight)))
-    return loops
+    return [
+        Loop.over(
+            source.shape[dim],
+            (dim, dim, None, None, *(index for _ in weights)),
+            (dim, index, index),
+        )
+        for index, dim in enumerate(_normalized_dims(operator))
+    ]
 
 
 def _layer_norm_backward(ctx: LoweringContext) -> list[fx.Node | None]:
     gradient, source, _, mean, rstd, weight, _, mask = ctx.arguments.args
-    dims = _normalized_dims(ctx.operator, 2)
+    dims = _normalized_dims(ctx.operator)
     gradient, source = ctx.upcast(gradient), ctx.upcast(source)
 
     def products(gradient: Tensor, source: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor]:
@@ -98,17 +97,6 @@ def _layer_norm_backward(ctx: LoweringContext) -> list[fx.Node | None]:
 # -- means and variances -----------------------------------------------------------------------
 
 
-def _over_dims(result: Reduced | None, index: int = 1) -> Rule:
-    """The dims that argument `index` reduces; every result is whole or a partial sum."""
-
-    def rule(operator: Operator) -> list[Loop]:
-        shape, results = operator.operands[0].shape, (result,) * len(operator.results)
-        dims = reduced_dims(operator, index)
-        return [Loop(shape[dim], (DimAccess(dim),), results) for dim in dims]
-
-    return rule
-
-
 def _mean(ctx: LoweringContext) -> list[fx.Node | None]:
     """The mean of the shard, times its fraction of the elements."""
     args = ctx.arguments
@@ -119,7 +107,7 @@ def _mean(ctx: LoweringContext) -> list[fx.Node | None]:
 
 def _variance(ctx: LoweringContext) -> list[fx.Node | None]:
     correction = ctx.operator.kwargs.get("correction")
-    dims = reduced_dims(ctx.operator, 1)
+    dims = reduced_dims(ctx.operator)
     correction = 1 if correction is None else correction
     mean, variance, _ = _moments(ctx, ctx.upcast(ctx.shards[0]), dims, correction)
     if ctx.operator.target is aten.std.correction:
@@ -128,12 +116,12 @@ def _variance(ctx: LoweringContext) -> list[fx.Node | None]:
     return ctx.as_results(*(ctx.op(aten.view.default, n, list(t.shape)) for n, t in pairs))
 
 
-def _is_euclidean(operator: Operator) -> list[Loop]:
-    return _over_dims(None, 2)(operator) if operator.argument(1, "ord", 2) == 2 else []
+def _euclidean_dims(operator: Operator) -> list[Loop]:
+    return over_dims(None)(operator) if operator.argument("ord") == 2 else []
 
 
 def _vector_norm(ctx: LoweringContext) -> list[fx.Node | None]:
-    x, dims = ctx.upcast(ctx.shards[0]), reduced_dims(ctx.operator, 2)
+    x, dims = ctx.upcast(ctx.shards[0]), reduced_dims(ctx.operator)
     (total,) = ctx.all_reduce(ctx.trace(lambda x: (x * x).sum(dims), x))
     shape = list(ctx.operator.results[0].shape)
     return ctx.as_results(ctx.trace(lambda total: total.sqrt().view(shape), total))
@@ -168,19 +156,109 @@ def _means(
     return [ctx.op(aten.mul.Scalar, total, scale) for total in ctx.all_reduce(*sums)]
 
 
+# -- batch norm ---------------------------------------------------------------------------------
+
+
+def _rows(operator: Operator) -> list[Loop]:
+    """(input, weight, bias, [mean, variance,] training, ...): rows, in training."""
+    trains = operator.target is aten._native_batch_norm_legit.no_stats or operator.args[5]
+    whole = (None,) * (len(operator.results) - 1)
+    return leading(operator, spatial(operator), 1, whole) if trains else []
+
+
+def _batch_norm(ctx: LoweringContext) -> list[fx.Node | None]:
+    """Gathers the means and variances of all ranks and combines them.
+
+    Source: Chan, Golub, LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances, 1979.
+    """
+    x, weight, bias, *rest = ctx.arguments.args
+    functional = ctx.operator.target is aten._native_batch_norm_legit_functional.default
+    buffers = rest[:2] if functional else []
+    momentum, eps = ctx.arguments.args[-2:]
+    whole, fraction = ctx.operator.operands[0], value(x).numel() / ctx.operator.operands[0].numel()
+    channels, dims = whole.shape[1], [0, *range(2, whole.dim())]
+    count = whole.numel() // channels
+
+    def local_moments(x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, dims, correction=0)
+        return torch.cat([mean, variance, torch.full_like(mean[:1], fraction)])
+
+    def combined(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        means, variances, fractions = table.split([channels, channels, 1], 1)
+        mean = (means * fractions).sum([0])
+        offset = means - mean
+        variance = ((variances + offset * offset) * fractions).sum([0])
+        return mean, variance, torch.rsqrt(variance + eps)
+
+    def updated(mean: Tensor, variance: Tensor, buffers: list[Tensor]) -> list[Tensor]:
+        unbiased = variance * (count / max(count - 1, 1))
+        return [
+            old * (1.0 - momentum) + (new * momentum).to(old.dtype)
+            for old, new in zip(buffers, (mean, unbiased), strict=True)
+        ]
+
+    table = ctx.gather_stacked(ctx.trace(local_moments, ctx.upcast(x)))
+    mean, variance, inverse = ctx.trace(combined, table)
+    args = (x, weight, bias, mean, variance, momentum, eps)
+    normalized = ctx.op(aten._native_batch_norm_legit_no_training.default, *args)
+    new_buffers = ctx.trace(updated, mean, variance, buffers) if buffers else []
+    return ctx.as_results(ctx.op(getitem, normalized, 0), mean, inverse, *new_buffers)
+
+
+def _rows_backward(operator: Operator) -> list[Loop]:
+    """(gradient, input, weight, means, variances, mean, rstd, training, eps, mask): rows.
+
+    The gradients of weight and bias are partial sums over rows.
+    """
+    return leading(operator, spatial(operator), 2, ("sum", "sum")) if operator.args[7] else []
+
+
+def _batch_norm_backward(ctx: LoweringContext) -> list[fx.Node | None]:
+    """The backward with the statistics as constants, less the gradient through the statistics.
+
+    dx = w / s (dy - mean(dy) - xhat mean(dy xhat)), with s the standard deviation, xhat the
+    normalized input, and means over all rows. Source: Ioffe, Szegedy, Batch Normalization, 2015,
+    section 3.
+    """
+    dy, x, weight, _, _, mean, inverse, _, eps, mask = ctx.arguments.args
+    whole = ctx.operator.operands[1]
+    fraction = whole.shape[1] / whole.numel()
+    shape = [1, -1] + [1] * (whole.dim() - 2)
+
+    def input_gradient(
+        direct: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, inverse: Tensor,
+        sum_xhat: Tensor, sum_dy: Tensor,
+    ) -> Tensor:  # fmt: skip
+        scale = (inverse if weight is None else inverse * weight) * fraction
+        slope = scale * inverse * sum_xhat
+        offset = scale * sum_dy - slope * mean
+        return direct - (x * slope.view(shape) + offset.view(shape)).to(whole.dtype)
+
+    variance = ctx.trace(lambda inverse: (inverse * inverse).reciprocal() - eps, inverse)
+    args = (x, weight, mean, variance, mean, inverse, False, eps, [True, True, True])
+    constant = ctx.op(ctx.operator.target, dy, *args)
+    direct, d_weight, d_bias = (ctx.op(getitem, constant, index) for index in range(3))
+    sums = ctx.all_reduce(d_weight, d_bias)
+    d_x = ctx.trace(input_gradient, direct, x, weight, mean, inverse, *sums)
+    gradients = zip((d_x, d_weight, d_bias), mask, strict=True)
+    return [node if wanted else None for node, wanted in gradients]
+
+
 LOWERINGS: dict[str, Any] = {
-    "layer_norm": ((aten.native_layer_norm.default,), _layer_norm_dims, _layer_norm),
+    "layer_norm": ("native_layer_norm", _layer_norm_dims, _layer_norm),
     "layer_norm_backward": (
-        (aten.native_layer_norm_backward.default,),
+        "native_layer_norm_backward",
         _layer_norm_backward_dims,
         _layer_norm_backward,
     ),
-    "mean": ((aten.mean.default, aten.mean.dim), _over_dims("sum"), _mean),
-    "variance": (
-        (aten.var.correction, aten.var_mean.correction, aten.std.correction),
-        _over_dims(None),
-        _variance,
+    "mean": ("mean mean.dim", over_dims("sum"), _mean),
+    "variance": ("var.correction var_mean.correction std.correction", over_dims(None), _variance),
+    "vector_norm": ("linalg_vector_norm", _euclidean_dims, _vector_norm),
+    "batch_norm": (
+        "_native_batch_norm_legit_functional _native_batch_norm_legit.no_stats",
+        _rows,
+        _batch_norm,
     ),
-    "vector_norm": ((aten.linalg_vector_norm.default,), _is_euclidean, _vector_norm),
+    "batch_norm_backward": ("native_batch_norm_backward", _rows_backward, _batch_norm_backward),
 }
-"""Targets, loops and lowering, by name."""

@@ -2,17 +2,6 @@
 
 Each has loops, like a rule, and writes a program of plain operators and small collectives that one
 rank runs instead of the operator.
-
-| module | sharded dims |
-|---|---|
-| `embedding` | entries of an embedding; a dim that is indexed, gathered or scattered to |
-| `nll_loss` | classes of a negative log-likelihood; the rows of its mean |
-| `softmax` | the dim of a softmax, log-softmax or log-sum-exp |
-| `mean_loss` | any dim of a mean loss |
-| `batch_norm` | rows of a batch norm |
-| `norms` | the dim of a layer norm, mean, variance or norm |
-| `scan` | the dim of a cumulative sum or extremum |
-| `random` | any dim of random numbers, which every rank draws whole as one device would |
 """
 
 from __future__ import annotations
@@ -28,29 +17,14 @@ from autopar._torch import FakeTensorMode, OpOverload, pytree
 from autopar.ir.placement import OpStrategy
 from autopar.passes.core.collective_ops import STARTS, kind_of, message_bytes
 from autopar.passes.rules.local_args import local_shape
-from autopar.passes.rules.loops import Loop, Operator, Rule
-from autopar.passes.rules.lowerings import (
-    batch_norm,
-    embedding,
-    mean_loss,
-    nll_loss,
-    norms,
-    random,
-    scan,
-    softmax,
-)
+from autopar.passes.rules.loops import Loop, Operator, Rule, overloads
+from autopar.passes.rules.lowerings import embedding, losses, norms, random, scan, softmax
 from autopar.passes.rules.lowerings.context import LoweringContext
 
 
 @dataclass(frozen=True)
 class CustomLowering:
-    """A custom lowering.
-
-    Attributes:
-        targets: operators that it splits.
-        rule: loops that it splits them by.
-        lower: writes the program of one rank; returns a node for each result, None if left out.
-    """
+    """Operators, the rule of their loops, and the writer of one rank's program and results."""
 
     targets: tuple[OpOverload, ...]
     rule: Rule
@@ -64,21 +38,12 @@ class CustomLowering:
         return tuple((kind_of(n), message_bytes(n)) for n in nodes if n.target in STARTS)
 
 
-FAMILIES: tuple[Any, ...] = (
-    embedding,
-    nll_loss,
-    mean_loss,
-    softmax,
-    norms,
-    batch_norm,
-    scan,
-    random,
-)
-
 CUSTOM_LOWERINGS: Mapping[str, CustomLowering] = {
-    name: CustomLowering(*parts) for family in FAMILIES for name, parts in family.LOWERINGS.items()
+    name: CustomLowering(overloads(names), rule, lower)
+    for family in (embedding, losses, softmax, norms, scan, random)
+    for name, (names, rule, lower) in family.LOWERINGS.items()
 }
-"""Every custom lowering, by name."""
+"""Every custom lowering, by name, from the texts of its operators, its rule and its writer."""
 
 
 def lower(ctx: LoweringContext) -> list[fx.Node | None]:
@@ -99,15 +64,7 @@ def lowering_loops(operator: Operator) -> list[Loop]:
 def program(
     operator: Operator, op_strategy: OpStrategy, ranks: int, rank: int, axis: str = "axis"
 ) -> fx.Graph:
-    """The program of one rank for an operator alone, with a placeholder for each operand.
-
-    Args:
-        operator: the operator on whole tensors, fake or real.
-        op_strategy: strategy with a custom lowering.
-        ranks: size of the axis.
-        rank: coordinate on the axis.
-        axis: name of the axis.
-    """
+    """The program of one rank for a lowered operator alone, with a placeholder for each operand."""
     operator = _on_fake_tensors(operator)
     graph = fx.Graph()
     like = fx.Graph().call_function(operator.target)
@@ -131,7 +88,5 @@ def _on_fake_tensors(operator: Operator) -> Operator:
         is_real = isinstance(leaf, torch.Tensor) and not hasattr(leaf, "fake_mode")
         return mode.from_tensor(leaf) if is_real else leaf
 
-    args, kwargs, results = pytree.tree_map(
-        fake, (operator.args, operator.kwargs, operator.results)
-    )
-    return Operator(operator.target, args, kwargs, results)
+    parts = (operator.args, operator.kwargs, operator.results)
+    return Operator(operator.target, *pytree.tree_map(fake, parts))

@@ -13,18 +13,9 @@ from torch import fx
 
 from autopar.passes.rules.loops import Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext, aten, value
-from autopar.passes.rules.operators.generic import reduced_dims
+from autopar.passes.rules.operators.generic import over_dims, own_dim
 
 # -- cumulative sums ---------------------------------------------------------------------------
-
-
-def _scanned(operator: Operator) -> list[Loop]:
-    """(source, dim): the dim."""
-    source = operator.operands[0]
-    return [
-        Loop.over(source.shape[dim], (dim,), (dim,), interleavable=False)
-        for dim in reduced_dims(operator, 1)
-    ]
 
 
 def _cumsum(ctx: LoweringContext) -> list[fx.Node]:
@@ -44,10 +35,8 @@ def _cumsum(ctx: LoweringContext) -> list[fx.Node]:
 
 def _reduced(operator: Operator) -> list[Loop]:
     """(source, dims): each reduced dim, if the dtype is signed; results are whole."""
-    source = operator.operands[0]
-    results = (None,) * len(operator.results)
-    dims = reduced_dims(operator, 1) if source.dtype.is_signed else []
-    return [Loop.over(source.shape[dim], (dim,), results, interleavable=False) for dim in dims]
+    is_signed = operator.operands[0].dtype.is_signed
+    return over_dims(None, interleavable=False)(operator) if is_signed else []
 
 
 def _least(ctx: LoweringContext) -> list[fx.Node]:
@@ -86,21 +75,12 @@ def _extremum(
 
 def _one_dim(operator: Operator) -> list[Loop]:
     """As `_reduced` if a dim is given; without one, indices are over all dims."""
-    return [] if operator.argument(1, "dim") is None else _reduced(operator)
+    return [] if operator.argument("dim") is None else _reduced(operator)
 
 
 LOWERINGS: dict[str, Any] = {
-    "cumsum": ((aten.cumsum.default,), _scanned, _cumsum),
-    "least": ((aten.amin.default, aten.min.default), _reduced, _least),
-    "argmax": (
-        (aten.argmax.default, aten.max.dim),
-        _one_dim,
-        _extremum(True, aten.max.dim),
-    ),
-    "argmin": (
-        (aten.argmin.default, aten.min.dim),
-        _one_dim,
-        _extremum(False, aten.min.dim),
-    ),
+    "cumsum": ("cumsum", own_dim(interleavable=False), _cumsum),
+    "least": ("amin min", _reduced, _least),
+    "argmax": ("argmax max.dim", _one_dim, _extremum(True, aten.max.dim)),
+    "argmin": ("argmin min.dim", _one_dim, _extremum(False, aten.min.dim)),
 }
-"""Targets, loops and lowering, by name."""

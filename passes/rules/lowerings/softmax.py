@@ -11,21 +11,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar.passes.rules.loops import DimAccess, Loop, Operator, Rule
+from autopar.passes.rules.loops import Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext, aten
-
-
-def _dim_of(index: int) -> Rule:
-    """The dim that argument `index` names, in all operands and results."""
-
-    def rule(operator: Operator) -> list[Loop]:
-        first = operator.operands[0]
-        if not first.dim():
-            return []
-        dim = operator.args[index] % first.dim()
-        return [Loop.over(first.shape[dim], (dim,) * len(operator.operands), (dim,))]
-
-    return rule
+from autopar.passes.rules.operators.generic import over_dims, own_dim
 
 
 def _exponentials(
@@ -72,9 +60,7 @@ def _log_softmax_backward(ctx: LoweringContext) -> list[fx.Node | None]:
 
 def _reduced_dims(operator: Operator) -> list[Loop]:
     """(source, dims, keepdim): each reduced dim; the result is whole."""
-    source = operator.operands[0]
-    dims = {dim % source.dim() for dim in operator.args[1]} if source.dim() else set()
-    return [Loop(source.shape[dim], (DimAccess(dim),), (None,)) for dim in sorted(dims)]
+    return over_dims(None)(operator) if operator.args[1] else []
 
 
 def _logsumexp(ctx: LoweringContext) -> list[fx.Node | None]:
@@ -88,26 +74,21 @@ def _logsumexp(ctx: LoweringContext) -> list[fx.Node | None]:
 
 LOWERINGS: dict[str, Any] = {
     "softmax": (
-        (aten._softmax.default,),
-        _dim_of(1),
+        "_softmax",
+        own_dim(),
         _softmax(lambda top, shifted, powers, total: powers / total),
     ),
     "safe_softmax": (  # rows of minus infinity yield zeros
-        (aten._safe_softmax.default,),
-        _dim_of(1),
+        "_safe_softmax",
+        own_dim(),
         _softmax(lambda top, _, powers, total: (powers / total).masked_fill(top == -math.inf, 0.0)),
     ),
     "log_softmax": (
-        (aten._log_softmax.default,),
-        _dim_of(1),
+        "_log_softmax",
+        own_dim(),
         _softmax(lambda top, shifted, powers, total: shifted - total.log()),
     ),
-    "softmax_backward": ((aten._softmax_backward_data.default,), _dim_of(2), _softmax_backward),
-    "log_softmax_backward": (
-        (aten._log_softmax_backward_data.default,),
-        _dim_of(2),
-        _log_softmax_backward,
-    ),
-    "logsumexp": ((aten.logsumexp.default,), _reduced_dims, _logsumexp),
+    "softmax_backward": ("_softmax_backward_data", own_dim(), _softmax_backward),
+    "log_softmax_backward": ("_log_softmax_backward_data", own_dim(), _log_softmax_backward),
+    "logsumexp": ("logsumexp", _reduced_dims, _logsumexp),
 }
-"""Targets, loops and lowering, by name."""

@@ -6,22 +6,18 @@ from typing import Any
 
 import torch
 
-from autopar.passes.rules.loops import DimAccess, Loop, Operator
+from autopar.passes.rules.loops import Access, DimAccess, Loop, Operator, broadcast_access
 
 
 def heads(operator: Operator, draws: bool = False) -> list[Loop]:
     """softmax(q k) v over [batch, heads, sequence, width], forward or backward: batch and heads.
 
     The loops run over dims 0 and 1 of every tensor that has them, masks and statistics too. Query
-    heads that share a key head are split by these groups.
-
-    Args:
-        operator: the attention.
-        draws: whether shards may draw their own dropout.
+    heads that share a key head are split by these groups. Shards draw their own dropout if `draws`.
     """
-    if _keyword(operator, "dropout_p") and not draws:
+    if operator.argument("dropout_p") and not draws:
         return []
-    shapes = {name: _keyword(operator, name).shape for name in ("query", "key")}
+    shapes = {name: operator.argument(name).shape for name in ("query", "key")}
     loops = []
     for dim in (0, 1):
         sizes = {shape[dim] for shape in shapes.values()}
@@ -36,8 +32,8 @@ def heads(operator: Operator, draws: bool = False) -> list[Loop]:
 
 def has_no_dropout(operator: Operator) -> bool:
     """Whether an operator is an attention whose dropout is off."""
-    names = [argument.name for argument in operator.target._schema.arguments]
-    return "dropout_p" in names and not _keyword(operator, "dropout_p")
+    dropout = operator.argument("dropout_p")
+    return dropout is not None and not dropout
 
 
 def _leading(tensor: Any, dim: int, sizes: set[int]) -> DimAccess | None:
@@ -49,35 +45,14 @@ def _leading(tensor: Any, dim: int, sizes: set[int]) -> DimAccess | None:
 def attention(operator: Operator) -> list[Loop]:
     """(q, k, v, dropout, causal; mask) for CPUs: batch, heads and, if not causal, queries.
 
-    Keys and values are whole along the loop of queries, which is context parallelism.
+    Keys and values are whole along the loop of queries, which is context parallelism. The backward
+    has (gradient, q, k, v, out, logsumexp, dropout, causal; mask).
     """
-    loops = heads(operator)
-    if loops and not _keyword(operator, "is_causal"):
-        q, _, _, *mask = operator.operands
-        places = tuple(_mask_place(m, q, 2) for m in mask)
-        loops.append(Loop.over(q.shape[2], (2, None, None, *places), (2, 2)))
+    loops, q = heads(operator), operator.argument("query")
+    if loops and not operator.argument("is_causal"):
+        is_forward = len(operator.results) == 2
+        places = (2, None, None) if is_forward else (2, 2, None, None, 2, 2)
+        mask = (broadcast_access(m, q.shape, 2) for m in operator.operands[len(places) :])
+        results: tuple[Access | int, ...] = (2, 2) if is_forward else (2, "sum", "sum")
+        loops.append(Loop.over(q.shape[2], (*places, *mask), results))
     return loops
-
-
-def attention_backward(operator: Operator) -> list[Loop]:
-    """(gradient, q, k, v, out, logsumexp, dropout, causal; mask) for CPUs: as the forward."""
-    loops = heads(operator)
-    if loops and not _keyword(operator, "is_causal"):
-        _, q, _, _, _, _, *mask = operator.operands
-        places = tuple(_mask_place(m, q, 2) for m in mask)
-        at = (DimAccess(2), DimAccess(2), None, None, DimAccess(2), DimAccess(2))
-        loops.append(Loop.over(q.shape[2], at + places, (2, "sum", "sum")))
-    return loops
-
-
-def _mask_place(mask: torch.Tensor, q: torch.Tensor, dim: int) -> DimAccess | None:
-    own = dim - 4 + mask.dim()
-    return DimAccess(own) if own >= 0 and mask.shape[own] == q.shape[dim] != 1 else None
-
-
-def _keyword(operator: Operator, name: str) -> Any:
-    """An argument by its name in the schema."""
-    for place, argument in enumerate(operator.target._schema.arguments):
-        if argument.name == name:
-            return operator.argument(place, name, argument.default_value)
-    return None

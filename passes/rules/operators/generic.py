@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-import torch
-
-from autopar.passes.rules.loops import DimAccess, Loop, Operator, Reduced, Rule
+from autopar.passes.rules.loops import (
+    Access,
+    DimAccess,
+    Loop,
+    Operator,
+    Reduced,
+    Rule,
+    broadcast_access,
+)
 
 
 def pointwise(operator: Operator) -> list[Loop]:
     """Each dim of the result; operands are broadcast."""
-    shape = operator.results[0].shape
-
-    def place(tensor: torch.Tensor, dim: int) -> DimAccess | None:
-        own = dim - len(shape) + tensor.dim()
-        return DimAccess(own) if own >= 0 and tensor.shape[own] == shape[dim] != 1 else None
-
+    shape, results = operator.results[0].shape, len(operator.results)
     return [
-        Loop.over(
-            size,
-            tuple(place(t, dim) for t in operator.operands),
-            (dim,) * len(operator.results),
-        )
-        for dim, size in enumerate(shape)
+        Loop.over(size, [broadcast_access(t, shape, d) for t in operator.operands], [d] * results)
+        for d, size in enumerate(shape)
     ]
 
 
@@ -33,45 +31,37 @@ def created(operator: Operator) -> list[Loop]:
     An operand gives only its dtype and device. It may be sharded like the result, or in any dim if
     the result is whole.
     """
-    shape = operator.results[0].shape
-    like = operator.operands
-
-    def same(tensor: torch.Tensor, dim: int) -> DimAccess | None:
-        return DimAccess(dim) if tensor.shape == shape else None
-
+    shape, like = operator.results[0].shape, operator.operands
     loops = [
-        Loop.over(size, tuple(same(t, dim) for t in like), (dim,)) for dim, size in enumerate(shape)
+        Loop.over(size, [dim if t.shape == shape else None for t in like], (dim,))
+        for dim, size in enumerate(shape)
     ]
     for tensor in like:
         loops += [Loop(size, (DimAccess(dim),), (None,)) for dim, size in enumerate(tensor.shape)]
     return loops
 
 
-def along(place: int, default: int = 0) -> Rule:
-    """All dims but one, the same in operands and results.
+def along(operator: Operator) -> list[Loop]:
+    """All dims but the one that the argument `dim` names."""
+    return every_dim_but(operator, int(operator.argument("dim")))
 
-    Args:
-        place: index of the argument that names the whole dim.
-        default: the whole dim if the argument is left out.
-    """
+
+def own_dim(interleavable: bool = True) -> Rule:
+    """The dim that the argument `dim` names, in all operands and results."""
 
     def rule(operator: Operator) -> list[Loop]:
-        return every_dim_but(operator, int(operator.argument(place, "dim", default)))
+        count, dim = operator.operands[0].dim(), operator.argument("dim")
+        loops = same_dims(operator, [dim % count] if count else [])
+        return [replace(loop, interleavable=interleavable) for loop in loops]
 
     return rule
 
 
 def same_dims(operator: Operator, dims: Sequence[int]) -> list[Loop]:
     """Loops over dims that all operands and results share."""
-    first = operator.operands[0]
-    return [
-        Loop.over(
-            first.shape[dim],
-            (dim,) * len(operator.operands),
-            (dim,) * len(operator.results),
-        )
-        for dim in dims
-    ]
+    operands, results = len(operator.operands), len(operator.results)
+    shape = operator.operands[0].shape
+    return [Loop.over(shape[dim], (dim,) * operands, (dim,) * results) for dim in dims]
 
 
 def leading(
@@ -80,35 +70,27 @@ def leading(
     count: int,
     results: Sequence[Reduced | None] | None = None,
 ) -> list[Loop]:
-    """Loops over dims of the first operands and results, the other operands being whole.
+    """Loops over dims of the first `count` operands and of the results; other operands are whole.
 
-    Args:
-        operator: the operator.
-        dims: the dims.
-        count: number of operands that the loops run over.
-        results: reductions of the results after the first; None if all have the dim.
+    Results after the first have the reductions `results`, or the dim if it is None.
     """
-    source, whole = operator.operands[0], (None,) * (len(operator.operands) - count)
+    shape, whole = operator.operands[0].shape, (None,) * (len(operator.operands) - count)
     loops = []
     for dim in dims:
-        access = DimAccess(dim)
-        others = (access,) * (len(operator.results) - 1) if results is None else tuple(results)
-        loops.append(Loop(source.shape[dim], (access,) * count + whole, (access, *others)))
+        others = (dim,) * (len(operator.results) - 1) if results is None else results
+        loops.append(Loop.over(shape[dim], (dim,) * count + whole, (dim, *others)))
     return loops
 
 
-def reduction(how: Reduced | None, place: int = 1, keep: int = 2) -> Rule:
+def reduction(how: Reduced | None) -> Rule:
     """Remaining dims, and reduced dims that leave partial sums or maxima.
 
-    Args:
-        how: the reduction; None if its partial results cannot be combined (a variance).
-        place: index of the argument with the dims.
-        keep: index of the argument `keepdim`.
+    Partial results cannot be combined if `how` is None (a variance).
     """
 
     def rule(operator: Operator) -> list[Loop]:
-        source, over = operator.operands[0], reduced_dims(operator, place)
-        kept = bool(operator.argument(keep, "keepdim", False))
+        source, over = operator.operands[0], reduced_dims(operator)
+        kept = bool(operator.argument("keepdim"))
         loops = []
         for dim, size in enumerate(source.shape):
             if dim not in over:
@@ -121,20 +103,32 @@ def reduction(how: Reduced | None, place: int = 1, keep: int = 2) -> Rule:
     return rule
 
 
-def reduced_dims(operator: Operator, place: int) -> list[int]:
-    """The dims that argument `place` of a reduction names; all dims if it names none."""
+def reduced_dims(operator: Operator) -> list[int]:
+    """The dims that the argument `dim` names; all dims if it names none."""
     count = operator.operands[0].dim()
-    given = operator.argument(place, "dim")
+    given = operator.argument("dim")
     dims = [given] if isinstance(given, int) else list(given or range(count))
     return sorted({dim % count for dim in dims}) if count else []
 
 
+def over_dims(result: Reduced | None, interleavable: bool = True) -> Rule:
+    """The dims that a reduction reduces; every result is whole or a partial sum."""
+
+    def rule(operator: Operator) -> list[Loop]:
+        shape, results = operator.operands[0].shape, (result,) * len(operator.results)
+        return [
+            Loop.over(shape[dim], (dim,), results, interleavable=interleavable)
+            for dim in reduced_dims(operator)
+        ]
+
+    return rule
+
+
 def histogram(operator: Operator) -> list[Loop]:
     """(source, bins, min, max): every dim, if the range does not depend on the source."""
-    given = operator.argument(2, "min", 0) != operator.argument(3, "max", 0)
-    part: Reduced = "sum"
+    given = operator.argument("min") != operator.argument("max")
     shape = operator.operands[0].shape if given else ()
-    return [Loop(size, (DimAccess(dim),), (part,)) for dim, size in enumerate(shape)]
+    return [Loop.over(size, (dim,), ("sum",)) for dim, size in enumerate(shape)]
 
 
 def contraction(equation: str, added: bool = False) -> Rule:
@@ -146,65 +140,53 @@ def contraction(equation: str, added: bool = False) -> Rule:
         added: whether the first operand is added to the product of the others.
     """
     left, result = equation.split("->")
-    operands = left.split(",")
 
     def rule(operator: Operator) -> list[Loop]:
+        words = [
+            word[len(word) - tensor.dim() :]
+            for word, tensor in zip(left.split(","), operator.operands, strict=True)
+        ]
         sizes: dict[str, int] = {}
-        for letters, tensor in zip(operands, operator.operands, strict=True):
-            for letter, size in zip(
-                letters[len(letters) - tensor.dim() :], tensor.shape, strict=True
-            ):
+        for word, tensor in zip(words, operator.operands, strict=True):
+            for letter, size in zip(word, tensor.shape, strict=True):
                 sizes[letter] = max(size, sizes.get(letter, 1))
-
-        def place(letters: str, tensor: torch.Tensor, letter: str) -> DimAccess | Reduced | None:
-            dim = letters.find(letter) - (len(letters) - tensor.dim())
-            fits = letter in letters and dim >= 0 and tensor.shape[dim] == sizes[letter]
-            return DimAccess(dim) if fits else None
-
         loops = []
         for letter, size in sizes.items():
-            places = tuple(
-                place(letters, t, letter)
-                for letters, t in zip(operands, operator.operands, strict=True)
-            )
-            at: DimAccess | Reduced = DimAccess(result.index(letter)) if letter in result else "sum"
+            places: list[Access] = [
+                DimAccess(dim) if (dim := word.find(letter)) >= 0 and t.shape[dim] == size else None
+                for word, t in zip(words, operator.operands, strict=True)
+            ]
+            at = _place_in(result, letter)
             if added and at == "sum":
-                places = ("sum", *places[1:])
-            loops.append(Loop(size, places, (at,)))
+                places[0] = "sum"
+            loops.append(Loop(size, tuple(places), (at,)))
         return loops
 
     return rule
 
 
+def _place_in(result: str, letter: str) -> DimAccess | Reduced:
+    return DimAccess(result.index(letter)) if letter in result else "sum"
+
+
 def grouped_mm(operator: Operator) -> list[Loop]:
-    """(a, b, ends): products of groups of rows with one matrix each; rows stay whole.
+    """(a, b, ends): products of groups of rows R with one matrix each; rows stay whole.
 
     Kernels require strides in multiples of 16 bytes, so these are the units of a loop.
-
-    | a | b | result |
-    |---|---|---|
-    | rows, k | group, k, n | rows, n |
-    | m, rows | rows, n | group, m, n |
-    | group, m, k | k, rows | m, rows |
-    | group, m, k | group, k, n | group, m, n |
     """
     a, b = operator.operands[:2]
     if len(operator.operands) != (2 if a.dim() == b.dim() == 3 else 3):
         return []
-    letters = {(2, 3): "Rk,gkn->Rn", (2, 2): "mR,Rn->Gmn", (3, 2): "gmk,kR->mR"}
-    equation = letters.get((a.dim(), b.dim()), "gmk,gkn->gmn")
+    letters = {(2, 3): "Rk,gkn,Rn", (2, 2): "mR,Rn,Gmn", (3, 2): "gmk,kR,mR"}
+    first, second, result = letters.get((a.dim(), b.dim()), "gmk,gkn,gmn").split(",")
+    rest = (None,) * (len(operator.operands) - 2)
     loops = []
-    left, result = equation.split("->")
-    first, second = left.split(",")
-    free = "mnk" if a.dim() + b.dim() < 6 else "gmnk"
-    for letter in free:
+    for letter in "mnk" if rest else "gmnk":
         places = [DimAccess(w.index(letter)) if letter in w else None for w in (first, second)]
         if any(places):
             size = next(t.shape[p.dim] for t, p in zip((a, b), places, strict=True) if p)
-            at: DimAccess | Reduced = DimAccess(result.index(letter)) if letter in result else "sum"
-            rest = (None,) * (len(operator.operands) - 2)
             unit = 1 if letter == "g" else max(1, 16 // a.dtype.itemsize)
-            loops.append(Loop(size // unit, (*places, *rest), (at,)))
+            loops.append(Loop(size // unit, (*places, *rest), (_place_in(result, letter),)))
     return loops
 
 
@@ -217,8 +199,7 @@ def every_dim_but(operator: Operator, dims: int | Sequence[int]) -> list[Loop]:
 
 def roll(operator: Operator) -> list[Loop]:
     """(source, shifts, dims): every dim that is not rolled; without `dims` all are rolled."""
-    dims = operator.argument(2, "dims", ())
-    return every_dim_but(operator, dims or range(operator.operands[0].dim()))
+    return every_dim_but(operator, operator.argument("dims") or range(operator.operands[0].dim()))
 
 
 def pad(operator: Operator) -> list[Loop]:

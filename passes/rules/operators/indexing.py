@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from autopar.passes.rules.loops import DimAccess, Loop, Operator
+from autopar.passes.rules.loops import DimAccess, Loop, Operator, broadcast_access
 
 
 def embedding(operator: Operator) -> list[Loop]:
@@ -20,10 +18,7 @@ def embedding_backward(operator: Operator) -> list[Loop]:
     """(gradient, indices, entries, ...): every dim of the indices, summed, and the width."""
     gradient, indices = operator.operands
     loops = [Loop.over(size, (d, d), ("sum",)) for d, size in enumerate(indices.shape)]
-    return [
-        *loops,
-        Loop.over(gradient.shape[-1], (gradient.dim() - 1, None), (1,)),
-    ]
+    return [*loops, Loop.over(gradient.shape[-1], (gradient.dim() - 1, None), (1,))]
 
 
 def gather(operator: Operator) -> list[Loop]:
@@ -35,10 +30,7 @@ def gather(operator: Operator) -> list[Loop]:
         for d, size in enumerate(source.shape)
         if d != gone and index.shape[d] == size
     ]
-    return [
-        *loops,
-        *(Loop.over(n, (None, gone), (gone,)) for n in index.shape[gone:][:1]),
-    ]
+    return loops + [Loop.over(n, (None, gone), (gone,)) for n in index.shape[gone:][:1]]
 
 
 def scatter(operator: Operator) -> list[Loop]:
@@ -61,7 +53,8 @@ def index(operator: Operator) -> list[Loop]:
     source, chosen = operator.operands[0], operator.args[1]
     places = [d for d, i in enumerate(chosen) if i is not None]
     given = [i for i in chosen if i is not None]
-    if any(i.dtype == torch.bool for i in given) or not _adjacent(places):
+    adjacent = bool(places) and places == list(range(places[0], places[-1] + 1))
+    if any(i.dtype == torch.bool for i in given) or not adjacent:
         return []
     shape = torch.broadcast_shapes(*(i.shape for i in given))
     first, wide = places[0], len(shape)
@@ -71,7 +64,7 @@ def index(operator: Operator) -> list[Loop]:
             at = DimAccess(d if d < first else d - len(places) + wide)
             loops.append(Loop.over(size, (d, *(None for _ in given)), (at,)))
     for d, size in enumerate(shape):
-        own = tuple(_aligned(i, d, shape) for i in given)
+        own = (broadcast_access(i, shape, d) for i in given)
         loops.append(Loop.over(size, (None, *own), (first + d,)))
     return loops
 
@@ -81,7 +74,7 @@ def index_put(operator: Operator) -> list[Loop]:
     target, chosen = operator.operands[0], operator.args[1]
     source = Operator(operator.target, (target, chosen), {}, ())
     values = operator.operands[-1]
-    adds = bool(operator.argument(3, "accumulate", False))
+    adds = bool(operator.argument("accumulate"))
     loops = []
     for loop in index(source):
         (at,) = loop.results
@@ -109,12 +102,3 @@ def index_select(operator: Operator) -> list[Loop]:
     gone = operator.args[1] % source.dim()
     loops = [Loop.over(size, (d, None), (d,)) for d, size in enumerate(source.shape) if d != gone]
     return [*loops, Loop.over(chosen.shape[0], (None, 0), (gone,))]
-
-
-def _adjacent(places: Sequence[int]) -> bool:
-    return bool(places) and list(places) == list(range(places[0], places[0] + len(places)))
-
-
-def _aligned(tensor: torch.Tensor, dim: int, shape: Sequence[int]) -> DimAccess | None:
-    own = dim - len(shape) + tensor.dim()
-    return DimAccess(own) if own >= 0 and tensor.shape[own] == shape[dim] != 1 else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from autopar.passes.rules.loops import DimAccess, Loop, Operator, Reduced
+from autopar.passes.rules.loops import DimAccess, Loop, Operator, Reduced, Rule
 from autopar.passes.rules.operators.generic import leading, same_dims
 
 aten = torch.ops.aten
@@ -12,43 +14,26 @@ aten = torch.ops.aten
 # -- norms -------------------------------------------------------------------------------------
 
 
-def layer_norm(operator: Operator) -> list[Loop]:
-    """(input, normalized_shape, weight, bias): the dims that are not normalized."""
-    return leading(operator, _free_dims(operator, 1), 1)
+def norm(count: int, sums: Sequence[Reduced] | None = None) -> Rule:
+    """Dims that a norm leaves alone: those before the normalized ones, or rows of a group norm.
 
+    Args:
+        count: number of operands that have the dims, the others being weights.
+        sums: reductions of the results after the first; None if all have the dims.
+    """
 
-def layer_norm_backward(operator: Operator) -> list[Loop]:
-    """(gradient, input, normalized_shape, mean, rstd, weight, bias, mask)."""
-    return leading(operator, _free_dims(operator, 2), 4, ("sum", "sum"))
+    def rule(operator: Operator) -> list[Loop]:
+        sizes = operator.argument("normalized_shape")
+        dims = 1 if sizes is None else operator.operands[0].dim() - len(sizes)
+        return leading(operator, range(dims), count, sums)
 
-
-def rms_norm_backward(operator: Operator) -> list[Loop]:
-    """(gradient, input, normalized_shape, rstd, weight, mask): the dims that are not normalized."""
-    return leading(operator, _free_dims(operator, 2), 3, ("sum",))
-
-
-def _free_dims(operator: Operator, index: int) -> range:
-    """The dims before the normalized ones, whose sizes argument `index` holds."""
-    return range(operator.operands[0].dim() - len(operator.args[index]))
-
-
-def group_norm(operator: Operator) -> list[Loop]:
-    """(input, weight, bias, N, C, HxW, groups, eps): rows."""
-    return leading(operator, [0], 1)
-
-
-def group_norm_backward(operator: Operator) -> list[Loop]:
-    """(gradient, input, mean, rstd, weight, N, C, HxW, groups, mask): rows."""
-    return leading(operator, [0], 4, ("sum", "sum"))
+    return rule
 
 
 def batch_norm(operator: Operator) -> list[Loop]:
     """(input, weight, bias, ...): channels; all other dims too if statistics are given."""
-    functional = operator.target is aten._native_batch_norm_legit_functional.default
-    trains = operator.argument(5, "training") if functional else operator.argument(3, "training")
-    if operator.target is aten._native_batch_norm_legit_no_training.default:
-        trains = False
     whole = (None,) * (len(operator.results) - 1)
+    trains = operator.argument("training")
     return _channels(operator) + ([] if trains else leading(operator, spatial(operator), 1, whole))
 
 
@@ -65,11 +50,7 @@ def spatial(operator: Operator) -> list[int]:
 
 def weight_norm(operator: Operator) -> list[Loop]:
     """(v, g, dim), and (gradient, v, g, norms, dim): the dim, whose slices have own norms."""
-    place = len(operator.operands)
-    dim = int(operator.argument(place, "dim", 0))
-    at = DimAccess(dim)
-    size = operator.operands[0].shape[dim]
-    return [Loop(size, (at,) * place, (at,) * len(operator.results))]
+    return same_dims(operator, [int(operator.argument("dim"))])
 
 
 def _channels(operator: Operator) -> list[Loop]:
@@ -103,17 +84,12 @@ def nll_loss(operator: Operator) -> list[Loop]:
 
     All dims but classes, unless the reduction is a mean, which a custom lowering splits.
     """
-    source = operator.operands[0]
-    if operator.args[3] == 1:
-        return []
+    source, reduction = operator.operands[0], operator.args[3]
     weights = (None,) * (len(operator.operands) - 2)
-
-    def kept(place: int) -> DimAccess | Reduced:
-        return DimAccess(place) if operator.args[3] == 0 else "sum"
-
     return [
-        Loop.over(source.shape[dim], (dim, place, *weights), (kept(place), "sum"))
-        for dim, place in target_dims(source)
+        Loop.over(source.shape[d], (d, place, *weights), ("sum" if reduction else place, "sum"))
+        for d, place in target_dims(source)
+        if reduction != 1
     ]
 
 
@@ -125,12 +101,8 @@ def nll_loss_backward(operator: Operator) -> list[Loop]:
     gradient, source = operator.operands[:2]
     rest = (None,) * (len(operator.operands) - 3)
     return [
-        Loop.over(
-            source.shape[dim],
-            (place if gradient.dim() else None, dim, place, *rest),
-            (dim,),
-        )
-        for dim, place in target_dims(source)
+        Loop.over(source.shape[d], (place if gradient.dim() else None, d, place, *rest), (d,))
+        for d, place in target_dims(source)
     ]
 
 

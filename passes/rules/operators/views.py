@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from operator import mul
 
 import torch
 
@@ -29,7 +30,7 @@ def factors(
     """
     if 0 in source:
         return
-    cuts_before, cuts_after = _prefixes(source), _prefixes(result)
+    cuts_before, cuts_after = (list(accumulate(s, mul, initial=1)) for s in (source, result))
     edges = sorted({*cuts_before, *cuts_after})
     chain = [1]
     for edge in edges[1:]:
@@ -41,18 +42,9 @@ def factors(
             yield high // low, before, after
 
 
-def _prefixes(shape: Sequence[int]) -> list[int]:
-    """Products of the leading sizes: 1, d0, d0 d1, ..."""
-    found = [1]
-    for size in shape:
-        found.append(found[-1] * size)
-    return found
-
-
 def _place(prefixes: Sequence[int], low: int, high: int) -> DimAccess | None:
     """The access to the factor from `low` to `high`; None if no dim contains it evenly."""
-    for dim in range(len(prefixes) - 1):
-        start, end = prefixes[dim], prefixes[dim + 1]
+    for dim, (start, end) in enumerate(pairwise(prefixes)):
         if start <= low and high <= end and start < end:
             even = low % start == 0 and end % high == 0
             return DimAccess(dim, low // start) if even else None
@@ -62,7 +54,7 @@ def _place(prefixes: Sequence[int], low: int, high: int) -> DimAccess | None:
 def permute(operator: Operator) -> list[Loop]:
     """Every dim."""
     count = operator.operands[0].dim()
-    return _moved(operator, ((dim % count, new) for new, dim in enumerate(operator.args[1])))
+    return _moved(operator, [dim % count for dim in operator.args[1]])
 
 
 def transpose(operator: Operator) -> list[Loop]:
@@ -70,23 +62,21 @@ def transpose(operator: Operator) -> list[Loop]:
     order = list(range(operator.operands[0].dim()))
     first, second = operator.args[1], operator.args[2]
     order[first], order[second] = order[second], order[first]
-    return _moved(operator, ((dim, new) for new, dim in enumerate(order)))
+    return _moved(operator, order)
 
 
 def t(operator: Operator) -> list[Loop]:
     """Both dims of a matrix."""
-    count = operator.operands[0].dim()
-    return _moved(operator, ((dim, count - 1 - dim) for dim in range(count)))
+    return _moved(operator, range(operator.operands[0].dim())[::-1])[::-1]
 
 
 def squeeze(operator: Operator) -> list[Loop]:
     """Every dim that is not dropped."""
     shape = operator.operands[0].shape
-    dims = operator.argument(1, "dim")
+    dims = operator.argument("dim")
     chosen = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
     dropped = {dim % len(shape) for dim in chosen if shape[dim] == 1} if shape else set()
-    kept = [dim for dim in range(len(shape)) if dim not in dropped]
-    return _moved(operator, ((dim, new) for new, dim in enumerate(kept)))
+    return _moved(operator, [dim for dim in range(len(shape)) if dim not in dropped])
 
 
 def expand(operator: Operator) -> list[Loop]:
@@ -94,12 +84,8 @@ def expand(operator: Operator) -> list[Loop]:
     source, result = operator.operands[0].shape, operator.results[0].shape
     lead = len(result) - len(source)
     return [
-        Loop.over(
-            size,
-            (dim - lead if dim >= lead and source[dim - lead] == size else None,),
-            (dim,),
-        )
-        for dim, size in enumerate(result)
+        Loop.over(size, (d - lead if d >= lead and source[d - lead] == size else None,), (d,))
+        for d, size in enumerate(result)
     ]
 
 
@@ -113,30 +99,20 @@ def repeat(operator: Operator) -> list[Loop]:
     ]
 
 
-def unsqueeze(operator: Operator) -> list[Loop]:
-    """Every dim; dims after the new one shift by one."""
-    return _moved(operator, _without(operator.args[1], operator.results[0]), inserts=True)
+def removes(operator: Operator) -> list[Loop]:
+    """Every dim of the operands but the argument `dim`, which results lack."""
+    gone = operator.argument("dim")
+    return _moved(operator, [dim for dim, _ in _without(gone, operator.operands[0])])
 
 
-def stack(operator: Operator) -> list[Loop]:
-    """Every dim of the operands; dims after the new one shift by one."""
-    new = operator.argument(1, "dim", 0)
-    return _moved(operator, _without(new, operator.results[0]), inserts=True)
-
-
-def select(operator: Operator) -> list[Loop]:
-    """Every dim but the selected one."""
-    return _moved(operator, _without(operator.args[1], operator.operands[0]))
-
-
-def unbind(operator: Operator) -> list[Loop]:
-    """Every dim but the unbound one."""
-    return _moved(operator, _without(operator.argument(1, "dim", 0), operator.operands[0]))
-
-
-def select_backward(operator: Operator) -> list[Loop]:
-    """Every dim but the selected one."""
-    return _moved(operator, _without(operator.args[2], operator.results[0]), inserts=True)
+def inserts(operator: Operator) -> list[Loop]:
+    """Every dim of the operands; dims after the argument `dim` shift by one."""
+    results, operands = (len(ts) for ts in (operator.results, operator.operands))
+    source, new = operator.operands[0].shape, operator.argument("dim")
+    return [
+        Loop.over(source[dim], (dim,) * operands, (after,) * results)
+        for after, dim in _without(new, operator.results[0])
+    ]
 
 
 def select_scatter(operator: Operator) -> list[Loop]:
@@ -154,20 +130,10 @@ def _without(gone: int, tensor: torch.Tensor) -> list[tuple[int, int]]:
     return [(dim, dim - (dim > gone)) for dim in range(tensor.dim()) if dim != gone]
 
 
-def _moved(
-    operator: Operator, dims: Iterable[tuple[int, int]], inserts: bool = False
-) -> list[Loop]:
-    """Loops over dims of the operands that have other indices in the results.
-
-    Args:
-        operator: the operator, whose operands have one shape, and whose results have one shape.
-        dims: pairs of the dim before and after.
-        inserts: whether pairs are given the other way round.
-    """
-    loops = []
-    for before, after in dims:
-        before, after = (after, before) if inserts else (before, after)
-        operands = (DimAccess(before),) * len(operator.operands)
-        results = (DimAccess(after),) * len(operator.results)
-        loops.append(Loop(operator.operands[0].shape[before], operands, results))
-    return loops
+def _moved(operator: Operator, order: Sequence[int]) -> list[Loop]:
+    """Loops over each dim of the results, which was dim `order[i]` of all operands."""
+    operands, results = len(operator.operands), len(operator.results)
+    shape = operator.operands[0].shape
+    return [
+        Loop.over(shape[dim], (dim,) * operands, (new,) * results) for new, dim in enumerate(order)
+    ]

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
-from autopar._torch import pytree
 from autopar.ir.graph import elements
 from autopar.ir.placement import OpStrategy, Placement, Shard
 from autopar.passes.rules.loops import Operator
@@ -32,16 +30,13 @@ def infer_batch_dims(
     Args:
         new_nodes: the nodes, in order.
         operands: nodes that they were written for.
-        write_doubled: writes them into a graph for placeholders of twice the rows. It may write
-            additional copies, where strides allow a view of one row only.
+        write_doubled: writes them for placeholders of twice the rows; it may write more copies.
     """
     graph = fx.Graph()
-    doubled = []
-    for operand in operands:
-        placeholder = graph.placeholder(operand.name)
-        rows = operand.meta["batch_dims"][0]
-        placeholder.meta = {**operand.meta, "val": double_tensor(operand.meta["val"], rows)}
-        doubled.append(placeholder)
+    doubled = [graph.placeholder(operand.name) for operand in operands]
+    for operand, placeholder in zip(operands, doubled, strict=True):
+        whole = double_tensor(operand.meta["val"], operand.meta["batch_dims"][0])
+        placeholder.meta = {**operand.meta, "val": whole}
     write_doubled(graph, doubled)
     candidates = iter([node for node in graph.nodes if node.op != "placeholder"])
     for node in new_nodes:
@@ -74,29 +69,15 @@ def double_operator(
     operand_dims: Sequence[Dims],
     result_dims: Sequence[Dims],
 ) -> tuple[Operator, OpStrategy]:
-    """An operator and its strategy at twice the rows.
-
-    Args:
-        operator: the operator on whole fake tensors.
-        op_strategy: its strategy.
-        operand_dims: batch dims of each operand.
-        result_dims: batch dims of each result.
-    """
-    dims = iter(operand_dims)
-
-    def double(leaf: Any) -> Any:
-        return double_tensor(leaf, next(dims)) if isinstance(leaf, torch.Tensor) else leaf
-
-    args, kwargs = pytree.tree_map(double, (list(operator.args), operator.kwargs))
+    """An operator and its strategy at twice the rows, by the batch dims of operands and results."""
+    twice = operator.with_operands(map(double_tensor, operator.operands, operand_dims))
     results = tuple(
         t if t is None else double_tensor(t, rows)
         for t, rows in zip(operator.results, result_dims, strict=True)
     )
-    return (
-        Operator(operator.target, tuple(args), kwargs, results),
-        replace(
-            op_strategy,
-            operands=tuple(map(double_placement, op_strategy.operands, operand_dims)),
-            results=tuple(map(double_placement, op_strategy.results, result_dims)),
-        ),
+    strategy = replace(
+        op_strategy,
+        operands=tuple(map(double_placement, op_strategy.operands, operand_dims)),
+        results=tuple(map(double_placement, op_strategy.results, result_dims)),
     )
+    return replace(twice, results=results), strategy

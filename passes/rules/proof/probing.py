@@ -8,7 +8,7 @@ draw random numbers, write to operands, have data-dependent shapes or read opaqu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice, product
 from typing import Any
@@ -27,6 +27,7 @@ RANKS = (2, 3)
 LARGEST = 1 << 16
 """Largest number of elements of a tensor to probe."""
 
+_FACTS = {"torch": torch.__version__, "schema": "5"}
 _MAX_HYPOTHESES = 200  # for each dim of the result
 _UNFIT = (
     torch.Tag.nondeterministic_seeded,
@@ -39,8 +40,13 @@ def probe_loops(operator: Operator) -> list[Loop]:
     """The loops of an operator that running it shows; none if it cannot be probed."""
     if not can_be_probed(operator):
         return []
-    text = operator_text(operator)
-    path = cache_directory() / "probes" / f"{digest({'operator': text, **_facts()})}.json"
+
+    def text(leaf: Any) -> Any:
+        return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
+
+    arguments = pytree.tree_map(text, (operator.args, operator.kwargs))
+    facts = {"operator": str((str(operator.target), arguments)), **_FACTS}
+    path = cache_directory() / "probes" / f"{digest(facts)}.json"
     cached = read_cached(path, lambda data: [_loop(operator, **fields) for fields in data])
     if cached is None:
         cached = list(_probe(operator))
@@ -61,36 +67,16 @@ def can_be_probed(operator: Operator) -> bool:
     return all(isinstance(t, torch.Tensor) and t.dim() > 0 for t in operator.results)
 
 
-def operator_text(operator: Operator) -> str:
-    """An operator with the shapes and dtypes of its arguments, as text."""
-
-    def text(leaf: Any) -> Any:
-        return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
-
-    return str((str(operator.target), pytree.tree_map(text, (operator.args, operator.kwargs))))
-
-
-def _facts() -> Mapping[str, str]:
-    return {"torch": torch.__version__, "schema": "5"}
-
-
 def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields: Any) -> Loop:
-    """A loop read from disk.
-
-    Raises:
-        ValueError: the operator has no such loop.
-    """
+    """A loop read from disk; raises ValueError if the operator has no such loop."""
 
     def at(cached: Any) -> Any:
         return DimAccess(**cached) if isinstance(cached, dict) else cached
 
-    def size_at(tensor: torch.Tensor, place: Any) -> int:
-        return tensor.shape[place.dim]
-
     loop = Loop(operands=tuple(map(at, operands)), results=tuple(map(at, results)), **fields)
     tensors = (*operator.operands, *operator.results)
-    places = zip((*loop.operands, *loop.results), tensors, strict=True)
-    if loop.lowering or any(at and size_at(tensor, at) != loop.size for at, tensor in places):
+    places: Any = zip((*loop.operands, *loop.results), tensors, strict=True)
+    if loop.lowering or any(at and tensor.shape[at.dim] != loop.size for at, tensor in places):
         raise ValueError(f"{operator.target} has no loop of {loop.size}")
     return loop
 
@@ -137,9 +123,8 @@ def _sampled(operator: Operator, size: Callable[[int], int]) -> Operator | None:
     except Exception:  # operators raise anything for arguments that they refuse
         return None
     want = [[size(n) for n in t.shape] for t in operator.results]
-    if [list(t.shape) for t in results] != want:
-        return None
-    return Operator(sample.target, sample.args, sample.kwargs, results)
+    fits = [list(t.shape) for t in results] == want
+    return replace(sample, results=results) if fits else None
 
 
 def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -156,10 +141,10 @@ def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) ->
 def _loops(operator: Operator, sample: Operator) -> Iterator[Loop]:
     """The loops that are correct on a sample, at the sizes of the operator itself."""
     first, *others = sample.results
+    count = len(sample.operands)
     for dim, size in enumerate(first.shape):
         choices = [_dims_of(size, t, dim) for t in (*sample.operands, *others)]
         for places in islice(product(*choices), _MAX_HYPOTHESES):
-            count = len(sample.operands)
             results = (DimAccess(dim), *places[count:])
             loop = Loop(size, places[:count], results, interleavable=False, even_only=True)
             if any(places[:count]) and None not in places[count:] and _is_loop(sample, loop):

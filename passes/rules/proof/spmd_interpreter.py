@@ -7,7 +7,7 @@ lowered. Each rank has its own random generator, which starts in the state of to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,8 @@ from autopar.ir.placement import chunk_rows
 from autopar.passes.core.collective_ops import (
     STARTS,
     axis_of,
+    kind_of,
     op_of,
-    start_all_gather,
-    start_all_reduce,
-    start_all_to_all,
     start_reduce_scatter,
     wait,
 )
@@ -106,34 +104,20 @@ def _combined(waiting: list[tuple[fx.Node, list[Tensor]]]) -> list[list[Tensor]]
     kinds = {(node.target, axis_of(node), op_of(node)) for node in nodes}
     if len(kinds) > 1 or len({len(tensors) for tensors in operands}) > 1:
         raise PassError(f"ranks wait for different collectives: {nodes}")
-    combine = COMBINE[nodes[0].target]
-    results = [combine(list(parts), nodes[0]) for parts in zip(*operands, strict=True)]
+    results = [_combine(nodes[0], parts) for parts in zip(*operands, strict=True)]
     return [list(group) for group in zip(*results, strict=True)]
 
 
-def _all_reduce(parts: list[Tensor], node: fx.Node) -> list[Tensor]:
-    stacked = torch.stack(parts)
-    total = stacked.amax(0) if op_of(node) == "max" else stacked.sum(0)
+def _combine(start: fx.Node, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The result of each rank for one tensor of a collective, from the operand of each."""
+    match kind_of(start):
+        case "all_gather":
+            return [torch.cat(list(parts)) for _ in parts]
+        case "all_to_all":
+            pieces = [part.chunk(len(parts)) for part in parts]
+            return [torch.cat(column) for column in zip(*pieces, strict=True)]
+    stacked = torch.stack(list(parts))
+    total = stacked.amax(0) if op_of(start) == "max" else stacked.sum(0)
+    if start.target is start_reduce_scatter:
+        return [t.clone() for t in total.split(chunk_rows(total.shape[0], len(parts)))]
     return [total.clone() for _ in parts]
-
-
-def _reduce_scatter(parts: list[Tensor], node: fx.Node) -> list[Tensor]:
-    total = torch.stack(parts).sum(0)
-    return [t.clone() for t in total.split(chunk_rows(total.shape[0], len(parts)))]
-
-
-def _all_gather(parts: list[Tensor], node: fx.Node) -> list[Tensor]:
-    return [torch.cat(parts) for _ in parts]
-
-
-def _all_to_all(parts: list[Tensor], node: fx.Node) -> list[Tensor]:
-    pieces = [part.chunk(len(parts)) for part in parts]
-    return [torch.cat(column) for column in zip(*pieces, strict=True)]
-
-
-COMBINE: Mapping[Any, Callable[[list[Tensor], fx.Node], list[Tensor]]] = {
-    start_all_reduce: _all_reduce,
-    start_reduce_scatter: _reduce_scatter,
-    start_all_gather: _all_gather,
-    start_all_to_all: _all_to_all,
-}

@@ -10,12 +10,12 @@ from torch import fx
 
 from autopar.ir.graph import tensors
 from autopar.ir.placement import OpStrategy, Shard
-from autopar.passes.rules.loops import Operator, loop_strategies
+from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, program
 from autopar.passes.rules.operators.partial_linear import linear_strategies
 from autopar.passes.rules.proof.oracle import is_correct
 from autopar.passes.rules.registry import RULES, loops_of
-from tests.passes.rules.samples import SAMPLES, draw_operator
+from tests.passes.rules.samples import SAMPLES, draw_operator, loop_strategies
 
 aten = torch.ops.aten
 PROVEN = {"cases": 0}

@@ -22,19 +22,19 @@ from autopar.passes.core.collective_ops import (
     start_reduce_scatter,
 )
 from autopar.passes.core.runner import run_passes
-from autopar.passes.rules.loops import Operator, loop_strategies
+from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.operators.partial_linear import linear_strategies
 from autopar.passes.rules.proof.oracle import is_close, shard_tensor, unshard
 from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.rules.registry import loops_of
-from autopar.passes.tensor_parallel.partition_axes import partition_in_order
-from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
+from autopar.passes.tensor_parallel.partition_axis import PartitionAxis, partition_in_order
 from autopar.plan.partition import NodeStrategies, by_node_name, graph_hash
 from autopar.planner.placement.strategies import strategy_choices
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from tests.harness.models import MODELS
 from tests.harness.reference import to_dtype
 from tests.passes.partitions import captured, module_of, whole
+from tests.passes.rules.samples import loop_strategies
 from tests.passes.rules.test_rules import shapes
 
 Find = Callable[[str, TrainingGraph], NodeStrategies]

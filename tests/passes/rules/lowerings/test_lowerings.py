@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from autopar.ir.placement import OpStrategy
-from autopar.passes.rules.loops import Operator, loop_strategies
+from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, lowering_loops
 from autopar.passes.rules.proof.oracle import is_correct, run_operator
+from tests.passes.rules.samples import loop_strategies
 
 aten = torch.ops.aten
 ROWS, CLASSES, RANKS = 6, 12, 3

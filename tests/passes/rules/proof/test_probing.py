@@ -11,9 +11,9 @@ from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import Input, Output
 from autopar.passes.core.node_builder import call
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, split_loop
+from autopar.passes.rules.notes import unsupported_notes
 from autopar.passes.rules.proof import probing
 from autopar.passes.rules.proof.oracle import is_correct, run_operator
-from autopar.passes.rules.unsupported_notes import unsupported_notes
 
 aten = torch.ops.aten
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.passes.rules.loops import Operator
+from autopar.ir.placement import OpStrategy
+from autopar.passes.rules.loops import Loop, Operator, feasible_loops, split_loop
 from autopar.passes.rules.proof.oracle import run_operator
 
 aten = torch.ops.aten
@@ -70,3 +71,11 @@ def draw_operator(target: Any, data: st.DataObject) -> Operator:
     args, kwargs = (args, last) if isinstance(last, dict) else ([*args, last], {})
     made = Operator(target, tuple(args), kwargs, ())
     return Operator(target, made.args, kwargs, run_operator(made))
+
+
+def loop_strategies(
+    loops: list[Loop], ranks: int, interleaves: Sequence[int] = (1,)
+) -> Iterator[OpStrategy]:
+    """The strategies that split one loop over `ranks`, in each number of pieces."""
+    for loop in loops:
+        yield from map(split_loop, feasible_loops(loop, ranks, interleaves))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from autopar.passes.rules.lowerings.mean_loss import BACKWARDS, LOSSES
+from autopar.passes.rules.loops import overloads
+from autopar.passes.rules.lowerings.losses import BACKWARDS, LOSSES
 from tests.passes.rules.samples.draw import Draw, sample
 
 aten = torch.ops.aten
@@ -103,7 +104,7 @@ ENTROPIES = (
 )
 
 
-@sample(*(target for target in LOSSES if target not in ENTROPIES))
+@sample(*(target for target in overloads(LOSSES) if target not in ENTROPIES))
 def mean_loss(d: Draw) -> tuple[Any, ...]:
     shape = d.sizes(1, 3)
     values = (d.rand(*shape) / 2, d.rand(*shape) / 2)
@@ -134,7 +135,7 @@ def scaled_loss_backward(d: Draw) -> tuple[Any, ...]:
     return (*mean_loss_backward(d), 0.2)
 
 
-@sample(*(target for target in BACKWARDS if target not in (*SCALED, *ENTROPIES)))
+@sample(*(target for target in overloads(BACKWARDS) if target not in (*SCALED, *ENTROPIES)))
 def mean_loss_backward(d: Draw) -> tuple[Any, ...]:
     *values, reduction = mean_loss(d)
     gradient = d.rand(*values[0].shape) if reduction == 0 else d.rand()

@@ -1,25 +1,44 @@
-"""Notes on parameters that are replicated because ranks do not divide a factor of a dim."""
+"""Notes on operators and parameters that are whole on every rank of an axis."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
 
+import torch
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph, elements, operands, source_line
 from autopar.ir.roles import Parameter
+from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.operators.views import factors, view
-from autopar.passes.rules.registry import rule_of
+from autopar.passes.rules.registry import is_supported, loops_of, rule_of
+
+
+def unsupported_notes(graph: TrainingGraph, axis: str) -> tuple[str, ...]:
+    """A note for each operator without a rule in which probing finds no loop."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in graph.calls():
+        if _is_replicated(node):
+            found.setdefault(str(node.target), []).append(node)
+    return tuple(
+        f"{name} has no rule: whole on every rank of {axis} ({len(nodes)}x"
+        + (f", first at {line})" if (line := source_line(nodes[0])) else ")")
+        for name, nodes in found.items()
+    )
+
+
+def _is_replicated(node: fx.Node) -> bool:
+    if not hasattr(node.target, "_schema") or is_supported(node.target):
+        return False
+    values = (n.meta["val"] for n in operands(node))
+    return not all(isinstance(v, torch.Tensor) for v in values) or not loops_of(Operator.of(node))
 
 
 def indivisible_notes(graph: TrainingGraph, sharded: Collection[str], axis: str) -> tuple[str, ...]:
     """A note for each number of heads or groups that ranks do not divide.
 
-    Args:
-        graph: graph as captured, on whole tensors.
-        sharded: names of the placeholders that are not replicated.
-        axis: name of the mesh axis.
+    Placeholders whose names are not in `sharded` are replicated.
     """
     ranks = graph.axes[axis]
     whole = [
@@ -33,7 +52,8 @@ def indivisible_notes(graph: TrainingGraph, sharded: Collection[str], axis: str)
             continue
         in_block = [p for p in whole if p.block == node.meta["block"] and len(p.shape) > 1]
         for size, count in _indivisible(node, ranks):
-            names = ", ".join(sorted({_pattern(p.name) for p in in_block if size in p.shape}))
+            patterns = {re.sub(r"\.\d+\.", ".*.", p.name) for p in in_block if size in p.shape}
+            names = ", ".join(sorted(patterns))
             if names and (names, size, count) not in notes:
                 others = [str(n) for n in (count - count % ranks, count + -count % ranks) if n]
                 where = f" at {line}" if (line := source_line(node)) else ""
@@ -60,7 +80,3 @@ def _indivisible(node: fx.Node, ranks: int) -> Iterator[tuple[int, int]]:
             outer = [n for n in found[:-1] if n > 1]
             if outer and all(n % ranks for n in outer):
                 yield coarse[dim], max(outer)
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
