@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import (
-    FakeTensor,
-    FakeTensorMode,
-    TorchDispatchMode,
-    fake_result_cache,
-    pytree,
-)
+from autopar._torch import FakeTensor, FakeTensorMode, TorchDispatchMode, fake_result_cache, pytree
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.placement import Placement, Varying
 from autopar.ir.roles import InputRole, OutputRole

@@ -12,16 +12,14 @@ from autopar.passes.core.collective_ops import (
     start_reduce_scatter,
 )
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, Rule
+from autopar.passes.rules.operators.generic import same_dims
 
 
 def every_dim(operator: Operator, first: int = 0) -> list[Loop]:
     """The dims from `first` on in which all tensors of a message have the same size."""
     shapes = [tensor.shape for tensor in operator.operands]
-    return [
-        Loop.over(shapes[0][dim], (dim,) * len(shapes), (dim,) * len(shapes))
-        for dim in range(first, min(map(len, shapes)))
-        if len({shape[dim] for shape in shapes}) == 1
-    ]
+    dims = range(first, min(map(len, shapes)))
+    return same_dims(operator, [dim for dim in dims if len({s[dim] for s in shapes}) == 1])
 
 
 def later_dims(operator: Operator) -> list[Loop]:

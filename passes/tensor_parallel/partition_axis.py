@@ -58,12 +58,7 @@ class PartitionAxis(Pass):
     Before: a captured graph, or one partitioned along other axes. After: parameters and their
     gradients are this rank's shards, and every operator runs on the shards of its strategy. Each
     value is redistributed at most once to each placement, before its first reader. Other inputs and
-    outputs are replicated. Tier: exact.
-
-    Attributes:
-        axis: name of the mesh axis.
-        rank: this rank's coordinate on it.
-        op_strategies: strategies of operators and parameters by node name; others are replicated.
+    outputs, and operators without a strategy, are replicated. Tier: exact.
     """
 
     axis: str
@@ -80,10 +75,7 @@ class PartitionAxis(Pass):
 
 
 class Partitioner:
-    """Writes the graph of one rank of an axis in one walk over a graph on whole tensors.
-
-    Nodes without a strategy are replicated.
-    """
+    """Writes the graph of one rank of an axis in one walk over a graph on whole tensors."""
 
     def __init__(
         self,

@@ -59,9 +59,13 @@ def own_dim(interleavable: bool = True) -> Rule:
 
 def same_dims(operator: Operator, dims: Sequence[int]) -> list[Loop]:
     """Loops over dims that all operands and results share."""
+    return [moved(operator, dim, dim) for dim in dims]
+
+
+def moved(operator: Operator, before: int, after: int) -> Loop:
+    """The loop over dim `before` of all operands, which is dim `after` of all results."""
     operands, results = len(operator.operands), len(operator.results)
-    shape = operator.operands[0].shape
-    return [Loop.over(shape[dim], (dim,) * operands, (dim,) * results) for dim in dims]
+    return Loop.over(operator.operands[0].shape[before], (before,) * operands, (after,) * results)
 
 
 def leading(

@@ -9,6 +9,7 @@ from operator import mul
 import torch
 
 from autopar.passes.rules.loops import DimAccess, Loop, Operator
+from autopar.passes.rules.operators.generic import moved
 
 
 def view(operator: Operator) -> list[Loop]:
@@ -101,18 +102,14 @@ def repeat(operator: Operator) -> list[Loop]:
 
 def removes(operator: Operator) -> list[Loop]:
     """Every dim of the operands but the argument `dim`, which results lack."""
-    gone = operator.argument("dim")
-    return _moved(operator, [dim for dim, _ in _without(gone, operator.operands[0])])
+    pairs = _without(operator.argument("dim"), operator.operands[0])
+    return [moved(operator, dim, after) for dim, after in pairs]
 
 
 def inserts(operator: Operator) -> list[Loop]:
     """Every dim of the operands; dims after the argument `dim` shift by one."""
-    results, operands = (len(ts) for ts in (operator.results, operator.operands))
-    source, new = operator.operands[0].shape, operator.argument("dim")
-    return [
-        Loop.over(source[dim], (dim,) * operands, (after,) * results)
-        for after, dim in _without(new, operator.results[0])
-    ]
+    pairs = _without(operator.argument("dim"), operator.results[0])
+    return [moved(operator, dim, after) for after, dim in pairs]
 
 
 def select_scatter(operator: Operator) -> list[Loop]:
@@ -132,8 +129,4 @@ def _without(gone: int, tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 def _moved(operator: Operator, order: Sequence[int]) -> list[Loop]:
     """Loops over each dim of the results, which was dim `order[i]` of all operands."""
-    operands, results = len(operator.operands), len(operator.results)
-    shape = operator.operands[0].shape
-    return [
-        Loop.over(shape[dim], (dim,) * operands, (new,) * results) for new, dim in enumerate(order)
-    ]
+    return [moved(operator, dim, new) for new, dim in enumerate(order)]
