@@ -1,6 +1,6 @@
 """Reproducers: files with a graph and the passes that fail on it, written and read as JSON.
 
-Every value is text that `literals` reads: reading a file runs no code that the file contains.
+Every value is text that `literals` reads, so that reading runs no code of a file.
 """
 
 from __future__ import annotations

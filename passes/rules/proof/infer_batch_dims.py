@@ -1,8 +1,7 @@
 """`infer_batch_dims`: batch dims of new nodes, found by writing them again for twice the batch.
 
-Every node of a data-parallel graph records in `meta["batch_dims"]` which dims of its results run
-over the rows of the batch. A lowering or redistribution is written a second time for operands of
-twice the rows; the dims that double are the batch dims.
+A lowering or redistribution in a data-parallel graph is written a second time for operands of twice
+the rows. The dims of its results that double are `meta["batch_dims"]`.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ def infer_batch_dims(
 ) -> None:
     """Records the batch dims of nodes that were written into a graph.
 
-    Args:
-        new_nodes: the nodes, in order.
-        operands: nodes that they were written for.
-        write_doubled: writes them for placeholders of twice the rows; it may write more copies.
+    `write_doubled` writes them into another graph for placeholders of twice the rows of `operands`;
+    it may write more copies.
     """
     graph = fx.Graph()
     doubled = [graph.placeholder(operand.name) for operand in operands]

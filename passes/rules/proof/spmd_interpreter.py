@@ -1,7 +1,6 @@
 """`run_spmd`: the graphs of all ranks, run in lockstep in one process on real tensors.
 
-Proofs of passes and lowerings use it. Collectives are those of `passes/core/collective_ops.py`, not
-lowered. Each rank has its own random generator, which starts in the state of torch's.
+Collectives are abstract. Each rank has its own random generator, in the state of torch's.
 """
 
 from __future__ import annotations
