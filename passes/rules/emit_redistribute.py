@@ -45,8 +45,8 @@ class RedistributeEmitter:
             case RedistributeStep("all_gather", Shard() as before):
                 return self.all_gather(value, before, whole)
             case RedistributeStep("all_reduce", Partial(op)):
-                options = () if op == "sum" else (op,)
-                return self.start(start_all_reduce, value, self.axis, *options)
+                options = (self.axis,) if op == "sum" else (self.axis, op)
+                return collective(self.graph, self.like, start_all_reduce, [value], *options)[0]
             case RedistributeStep("reduce_scatter", _, Shard() as after):
                 return self.reduce_scatter(value, after)
             case RedistributeStep("all_to_all", Shard() as before, Shard() as after):
@@ -68,9 +68,9 @@ class RedistributeEmitter:
         shape, size = _shape(value), whole[shard.dim]
         if shard == Shard(0) or size % self.ranks:
             front = self.contiguous(self.moved(value, shard.dim, 0))
-            return self.back(self.start(start_all_gather, front, [size], self.axis), shard.dim)
+            return self.back(self.start(start_all_gather, front, [size]), shard.dim)
         one = self.view(self.contiguous(value), [1, *shape])
-        every = self.start(start_all_gather, one, [self.ranks], self.axis)
+        every = self.start(start_all_gather, one, [self.ranks])
         return self.from_front(every, shape, shard)
 
     def reduce_scatter(self, value: fx.Node, shard: Shard) -> fx.Node:
@@ -79,15 +79,15 @@ class RedistributeEmitter:
         shape = self.local(whole, shard)
         if shard == Shard(0) or whole[shard.dim] % self.ranks:
             front, rows = self.moved(value, shard.dim, 0), [shape[shard.dim]]
-            return self.back(self.start(start_reduce_scatter, front, rows, self.axis), shard.dim)
+            return self.back(self.start(start_reduce_scatter, front, rows), shard.dim)
         chunks = self.contiguous(self.to_front(value, shard))
-        return self.view(self.start(start_reduce_scatter, chunks, [1], self.axis), shape)
+        return self.view(self.start(start_reduce_scatter, chunks, [1]), shape)
 
     def all_to_all(self, value: fx.Node, before: Shard, after: Shard) -> fx.Node:
         """This rank's shard of another dim, where both dims are even."""
         shape = self.local(_shape(value), after)
         chunks = self.contiguous(self.to_front(value, after))
-        return self.from_front(self.start(start_all_to_all, chunks, self.axis), shape, before)
+        return self.from_front(self.start(start_all_to_all, chunks), shape, before)
 
     def slice(self, value: fx.Node, shard: Shard) -> fx.Node:
         """This rank's shard of a whole value."""
@@ -155,7 +155,7 @@ class RedistributeEmitter:
         return self.view(moved, [*shape[:dim], shape[dim] * self.ranks, *shape[dim + 1 :]])
 
     def start(self, target: Any, value: fx.Node, *options: Any) -> fx.Node:
-        (result,) = collective(self.graph, self.like, target, [value], *options)
+        (result,) = collective(self.graph, self.like, target, [value], *options, self.axis)
         return result
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
