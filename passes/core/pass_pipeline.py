@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from autopar.errors import PassError, StrategyError
 from autopar.passes.core.literals import constructors_in, field_types, read, write
@@ -13,6 +14,10 @@ from autopar.passes.core.pass_base import Pass, describe, known_passes, pass_nam
 
 class PassPipeline(tuple[Pass, ...]):
     """Passes in the order of application."""
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return PassPipeline(found) if isinstance(index, slice) else found
 
     def __add__(self, other: Iterable[Pass]) -> PassPipeline:  # type: ignore[override]
         return PassPipeline((*self, *other))
@@ -38,7 +43,7 @@ class PassPipeline(tuple[Pass, ...]):
     def split(self, *kinds: type[Pass]) -> tuple[PassPipeline, PassPipeline]:
         """The passes before the first of some classes, and that one with those behind it."""
         first = next((i for i, p in enumerate(self) if isinstance(p, kinds)), len(self))
-        return PassPipeline(self[:first]), PassPipeline(self[first:])
+        return self[:first], self[first:]
 
     def without(self, disable: Iterable[str]) -> PassPipeline:
         """The pipeline without the passes of some names.

@@ -70,7 +70,7 @@ def _reproducer(
     captured: TrainingGraph, pipeline: PassPipeline, index: int, error: Exception
 ) -> str:
     """Saves a reproducer; the line of the message that names it."""
-    graph, rest = captured, PassPipeline(pipeline[index:])
+    graph, rest = captured, pipeline[index:]
     try:
         for item in pipeline[:index]:  # again, since the failed pass may have changed their graph
             graph = apply_pass(item, replace(graph, disposable=False))

@@ -149,4 +149,4 @@ def test_a_pipeline_splits_at_a_pass() -> None:
     before, after = pipeline.split(ScheduleOverlap, BucketCollectives)
     assert before + after == pipeline
     assert after.names[0] == "bucket_collectives"
-    assert PassPipeline(pipeline[:2]).split(ScheduleOverlap) == (pipeline[:2], PassPipeline())
+    assert pipeline[:2].split(ScheduleOverlap) == (pipeline[:2], PassPipeline())
