@@ -7,7 +7,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,26 +37,8 @@ MEMORY_FRACTION = 0.5
 """Fraction of the free memory available to benchmarked plans."""
 
 
-@dataclass(frozen=True)
-class MeasuredSteps:
-    """Result of a benchmark.
-
-    Attributes:
-        seconds: step time of each plan on the slowest rank, in seconds.
-        rounds: number of timed rounds of the finalists.
-    """
-
-    seconds: tuple[float, ...]
-    rounds: int
-
-
 def memory_budget(device: torch.device, sharing: int) -> int | None:
-    """Bytes that benchmarked plans may take on a rank; None if the free memory is unknown.
-
-    Args:
-        device: device of the module.
-        sharing: number of ranks that share this host's memory.
-    """
+    """Bytes for benchmarked plans on one of `sharing` ranks of a host; None if unknown."""
     if device.type == "cuda":
         return int(MEMORY_FRACTION * torch.cuda.mem_get_info(device)[0])
     free = free_memory_bytes()
@@ -70,19 +51,17 @@ def benchmark_plans(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     optimizer: Optimizer,
-) -> MeasuredSteps:
+) -> tuple[tuple[float, ...], int]:
     """Trains each plan for a few steps of one call, and plans near the fastest for more steps.
 
-    Collective: all ranks must call it.
-
-    Args:
-        copy_under: returns a copy of the module that follows a plan.
-        plans: plans to benchmark.
-        args: arguments of the call.
-        kwargs: keyword arguments of the call.
-        optimizer: optimizer class or factory.
+    Collective: all ranks must call it. Returns the seconds of each plan's step on the slowest rank,
+    and the number of timed rounds of the finalists.
     """
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _detached, (tuple(args), kwargs))
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad),
+        (tuple(args), kwargs),
+    )
     runners = [_Runner(copy_under(plan), args, kwargs, optimizer) for plan in plans]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), torch.enable_grad():
@@ -107,40 +86,29 @@ def benchmark_plans(
     drift = statistics.fmean(last) / statistics.fmean(first[i] for i in finalists)
     final = dict(zip(finalists, last, strict=True))
     seconds = (final.get(i, drift * median) for i, median in enumerate(first))
-    return MeasuredSteps(tuple(seconds), MIN_ROUNDS + more)
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Leaf tensor with the same values and `requires_grad`."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    return tuple(seconds), MIN_ROUNDS + more
 
 
 def _time_rounds(
     runners: Sequence[_Runner], rounds: Sequence[int], *, warm: bool
 ) -> list[list[float]]:
-    """Step times by round and runner, on the slowest rank."""
-    local = [_time_round(runners, index, warm=warm) for index in rounds]
+    """Step times by round and runner, on the slowest rank; a `warm` step is not timed.
+
+    The order of the runners is shuffled by the round, equally on all ranks.
+    """
+    local = []
+    for index in rounds:
+        order, seconds = list(range(len(runners))), [0.0] * len(runners)
+        random.Random(index).shuffle(order)
+        for i in order:
+            if warm:
+                runners[i].step()
+            seconds[i] = runners[i].timed_step()
+        local.append(seconds)
     return [
         [max(ranks) for ranks in zip(*by_rank, strict=True)]
         for by_rank in zip(*gather_objects(local), strict=True)
     ]
-
-
-def _time_round(runners: Sequence[_Runner], index: int, *, warm: bool) -> list[float]:
-    """Step times of all runners, timed in an order shuffled by the round, equal on all ranks.
-
-    Args:
-        runners: runners to time.
-        index: number of the round.
-        warm: whether an untimed step precedes each timed one.
-    """
-    order, seconds = list(range(len(runners))), [0.0] * len(runners)
-    random.Random(index).shuffle(order)
-    for i in order:
-        if warm:
-            runners[i].step()
-        seconds[i] = runners[i].timed_step()
-    return seconds
 
 
 def _medians(table: Sequence[Sequence[float]]) -> list[float]:
@@ -166,7 +134,6 @@ class _Runner:
         self.optimizer = make_optimizer(optimizer, trained) if trained else None
 
     def step(self) -> None:
-        """Runs forward, backward and the optimizer's step."""
         outputs = pytree.tree_leaves(self.module(*self.args, **self.kwargs))
         trained = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
         trained = [x for x in trained if not x.dim()] or trained

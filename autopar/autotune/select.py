@@ -7,11 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
+
+from autopar.autotune.race import benchmark_plans, memory_budget
+from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp
+from autopar.planner.machine import ranks_of
+from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_search import AUTOTUNE_MARGIN
 from autopar.planner.search.pipeline_search import step_s
 from autopar.report.plan import Plan
+from autopar.runtime.agreement.consensus import broadcast_from_rank0, is_multi_rank
+from autopar.runtime.module import DistributedModule
 
 NUM_PLANS = 6
 """Default number of plans to benchmark."""
@@ -60,13 +69,11 @@ def _bytes(plan: Plan) -> int:
 
 
 def _mesh(plan: Plan) -> tuple[object, ...]:
-    """Sizes of the pipeline and model-parallel axes."""
     axes = ((p.axis, size) for p in plan.partitions for name, size in plan.mesh if name == p.axis)
     return plan.pp_size, plan.model_parallel_size, tuple(axes)
 
 
 def _micro_batches(plan: Plan) -> tuple[object, ...]:
-    """The mesh and the number of micro-batches."""
     return _mesh(plan), plan.pipeline.micro_batches if plan.pipeline else 1
 
 
@@ -84,13 +91,7 @@ def _features(plan: Plan) -> tuple[object, ...]:
 
 
 def with_measured_times(plans: Sequence[Plan], seconds: Sequence[float], rounds: int) -> Plan:
-    """The plan with the shortest measured step, with the others as runners-up.
-
-    Args:
-        plans: benchmarked plans, the one with the best prediction first.
-        seconds: measured step time of each plan, in seconds.
-        rounds: number of timed steps of the fastest plans.
-    """
+    """The plan with the shortest measured step in seconds, with the others as runners-up."""
     least = min(seconds)
     best = plans[seconds.index(least)]
     times = [
@@ -108,3 +109,32 @@ def with_measured_times(plans: Sequence[Plan], seconds: Sequence[float], rounds:
     fastest = sorted(runners_up.values(), key=lambda other: other.step_s)[:RUNNERS_UP]
     notes = dict.fromkeys((*best.notes, *plans[0].notes, note))
     return replace(best, runners_up=tuple(fastest), notes=tuple(notes))
+
+
+def num_plans_to_benchmark(trials: int | None, problem: PlanningProblem) -> int:
+    """Number of plans to benchmark: `trials`, or a default if the mesh is searched."""
+    if not is_multi_rank():
+        return 0
+    searched = problem.world_size > 1 and bool(problem.strategy.search)
+    return NUM_PLANS * searched if trials is None else trials
+
+
+def plans_to_benchmark(
+    device: torch.device, best: Plan, candidates: Iterable[Plan], count: int
+) -> list[Plan]:
+    """The plan with the best prediction, and at most `count - 1` others worth a benchmark."""
+    if count <= 1 or best.prediction is None:
+        return [best]
+    budget = memory_budget(device, ranks_of(live=True).sharing)
+    return broadcast_from_rank0(lambda: select_plans(best, candidates, count, budget))
+
+
+def benchmark_and_pick(
+    module: DistributedModule, plans: Sequence[Plan], call: Any, optimizer: Optimizer
+) -> Plan:
+    """The plan with the shortest measured step; a single plan is returned unchanged."""
+    if len(plans) == 1:
+        return plans[0]
+    args, kwargs = call
+    measured = benchmark_plans(module.copy_with_plan, plans, args, kwargs, optimizer)
+    return with_measured_times(plans, *measured)

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autopar.plan.strategy import Strategy
-from autopar.planner.deadline import Deadline
 from autopar.planner.machine import Machine
-from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
+from autopar.planner.problem import Deadline, Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
 from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress, fastest_mesh
 from autopar.report.plan import Plan
@@ -29,7 +28,6 @@ class Driver(ABC):
 
     Attributes:
         deadline: end of the search.
-        share: fraction of the time limit for improving on one mesh.
         on_candidate: called with every candidate plan, if anybody observes the search.
         progress: called before every mesh that is planned.
     """
@@ -74,7 +72,6 @@ class Driver(ABC):
         )
 
     def plan_mesh(self, problem: PlanningProblem, context: SearchContext) -> Plan:
-        """The fastest plan on a fixed mesh."""
         key = str(problem.strategy), problem.world_size
         if key not in self._prepared:
             graphs = self.capture(problem)

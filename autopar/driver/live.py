@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from autopar.autotune.autotune import benchmark_and_pick, num_plans_to_benchmark, plans_to_benchmark
+from autopar.autotune.select import benchmark_and_pick, num_plans_to_benchmark, plans_to_benchmark
 from autopar.common.notices import warn_once
 from autopar.cost_model.measurement.measure import measure
 from autopar.driver.driver import Driver
@@ -16,10 +16,9 @@ from autopar.errors import CaptureError, FallbackWarning, LossyWarning
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.partition import NodeStrategies, Partition
-from autopar.planner.deadline import Deadline
 from autopar.planner.machine import Machine, ranks_of
 from autopar.planner.placement.unmeasured import repartition
-from autopar.planner.problem import Graphs, PlanningProblem
+from autopar.planner.problem import Deadline, Graphs, PlanningProblem
 from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.measure_problem import measure_problem, provisional_strategies
 from autopar.planner.search.mesh_search import EstimateMesh
@@ -46,15 +45,7 @@ T = TypeVar("T")
 
 
 class LiveDriver(Driver):
-    """Captures and measures on all ranks at once; rank 0 decides.
-
-    Args:
-        problem: the planning problem.
-        captured: captures the call, given model parallel ranks, stages and micro-batches.
-        deadline: end of the search.
-        on_candidate: called with every candidate plan, if anybody observes the search.
-        recorder: profiler that records what was planned for, None for none.
-    """
+    """Captures and measures on all ranks at once; rank 0 decides."""
 
     def __init__(
         self,
@@ -102,12 +93,10 @@ class LivePlanner:
     """Plans, fallbacks and strategies for a DistributedModule; all ranks call it at once.
 
     Attributes:
-        problem: the planning problem.
         plan: plan to follow, None to search for one.
         fallback: whether torch's data parallelism may replace a plan.
         time_limit_s: limit of the search in seconds, None for none.
         trials: number of plans to benchmark, None for the default.
-        recorder: profiler of the module, None for none.
     """
 
     problem: PlanningProblem
@@ -118,13 +107,7 @@ class LivePlanner:
     recorder: Profiler | None
 
     def make_plan(self, module: DistributedModule, captured: CaptureFunction, call: Any) -> Plan:
-        """Captures, measures, plans and benchmarks a call, unless the plan is fixed.
-
-        Args:
-            module: module without a plan.
-            captured: captures the call.
-            call: arguments and keyword arguments of the call.
-        """
+        """Captures, measures, plans and benchmarks a call, unless the plan is fixed."""
         if self.plan is not None:
             return self.agreed(self.plan)
         problem, candidates = self.problem, list[Plan]()

@@ -13,9 +13,8 @@ from autopar.capture.batch_slices import CaptureCache, capture_of_rank
 from autopar.capture.call import last_part
 from autopar.driver.driver import Driver
 from autopar.ir.graph import TrainingGraph
-from autopar.planner.deadline import Deadline
 from autopar.planner.machine import Machine
-from autopar.planner.problem import Graphs, PlanningProblem
+from autopar.planner.problem import Deadline, Graphs, PlanningProblem
 from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.measure_problem import measure_problem
 from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress
@@ -25,17 +24,7 @@ from autopar.report.plan import Plan
 
 
 class OfflineDriver(Driver):
-    """Captures, measures and plans in one process, for ranks that need not be running.
-
-    Args:
-        problem: the planning problem.
-        model: the model, possibly on the meta device.
-        example_inputs: arguments of a typical call.
-        autocast: dtype of autocast, None for none.
-        loss_fn: loss function applied inside the graph, None for none.
-        deadline: end of the search.
-        progress: called before every mesh that is planned.
-    """
+    """Captures, measures and plans in one process, for ranks that need not be running."""
 
     def __init__(
         self,

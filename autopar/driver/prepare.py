@@ -42,11 +42,7 @@ def take_over(model: nn.Module) -> Mapping[str, ParameterInfo]:
 
 
 def check_call_agrees(problem: PlanningProblem, arguments: Mapping[str, Any]) -> None:
-    """Checks that all ranks called `compile` alike.
-
-    Args:
-        problem: the planning problem of this rank.
-        arguments: arguments of `compile` by name.
+    """Checks that all ranks called `compile` alike, given its arguments by name.
 
     Raises:
         DisagreementError: they did not.

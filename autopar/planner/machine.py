@@ -21,6 +21,7 @@ from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory, optimizer_state_ratio
 from autopar.cost_model.memory.workspace import Workspace
 from autopar.ir.graph import TrainingGraph
+from autopar.planner.problem import PlanningProblem
 
 _QUICK_S = 4.0  # budget for collectives when compiling; `autopar measure` takes longer
 _GLOO_THREADS = 2  # threads of a gloo group in torch
@@ -29,14 +30,7 @@ _COLLECTIVES = tuple(name for name in COLLECTIVES if name != "send")
 
 @dataclass(frozen=True)
 class Machine:
-    """Times of collectives and operators, and memory that no graph shows.
-
-    Attributes:
-        cluster: times of collectives.
-        operators: times of operators.
-        update: time of the optimizer's step.
-        overhead: bytes allocated in addition to the tensors of a graph.
-    """
+    """Times of collectives and operators, and memory that no graph shows."""
 
     cluster: Cluster
     operators: OperatorTimes
@@ -54,16 +48,9 @@ def measure_machine(
     backend: str = EAGER,
     dtype: torch.dtype = torch.float32,
 ) -> Machine:
-    """Measures a machine, or loads earlier measurements. All live ranks call this at once.
+    """Measures a machine, the running one for `cluster=None`, or loads earlier measurements.
 
-    Args:
-        graphs: lowered graphs with the operators to time.
-        device: device of the operators.
-        cluster: cluster to plan for, None for the running one.
-        optimizer: optimizer class or factory.
-        live: whether the ranks of the plan are running here.
-        backend: torch.compile backend of the programs.
-        dtype: dtype of the parameters.
+    All live ranks call this at once.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if cluster is None:
@@ -79,38 +66,23 @@ def measure_machine(
     if operators.present:
         update = measure_update(optimizer, device, mesh)
     else:
-        update = _modelled_update(operators, optimizer, dtype)
+        update = UpdateCost.modelled(operators.roofline, optimizer_state_ratio(optimizer, dtype))
     workspace = Workspace.load(cluster.device).measure(graphs)
     workspace.save()
     kind = "cpu" if cluster.device == "cpu" else "cuda"
     states = OptimizerMemory.measure(optimizer, kind, dtype)
-    overhead = Overhead(states, workspace, cluster.device)
-    overhead = replace(overhead, retained_collectives=_retained_collectives(operators))
+    retained = _retained_collectives(operators)
+    overhead = Overhead(states, workspace, cluster.device, retained_collectives=retained)
     return Machine(cluster, operators, update, overhead)
 
 
-def known_machine(
-    device: torch.device,
-    cluster: Cluster,
-    optimizer: Optimizer,
-    *,
-    sharing: int,
-    backend: str = EAGER,
-    dtype: torch.dtype = torch.float32,
-) -> Machine:
-    """A machine from earlier measurements and models; measures nothing.
-
-    Args:
-        device: device of the operators.
-        cluster: cluster to plan for.
-        optimizer: optimizer class or factory.
-        sharing: number of ranks that share the cores of a host.
-        backend: torch.compile backend of the programs.
-        dtype: dtype of the parameters.
-    """
-    operators = OperatorTimes.load(_priced_device(device, cluster), sharing=sharing)
-    operators = replace(operators, backend=backend)
-    update = _modelled_update(operators, optimizer, dtype)
+def known_machine(problem: PlanningProblem, sharing: int) -> Machine:
+    """A machine from earlier measurements and models; measures nothing."""
+    cluster = problem.cluster
+    assert cluster is not None
+    operators = OperatorTimes.load(_priced_device(problem.device, cluster), sharing=sharing)
+    operators = replace(operators, backend=problem.backend)
+    update = UpdateCost.modelled(operators.roofline, problem.state_ratio)
     retained = _retained_collectives(operators)
     overhead = Overhead(device=cluster.device, retained_collectives=retained)
     return Machine(cluster, operators, update, overhead)
@@ -122,13 +94,7 @@ def absent(device: torch.device, cluster: Cluster | None) -> bool:
 
 
 def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -> Machine:
-    """The machine with operators timed one by one. All live ranks call this at once.
-
-    Args:
-        machine: measured machine.
-        nodes: operators by signature, on whole tensors and on shards.
-        live: whether the ranks of the plan are running here.
-    """
+    """The machine with operators timed one by one. All live ranks call this at once."""
     operators = machine.operators.measure_alone(nodes, ranks_of(live=live))
     operators.save()
     return replace(machine, operators=operators)
@@ -149,10 +115,3 @@ def _retained_collectives(operators: OperatorTimes) -> int:
 def _priced_device(device: torch.device, cluster: Cluster | None) -> torch.device | str:
     """Device that operators are priced for, if the cluster need not be running."""
     return device if cluster is None or cluster.device == "cpu" else cluster.device
-
-
-def _modelled_update(
-    operators: OperatorTimes, optimizer: Optimizer, dtype: torch.dtype
-) -> UpdateCost:
-    """Modelled time of the optimizer's step."""
-    return UpdateCost.modelled(operators.roofline, optimizer_state_ratio(optimizer, dtype))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -32,15 +33,11 @@ class PlanningProblem:
 
     Attributes:
         model: class name of the model.
-        parameters: parameters by name.
-        world_size: number of ranks.
-        strategy: choices that the user fixed.
         memory: cap per rank in bytes, None for the device's capacity.
         batch: "global" or "local".
         precision: name of the autocast dtype, or None.
         optimizer: optimizer class or factory.
         cluster: cluster to plan for, None for the running one.
-        device: device of the operators.
         comm_backend: backend of the collectives, such as "nccl".
         backend: torch.compile backend of the programs.
     """
@@ -88,21 +85,17 @@ class PlanningProblem:
 
     @property
     def dp_size(self) -> int:
-        """Number of data parallel ranks."""
         return self.base().dp_size
 
     @property
     def shard_ranks(self) -> int:
-        """Number of data parallel ranks that ZeRO shards over."""
         return self.strategy.dp_shard or self.dp_size
 
     @property
     def mesh(self) -> tuple[tuple[str, int], ...]:
-        """Axis names and sizes: the data axis, then the axes of the model."""
         return self.strategy.mesh(self.world_size)
 
     def base(self) -> Plan:
-        """A plan without any choices."""
         ranks = dict(self.mesh)[DATA_AXIS]
         return Plan(
             name="",
@@ -143,3 +136,22 @@ class SearchContext:
     deadline: Callable[[], bool] = lambda: True
     incumbent_s: float = math.inf
     on_candidate: Callable[[Plan], None] | None = None
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A time limit from now on, None for no limit; a call returns whether time is left."""
+
+    limit_s: float | None
+    start_s: float = field(default_factory=time.monotonic)
+
+    def __call__(self) -> bool:
+        return self.limit_s is None or time.monotonic() < self.start_s + self.limit_s
+
+    def part(self, fraction: float) -> Deadline:
+        """A deadline for a fraction of the limit from now, which ends no later than this one."""
+        if self.limit_s is None:
+            return self
+        now = time.monotonic()
+        left_s = self.start_s + self.limit_s - now
+        return Deadline(max(0.0, min(left_s, fraction * self.limit_s)), now)

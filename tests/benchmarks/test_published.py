@@ -7,7 +7,6 @@ import pytest
 import autopar
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.planner.evaluate import pipeline_evaluator as pipelines
-from autopar.planner.evaluate.stage_dedup import StageDedup
 from autopar.report.plan import Plan
 from benchmarks.published.gpt import MasterAdamW, Sizes, make
 from benchmarks.published.tables import flops, pipelined, read
@@ -32,8 +31,7 @@ def test_equal_stages_cost_the_same_as_when_evaluated_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deduplicated = plan_of(SMALL, 2, 4, "none")
-    each = lambda graphs, plan: StageDedup.none(len(graphs))  # noqa: E731
-    monkeypatch.setattr(pipelines.StageDedup, "of", staticmethod(each))
+    monkeypatch.setattr(pipelines, "equal_stages", lambda graphs, plan: tuple(range(len(graphs))))
     one_by_one = plan_of(SMALL, 2, 4, "none")
     assert deduplicated.prediction == one_by_one.prediction
     assert deduplicated == one_by_one

@@ -23,7 +23,6 @@ class ScaledBandwidth(Cluster):
 
     @classmethod
     def of(cls, known: Cluster, rate: float) -> ScaledBandwidth:
-        """The cluster with its bandwidth scaled by `rate`."""
         own = {f.name: getattr(known, f.name) for f in fields(Cluster)}
         return cls(**own, known=known, rate=rate)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autopar.plan.buckets import Buckets
-from autopar.plan.compression import Compressions
+from autopar.plan.buckets import BUCKET_BYTES, Buckets
+from autopar.plan.compression import Compression, Compressions
 from autopar.plan.prediction import Prediction
 from autopar.plan.recompute import Level
+from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan
 
 
@@ -18,8 +19,6 @@ class CandidateConfig:
     """Choices of the planner on one mesh.
 
     Attributes:
-        zero_stages: ZeRO stage of each block.
-        recompute: checkpointing level of each block.
         gather_bytes: size of gather buckets, in bytes.
         reduce_bytes: size of gradient buckets, in bytes.
         prefetch: number of buckets gathered ahead.
@@ -65,7 +64,6 @@ class CandidateConfig:
         return ", ".join(parts)
 
     def compressions(self, buckets: Buckets) -> Compressions:
-        """Compression of each bucket."""
         reduce = self.compress
         return Compressions(
             gather=(self.compress_gathers,) * len(buckets.gather),
@@ -83,6 +81,14 @@ class Candidate:
     plan: Plan
     prediction: Prediction
 
+    @property
+    def step_s(self) -> float:
+        return self.prediction.step_s
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.prediction.needed_bytes
+
 
 def _counted(values: Iterable[str]) -> str:
     """The common value, or the count of each value if they differ."""
@@ -90,3 +96,40 @@ def _counted(values: Iterable[str]) -> str:
     if len(counts) == 1:
         return next(iter(counts))
     return " + ".join(f"{value} x{count}" for value, count in counts.items())
+
+
+def fixed_config(strategy: Strategy, blocks: Sequence[str]) -> CandidateConfig | None:
+    """The configuration of a strategy that leaves nothing to search; None if it leaves anything."""
+    fixed: list[object]
+    fixed = [strategy.zero, strategy.recompute, strategy.gather_bytes, strategy.reduce_bytes]
+    if strategy.stages > 1:
+        interleaved = (strategy.stages_per_rank or 1) > 1
+        fixed += [strategy.micro_batches, strategy.schedule or interleaved or None]
+    open_to_loss = strategy.compress is None and strategy.lossy
+    if open_to_loss or any(value is None for value in fixed):
+        return None
+    return default_config(strategy, blocks, 0)
+
+
+def default_config(strategy: Strategy, blocks: Sequence[str], zero_stage: int) -> CandidateConfig:
+    """The configuration of a strategy, with `zero_stage` for blocks for which it names none."""
+    if isinstance(strategy.zero, int):
+        zero_stages = dict.fromkeys(blocks, strategy.zero)
+    else:
+        zero_stages = {**dict.fromkeys(blocks, zero_stage), **(strategy.zero or {})}
+    return CandidateConfig(
+        zero_stages=tuple((block, zero_stages[block]) for block in blocks),
+        recompute=tuple((block, strategy.recompute or "none") for block in blocks),
+        gather_bytes=strategy.gather_bytes or BUCKET_BYTES,
+        reduce_bytes=strategy.reduce_bytes or BUCKET_BYTES,
+        prefetch=1 if strategy.prefetch is None else strategy.prefetch,
+        compress=(compression_of(strategy.compress),),
+        compress_gathers=compression_of(strategy.compress_gathers),
+        compress_activations=compression_of(strategy.compress_activations),
+        hierarchical=bool(strategy.hierarchical),
+    )
+
+
+def compression_of(method: str | Compression | None) -> str:
+    """A compression as a plan writes it; "" for none."""
+    return "" if method in (None, "none") else str(Compression.of(method))

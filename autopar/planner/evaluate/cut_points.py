@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
@@ -38,7 +39,6 @@ class CutPoints:
 
     @staticmethod
     def of(found: Iterable[ParameterUse], parameters: Iterable[str]) -> CutPoints:
-        """Cut points of a graph's parameter uses, in execution order."""
         names: dict[fx.Node, list[str]] = {}
         table: dict[str, list[int]] = {name: [] for name in parameters}
         for use in found:
@@ -58,13 +58,9 @@ class CutPoints:
 def segments_of(
     graph: TrainingGraph, cut_points: CutPoints, seconds: Sequence[float], copies: float
 ) -> list[Segment]:
-    """Segments to partition into stages.
+    """Segments of a graph that has a stage for each cut point, with the seconds of each.
 
-    Args:
-        graph: graph of one micro-batch, with a stage for each cut point.
-        cut_points: cut points of the model.
-        seconds: seconds from each cut point to the next.
-        copies: stored bytes per byte of a parameter, including gradient and optimizer state.
+    The bytes of a parameter count `copies` times, for its gradient and optimizer state.
     """
     kinds, at = dependences(graph), _stages(graph)
     returned = {n for r, n in zip(graph.outputs, graph.results, strict=True)
@@ -87,7 +83,7 @@ def segments_of(
     for role, node in zip(graph.inputs, graph.placeholders, strict=True):
         if isinstance(role, Parameter):
             held[uses[role.name][0]] += copies * tensor_bytes(tensors(node)[0])
-    sent, back = (_running_sums(crossing[phase]) for phase in ("forward", "backward"))
+    sent, back = (list(accumulate(crossing[phase])) for phase in ("forward", "backward"))
     return [Segment(seconds[i], round(held[i]), saved[i], sent[i], back[i]) for i in range(count)]
 
 
@@ -98,14 +94,9 @@ def seconds_of(
     operators: OperatorTimes,
     excluded_axis: str,
 ) -> list[float]:
-    """Seconds from each cut point to the next, forward and backward.
+    """Seconds from each cut point of a lowered graph to the next, forward and backward.
 
-    Args:
-        graph: lowered graph, with a stage for each cut point.
-        cut_points: cut points of the model.
-        cluster: times of collectives.
-        operators: times of operators.
-        excluded_axis: axis to ignore, because its collectives run once per step.
+    Collectives along `excluded_axis` are ignored, because they run once per step.
     """
     found, operators = [0.0] * len(cut_points.names), operators.of(graph)
     for node, place in _stages(graph).items():
@@ -154,12 +145,3 @@ def _is_recomputed_view(node: fx.Node, at: Mapping[fx.Node, int]) -> bool:
         and source in at
         and sum(map(tensor_bytes, tensors(source))) == sum(map(tensor_bytes, tensors(node)))
     )
-
-
-def _running_sums(differences: Sequence[int]) -> list[int]:
-    """Bytes that cross each cut point, from the differences between cut points."""
-    total, found = 0, []
-    for step in differences:
-        total += step
-        found.append(total)
-    return found

@@ -28,11 +28,7 @@ CACHED_PROGRAMS = 6
 
 
 class Evaluator(ABC):
-    """Makes and simulates the plan of a configuration.
-
-    Args:
-        setup: inputs that all configurations share.
-    """
+    """Makes and simulates the plan of a configuration."""
 
     def __init__(self, setup: EvaluationSetup) -> None:
         self.setup = setup

@@ -27,16 +27,9 @@ SIZES = tuple(2**power for power in range(12, 28))
 def levels_of(
     base: Plan, strategy: Strategy, machine: Machine | None, backend: str
 ) -> tuple[Levels, ...]:
-    """Levels of the data axis, and its hierarchical collectives; empty for a single level.
-
-    Args:
-        base: plan with its mesh.
-        strategy: choices of the user.
-        machine: machine of the cluster; None without measurements.
-        backend: backend that collectives are lowered for.
-    """
+    """Levels of the data axis, and its hierarchical collectives; empty for a single level."""
     cluster = machine.cluster if machine else None
-    within = neighbours(base, strategy, cluster)
+    within = _neighbours(base, strategy, cluster)
     own = Levels(DATA_AXIS, within)
     sizes = own.sizes(base.dp_size)
     if not sizes:
@@ -46,7 +39,7 @@ def levels_of(
     if strategy.hierarchical:
         found = dict.fromkeys((*PARTS, *methods), ALWAYS_FROM)
     elif strategy.hierarchical is None and cluster is not None:
-        prices = _LevelCosts(cluster, axes, DATA_AXIS, backend)
+        prices = _LevelCosts(cluster, axes, backend)
         sized = {kind: prices.pays_from(kind) for kind in PARTS}
         sized |= {name: prices.pays_from("all_reduce", own) for name, own in methods.items()}
         found = {kind: least for kind, least in sized.items() if least is not None}
@@ -57,8 +50,7 @@ def levels_of(
     return (Levels(DATA_AXIS, within, tuple(found.items())),)
 
 
-def neighbours(base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
-    """Number of ranks in the inner level of the data axis."""
+def _neighbours(base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
     if base.hybrid:
         return strategy.dp_shard or 1
     if strategy.hierarchical and strategy.hierarchical is not True:
@@ -79,30 +71,26 @@ def _level_codecs(strategy: Strategy) -> dict[str, Compression]:
 
 @dataclass(frozen=True)
 class _LevelCosts:
-    """Seconds of lowered collectives over an axis and over its levels."""
+    """Seconds of lowered collectives over the data axis and over its levels."""
 
     cluster: Cluster
     axes: dict[str, int]
-    axis: str
     backend: str
 
     def pays_from(self, kind: str, by: Compression | None = None) -> int | None:
         """Minimum size from which hierarchical messages are always faster; None if never.
 
-        Args:
-            kind: kind of collective.
-            by: compression; its own compute is ignored.
+        The compute of a compression is ignored.
         """
         least = None
         for nbytes in reversed(SIZES):
-            flat = self.seconds(kind, self.axis, nbytes, by)
-            if self.by_level(kind, nbytes, by) >= flat:
+            if self.by_level(kind, nbytes, by) >= self.seconds(kind, DATA_AXIS, nbytes, by):
                 break
             least = nbytes
         return least
 
     def by_level(self, kind: str, nbytes: int, by: Compression | None) -> float:
-        between, within = level(self.axis, INTER_NODE), level(self.axis, INTRA_NODE)
+        between, within = level(DATA_AXIS, INTER_NODE), level(DATA_AXIS, INTRA_NODE)
         share = nbytes // self.axes[within]
         return sum(
             self.seconds(k, within, nbytes)

@@ -11,9 +11,9 @@ issues the first available of these units:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from torch import fx
 
@@ -53,7 +53,6 @@ class CollectiveTimes:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all messages."""
         return sum(seconds for _, seconds in self.sends)
 
 
@@ -61,7 +60,7 @@ NOTHING = CollectiveTimes()
 Costs = dict[str, CollectiveTimes]
 
 
-def costs_of(lowered: TrainingGraph, cluster: Cluster, operators: OperatorTimes) -> Costs:
+def _costs_of(lowered: TrainingGraph, cluster: Cluster, operators: OperatorTimes) -> Costs:
     """Times of each collective, by the name of its abstract start."""
     found: Costs = {}
     come = set[str]()
@@ -92,45 +91,34 @@ def schedule(
     operators: OperatorTimes,
     budget_bytes: int | None = None,
 ) -> Overlap:
-    """Schedules the start and wait of each collective of a graph.
+    """Schedules the start and wait of each collective of a graph before `ScheduleOverlap`.
 
-    Args:
-        graph: graph with abstract collectives, the input of `ScheduleOverlap`.
-        lowered: the same graph, lowered under any schedule.
-        cluster: times of collectives.
-        operators: times of operators.
-        budget_bytes: bytes gathered ahead, in addition to one gather; None for no limit.
+    `lowered` is the same graph under any schedule. At most `budget_bytes` are gathered ahead, in
+    addition to one gather.
     """
     graph = graph.copy()
     sink_waits(graph)
-    costs = costs_of(lowered, cluster, operators)
+    costs = _costs_of(lowered, cluster, operators)
     forward, backward = (
         _ListScheduler(h, costs, cluster, operators, budget_bytes) for h in halves(graph)
     )
-    for walk in (forward, backward):
-        walk.run()
+    forward.run()
+    backward.run()
     return Overlap(forward.leads, backward.leads, backward.delays, stage_of(graph))
 
 
+@dataclass
 class _ListScheduler:
     """List scheduler of the collectives of a forward or backward."""
 
-    def __init__(
-        self,
-        half: Half,
-        costs: Costs,
-        cluster: Cluster,
-        operators: OperatorTimes,
-        budget_bytes: int | None,
-    ) -> None:
-        self.half, self.costs, self.operators, self.budget_bytes = (
-            half,
-            costs,
-            operators,
-            budget_bytes,
-        )
-        self.clock = Clock(cluster.slowdown)
-        self.end = len(half.marks) - 1
+    half: Half
+    costs: Costs
+    cluster: Cluster
+    operators: OperatorTimes
+    budget_bytes: int | None
+
+    def __post_init__(self) -> None:
+        half, self.clock = self.half, Clock(self.cluster.slowdown)
         self.seconds = [self.compute_s(node) for node in half.main]
         self.done_s = [0.0, *accumulate(self.seconds)]
         self.positions: dict[Unit, float] = {}
@@ -140,8 +128,11 @@ class _ListScheduler:
         self.late = half.of("late")
         self.followers = [unit for unit in self.early if unit.level]
         self.sums = [unit for unit in self.late if unit.start is not None]
-        self.finishes = [
-            unit for unit in self.late if unit.start is None and _waits_for_shards(unit)
+        self.finishes = [  # units that await only reduce-scatters
+            unit
+            for unit in self.late
+            if unit.start is None
+            and all(u.start and u.start.target is start_reduce_scatter for u in unit.behind)
         ]
         self.to_send = sum(self.cost(u).seconds for u in half.units if u.start is not None)
 
@@ -156,27 +147,26 @@ class _ListScheduler:
         return tuple(round(self.positions[u] - u.mark, 4) for u in self.half.of("late"))
 
     def run(self) -> None:
-        """Runs all operators, then awaits the remaining collectives."""
         marks = self.half.marks
         needed = {unit.mark: unit for unit in self.half.of("needed")}
         for mark, (low, high) in enumerate(pairwise(marks)):
             self.position, self.index = float(mark), low
-            if mark in needed:
-                self.wait_for_gather(needed[mark])
+            self.wait_for_gather(needed.get(mark))
             for place in range(low, high):
                 self.position, self.index = self.half.position(mark, place), place
-                self.step(self.half.main[place], self.seconds[place])
-        self.position, self.index = float(self.end), marks[-1]
-        if self.end in needed:
-            self.wait_for_gather(needed[self.end])
+                self.issue_ahead(self.seconds[place])
+                self.finish_reduced()
+                self.run_node(self.half.main[place], self.seconds[place])
+        end = len(marks) - 1
+        self.position, self.index = float(end), marks[-1]
+        self.wait_for_gather(needed.get(end))
         self.drain()
 
-    def step(self, node: fx.Node, seconds: float) -> None:
-        """Issues collectives, then runs one operator."""
-        self.issue_ahead(seconds)
-        self.finish_reduced()
+    def run_node(self, node: fx.Node, seconds: float) -> None:
         if node.target in STARTS:
-            self.send(node)
+            cost = self.costs.get(node.name, NOTHING)
+            self.clock.compute(node.name, cost.before_s)
+            self.flights[node] = [self.clock.issue(node.name, *sent) for sent in cost.sends]
         elif node.target is wait:
             self.wait_for(node.args[0])  # type: ignore[arg-type]
         else:
@@ -194,33 +184,27 @@ class _ListScheduler:
         while True:
             backlog = self.backlog()
             for unit in self.candidates(span_s):
-                axis = self.axis(unit)
-                if backlog.get(axis, 0.0) <= span_s:
+                if backlog.get(self.axis(unit), 0.0) <= span_s:
                     self.issue(unit)
                     break
             else:
                 return
 
     def candidates(self, span_s: float) -> Iterator[Unit]:
-        """Units that can be issued now, best first."""
         gather = next((u for u in self.early if u not in self.positions), None)
         sums = [u for u in self.sums if self.is_ready(u)]
         follower = next((u for u in self.followers if self.is_ready(u)), None)
         if follower is not None:
             yield follower
-        if gather is None or gather.level:
+        if gather is None or gather.level or not self.fits_budget(gather):
             yield from sums
             return
-        slack_s, own_s = self.slack(), self.cost(gather).seconds
-        between_s = self.cost(sums[0]).seconds if sums else 0.0
-        if slack_s < between_s + MARGIN * own_s + span_s and self.fits_budget(gather):
+        own_s, between_s = self.cost(gather).seconds, self.cost(sums[0]).seconds if sums else 0.0
+        if urgent := self.slack() < between_s + MARGIN * own_s + span_s:
             yield gather
-            yield from sums
-        else:
-            yield from sums
-            left_s = self.done_s[-1] - self.done_s[self.index]
-            if self.to_send > left_s and self.fits_budget(gather):
-                yield gather
+        yield from sums
+        if not urgent and self.to_send > self.done_s[-1] - self.done_s[self.index]:
+            yield gather
 
     def is_ready(self, unit: Unit) -> bool:
         """Whether a unit with a start can run now without a stall."""
@@ -247,7 +231,6 @@ class _ListScheduler:
         return least
 
     def fits_budget(self, gather: Unit) -> bool:
-        """Whether a gather fits into the budget now."""
         if self.budget_bytes is None or gather.start is None:
             return True
         ahead = [u for u in self.early if u in self.positions and u.mark > self.position]
@@ -257,37 +240,26 @@ class _ListScheduler:
     # Execution.
 
     def issue(self, unit: Unit) -> None:
-        """Runs the waits, operators and start of a unit."""
         self.position += TICK
         self.positions[unit] = self.position
         for waiting in (self.sums, self.finishes):
             if unit in waiting:
                 waiting.remove(unit)
         for node in unit.nodes:
-            if node.target is wait:
-                self.wait_for(node.args[0])  # type: ignore[arg-type]
-            elif node.target in STARTS:
+            if node.target in STARTS:
                 self.to_send -= self.cost(unit).seconds
-                self.send(node)
-            else:
-                self.clock.compute(node.name, self.compute_s(node))
-
-    def send(self, start: fx.Node) -> None:
-        cost = self.costs.get(start.name, NOTHING)
-        self.clock.compute(start.name, cost.before_s)
-        self.flights[start] = [
-            self.clock.issue(start.name, sent, seconds) for sent, seconds in cost.sends
-        ]
+            self.run_node(node, self.compute_s(node))
 
     def wait_for(self, start: fx.Node) -> None:
-        """Waits for a collective."""
         for flight in self.flights[start]:
             self.clock.wait(start.name, flight)
         self.clock.compute(start.name, self.costs.get(start.name, NOTHING).after_s)
 
-    def wait_for_gather(self, unit: Unit) -> None:
-        """Awaits the gathers that compute needs next."""
-        for before in self.chain(unit):
+    def wait_for_gather(self, unit: Unit | None) -> None:
+        """Awaits the gathers that compute needs next, if any."""
+        if unit is None:
+            return
+        for before in self.predecessors(unit):
             if before not in self.positions:
                 self.issue(before)
         flights = [f for u in unit.behind if u.start is not None for f in self.flights[u.start]]
@@ -297,10 +269,10 @@ class _ListScheduler:
             if before.start is not None:
                 self.wait_for(before.start)
 
-    def chain(self, unit: Unit) -> Iterator[Unit]:
+    def predecessors(self, unit: Unit) -> Iterator[Unit]:
         """Predecessors of a unit, in the order of issue."""
         for before in unit.behind:
-            yield from self.chain(before)
+            yield from self.predecessors(before)
             yield before
 
     def finish_reduced(self) -> None:
@@ -336,18 +308,8 @@ class _ListScheduler:
     def backlog(self) -> dict[str, float]:
         """Remaining seconds of the messages in flight on each axis."""
         found: dict[str, float] = {}
-        for flight in under_way(self.flights.values()):
-            axis = flight.transfer.axis
-            found[axis] = found.get(axis, 0.0) + flight.left_s
+        for flight in chain.from_iterable(self.flights.values()):
+            if flight.left_s > 0.0:
+                axis = flight.transfer.axis
+                found[axis] = found.get(axis, 0.0) + flight.left_s
         return found
-
-
-def _waits_for_shards(unit: Unit) -> bool:
-    """Whether a unit awaits only reduce-scatters."""
-    starts = (before.start for before in unit.behind)
-    return all(s is not None and s.target is start_reduce_scatter for s in starts)
-
-
-def under_way(flights: Iterable[list[Flight]]) -> Iterator[Flight]:
-    """Messages in flight."""
-    return (flight for group in flights for flight in group if flight.left_s > 0.0)

@@ -21,51 +21,23 @@ from autopar.plan.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class P2PCost:
-    """Cost of messages between neighbouring pipeline ranks.
-
-    Attributes:
-        cluster: times of messages.
-        mesh: mesh of the plan, pp outermost.
-    """
+    """Cost of messages between neighbouring ranks of a pipeline, the outermost axis of `mesh`."""
 
     cluster: Cluster
     mesh: tuple[tuple[str, int], ...]
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds of one message."""
-        return self.cost(nbytes).seconds if nbytes else 0.0
+        return self.cost(nbytes)[1].seconds if nbytes else 0.0
 
-    def cost(self, nbytes: int) -> Cost:
-        """Cost of one message, or of a broadcast if sends were not timed."""
+    def cost(self, nbytes: int) -> tuple[str, Cost]:
+        """Kind and cost of one message: a send, or a broadcast if sends were not timed."""
         try:
-            return self.cluster.seconds("send", nbytes, self._pair)
+            return "send", self.cluster.seconds("send", nbytes, self._pair)
         except ClusterError:
-            return self.cluster.seconds("broadcast", nbytes, self._pair)
+            return "broadcast", self.cluster.seconds("broadcast", nbytes, self._pair)
 
     def message(self, nbytes: int) -> Transfer:
-        """Transfer that represents a message in reports: a send, or a broadcast as in `cost`."""
-        try:
-            self.cluster.seconds("send", nbytes, self._pair)
-            kind = "send"
-        except ClusterError:
-            kind = "broadcast"
-        return Transfer(kind, "pp", nbytes, self._pair, "float32")
-
-    @property
-    def issue_s(self) -> float:
-        """Seconds that the compute thread takes to issue a message."""
-        return self.cluster.slowdown.issue_s
-
-    @property
-    def late_s(self) -> float:
-        """Extra seconds of a message while ranks compute."""
-        return self.cluster.slowdown.late_s
-
-    @cached_property
-    def everyone(self) -> GroupShape:
-        """Process group of all ranks."""
-        ranks = prod(size for _, size in self.mesh)
-        return GroupShape.of_axis({"all": ranks}, "all", self.cluster.ranks_per_node)
+        return Transfer(self.cost(nbytes)[0], "pp", nbytes, self._pair, "float32")
 
     @cached_property
     def _pair(self) -> GroupShape:
@@ -84,13 +56,13 @@ def add_step_boundaries(
     """
     if pipeline.ranks == 1:
         return run
-    each = link.cluster.seconds("all_reduce", 8, link.everyone, "float64").seconds
+    ranks, cluster = prod(size for _, size in link.mesh), link.cluster
+    everyone = GroupShape.of_axis({"all": ranks}, "all", cluster.ranks_per_node)
+    each = cluster.seconds("all_reduce", 8, everyone, "float64").seconds
     lent_s, back_s = _tied_parameter_s(stages, pipeline, link)
-    kinds = [
-        isinstance(role, MicrobatchPartial) for graph in stages.stages for role in graph.outputs
-    ]
+    roles = (role for graph in stages.stages for role in graph.outputs)
     before_s = lent_s + each * (stages.prologue is not None)
-    after_s = back_s + each * any(kinds)
+    after_s = back_s + each * any(isinstance(role, MicrobatchPartial) for role in roles)
     end_s = before_s + run.step_s + after_s
     names = [f"rank {rank}" for rank in range(pipeline.ranks)]
     opening = [Event("opening", name, 0.0, before_s, "wait") for name in names if before_s]

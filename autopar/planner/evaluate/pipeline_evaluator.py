@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,47 +34,40 @@ from autopar.plan.pipeline import Pipeline
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.p2p import P2PCost, add_step_boundaries
-from autopar.planner.evaluate.pipeline_prediction import SimulatedPipeline
+from autopar.planner.evaluate.pipeline_prediction import (
+    SimulatedPipeline,
+    StageSimulation,
+    boundary_bytes,
+    stage_cost,
+)
 from autopar.planner.evaluate.setup import EvaluationSetup, ProgramCache
-from autopar.planner.evaluate.stage_cost import StageSimulation, StageTimes, boundary_bytes
-from autopar.planner.evaluate.stage_dedup import StageDedup, parameter_names
+from autopar.planner.evaluate.stage_dedup import equal_stages, parameter_names
 from autopar.planner.evaluate.stage_memory import split_backward_bytes
 from autopar.report.plan import Plan
 
 
 @dataclass(frozen=True)
 class LoweredPipeline:
-    """A plan and the lowered programs of its stages.
+    """A plan with buckets, and the lowered programs of its stages.
 
     Attributes:
-        plan: plan with buckets.
         programs: programs of each stage; equal stages share them.
-        dedup: equal stages.
+        first: index of the first equal stage, for each stage.
     """
 
     plan: Plan
     programs: tuple[MicrobatchPrograms, ...]
-    dedup: StageDedup
+    first: tuple[int, ...]
 
 
 class PipelineEvaluator(Evaluator):
-    """Evaluator of plans with one pipeline.
-
-    Args:
-        setup: setup of the model without stages.
-        pipeline: stages and their schedule.
-    """
+    """Evaluator of plans with one pipeline; `setup` is of the model without stages."""
 
     def __init__(self, setup: EvaluationSetup, pipeline: Pipeline) -> None:
-        overhead = setup.overhead
-        batches = overhead.batches * pipeline.micro_batches
-        super().__init__(
-            replace(
-                setup,
-                base=replace(setup.base, pipeline=pipeline),
-                overhead=replace(overhead, batches=batches),
-            )
-        )
+        batches = setup.overhead.batches * pipeline.micro_batches
+        overhead = replace(setup.overhead, batches=batches)
+        base = replace(setup.base, pipeline=pipeline)
+        super().__init__(replace(setup, base=base, overhead=overhead))
         self.pipeline = pipeline
         self._lowered = ProgramCache[LoweredPipeline](1)
         self._candidates: dict[CandidateConfig, Candidate] = {}
@@ -85,32 +78,26 @@ class PipelineEvaluator(Evaluator):
     def evaluate(self, config: CandidateConfig) -> Candidate:
         if config not in self._candidates:
             simulated = self._simulate(self._lower(config))
-            self._candidates[config] = self.setup.candidate(
-                config, simulated.plan, simulated.prediction()
-            )
+            found = self.setup.candidate(config, simulated.plan, simulated.prediction())
+            self._candidates[config] = found
         return self._candidates[config]
 
     def seconds(self, config: CandidateConfig, clusters: Sequence[Cluster]) -> list[float]:
         lowered = self._lower(config)
-        distinct = {first: lowered.programs[first] for first in lowered.dedup.first}
-        halves = {
-            first: programs.of_each(lambda g: half_seconds(g, clusters, self.setup.operators))
-            for first, programs in distinct.items()
-        }
-        updates = self._updates(lowered)
-        adding = {first: self._adding_s(programs.more) for first, programs in distinct.items()}
-        weights = {first: self._weights(programs.last)[0] for first, programs in distinct.items()}
-
-        def on(index: int, cluster: Cluster) -> float:
-            costs = {}
-            for first, (opening, more, last) in halves.items():
-                times = StageTimes(opening[index][0], *more[index], last[index][1])
-                costs[first] = times.cost(distinct[first].last, adding[first], weights[first])
+        costs: dict[int, list[StageCost]] = {}
+        for first in set(lowered.first):
+            programs = lowered.programs[first]
+            halves = programs.of_each(lambda g: half_seconds(g, clusters, self.setup.operators))
+            more = self._adding_s(programs.more), self._weights(programs.last)[0]
+            times = zip(*halves, strict=True)
+            costs[first] = [stage_cost(programs.last, each, *more) for each in times]
+        updates, found = self._updates(lowered), []
+        for index, cluster in enumerate(clusters):
             link = P2PCost(cluster, lowered.plan.mesh)
-            run = self._run([costs[first] for first in lowered.dedup.first], link)
-            return max(end + cost.seconds for end, cost in zip(run.ends_s, updates, strict=True))
-
-        return [on(*item) for item in enumerate(clusters)]
+            run = self._run([costs[first][index] for first in lowered.first], link)
+            pairs = zip(run.ends_s, updates, strict=True)
+            found.append(max(end + cost.seconds for end, cost in pairs))
+        return found
 
     @cached_property
     def split(self) -> PipelineStages:
@@ -128,10 +115,8 @@ class PipelineEvaluator(Evaluator):
         return tuple(map(tuple.__add__, *split_orders(p.ranks, p.micro_batches, p.stages_per_rank)))
 
     def _simulate(self, lowered: LoweredPipeline) -> SimulatedPipeline:
-        distinct = {
-            first: self._simulate_stage(lowered.programs[first]) for first in lowered.dedup.first
-        }
-        stages = tuple(distinct[first] for first in lowered.dedup.first)
+        distinct = {i: self._simulate_stage(lowered.programs[i]) for i in set(lowered.first)}
+        stages = tuple(distinct[first] for first in lowered.first)
         link = P2PCost(self.setup.cluster, lowered.plan.mesh)
         return SimulatedPipeline(
             plan=lowered.plan,
@@ -148,11 +133,10 @@ class PipelineEvaluator(Evaluator):
         return StageSimulation(programs, *programs.of_each(self.setup.simulate), *costs)
 
     def _run(self, costs: Sequence[StageCost], link: P2PCost) -> PipelineSimulation:
-        """Simulates a step of all ranks without the optimizer."""
         operators = self.setup.operators
         shared = operators.setting.sharing >= self.setup.base.world_size
         slowdown = operators.oversubscription if shared else 1.0  # else already in the times
-        times = link.issue_s, link.late_s
+        times = link.cluster.slowdown.issue_s, link.cluster.slowdown.late_s
         run = simulate_pipeline(self.orders, costs, link.seconds, *times, slowdown)
         return add_step_boundaries(run, self.split, self.pipeline, link)
 
@@ -162,8 +146,8 @@ class PipelineEvaluator(Evaluator):
     def _lower_stages(self, config: CandidateConfig) -> LoweredPipeline:
         """Lowers equal stages once, or each stage if collectives are scheduled by name."""
         plan, stages = self.setup.draft(config), self.split.stages
-        dedup = StageDedup.none(len(stages)) if config.scheduled else StageDedup.of(stages, plan)
-        buckets = self._propose_buckets(config, plan, dedup)
+        firsts = tuple(range(len(stages))) if config.scheduled else equal_stages(stages, plan)
+        buckets = self._propose_buckets(config, plan, firsts)
         plan = replace(
             plan,
             name=f"{plan.name}, {self.pipeline}",
@@ -175,27 +159,27 @@ class PipelineEvaluator(Evaluator):
             plan = replace(plan, overlaps=tuple(each for found in overlaps for each in found))
         micro_batches = self.pipeline.micro_batches
         distinct = {
-            first: lower_stage(
-                stages[first], self._passes(stages[first], plan), plan, micro_batches
-            )
-            for first in dict.fromkeys(dedup.first)
+            i: lower_stage(stages[i], self._passes(stages[i], plan), plan, micro_batches)
+            for i in dict.fromkeys(firsts)
         }
-        programs = tuple(distinct[first] for first in dedup.first)
+        programs = tuple(distinct[first] for first in firsts)
         notes = (*plan.notes, *(note for each in distinct.values() for note in each.last.notes))
         sent = tuple(sorted(self._sent_bytes(programs).items()))
         plan = replace(plan, notes=tuple(dict.fromkeys(notes)), sent_bytes=sent)
-        return LoweredPipeline(plan, programs, dedup)
+        return LoweredPipeline(plan, programs, firsts)
 
     def _passes(self, graph: TrainingGraph, plan: Plan) -> tuple[PassPipeline, PassPipeline]:
         """Passes of a stage for the last micro-batch, and for earlier ones."""
         micro_batches, backend = self.pipeline.micro_batches, self.setup.comm_backend
         return build_microbatch_pipelines(graph, plan, 0, backend, micro_batches=micro_batches)
 
-    def _propose_buckets(self, config: CandidateConfig, plan: Plan, dedup: StageDedup) -> Buckets:
+    def _propose_buckets(
+        self, config: CandidateConfig, plan: Plan, firsts: Sequence[int]
+    ) -> Buckets:
         """Buckets of all stages; equal stages have equal buckets up to names."""
         stages = self.split.stages
         total, proposed = Buckets(), dict[int, Buckets]()
-        for graph, first in zip(stages, dedup.first, strict=True):
+        for graph, first in zip(stages, firsts, strict=True):
             if first not in proposed:
                 prefix, rest = self._passes(graph, plan)[0].split(BucketCollectives)
                 if not rest:
@@ -215,9 +199,8 @@ class PipelineEvaluator(Evaluator):
                 for graph, times in programs[stage].counted(micro_batches):
                     for axis, nbytes in sent_bytes(graph, self.setup.comm_backend).items():
                         total[axis] += nbytes * times
-                total["pp"] += micro_batches * sum(
-                    boundary_bytes(programs[stage].last, phase) for phase in ("forward", "backward")
-                )
+                for phase in ("forward", "backward"):
+                    total["pp"] += micro_batches * boundary_bytes(programs[stage].last, phase)
             ranks.append({axis: nbytes for axis, nbytes in total.items() if nbytes})
         return max(ranks, key=lambda sent: sum(sent.values()))
 
@@ -240,17 +223,16 @@ class PipelineEvaluator(Evaluator):
         total_s = dgrad_s + wgrad_s
         return wgrad_s / total_s if total_s else 0.0, split_backward_bytes(halves[1], last)
 
-    def _operator_s(self, nodes: Sequence[fx.Node] | Iterator[fx.Node]) -> float:
+    def _operator_s(self, nodes: Iterable[fx.Node]) -> float:
         return sum(self.setup.operators.seconds(node).seconds for node in nodes)
 
     def _updates(self, lowered: LoweredPipeline) -> tuple[Cost, ...]:
-        """The optimizer's step of each rank."""
         stages = self.split.stages
         found = []
         for rank in range(self.pipeline.ranks):
             held, sizes = self.pipeline.held(rank), dict[str, int]()
             for stage in self.pipeline.stages_of(rank):
-                names = parameter_names(stages[lowered.dedup.first[stage]], stages[stage])
+                names = parameter_names(stages[lowered.first[stage]], stages[stage])
                 trained = lowered.programs[stage].last.trained_bytes
                 sizes |= {names[name]: nbytes for name, nbytes in trained.items()}
             own = (nbytes for name, nbytes in sizes.items() if name in held)

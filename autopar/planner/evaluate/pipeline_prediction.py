@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.simulator.exposure import by_cause, worst
-from autopar.cost_model.simulator.pipeline import PipelineSimulation
+from autopar.cost_model.simulator.pipeline import PipelineSimulation, StageCost
 from autopar.cost_model.simulator.schedules import Orders, in_flight
+from autopar.cost_model.simulator.step import Simulation
 from autopar.cost_model.simulator.streams import COMPUTE, Event
-from autopar.ir.graph import TrainingGraph
+from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.ir.roles import StageOutput
+from autopar.passes.stage_lowering import MicrobatchPrograms
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.prediction import (
     MOST_EXPOSED,
@@ -23,11 +28,82 @@ from autopar.plan.prediction import (
     TimelineEvent,
 )
 from autopar.planner.evaluate.p2p import P2PCost
-from autopar.planner.evaluate.pipeline_report_data import report_data_of_pipeline
+from autopar.planner.evaluate.report_data import sample_memory, traffic, transfers
 from autopar.planner.evaluate.setup import timeline_events
-from autopar.planner.evaluate.stage_cost import StageSimulation
-from autopar.planner.evaluate.stage_memory import RankMemory, memory_of_rank
+from autopar.planner.evaluate.stage_memory import RankMemory, StageMemory, memory_of_rank
 from autopar.report.plan import Plan
+
+Halves = tuple[float, float]
+"""Seconds of a forward and of a backward."""
+
+
+def stage_cost(
+    graph: TrainingGraph, halves: tuple[Halves, Halves, Halves], adding_s: float, weights: float
+) -> StageCost:
+    """Cost of a stage from the times of its first, a middle and its last micro-batch.
+
+    A backward adds its gradients to earlier ones in `adding_s` seconds; `weights` is its fraction
+    for parameter gradients only.
+    """
+    (opening_s, _), (forward_s, backward_s), (_, closing_s) = halves
+    return StageCost(
+        forward_s=forward_s,
+        backward_s=backward_s + adding_s,
+        input_s=backward_s * (1.0 - weights),
+        weight_s=backward_s * weights + adding_s,
+        first_s=max(0.0, opening_s - forward_s),
+        last_s=max(0.0, closing_s - backward_s),
+        sent_bytes=boundary_bytes(graph, "forward"),
+        returned_bytes=boundary_bytes(graph, "backward"),
+    )
+
+
+@dataclass(frozen=True)
+class StageSimulation:
+    """Programs of a stage, and simulations of its first, a middle and its last micro-batch.
+
+    Attributes:
+        adding_s: mean seconds that a backward takes to add gradients to earlier ones.
+        weights: fraction of the backward for parameter gradients only.
+        split_backward_bytes: bytes kept for that fraction after the rest of the backward.
+    """
+
+    programs: MicrobatchPrograms
+    first: Simulation
+    more: Simulation
+    last: Simulation
+    adding_s: float
+    weights: float
+    split_backward_bytes: int
+
+    @cached_property
+    def memory(self) -> tuple[StageMemory, StageMemory]:
+        """Memory of a micro-batch before the last one, and of the last one."""
+        ending = StageMemory.of(self.last, self.programs.last, self.split_backward_bytes)
+        same = self.more is self.last
+        return ending if same else StageMemory.of(
+            self.more, self.programs.more, self.split_backward_bytes
+        ), ending
+
+    @property
+    def cost(self) -> StageCost:
+        first, more, last = (
+            (s.forward_s, s.backward_s) for s in (self.first, self.more, self.last)
+        )
+        return stage_cost(self.programs.last, (first, more, last), self.adding_s, self.weights)
+
+    def runs(self, micro_batches: int) -> Iterator[tuple[Simulation, int]]:
+        yield self.more, micro_batches - 1
+        yield self.first, 1
+
+
+def boundary_bytes(graph: TrainingGraph, phase: str) -> int:
+    """Bytes that a stage sends in a phase of one micro-batch."""
+    return sum(
+        tensor_bytes(tensors(node)[0])
+        for role, node in zip(graph.outputs, graph.results, strict=True)
+        if isinstance(role, StageOutput) and role.phase == phase and node is not None
+    )
 
 
 @dataclass(frozen=True)
@@ -35,13 +111,10 @@ class SimulatedPipeline:
     """A simulated step of all ranks of a pipeline.
 
     Attributes:
-        plan: simulated plan.
-        pipeline: pipeline of the plan.
         stages: simulation of each stage alone.
         orders: actions of each rank.
         run: simulation of all stages, without the optimizer's step.
         updates: cost of the optimizer's step on each rank.
-        link: cost of messages between neighbouring ranks.
     """
 
     plan: Plan
@@ -54,7 +127,6 @@ class SimulatedPipeline:
 
     @cached_property
     def memories(self) -> list[RankMemory]:
-        """Memory of each rank."""
         return [
             memory_of_rank(
                 self.orders[rank],
@@ -113,11 +185,10 @@ class SimulatedPipeline:
         counts = Counter(cost.kind for cost in self.updates)
         for stage in self.stages:
             counts.update(stage.last.provenance)
-            counts.update(self.link.cost(n).kind for n in (stage.cost.sent_bytes,) if n)
+            counts.update(self.link.cost(n)[1].kind for n in (stage.cost.sent_bytes,) if n)
         return dict(counts)
 
     def _events(self) -> tuple[TimelineEvent, ...]:
-        """Actions of all ranks, including the optimizer's step."""
         steps = [
             Event("optimizer", f"rank {rank}", end, end + cost.seconds, COMPUTE)
             for rank, (end, cost) in enumerate(zip(self.run.ends_s, self.updates, strict=True))
@@ -128,19 +199,20 @@ class SimulatedPipeline:
         """Memory of the rank with the highest peak, messages of the rank with the most compute."""
         peaks, busy_s = [memory.peak for memory in self.memories], self.run.busy_s
         full, slow = peaks.index(max(peaks)), busy_s.index(max(busy_s))
-        actions = [
-            event
-            for event in self.run.timeline
-            if event.stream == f"rank {full}" and event.kind == COMPUTE
-        ]
-        messages: Counter[Transfer] = Counter()
-        lowered: list[tuple[TrainingGraph, int]] = []
+        own = (event for event in self.run.timeline if event.stream == f"rank {full}")
+        actions = [event for event in own if event.kind == COMPUTE]
+        sent, cluster = Counter[Transfer](), self.link.cluster
         for stage in (self.stages[s] for s in self.pipeline.stages_of(slow)):
-            lowered += stage.programs.counted(self.pipeline.micro_batches)
             for nbytes in filter(None, (stage.cost.sent_bytes, stage.cost.returned_bytes)):
-                messages[self.link.message(nbytes)] += self.pipeline.micro_batches
-        cluster = self.link.cluster
-        return report_data_of_pipeline(cluster, self.memories[full], actions, lowered, messages)
+                sent[self.link.message(nbytes)] += self.pipeline.micro_batches
+            for graph, times in stage.programs.counted(self.pipeline.micro_batches):
+                for item in transfers(graph, cluster):
+                    sent[item] += times
+        memory = self.memories[full]
+        spans = ((actions[index], part) for index, part in memory.points[:-1])
+        times_s = [*(e.start_s + part * e.seconds for e, part in spans), actions[-1].end_s]
+        memory_s, rows = sample_memory(np.array(times_s), memory.table)
+        return ReportData(cluster.ranks_per_node, (), memory_s, rows, traffic(sent, cluster))
 
 
 def _summed(tables: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:

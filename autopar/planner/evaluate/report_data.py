@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import Transfer, collective_of
+from autopar.cost_model.cost import Cost
 from autopar.cost_model.curves.measured_curve import CurveKey
-from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.cost_model.simulator.step import Simulation
 from autopar.ir.graph import TrainingGraph
@@ -24,23 +24,11 @@ Bytes = NDArray[np.int64]
 
 
 def report_data_of(graph: TrainingGraph, cluster: Cluster, result: Simulation) -> ReportData:
-    """Report data of a step without pipeline stages.
-
-    Args:
-        graph: lowered graph.
-        cluster: cluster of the simulation.
-        result: simulated step.
-    """
+    """Report data of the simulated step of a lowered graph, without pipeline stages."""
     times = [at for at, _ in result.memory_curve]
     memory_s, memory = sample_memory(np.array(times), result.memory.table)
-    sent = Counter(transfers(graph, cluster))
-    return ReportData(
-        ranks_per_node=cluster.ranks_per_node,
-        spans=_spans(graph, result),
-        memory_s=memory_s,
-        memory=memory,
-        traffic=traffic(sent, cluster),
-    )
+    sent, spans = Counter(transfers(graph, cluster)), _spans(graph, result)
+    return ReportData(cluster.ranks_per_node, spans, memory_s, memory, traffic(sent, cluster))
 
 
 def transfers(graph: TrainingGraph, cluster: Cluster) -> Iterable[Transfer]:
@@ -51,12 +39,7 @@ def transfers(graph: TrainingGraph, cluster: Cluster) -> Iterable[Transfer]:
 
 
 def traffic(sent: Mapping[Transfer, int], cluster: Cluster) -> tuple[Traffic, ...]:
-    """Messages by axis and collective, with the cost curve of each kind.
-
-    Args:
-        sent: count of each message in a step.
-        cluster: cluster of the cost curves.
-    """
+    """Messages of a step by axis and collective, with the cost curve of each kind."""
 
     def kind(item: Transfer) -> tuple[str, str, str, str]:
         return item.axis, item.collective, str(item.shape), item.dtype
@@ -71,8 +54,11 @@ def _traffic(items: Sequence[Transfer], sent: Mapping[Transfer, int], cluster: C
     entry = cluster.curves.get(key)
     points = list(zip(entry.curve.bytes, entry.curve.seconds, strict=True)) if entry else []
     ends = [*sizes, *(size for size, _ in points)]
-    costs = [(n, cluster.seconds(*price_arguments(one, n))) for n in _steps(min(ends), max(ends))]
-    largest = cluster.seconds(*price_arguments(one, sizes[-1]))
+
+    def cost(nbytes: int) -> Cost:
+        return cluster.seconds(one.collective, nbytes, one.shape, one.dtype)
+
+    costs = [(n, cost(n)) for n in _steps(min(ends), max(ends))]
     counts = Counter[int]()
     for item in items:
         counts[item.nbytes * item.pieces] += sent[item]
@@ -81,19 +67,11 @@ def _traffic(items: Sequence[Transfer], sent: Mapping[Transfer, int], cluster: C
         one.axis,
         str(one.shape),
         one.dtype,
-        largest.provenance,
+        cost(sizes[-1]).provenance,
         measured=tuple((n, _figures(s)) for n, s in points),
-        modelled=tuple((n, _figures(cost.seconds), _figures(cost.error, 3)) for n, cost in costs),
-        sent=tuple(
-            (n, counts[n], _figures(cluster.seconds(*price_arguments(one, n)).seconds))
-            for n in sizes
-        ),
+        modelled=tuple((n, _figures(c.seconds), _figures(c.error, 3)) for n, c in costs),
+        sent=tuple((n, counts[n], _figures(cost(n).seconds)) for n in sizes),
     )
-
-
-def price_arguments(item: Transfer, nbytes: int) -> tuple[str, int, GroupShape, str]:
-    """Arguments of `Cluster.seconds` for a message of another size."""
-    return item.collective, nbytes, item.shape, item.dtype
 
 
 def _steps(least: int, most: int) -> list[int]:

@@ -35,18 +35,13 @@ T = TypeVar("T")
 
 
 class ProgramCache(Generic[T]):
-    """Bounded cache of lowered programs, which are large; drops the oldest entry.
-
-    Args:
-        size: number of entries.
-    """
+    """Bounded cache of lowered programs, which are large; drops the oldest entry."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._programs: dict[Hashable, T] = {}
 
     def get(self, key: Hashable, lower: Callable[[], T]) -> T:
-        """The entry of a key, created by `lower` if missing."""
         if key not in self._programs:
             while len(self._programs) >= self._size:
                 del self._programs[next(iter(self._programs))]
@@ -60,13 +55,8 @@ class EvaluationSetup:
 
     Attributes:
         graph: captured graph, with the size of the data axis.
-        parameters: parameters of the model, by name.
         base: plan without the choices of a configuration.
-        cluster: times of collectives.
-        operators: times of operators.
-        update: time of the optimizer's step.
         overhead: bytes allocated in addition to the graph's tensors.
-        comm_backend: torch.distributed backend that collectives are lowered for.
         op_strategies: strategies of the graph along each model-parallel axis.
         note: callback for every simulated plan.
         deadline: callback; returns whether there is time for another candidate.
@@ -83,6 +73,10 @@ class EvaluationSetup:
     op_strategies: tuple[NodeStrategies, ...] = ()
     note: Callable[[Plan], None] = field(default=lambda plan: None, compare=False, repr=False)
     deadline: Callable[[], bool] = field(default=lambda: True, compare=False, repr=False)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return tuple(block for block, _ in self.base.zero_stages)
 
     def draft(self, config: CandidateConfig) -> Plan:
         """The plan of a configuration, without buckets."""
@@ -117,11 +111,9 @@ class EvaluationSetup:
         )
 
     def simulate(self, graph: TrainingGraph) -> Simulation:
-        """Simulates a step of a lowered graph without the optimizer."""
         return simulate(graph, self.cluster, self.operators, overhead=self.overhead)
 
     def update_cost(self, plan: Plan, trained_bytes: Iterable[int]) -> Cost:
-        """Time of the optimizer's step over a rank's shards of the trained parameters."""
         return self.update.seconds(list(trained_bytes), dtensors=plan.shards_parameters)
 
     def overlaps(

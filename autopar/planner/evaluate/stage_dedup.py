@@ -1,9 +1,9 @@
-"""`StageDedup`: finds stages that are equal up to names, to lower and simulate them once."""
+"""`equal_stages`: finds stages that are equal up to names, to lower and simulate them once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from torch import fx
@@ -14,31 +14,15 @@ from autopar.ir.roles import Gradient, Parameter
 from autopar.report.plan import Plan
 
 
-@dataclass(frozen=True)
-class StageDedup:
-    """Equal stages of a pipeline.
+def equal_stages(graphs: Sequence[TrainingGraph], plan: Plan) -> tuple[int, ...]:
+    """Index of the first equal stage, for each stage.
 
-    Attributes:
-        first: index of the first equal stage, for each stage.
+    Equal stages have the same operators on tensors of the same types, with the same ZeRO
+    stages, checkpointing and layouts of their blocks and parameters.
     """
-
-    first: tuple[int, ...]
-
-    @staticmethod
-    def of(graphs: Sequence[TrainingGraph], plan: Plan) -> StageDedup:
-        """Equal stages of a plan.
-
-        Equal stages have the same operators on tensors of the same types, with the same ZeRO
-        stages, checkpointing and layouts of their blocks and parameters.
-        """
-        known: dict[tuple[Any, ...], int] = {}
-        texts = (tuple(_text(graph, plan)) for graph in graphs)
-        return StageDedup(tuple(known.setdefault(text, stage) for stage, text in enumerate(texts)))
-
-    @staticmethod
-    def none(count: int) -> StageDedup:
-        """`count` stages, all different."""
-        return StageDedup(tuple(range(count)))
+    known: dict[tuple[Any, ...], int] = {}
+    texts = (tuple(_text(graph, plan)) for graph in graphs)
+    return tuple(known.setdefault(text, stage) for stage, text in enumerate(texts))
 
 
 def parameter_names(one: TrainingGraph, other: TrainingGraph) -> dict[str, str]:
@@ -70,21 +54,16 @@ def _text(graph: TrainingGraph, plan: Plan) -> Iterator[Any]:
         yield number("block", block), stages.get(block), levels.get(block)
         yield repr(node.meta.get("batch_dims"))
     for role in (*graph.inputs, *graph.outputs):
-        yield type(role).__name__, *_role(role, graph, plan, number, stages, levels)
-
-
-def _role(
-    role: Any, graph: TrainingGraph, plan: Plan, number: Any, stages: Mapping[str, int], levels: Any
-) -> Iterator[Any]:
-    if isinstance(role, Gradient):
-        yield from _role(role.of, graph, plan, number, stages, levels)
-    elif isinstance(role, Parameter):
-        info = graph.parameters[role.name]
-        yield number("parameter", role.name), info.requires_grad, info.shape, info.dtype
-        yield number("block", info.block), stages.get(info.block), levels.get(info.block)
-        yield str(graph.layouts.get(role.name))
-    else:
+        yield type(role).__name__
+        while isinstance(role, Gradient):
+            role = role.of
+        if isinstance(role, Parameter):
+            info = graph.parameters[role.name]
+            yield number("parameter", role.name), info.requires_grad, info.shape, info.dtype
+            yield number("block", info.block), stages.get(info.block), levels.get(info.block)
+            yield str(graph.layouts.get(role.name))
+            continue
         for field in fields(role):
             value = getattr(role, field.name)
-            name = field.name in ("name", "value", "index") or field.name == "of"
+            name = field.name in ("name", "value", "index", "of")
             yield number(type(role).__name__, value) if name else value

@@ -33,15 +33,10 @@ _POINTS = 12  # samples of one action's memory
 
 @dataclass(frozen=True, eq=False)
 class PhaseMemory:
-    """Memory of a forward or backward, without permanent memory.
+    """Memory of a forward or backward, without permanent memory."""
 
-    Attributes:
-        at: progress of the phase from 0 to 1, [points].
-        table: bytes, [len(CATEGORIES), points].
-    """
-
-    at: NDArray[np.float64]
-    table: Bytes
+    at: NDArray[np.float64]  # progress of the phase from 0 to 1, [points]
+    table: Bytes  # [len(CATEGORIES), points]
 
     @staticmethod
     def of(starts: NDArray[np.float64], table: Bytes) -> PhaseMemory:
@@ -66,8 +61,6 @@ class StageMemory:
 
     Attributes:
         always: permanent bytes, [len(CATEGORIES)].
-        forward: memory of the forward.
-        backward: memory of the backward.
         update: bytes during the optimizer's step, [len(CATEGORIES)].
         saved: bytes saved between forward and backward.
         summed: bytes of unreduced gradients after the micro-batch.
@@ -95,7 +88,6 @@ class StageMemory:
 
     @staticmethod
     def of(result: Simulation, graph: TrainingGraph, between: int = 0) -> StageMemory:
-        """The memory of a simulated micro-batch."""
         memory = result.memory
         always = np.zeros(len(CATEGORIES), dtype=np.int64)
         always[_ALWAYS] = memory.table[_ALWAYS].min(axis=1)
@@ -125,12 +117,7 @@ class StageMemory:
         )
 
     def needs(self, action: Action, summed: int) -> PhaseMemory:
-        """Memory of an action, with the gradients of its stage.
-
-        Args:
-            action: forward, backward or part of a backward.
-            summed: bytes of gradients of earlier micro-batches.
-        """
+        """Memory of an action, with `summed` bytes of gradients of earlier micro-batches."""
         if action.kind == "W":
             rows = np.zeros((len(CATEGORIES), 1), np.int64)
             rows[[_SAVED, _GRADIENTS], 0] = self.split_backward, summed + self.largest
@@ -170,12 +157,10 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """Peak bytes of tensors."""
         return int(self.table.sum(axis=0).max())
 
     @property
     def by_category(self) -> dict[str, int]:
-        """Bytes by category at the peak."""
         most = self.table[:, int(self.table.sum(axis=0).argmax())]
         return {name: int(most[row]) for name, row in _ROW.items()}
 
@@ -185,9 +170,7 @@ def memory_of_rank(
 ) -> RankMemory:
     """Memory of a rank from its first action to the optimizer's step.
 
-    Args:
-        order: actions of the rank.
-        stages: memory of a micro-batch before the last one and of the last one, by stage.
+    Each stage has the memory of a micro-batch before the last one, and of the last one.
     """
     standing = sum(
         (last.always for _, last in stages.values()), np.zeros(len(CATEGORIES), np.int64)
@@ -209,7 +192,10 @@ def memory_of_rank(
         base[_SAVED] += sum(n * stages[s][0].split_backward for s, n in halved.items())
         base[_GRADIENTS] += sum(nbytes for s, nbytes in summed.items() if s != stage)
         ahead = order[index + 1 : index + 2]
-        base[_FLYING] += sending + sum(_received_bytes(following, stages) for following in ahead)
+        base[_FLYING] += sending
+        for later in ahead:
+            forth, back = stages[later.stage][0].received
+            base[_FLYING] += {"F": forth, "W": 0}.get(later.kind, back)
         points += [(index, float(at)) for at in half.at]
         tables.append(base[:, None] + half.table)
         forth, back = more.sent
@@ -224,12 +210,6 @@ def memory_of_rank(
     table = np.concatenate(tables, axis=1)
     over = max(last.reserved for _, last in stages.values())
     return RankMemory(tuple(points), table, round(int(table.sum(axis=0).max()) * over))
-
-
-def _received_bytes(action: Action, stages: Mapping[int, tuple[StageMemory, StageMemory]]) -> int:
-    """Bytes that an action receives."""
-    forth, back = stages[action.stage][0].received
-    return {"F": forth, "W": 0}.get(action.kind, back)
 
 
 def _received(graph: TrainingGraph) -> tuple[int, int]:
@@ -260,12 +240,7 @@ def _sent_bytes(graph: TrainingGraph) -> tuple[int, int]:
 
 
 def split_backward_bytes(weights: TrainingGraph, whole: TrainingGraph) -> int:
-    """Bytes kept for the second part of a backward, excluding parameters.
-
-    Args:
-        weights: graph of the second part.
-        whole: graph of the stage, with its storages.
-    """
+    """Bytes of a stage's graph kept for the second part of a backward, excluding parameters."""
     names = {role.name for role in weights.inputs if isinstance(role, Saved)}
     storages, behind = find_storages(whole.graph)
     pairs = zip(whole.inputs, whole.placeholders, strict=True)

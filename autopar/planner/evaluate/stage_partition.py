@@ -103,7 +103,6 @@ class _Partitioner:
         self.saved = _range_sums([s.saved_bytes for s in segments], places)
 
     def solve_exactly(self) -> Cuts | None:
-        """The best cuts with one stage per rank."""
         bytes_of = [self.memory(stage) for stage in range(len(self.in_flight))]
         over = [self.cap is not None and held > self.cap for held in bytes_of]
         prices = [np.where(self.empty | full, np.inf, self.seconds) for full in over]
@@ -129,23 +128,20 @@ class _Partitioner:
             for first in range(len(self.in_flight) - self.ranks + 1):
                 cuts = self.reoptimize(cuts, first)
         cuts = self.reduce_traffic(cuts)
-        held = self.sum_by_rank([float(self.memory(s)[run]) for s, run in self.stages(cuts)])
-        return cuts if self.cap is None or held.max() <= self.cap else None
+        return cuts if self.cap is None or self.held_by_rank(cuts).max() <= self.cap else None
 
     def reoptimize(self, cuts: Cuts, first: int) -> Cuts:
         """Optimises the cuts inside the window of stages that begins at `first`."""
-        runs, rows = self.stages(cuts), range(first, first + self.ranks)
-        loads = self.sum_by_rank(self.stage_seconds(cuts))
-        held = self.sum_by_rank([float(self.memory(s)[run]) for s, run in runs])
+        runs, rows = self.runs(cuts), range(first, first + self.ranks)
+        loads, held = self.sum_by_rank(self.stage_seconds(cuts)), self.held_by_rank(cuts)
         prices = []
         for stage in rows:
-            run, rank = runs[stage][1], stage % self.ranks
+            run, rank = runs[stage], stage % self.ranks
             memory = self.memory(stage)
             load = loads[rank] - self.seconds[run] + self.seconds
             pressure = self._pressure(load, held[rank] - memory[run] + memory)
             prices.append(np.where(self.empty, np.inf, pressure))
-        window = (runs[first][1][0], runs[rows[-1]][1][1])
-        found = self.cut(prices, np.add, window) or ()
+        found = self.cut(prices, np.add, (runs[first][0], runs[rows[-1]][1])) or ()
         return (*cuts[:first], *found, *cuts[rows[-1] :])
 
     def reduce_traffic(self, cuts: Cuts) -> Cuts:
@@ -158,17 +154,13 @@ class _Partitioner:
                 for place in range(ends[index] + 1, ends[index + 2])
             ]
             near = [tried for tried in moved if self.pressure(tried) <= limit]
-            cuts = min(near, key=self.crossing_bytes)
+            cuts = min(near, key=lambda tried: float(self.crossing[list(tried)].sum()))
         return cuts
-
-    def crossing_bytes(self, cuts: Cuts) -> float:
-        """Bytes across all cuts."""
-        return float(self.crossing[list(cuts)].sum())
 
     def pressure(self, cuts: Cuts) -> float:
         """Objective: soft maximum of the ranks' seconds and of their bytes relative to the cap."""
-        held = self.sum_by_rank([float(self.memory(s)[run]) for s, run in self.stages(cuts)])
-        return float(self._pressure(self.sum_by_rank(self.stage_seconds(cuts)), held).sum())
+        loads = self.sum_by_rank(self.stage_seconds(cuts))
+        return float(self._pressure(loads, self.held_by_rank(cuts)).sum())
 
     def _pressure(self, seconds: Matrix, held: Matrix) -> Matrix:
         mean = float(self.seconds[0, self.last]) / self.ranks
@@ -181,13 +173,7 @@ class _Partitioner:
         combine: Callable[[Matrix, Matrix], Matrix],
         window: tuple[int, int] | None = None,
     ) -> Cuts | None:
-        """Cuts with the minimum combined cost; None if it is infinite.
-
-        Args:
-            prices: cost of every range of segments, for each stage.
-            combine: sum or maximum of the costs of two parts.
-            window: first and last cut point; None for all.
-        """
+        """Cuts with the minimum combined cost, inside a window if given; None if it is infinite."""
         begin, end = window or (0, self.last)
         best = np.full(self.last + 1, np.inf)
         best[begin] = 0.0
@@ -204,23 +190,21 @@ class _Partitioner:
         return tuple(cuts[-2:0:-1])
 
     def memory(self, stage: int) -> Matrix:
-        """Bytes that a stage stores, for every range of segments."""
         return self.held + self.in_flight[stage] * self.saved
 
-    def stages(self, cuts: Cuts) -> list[tuple[int, tuple[int, int]]]:
-        """Each stage and its range of cut points."""
-        return [*enumerate(pairwise((0, *cuts, self.last)))]
+    def runs(self, cuts: Cuts) -> list[tuple[int, int]]:
+        return [*pairwise((0, *cuts, self.last))]
 
     def stage_seconds(self, cuts: Cuts) -> list[float]:
-        """Seconds of each stage."""
-        return [float(self.seconds[run]) for _, run in self.stages(cuts)]
+        return [float(self.seconds[run]) for run in self.runs(cuts)]
+
+    def held_by_rank(self, cuts: Cuts) -> Matrix:
+        return self.sum_by_rank([float(self.memory(s)[r]) for s, r in enumerate(self.runs(cuts))])
 
     def sum_by_rank(self, values: Sequence[float]) -> Matrix:
-        """Values of stages, summed by rank."""
         return np.array(values).reshape(-1, self.ranks).sum(axis=0)
 
 
 def _range_sums(values: Sequence[float], places: Sequence[int]) -> Matrix:
-    """Sums of values between every two cut points."""
     until = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])[list(places)]
     return until[None, :] - until[:, None]

@@ -14,12 +14,7 @@ from autopar.ir.placement import Placement, Replicate, Shard, can_cut
 def resolve_constraints(
     pins: Mapping[str, Placement], parameters: Mapping[str, ParameterInfo], ranks: int
 ) -> dict[str, Placement]:
-    """Required placements by parameter name.
-
-    Args:
-        pins: placements by `fnmatch` pattern of names; the last match wins.
-        parameters: parameters with their shapes before this axis shards them.
-        ranks: size of the axis.
+    """Placements by parameter name, from placements by `fnmatch` pattern; the last match wins.
 
     Raises:
         StrategyError: A pattern matches no parameter, or a placement is impossible.

@@ -37,11 +37,8 @@ class PlacementCosts:
 
     Attributes:
         shape: process groups along the axis.
-        cluster: times of collectives.
-        operators: times of operators.
         update: time of the optimizer's step; None for no optimizer.
         others: process groups of the axes that the graph is already partitioned along.
-        seen: cache of costs.
     """
 
     shape: GroupShape
@@ -53,25 +50,21 @@ class PlacementCosts:
 
     def redistribution(self, value: Value, before: Placement, after: Placement) -> Cost:
         """Cost of a redistribution: collectives, and the copies around them."""
-        tensor = value.tensor
-        key = (tuple(tensor.shape), tensor.dtype, before, after)
+        tensor, line = value.tensor, self.operators.roofline
+        shape, item, ranks = tuple(tensor.shape), tensor.element_size(), self.shape.ranks
+        key = (shape, tensor.dtype, before, after)
         if key not in self.seen:
-            self.seen[key] = self._conversion(tensor, before, after)
+            made = redistribute_steps(before, after)
+            assert made is not None, f"there is no way from {before} to {after}"
+            costs = []
+            for step in made:
+                if step.collective is not None:
+                    size = step.message_bytes(tensor.shape, item, ranks)
+                    costs.append(self.sent(step.collective, size, tensor.dtype))
+                copy_s = line.seconds(0.0, step.copied_elements(shape, ranks) * item, item)
+                costs.append(Cost(copy_s, f"modelled by {line.source}"))
+            self.seen[key] = _sum(costs)
         return self.seen[key]
-
-    def _conversion(self, tensor: torch.Tensor, before: Placement, after: Placement) -> Cost:
-        made = redistribute_steps(before, after)
-        assert made is not None, f"there is no way from {before} to {after}"
-        costs = []
-        for step in made:
-            if step.collective is not None:
-                size = step.message_bytes(tensor.shape, tensor.element_size(), self.shape.ranks)
-                costs.append(self.sent(step.collective, size, tensor.dtype))
-            copied = (
-                step.copied_elements(tuple(tensor.shape), self.shape.ranks) * tensor.element_size()
-            )
-            costs.append(self._streamed(copied, tensor.element_size()))
-        return _sum(costs)
 
     def sum(self, value: Value, before: Placement, after: Placement) -> Cost:
         """Cost of a gradient reduction that is awaited only at the end of the step.
@@ -79,40 +72,32 @@ class PlacementCosts:
         The gradient is part of a bucket that overlaps with compute, so its cost is the slowdown of
         compute (`Slowdown`).
         """
-        tensor = value.tensor
+        tensor, slowdown = value.tensor, self.cluster.slowdown
         key = ("sum", tuple(tensor.shape), tensor.dtype, before, after)
         if key not in self.seen:
             plain = self.redistribution(value, before, after)
-            self.seen[key] = replace(plain, seconds=min(plain.seconds, self._beside(tensor, plain)))
+            bucket = self.sent("all_reduce", BUCKET_BYTES, tensor.dtype).seconds
+            alone = min(plain.seconds, bucket * tensor_bytes(tensor) / BUCKET_BYTES)
+            lost = 1.0 - 1.0 / slowdown.of_compute(BUCKET_BYTES)
+            beside = alone * slowdown.of_communication(BUCKET_BYTES) * lost
+            self.seen[key] = replace(plain, seconds=min(plain.seconds, beside))
         return self.seen[key]
 
-    def _beside(self, tensor: torch.Tensor, plain: Cost) -> float:
-        size, slowdown = tensor_bytes(tensor), self.cluster.slowdown
-        bucket = self.sent("all_reduce", BUCKET_BYTES, tensor.dtype).seconds
-        alone = min(plain.seconds, bucket * size / BUCKET_BYTES)
-        lost = 1.0 - 1.0 / slowdown.of_compute(BUCKET_BYTES)
-        return alone * slowdown.of_communication(BUCKET_BYTES) * lost
-
     def sent(self, collective: str, nbytes: int, dtype: torch.dtype) -> Cost:
-        """Cost of one collective along the axis.
-
-        Args:
-            collective: kind of collective.
-            nbytes: message size in bytes, as defined in `cost_model.collectives`.
-            dtype: dtype of the message.
-        """
+        """Cost of one collective along the axis; bytes as defined in `cost_model.collectives`."""
         name = str(dtype).removeprefix("torch.")
         return self.cluster.seconds(collective, nbytes, self.shape, name)
-
-    def _streamed(self, nbytes: int, item: int) -> Cost:
-        """Cost of an operator that only moves bytes, by the roofline."""
-        line = self.operators.roofline
-        return Cost(line.seconds(0.0, nbytes, item), f"modelled by {line.source}")
 
     def operator(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
         """Cost of an operator on one rank's shards, or of its custom lowering."""
         places = (*op_strategy.operands, *op_strategy.results)
-        key = (node, op_strategy.lowering, tuple(map(self._cut, _all(node), places)))
+        shards = tuple(
+            None if tensor is None else tuple(local_shape(tensor.shape, place, self.shape.ranks))
+            for tensor, place in zip(
+                (*Operator.of(node).operands, *elements(node)), places, strict=False
+            )
+        )
+        key = (node, op_strategy.lowering, shards)
         if key not in self.seen:
             how = self._own if op_strategy.lowering else self._on_shards
             how = self._exchange if node.target in STARTS else how
@@ -120,7 +105,6 @@ class PlacementCosts:
         return self.seen[key]
 
     def _exchange(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
-        """Cost of another axis's collective, whose message this axis may shard."""
         nbytes = message_bytes(node)
         if any(isinstance(placement, Shard) for placement in op_strategy.operands):
             nbytes //= self.shape.ranks
@@ -136,30 +120,15 @@ class PlacementCosts:
         return Cost(whole.seconds * share, whole.provenance, whole.error)
 
     def _own(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
-        """Cost of the operators and collectives of a custom lowering."""
         run = program(Operator.of(node), op_strategy, self.shape.ranks, 0)
         costs = [self.operators.seconds(n) for n in run.nodes if isinstance(n.target, OpOverload)]
-        dtype = tensors(node)[0].dtype
-        costs += [
-            self.sent(kind, nbytes, dtype) for kind, nbytes in self.traffic(node, op_strategy)
-        ]
-        return _sum(costs)
+        messages, dtype = self.traffic(node, op_strategy), tensors(node)[0].dtype
+        return _sum([*costs, *(self.sent(kind, nbytes, dtype) for kind, nbytes in messages)])
 
     def traffic(self, node: fx.Node, op_strategy: OpStrategy) -> tuple[tuple[str, int], ...]:
         """Collectives of a custom lowering, and their message sizes in bytes."""
-        return (
-            CUSTOM_LOWERINGS[op_strategy.lowering].traffic(
-                Operator.of(node), op_strategy, self.shape.ranks
-            )
-            if op_strategy.lowering
-            else ()
-        )
-
-    def _cut(self, tensor: torch.Tensor | None, placement: Placement) -> object:
-        """Local shape of a tensor, as a part of the cache key."""
-        if tensor is None:
-            return None
-        return tuple(local_shape(tensor.shape, placement, self.shape.ranks))
+        lowering = CUSTOM_LOWERINGS[op_strategy.lowering]
+        return lowering.traffic(Operator.of(node), op_strategy, self.shape.ranks)
 
     def step(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
         """Cost of the optimizer's step over a rank's shard of a parameter."""
@@ -176,12 +145,7 @@ class PlacementCosts:
 def shards_of(
     op_strategies: Mapping[fx.Node, Sequence[OpStrategy]], ranks: int
 ) -> dict[str, fx.Node]:
-    """Operators worth timing, unsharded and on the shards of each strategy, by signature.
-
-    Args:
-        op_strategies: strategies of each operator along an axis.
-        ranks: size of the axis.
-    """
+    """Operators worth timing, unsharded and on the shards of each strategy, by signature."""
     nodes: dict[str, fx.Node] = {}
     for node, several in op_strategies.items():
         if node.op != "call_function" or is_view(node) or node.target in STARTS:
@@ -208,10 +172,6 @@ def local_node(node: fx.Node, op_strategy: OpStrategy, ranks: int) -> fx.Node:
         lambda leaf: _shard(leaf, next(results), ranks), node.meta["val"]
     )
     return made
-
-
-def _all(node: fx.Node) -> Sequence[Any]:
-    return (*Operator.of(node).operands, *elements(node))
 
 
 def _shard(tensor: Any, placement: Placement, ranks: int) -> Any:

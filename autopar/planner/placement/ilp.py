@@ -11,7 +11,6 @@ The solver is HiGHS (scipy.optimize.milp).
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +23,12 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.ir.graph import TrainingGraph, Value
 from autopar.ir.placement import OpStrategy, Placement, Replicate
-from autopar.ir.roles import Gradient, Parameter
-from autopar.passes.core.collective_ops import value_of
 from autopar.passes.rules.redistribute import redistribute_steps
-from autopar.planner.placement.redistributions import PlannedRedistribution, redistributions
+from autopar.planner.placement.redistributions import (
+    PlannedRedistribution,
+    readers,
+    redistributions,
+)
 from autopar.planner.placement.strategies import StrategyChoices, strategy_choices
 
 Price = Callable[[Value, Placement, Placement], float]
@@ -35,6 +36,9 @@ Price = Callable[[Value, Placement, Placement], float]
 
 Work = Callable[[fx.Node, OpStrategy], float]
 """Seconds of an operator under a strategy."""
+
+TIME_LIMIT_S = 30.0
+"""Seconds after which the best known solution is used."""
 
 GAP = 1e-3
 INFEASIBLE = 2  # scipy's status
@@ -52,15 +56,12 @@ class Solution:
         op_strategies: strategy of every operator and placeholder.
         seconds: predicted seconds of compute and redistributions.
         gap: relative optimality gap.
-        took_s: seconds to build and solve the program.
-        conversions: redistributions of values.
         nbytes: bytes stored on a rank, counted by `Weight`; 0 without a memory constraint.
     """
 
     op_strategies: Mapping[fx.Node, OpStrategy]
     seconds: float
     gap: float
-    took_s: float
     conversions: tuple[PlannedRedistribution, ...]
     nbytes: float = 0.0
 
@@ -90,38 +91,27 @@ def solve(
     pins: Mapping[str, Placement] | None = None,
     weight: Weight | None = None,
     wrapping: float = 0.0,
-    time_limit_s: float = 30.0,
 ) -> Solution:
-    """Finds the cheapest strategies.
+    """Finds the strategies with the fewest seconds, under a memory constraint if given.
 
-    Args:
-        graph: captured graph, on unsharded tensors.
-        ranks: size of the axis.
-        price: cost of a redistribution, in seconds.
-        work: cost of an operator, in seconds.
-        update: cost of the optimizer's step over a parameter, in seconds.
-        pins: required placements of parameters, by name.
-        weight: memory constraint; None for no limit.
-        wrapping: extra seconds of a step if any parameter is sharded.
-        time_limit_s: seconds after which the best known solution is used.
+    A step takes `wrapping` more seconds if any parameter is sharded.
 
     Raises:
         PlanError: No solution was found in time.
     """
-    start = time.perf_counter()
     program = _Program(graph, strategy_choices(graph, ranks, pins), price, work, update, wrapping)
     if weight is None:
-        result, held = program.run(program.costs, time_limit_s), [0.0]
+        result, held = program.run(program.costs), [0.0]
     else:
         held = program.held(weight)
-        result = program.run(program.costs, time_limit_s, held, weight.cap)
+        result = program.run(program.costs, held, weight.cap)
         if result.status == INFEASIBLE:
-            least = program.run(held, time_limit_s, gap=0.0)
+            least = program.run(held, gap=0.0)
             if least.x is not None:
-                result = program.run(program.costs, time_limit_s, held, least.fun * (1 + 1e-6))
+                result = program.run(program.costs, held, least.fun * (1 + 1e-6))
     if result.x is None:
-        raise PlanError(f"no placements were found in {time_limit_s:g} s: {result.message}")
-    return program.solution(result, held, time.perf_counter() - start)
+        raise PlanError(f"no placements were found in {TIME_LIMIT_S:g} s: {result.message}")
+    return program.solution(result, held)
 
 
 @dataclass
@@ -164,78 +154,56 @@ class _Program:
         self.costs: list[float] = []
         self.integral: list[bool] = []
         self.rows = _Rows()
-        self.op_strategies: dict[fx.Node, list[int]] = {}
+        self.choices: dict[fx.Node, list[tuple[int, OpStrategy]]] = {}
         self.paid: dict[int, PlannedRedistribution] = {}
         for node, op_strategies in found.op_strategies.items():
-            seconds = work if node.op == "call_function" else update
-            costs = [
-                seconds(node, op_strategy) * self.count[node] if seconds else 0.0
-                for op_strategy in op_strategies
+            seconds, count = work if node.op == "call_function" else update, self.count[node]
+            self.choices[node] = [
+                (self.variable(seconds(node, each) * count if seconds else 0.0, True), each)
+                for each in op_strategies
             ]
-            self.op_strategies[node] = [self.variable(cost, True) for cost in costs]
-            self.rows.add(self.op_strategies[node], (), 1.0)
-        self.wrap(wrapping)
+            self.rows.add((variable for variable, _ in self.choices[node]), (), 1.0)
+        wrapped = self.variable(wrapping, False)
+        for node, choices in self.choices.items():
+            lies = [v for v, each in choices if each.results and each.results[0] != WHOLE]
+            if node.op == "placeholder" and lies:
+                self.rows.add((wrapped,), lies, 0.0, math.inf)
         always = self.variable(0.0, False)
         self.rows.add((always,), (), 1.0)
-        for (value, readers), count in self.readers(always).items():
-            self.flow(value, readers, count)
-
-    def wrap(self, seconds: float) -> None:
-        """Adds a fixed cost if any parameter is sharded."""
-        wrapped = self.variable(seconds, False)
-        for node, variables in self.op_strategies.items():
-            op_strategies = zip(variables, self.found.op_strategies[node], strict=True)
-            lies = [
-                v
-                for v, op_strategy in op_strategies
-                if node.op == "placeholder" and op_strategy.results[0] != WHOLE
-            ]
-            if lies:
-                self.rows.add((wrapped,), lies, 0.0, math.inf)
+        for (value, wanted), count in self.wanted(always).items():
+            self.flow(value, wanted, count)
 
     def variable(self, cost: float, integral: bool) -> int:
         self.costs.append(cost)
         self.integral.append(integral)
         return len(self.costs) - 1
 
-    def readers(self, always: int) -> Counter[tuple[Value, tuple[Wanted, ...]]]:
+    def wanted(self, always: int) -> Counter[tuple[Value, tuple[Wanted, ...]]]:
         """Values with their readers, and the number of equal pairs in repeated blocks."""
-        found = self.found
         by_value: dict[Value, dict[Wanted, None]] = {}
-        for node, reads in found.reads.items():
-            for place, value in enumerate(reads):
-                wanted = self.placed(found.same[node], place)
-                by_value.setdefault(value, {})[wanted] = None
-        inputs = dict(zip(self.graph.inputs, self.graph.placeholders, strict=True))
-        whole: Wanted = ((WHOLE, (always,)),)
-        for role, result in zip(self.graph.outputs, self.graph.results, strict=True):
-            if result is None:
-                continue
-            wanted = whole
-            if isinstance(role, Gradient) and isinstance(role.of, Parameter):
-                wanted = self.placed(found.same[inputs[role.of]], None)
-            by_value.setdefault(value_of(result), {})[wanted] = None
-        return Counter((found.alike(v), tuple(readers)) for v, readers in by_value.items())
+        for value, node, place in readers(self.graph):
+            wanted: Wanted = ((WHOLE, (always,)),)
+            if node is not None:
+                wanted = self.placed(self.found.same[node], place)
+            by_value.setdefault(value, {})[wanted] = None
+        alike = self.found.alike
+        return Counter((alike(value), tuple(wanted)) for value, wanted in by_value.items())
 
     def placed(self, node: fx.Node, place: int | None) -> Wanted:
         """Strategy variables of a node by placement of an operand; None for its own result."""
         wanted: dict[Placement, list[int]] = {}
-        for variable, op_strategy in zip(
-            self.op_strategies[node], self.found.op_strategies[node], strict=True
-        ):
+        for variable, op_strategy in self.choices[node]:
             where = op_strategy.results[0] if place is None else op_strategy.operands[place]
             wanted.setdefault(where, []).append(variable)
         return tuple((p, tuple(v)) for p, v in wanted.items())
 
-    def flow(self, value: Value, readers: Sequence[Wanted], count: int) -> None:
+    def flow(self, value: Value, read: Sequence[Wanted], count: int) -> None:
         """Flow constraints from the placement of a value to the placement of each reader."""
         made: dict[Placement, list[int]] = {}
-        for variable, op_strategy in zip(
-            self.op_strategies[value.node], self.found.op_strategies[value.node], strict=True
-        ):
+        for variable, op_strategy in self.choices[value.node]:
             made.setdefault(op_strategy.results[value.index], []).append(variable)
         paid: dict[tuple[Placement, Placement], int] = {}
-        for wanted in readers:
+        for wanted in read:
             leaving: dict[Placement, list[int]] = {before: [] for before in made}
             coming: dict[Placement, list[int]] = {after: [] for after, _ in wanted}
             for before in made:
@@ -245,34 +213,21 @@ class _Program:
                     flow = self.variable(0.0, False)
                     leaving[before].append(flow)
                     coming[after].append(flow)
-                    if before != after:
-                        once = self.converted(
-                            paid, PlannedRedistribution(value, before, after, count)
-                        )
-                        self.rows.add((once,), (flow,), 0.0, math.inf)
+                    if before == after:
+                        continue
+                    if (key := (before, after)) not in paid:  # once for all readers
+                        paid[key] = self.variable(self.price(value, *key) * count, False)
+                        self.paid[paid[key]] = PlannedRedistribution(value, *key, count)
+                    self.rows.add((paid[key],), (flow,), 0.0, math.inf)
             for before, flows in leaving.items():
                 self.rows.add(flows, made[before], 0.0)
             for after, variables in wanted:
                 self.rows.add(coming[after], variables, 0.0)
 
-    def converted(
-        self, paid: dict[tuple[Placement, Placement], int], conversion: PlannedRedistribution
-    ) -> int:
-        """Variable of a redistribution, paid once for all readers."""
-        key = (conversion.before, conversion.after)
-        if key not in paid:
-            cost = self.price(conversion.value, *key) * conversion.count
-            paid[key] = self.variable(cost, False)
-            self.paid[paid[key]] = conversion
-        return paid[key]
-
     def held(self, weight: Weight) -> list[float]:
-        """Bytes of every variable."""
         held = [0.0] * len(self.costs)
-        for node, variables in self.op_strategies.items():
-            for variable, op_strategy in zip(
-                variables, self.found.op_strategies[node], strict=True
-            ):
+        for node, choices in self.choices.items():
+            for variable, op_strategy in choices:
                 held[variable] = weight.op_strategy(node, op_strategy) * self.count[node]
         for variable, made in self.paid.items():
             held[variable] = weight.conversion(made.value, made.before, made.after) * made.count
@@ -281,7 +236,6 @@ class _Program:
     def run(
         self,
         costs: Sequence[float],
-        time_limit_s: float,
         held: Sequence[float] = (),
         cap: float = math.inf,
         gap: float = GAP,
@@ -302,24 +256,21 @@ class _Program:
             constraints=constraints,
             integrality=np.array(self.integral, dtype=int),
             bounds=Bounds(0.0, allowed.astype(float)),
-            options={"time_limit": time_limit_s, "mip_rel_gap": gap},
+            options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": gap},
         )
         if result.fun is not None:
             result.fun *= scale
         return result
 
-    def solution(self, result: OptimizeResult, held: Sequence[float], took_s: float) -> Solution:
-        """The solution of the chosen variables."""
+    def solution(self, result: OptimizeResult, held: Sequence[float]) -> Solution:
         chosen = result.x > 0.5
         nbytes = float(sum(h for h, taken in zip(held, chosen, strict=False) if taken))
         op_strategy = {
-            node: self.found.op_strategies[node][[chosen[v] for v in variables].index(True)]
-            for node, variables in self.op_strategies.items()
+            node: next(each for variable, each in choices if chosen[variable])
+            for node, choices in self.choices.items()
         }
         op_strategies = {
             n: op_strategy[stands] for n, stands in self.found.same.items() if stands in op_strategy
         }
         converted = redistributions(self.graph, self.found.same, op_strategies)
-        return Solution(
-            op_strategies, float(result.fun), result.mip_gap or 0.0, took_s, converted, nbytes
-        )
+        return Solution(op_strategies, float(result.fun), result.mip_gap or 0.0, converted, nbytes)

@@ -36,34 +36,34 @@ def redistributions(
     same: Mapping[fx.Node, fx.Node],
     op_strategies: Mapping[fx.Node, OpStrategy],
 ) -> tuple[PlannedRedistribution, ...]:
-    """Redistributions of each value to each placement required by a reader.
-
-    Args:
-        graph: captured graph, on unsharded tensors.
-        same: representative of each node (`repeated`).
-        op_strategies: strategy of every operator and placeholder.
-    """
+    """Redistributions of each value to each placement required by a reader."""
+    read: dict[tuple[Value, Placement], None] = {}
+    for value, node, place in readers(graph):
+        after: Placement = Replicate()
+        if node is not None:
+            own = op_strategies[node]
+            after = own.results[0] if place is None else own.operands[place]
+        read[value, after] = None
     found: Counter[tuple[Value, Placement, Placement]] = Counter()
-    for value, after in dict.fromkeys(_read(graph, op_strategies)):
+    for value, after in read:
         before = op_strategies[value.node].results[value.index]
         if before != after:
             found[Value(same[value.node], value.index), before, after] += 1
     return tuple(PlannedRedistribution(*key, count) for key, count in found.items())
 
 
-def _read(
-    graph: TrainingGraph, op_strategies: Mapping[fx.Node, OpStrategy]
-) -> Iterator[tuple[Value, Placement]]:
-    """Every read value and its required placement: reads of operators, then results.
+def readers(graph: TrainingGraph) -> Iterator[tuple[Value, fx.Node | None, int | None]]:
+    """Every read value, with its reader and the place of the operand: operators, then results.
 
-    Results are replicated, except gradients, which have the placement of their parameter.
+    Results have no reader and are replicated, except gradients: their reader is their parameter,
+    whose placement they have.
     """
     for node in graph.calls():
         if not is_name(node):
-            yield from zip(map(value_of, operands(node)), op_strategies[node].operands, strict=True)
+            for place, source in enumerate(operands(node)):
+                yield value_of(source), node, place
     inputs = dict(zip(graph.inputs, graph.placeholders, strict=True))
     for role, result in zip(graph.outputs, graph.results, strict=True):
         if result is not None:
             of_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
-            where = op_strategies[inputs[role.of]].results[0] if of_parameter else Replicate()  # type: ignore[union-attr]
-            yield value_of(result), where
+            yield value_of(result), inputs[role.of] if of_parameter else None, None  # type: ignore[union-attr]

@@ -23,10 +23,6 @@ def repeated(
 
     Blocks are equal if their names differ only in numbers, and they have the same operators on the
     same shapes in the same order.
-
-    Args:
-        graph: captured graph.
-        pins: required placements of parameters; blocks with different ones are not equal.
     """
     blocks: dict[str, list[fx.Node]] = {}
     for node, block in block_of_nodes(graph).items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -20,7 +19,7 @@ from autopar.passes.rules.local_args import local_bytes
 from autopar.planner.machine import Machine
 from autopar.planner.placement.constraints import resolve_constraints
 from autopar.planner.placement.costs import PlacementCosts
-from autopar.planner.placement.ilp import Solution, Weight, solve
+from autopar.planner.placement.ilp import Price, Solution, Weight, Work, solve
 
 AXIS = "tp"
 
@@ -38,7 +37,6 @@ def partition(
     wrapped: bool = True,
     keep_sharded: bool = False,
     sequence: bool = True,
-    time_limit_s: float = 30.0,
 ) -> Solution:
     """The cheapest strategies of a graph along an axis.
 
@@ -56,15 +54,14 @@ def partition(
         wrapped: whether parameters are DTensors even if all are replicated.
         keep_sharded: whether pinned parameters are never gathered.
         sequence: whether replicated activations may be sharded, and partial sums reduce-scattered.
-        time_limit_s: seconds after which the best known solution is used.
 
     Raises:
         StrategyError: A required placement is impossible.
         PlanError: No solution was found in time.
     """
     prices = costs_along(ranks, machine, mesh=mesh, axis=axis)
-    held = MeasuredCosts.of(graph, ranks, copies)
-    weight = None if memory is None else Weight(held.op_strategy, held.conversion, memory)
+    trained, of_node, of_moved = _stored_bytes(graph, ranks, copies)
+    weight = None if memory is None else Weight(of_node, of_moved, memory)
     late, found = _only_returned(graph), resolve_constraints(pins or {}, graph.parameters, ranks)
     fixed = _views_of(graph, found) if keep_sharded else frozenset[fx.Node]()
 
@@ -81,17 +78,15 @@ def partition(
         price,
         lambda node, op_strategy: prices.operator(node, op_strategy).seconds,
         update=lambda node, op_strategy: (
-            prices.step(node, op_strategy).seconds if node in held.trained else 0.0
+            prices.step(node, op_strategy).seconds if node in trained else 0.0
         ),
         pins=found,
         weight=weight,
-        wrapping=0.0 if wrapped else prices.wrapping(len(held.trained)),
-        time_limit_s=time_limit_s,
+        wrapping=0.0 if wrapped else prices.wrapping(len(trained)),
     )
 
 
 def _views_of(graph: TrainingGraph, names: Iterable[str]) -> frozenset[fx.Node]:
-    """Placeholders of parameters, and views of them."""
     wanted = set(names)
     found = {
         node
@@ -115,50 +110,31 @@ def costs_along(
     return PlacementCosts(shapes[axis], cluster, machine.operators, machine.update, shapes)
 
 
-@dataclass(frozen=True)
-class MeasuredCosts:
-    """Bytes that stay in memory on a rank during a step.
+def _stored_bytes(
+    graph: TrainingGraph, ranks: int, copies: float
+) -> tuple[set[fx.Node], Work, Price]:
+    """Trained parameters, and bytes that stay in memory on a rank during a step.
 
-    Attributes:
-        ranks: size of the axis.
-        copies: ratio of the bytes of a trained parameter with gradient and optimizer state to those
-            of the parameter alone.
-        trained: placeholders of trained parameters.
-        parameters: placeholders of all parameters.
-        saved: indices of each forward operator's results that the backward reads.
-        read: nodes whose memory the backward reads, including parameters and views.
+    The bytes are those of a parameter with its `copies`, or of saved activations, under a strategy;
+    and those of a redistributed value that the backward reads.
     """
+    inputs = zip(graph.placeholders, graph.inputs, strict=True)
+    names = {node: role.name for node, role in inputs if isinstance(role, Parameter)}
+    trained = {node for node, name in names.items() if graph.parameters[name].requires_grad}
+    saved, read = _saved(graph)
 
-    ranks: int
-    copies: float
-    trained: frozenset[fx.Node]
-    parameters: frozenset[fx.Node]
-    saved: Mapping[fx.Node, frozenset[int]]
-    read: frozenset[fx.Node]
-
-    @classmethod
-    def of(cls, graph: TrainingGraph, ranks: int, copies: float) -> MeasuredCosts:
-        """The costs of a captured graph."""
-        inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
-        names = {node: role.name for node, role in inputs.items() if isinstance(role, Parameter)}
-        trained = {node for node, name in names.items() if graph.parameters[name].requires_grad}
-        return cls(ranks, copies, frozenset(trained), frozenset(names), *_saved(graph))
-
-    def op_strategy(self, node: fx.Node, op_strategy: OpStrategy) -> float:
-        """Bytes of a parameter with gradient and optimizer state, or of saved activations."""
-        if node in self.parameters:
-            once = local_bytes(elements(node)[0], op_strategy.results[0], self.ranks)
-            return once * (self.copies if node in self.trained else 1.0)
-        return sum(
-            local_bytes(elements(node)[place], op_strategy.results[place], self.ranks)
-            for place in self.saved.get(node, ())
+    def of_node(node: fx.Node, op_strategy: OpStrategy) -> float:
+        places = (0,) if node in names else saved.get(node, ())
+        nbytes = sum(
+            local_bytes(elements(node)[place], op_strategy.results[place], ranks)
+            for place in places
         )
+        return nbytes * (copies if node in trained else 1.0)
 
-    def conversion(self, value: Value, before: Placement, after: Placement) -> float:
-        """Bytes of a redistributed value that the backward reads."""
-        if value.node not in self.read:
-            return 0.0
-        return local_bytes(value.tensor, after, self.ranks)
+    def of_redistribution(value: Value, before: Placement, after: Placement) -> float:
+        return local_bytes(value.tensor, after, ranks) if value.node in read else 0.0
+
+    return trained, of_node, of_redistribution
 
 
 def _only_returned(graph: TrainingGraph) -> frozenset[Value]:
@@ -183,18 +159,18 @@ def _saved(
         for source in node.all_input_nodes
         for storage in behind[source]
     }
+
+    def tensor_places(node: fx.Node) -> list[int]:
+        return [place for place, tensor in enumerate(elements(node)) if hasattr(tensor, "shape")]
+
     places: dict[fx.Node, list[int]] = {}
     for storage, made in enumerate(storages):
         maker = made.creator.args[0] if made.creator.target is wait else made.creator
         places.setdefault(maker, []).append(storage)  # type: ignore[arg-type]
     saved = {
-        maker: frozenset(p for p, s in zip(_tensors(maker), own, strict=False) if s in read)
+        maker: frozenset(p for p, s in zip(tensor_places(maker), own, strict=False) if s in read)
         for maker, own in places.items()
         if maker.op == "call_function" and maker.meta["phase"] == "forward"
     }
     early = (n for n in graph.graph.nodes if n.meta.get("phase") != "backward")
     return saved, frozenset(n for n in early if not read.isdisjoint(behind.get(n, ())))
-
-
-def _tensors(node: fx.Node) -> list[int]:
-    return [place for place, tensor in enumerate(elements(node)) if hasattr(tensor, "shape")]

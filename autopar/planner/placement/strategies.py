@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,19 +33,16 @@ class StrategyChoices:
     """Possible strategies of the nodes of a graph along an axis.
 
     Attributes:
-        ranks: size of the axis.
         same: representative of each node; nodes with the same one share a strategy.
         op_strategies: strategies of each representative operator and placeholder.
         reads: values that each operator reads, in the order of its operands.
     """
 
-    ranks: int
     same: Mapping[fx.Node, fx.Node]
     op_strategies: Mapping[fx.Node, Sequence[OpStrategy]]
     reads: Mapping[fx.Node, Sequence[Value]]
 
     def alike(self, value: Value) -> Value:
-        """The value that represents this one."""
         return Value(self.same[value.node], value.index)
 
 
@@ -53,11 +50,6 @@ def strategy_choices(
     graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
 ) -> StrategyChoices:
     """Strategies of a graph: every loop of every operator, with the interleaves that views need.
-
-    Args:
-        graph: captured graph, on unsharded tensors.
-        ranks: size of the axis.
-        pins: required placements of parameters, by name.
 
     Raises:
         StrategyError: A pinned shard is uneven, but this is not the last axis to partition.
@@ -71,7 +63,7 @@ def strategy_choices(
         for node in calls
         if same[node] is node
     }
-    spread = _Spread(loops, reads, same, ranks)
+    pinned: list[tuple[Value, int, int]] = []
     inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
     for node, role in inputs.items():
         if isinstance(role, Parameter) and isinstance(pin := pins.get(role.name), Shard):
@@ -81,33 +73,30 @@ def strategy_choices(
                     "model is partitioned along another axis behind. Choose another dim, or let "
                     "this axis be the last."
                 )
-            spread.meet(Value(node), pin.dim, pin.interleave)
-    spread.run()
-    op_strategies: dict[fx.Node, Sequence[OpStrategy]] = {
-        node: _ways(node, spread.loops(node)) if _known(reads[node]) else [_whole(node, reads)]
-        for node in loops
-    }
-    found = StrategyChoices(ranks, same, op_strategies, reads)
+            pinned.append((Value(node), pin.dim, pin.interleave))
+    whole: Placement = Replicate()
+    op_strategies: dict[fx.Node, Sequence[OpStrategy]] = {}
+    for node, own in _interleaved(loops, reads, same, ranks, pinned).items():
+        if _known(reads[node]):
+            operator = Operator.of(node)
+            ways = [replicated(operator), *map(split_loop, own), *linear_strategies(operator)]
+            op_strategies[node] = list(dict.fromkeys(ways))
+        else:
+            results = (whole,) * len(elements(node))
+            op_strategies[node] = [OpStrategy((whole,) * len(reads[node]), results)]
+    found = StrategyChoices(same, op_strategies, reads)
     wanted = _wanted(found)
     for node, role in inputs.items():
         if same[node] is not node:
             continue
-        lies: list[Placement] = [Replicate()]
+        lies = [whole]
         if isinstance(role, Parameter):
             lies += _shards(node, ranks, even) + wanted.get(node, [])
             lies = [pins[role.name]] if role.name in pins else lies
         op_strategies[node] = [OpStrategy((), (p,)) for p in dict.fromkeys(lies)]
     for node in graph.graph.find_nodes(op="get_attr"):
-        op_strategies[node] = [OpStrategy((), (Replicate(),))]
+        op_strategies[node] = [OpStrategy((), (whole,))]
     return found
-
-
-def _ways(node: fx.Node, loops: Sequence[Loop]) -> Sequence[OpStrategy]:
-    """All strategies of an operator with these loops."""
-    operator = Operator.of(node)
-    return list(
-        dict.fromkeys([replicated(operator), *map(split_loop, loops), *linear_strategies(operator)])
-    )
 
 
 def _is_last(graph: TrainingGraph) -> bool:
@@ -142,11 +131,6 @@ def _known(reads: Sequence[Value]) -> bool:
     return all(isinstance(value.tensor, torch.Tensor) for value in reads)
 
 
-def _whole(node: fx.Node, reads: Mapping[fx.Node, Sequence[Value]]) -> OpStrategy:
-    whole = Replicate()
-    return OpStrategy((whole,) * len(reads[node]), (whole,) * len(elements(node)))
-
-
 def _shards(node: fx.Node, ranks: int, even: bool) -> list[Placement]:
     """Shard placements in which a parameter may be stored, and gathered before use."""
     return [
@@ -163,80 +147,64 @@ def _wanted(found: StrategyChoices) -> dict[fx.Node, list[Placement]]:
         for place, value in enumerate(reads):
             if value.node.op == "placeholder":
                 op_strategies = found.op_strategies[found.same[node]]
-                lies = [
-                    w.operands[place] for w in op_strategies if isinstance(w.operands[place], Shard)
-                ]
-                wanted.setdefault(found.same[value.node], []).extend(lies)
+                lies = (w.operands[place] for w in op_strategies)
+                shards = [p for p in lies if isinstance(p, Shard)]
+                wanted.setdefault(found.same[value.node], []).extend(shards)
     return wanted
 
 
-class _Spread:
-    """Interleaves to try for each loop.
+def _interleaved(
+    loops: Mapping[fx.Node, Sequence[Loop]],
+    reads: Mapping[fx.Node, Sequence[Value]],
+    same: Mapping[fx.Node, fx.Node],
+    ranks: int,
+    pinned: Iterable[tuple[Value, int, int]],
+) -> dict[fx.Node, list[Loop]]:
+    """Loops of each node, with every interleave to try.
 
     Interleaved shards originate at views, and are useful as long as neighbouring operators
     propagate them. Interleaves of a value's dim therefore spread to all loops over that dim, in
     both directions, until a fixed point.
     """
+    pieces = {(node, i): {1} for node, own in loops.items() for i in range(len(own))}
+    places: dict[tuple[fx.Node, int], set[tuple[Value, int, int]]] = {key: set() for key in pieces}
+    for node, values in reads.items():
+        stands = same[node]
+        alike = [Value(same[v.node], v.index) for v in values]
+        for i, loop in enumerate(loops[stands]):
+            found = _places(stands, alike, loop)
+            places[stands, i] |= {(value, at.dim, at.interleave) for value, at in found}
+    over: dict[tuple[Value, int], list[tuple[fx.Node, int, int]]] = {}
+    for (node, i), runs_over in places.items():
+        for value, dim, interleave in runs_over:
+            over.setdefault((value, dim), []).append((node, i, interleave))
+    new, met = list(pinned), set[tuple[Value, int, int]]()
 
-    def __init__(
-        self,
-        loops: Mapping[fx.Node, Sequence[Loop]],
-        reads: Mapping[fx.Node, Sequence[Value]],
-        same: Mapping[fx.Node, fx.Node],
-        ranks: int,
-    ) -> None:
-        self.given, self.ranks = loops, ranks
-        self.pieces = {(node, i): {1} for node, own in loops.items() for i in range(len(own))}
-        self.over: dict[tuple[Value, int], list[tuple[fx.Node, int, int]]] = {}
-        self.places: dict[tuple[fx.Node, int], set[tuple[Value, int, int]]] = {}
-        self.met: dict[tuple[Value, int], set[int]] = {}
-        self.new: list[tuple[Value, int, int]] = []
-        for node, values in reads.items():
-            stands = same[node]
-            alike = [Value(same[v.node], v.index) for v in values]
-            for i, loop in enumerate(loops[stands]):
-                places = self.places.setdefault((stands, i), set())
-                places |= {(v, at.dim, at.interleave) for v, at in _places(stands, alike, loop)}
-        for (node, i), places in self.places.items():
-            for value, dim, interleave in places:
-                self.over.setdefault((value, dim), []).append((node, i, interleave))
-
-    def loops(self, node: fx.Node) -> list[Loop]:
-        """Loops of a node, with every interleave found."""
-        return [
-            made
-            for i, loop in enumerate(self.given[node])
-            for made in feasible_loops(loop, self.ranks, sorted(self.pieces[node, i]))
-        ]
-
-    def run(self) -> None:
-        """Propagates interleaves from every loop to a fixed point."""
-        for node, i in self.pieces:
-            self.tell(node, i, 1)
-        while self.new:
-            value, dim, count = self.new.pop()
-            for node, i, interleave in self.over.get((value, dim), ()):
-                if count % interleave == 0:
-                    self.attempt(node, i, count // interleave)
-
-    def attempt(self, node: fx.Node, i: int, pieces: int) -> None:
-        """Adds an interleave to a loop, if the loop supports it."""
-        if self.given[node][i].interleavable and pieces not in self.pieces[node, i]:
-            self.pieces[node, i].add(pieces)
-            self.tell(node, i, pieces)
-
-    def tell(self, node: fx.Node, i: int, pieces: int) -> None:
+    def tell(node: fx.Node, i: int, count: int) -> None:
         """Records the interleave that a loop implies for the values it runs over."""
-        if any(feasible_loops(self.given[node][i], self.ranks, (pieces,))):
-            for value, dim, interleave in self.places.get((node, i), ()):
-                self.meet(value, dim, interleave * pieces)
+        if any(feasible_loops(loops[node][i], ranks, (count,))):
+            new.extend((value, dim, own * count) for value, dim, own in places[node, i])
 
-    def meet(self, value: Value, dim: int, count: int) -> None:
-        """Records an interleave of a value's dim."""
-        counts = self.met.setdefault((value, dim), set())
-        if count not in counts:
-            counts.add(count)
-            self.new.append((value, dim, count))
+    for node, i in pieces:
+        tell(node, i, 1)
+    while new:
+        value, dim, total = item = new.pop()
+        if item in met:
+            continue
+        met.add(item)
+        for node, i, interleave in over.get((value, dim), ()):
+            count, rest = divmod(total, interleave)
+            if not rest and loops[node][i].interleavable and count not in pieces[node, i]:
+                pieces[node, i].add(count)
+                tell(node, i, count)
+    return {
+        node: [
+            made
+            for i, loop in enumerate(own)
+            for made in feasible_loops(loop, ranks, sorted(pieces[node, i]))
+        ]
+        for node, own in loops.items()
+    }
 
 
 def _places(node: fx.Node, reads: Sequence[Value], loop: Loop) -> Iterator[tuple[Value, DimAccess]]:

@@ -27,13 +27,7 @@ COLUMNS = ("", "what", "shape", "lies", "converted", "sends", "takes")
 def placement_tables(
     graph: TrainingGraph, op_strategies: Mapping[fx.Node, OpStrategy], prices: PlacementCosts
 ) -> Iterator[Table | str]:
-    """One table per kind of block, then lists of replicated operators.
-
-    Args:
-        graph: captured graph, on unsharded tensors.
-        op_strategies: strategy of every operator and placeholder.
-        prices: costs along the axis.
-    """
+    """One table per kind of block, then lists of replicated operators."""
     roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
     names = {node: role.name for node, role in roles.items() if isinstance(role, Parameter)}
     lies = {name: op_strategies[node].results[0] for node, name in names.items()}
@@ -47,18 +41,14 @@ def placement_tables(
         converted.setdefault(made.value.node, []).append(made)
     for first, members in alike.items():
         nodes = [n for n in graph.graph.nodes if n in same and same[n] is n and blocks[n] == first]
-        table = Table(*COLUMNS, title=_title(list(members)), title_justify="left")
+        title = first or "outside of blocks"
+        title += f" and {len(members) - 1} like it" if len(members) > 1 else ""
+        table = Table(*COLUMNS, title=title, title_justify="left")
         for node in nodes:
             for row in _rows(node, names.get(node), op_strategies, converted.get(node, ()), prices):
                 table.add_row(*row)
         yield table
     yield from _whole(graph, op_strategies)
-
-
-def _title(members: Sequence[str]) -> str:
-    if members == [""]:
-        return "outside of blocks"
-    return members[0] if len(members) == 1 else f"{members[0]} and {len(members) - 1} like it"
 
 
 def _rows(
@@ -69,43 +59,32 @@ def _rows(
     prices: PlacementCosts,
 ) -> Iterator[tuple[str, ...]]:
     """Row of a parameter or operator, then its redistributions; inputs and views need some."""
-    if node not in op_strategies or (
-        name is None and not converted and (is_view(node) or _is_input(node))
-    ):
+    plain = name is None and not converted
+    if node not in op_strategies or (plain and (is_view(node) or node.op != "call_function")):
         return
     op_strategy = op_strategies[node]
     results = [t for t in elements(node) if isinstance(t, torch.Tensor)]
     what = re.sub(r"\.\d+\.", ".*.", name) if name else _target(node)
     sent, seconds = "", ""
     if op_strategy.lowering:
-        sent = ", ".join(
-            f"{kind} {human_bytes(size)}" for kind, size in prices.traffic(node, op_strategy)
-        )
+        traffic = prices.traffic(node, op_strategy)
+        sent = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in traffic)
         seconds = f"by {op_strategy.lowering}"
     phase = "parameter" if name else node.meta.get("phase", "")
     lies = ", ".join(dict.fromkeys(map(str, op_strategy.results)))
     yield phase, what, str(list(results[0].shape)) if results else "", lies, "", sent, seconds
     for made in converted:
-        kinds = [
-            step for step in redistribute_steps(made.before, made.after) or () if step.collective
-        ]
-        tensor = made.value.tensor
+        steps, tensor = redistribute_steps(made.before, made.after) or (), made.value.tensor
+        kinds = [step for step in steps if step.collective]
         kind = tensor.shape, tensor.element_size(), prices.shape.ranks
         size = sum(step.message_bytes(*kind) for step in kinds)
         cost = prices.redistribution(made.value, made.before, made.after)
         yield (
-            "",
-            "",
-            "",
-            "",
+            *("",) * 4,
             f"{made.before} -> {made.after}" + (f" x{made.count}" if made.count > 1 else ""),
             f"{', '.join(step.kind for step in kinds)} {human_bytes(size)}" if kinds else "",
             f"{cost.seconds * 1e6:.0f} us {cost.kind}",
         )
-
-
-def _is_input(node: fx.Node) -> bool:
-    return node.op != "call_function"
 
 
 def _target(node: fx.Node) -> str:
@@ -114,15 +93,12 @@ def _target(node: fx.Node) -> str:
 
 def _whole(graph: TrainingGraph, op_strategies: Mapping[fx.Node, OpStrategy]) -> Iterator[str]:
     """Lists of replicated operators, without views."""
-    ruled: Counter[str] = Counter()
-    unruled: Counter[str] = Counter()
+    ruled, unruled = Counter[str](), Counter[str]()
     for node in graph.calls():
         op_strategy = op_strategies.get(node)
         if op_strategy is None or is_view(node) or op_strategy.lowering:
             continue
-        if all(
-            placement == Replicate() for placement in (*op_strategy.operands, *op_strategy.results)
-        ):
+        if {*op_strategy.operands, *op_strategy.results} <= {Replicate()}:
             (unruled if rule_of(node.target) is None else ruled)[_target(node)] += 1
     for title, found in (("without a rule", unruled), ("cheapest whole", ruled)):
         if found:

@@ -34,11 +34,6 @@ def partition_by_bytes(
     """Strategies that best trade moved bytes for sharded work, at nominal costs.
 
     The result depends only on the arguments, so all processes find the same.
-
-    Args:
-        graph: captured graph, on unsharded tensors.
-        ranks: size of the axis.
-        pins: required placements of parameters, by name pattern.
     """
 
     def price(value: Value, before: Placement, after: Placement) -> float:

@@ -28,15 +28,10 @@ def build_evaluator(
     memory: int | None = None,
     op_strategies: Sequence[NodeStrategies] | None = None,
 ) -> SpmdEvaluator:
-    """Builds the evaluator of a captured graph.
+    """Builds the evaluator of a captured graph, which predicts nothing without a machine.
 
-    Args:
-        problem: the planning problem.
-        graph: captured graph of one micro-batch.
-        machine: measured machine, None for an evaluator without predictions.
-        context: limits and observer of the search.
-        memory: bytes per rank that the partition may hold over a step, None for no limit.
-        op_strategies: strategies along each model-parallel axis, None to solve for them.
+    The partition holds at most `memory` bytes per rank over a step. Strategies along the
+    model-parallel axes are solved for unless given.
     """
     context, axes = context or SearchContext(), problem.strategy.axes
     base = problem.base()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from autopar.errors import OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
@@ -16,9 +16,13 @@ from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.recompute import LEVELS, Level
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import sweep_bandwidth
-from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
+from autopar.planner.evaluate.candidate import (
+    Candidate,
+    CandidateConfig,
+    compression_of,
+    default_config,
+)
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.search.default_configs import compression_of, default_config
 from autopar.report.plan import Plan
 
 LARGER_BUCKETS, SMALLER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES), (BUCKET_BYTES // 4,)
@@ -32,37 +36,18 @@ HOPELESS = 1.5
 
 
 def search_configs(
-    evaluator: Evaluator,
+    evaluators: Iterable[Evaluator],
     strategy: Strategy,
-    blocks: Sequence[str],
     cap: int | None,
     incumbent_s: float = math.inf,
 ) -> Plan:
-    """The fastest plan under `strategy` with a peak of at most `cap` bytes.
+    """The fastest plan of any evaluator with a peak of at most `cap` bytes, until the deadline.
 
     The search is deterministic. It first evaluates uniform ZeRO stages without recomputation. If
     the fastest does not fit, it raises recomputation or the ZeRO stage block by block, the fastest
     candidate first. If that is not enough, it tries smaller buckets. It tunes bucket sizes on the
     winner. If no ZeRO stage beats `incumbent_s` seconds even without exposed communication, it
     returns the fastest of those that fit.
-
-    Raises:
-        OutOfMemoryError: nothing fits.
-    """
-    search = _ConfigSearch(evaluator, strategy, blocks, cap, incumbent_s)
-    best = search.run()
-    plan = replace(best.plan, runners_up=search.runners_up(best), memory_cap=cap)
-    return search.with_bandwidth_sweep(plan, best.config)
-
-
-def search_evaluators(
-    evaluators: Iterable[Evaluator],
-    strategy: Strategy,
-    blocks: Sequence[str],
-    cap: int | None,
-    incumbent_s: float = math.inf,
-) -> Plan:
-    """The fastest plan of `search_configs` over several evaluators, until the deadline.
 
     Raises:
         OutOfMemoryError: nothing fits; raises the least shortfall.
@@ -73,7 +58,7 @@ def search_evaluators(
         if plans and not evaluator.setup.deadline():
             break
         try:
-            plans.append(search_configs(evaluator, strategy, blocks, cap, incumbent_s))
+            plans.append(_ConfigSearch(evaluator, strategy, cap, incumbent_s).plan())
         except OutOfMemoryError as failure:
             failures.append(failure)
     if not plans:
@@ -81,47 +66,40 @@ def search_evaluators(
     return min(plans, key=lambda plan: plan.prediction.step_s if plan.prediction else 0.0)
 
 
+@dataclass
 class _ConfigSearch:
-    """A search over the configurations of one evaluator.
+    """A search over the configurations of one evaluator."""
 
-    Attributes:
-        candidates: evaluated candidates by configuration.
-        raise_order: blocks in the order to raise them, the repeated blocks first.
-    """
+    evaluator: Evaluator
+    strategy: Strategy
+    cap: int | None
+    incumbent_s: float
+    candidates: dict[CandidateConfig, Candidate] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        strategy: Strategy,
-        blocks: Sequence[str],
-        cap: int | None,
-        incumbent_s: float,
-    ) -> None:
-        self.evaluator, self.strategy, self.blocks, self.cap = evaluator, strategy, blocks, cap
-        self.incumbent_s, self.setup = incumbent_s, evaluator.setup
-        self.candidates: dict[CandidateConfig, Candidate] = {}
-        self.raise_order = [*(block for block in blocks if block), ""]
+    def __post_init__(self) -> None:
+        self.setup, self.blocks = self.evaluator.setup, self.evaluator.setup.blocks
+        self.raise_order = [*filter(None, self.blocks), ""]  # the repeated blocks first
 
-    def run(self) -> Candidate:
-        """The best candidate.
+    def plan(self) -> Plan:
+        """The plan of the best candidate; raises OutOfMemoryError if nothing fits."""
+        best = self.best_candidate()
+        plan = replace(best.plan, runners_up=self.runners_up(best), memory_cap=self.cap)
+        return self.with_bandwidth_sweep(plan, best.config)
 
-        Raises:
-            OutOfMemoryError: nothing fits.
-        """
+    def best_candidate(self) -> Candidate:
         base = self.setup.base
         starts = self.affordable(self.starts())
-        best = self.best(map(self.evaluate, starts))
-        bounded = min(_lower_bound_s(self.evaluate(config)) for config in starts)
-        if bounded >= self.incumbent_s:
-            if best is None:
-                raise self.nothing_fits()
-            return best
-        if best is None or self.infeasible_and_faster(starts, best):
-            best = self.best([*self.raised(starts, best), *([best] if best else [])])
-            if best is None:
-                raise self.nothing_fits()
+        found = [self.evaluate(config) for config in starts]
+        best = self.best(found)
+        # without exposed communication: a bound for all buckets and schedules
+        hopeless = min(c.step_s - c.prediction.exposed_s for c in found) >= self.incumbent_s
+        best_s = math.inf if best is None else best.step_s
+        if not hopeless and any(not self.fits(c) and c.step_s < best_s for c in found):
+            best = self.best([*self.raised(starts, best), best])
+        if best is None:
+            raise self.nothing_fits()
         communicates = base.dp_size > 1 or base.partitions
-        return self.tune(best) if communicates and self.setup.deadline() else best
+        return self.tune(best) if not hopeless and communicates and self.setup.deadline() else best
 
     def starts(self) -> list[CandidateConfig]:
         """Configurations with uniform ZeRO stages that may fit; always the most sharded one."""
@@ -152,8 +130,8 @@ class _ConfigSearch:
         Raising never makes a step shorter, so candidates slower than the best feasible one are
         skipped. After the deadline the search stops at the first feasible candidate.
         """
-        limit_s = _step_s(best) if best is not None else math.inf
-        steps_s = [_step_s(self.evaluate(config)) for config in starts]
+        limit_s = best.step_s if best is not None else math.inf
+        steps_s = [self.evaluate(config).step_s for config in starts]
         options = [(s, partial(self.fit, c)) for s, c in zip(steps_s, starts, strict=True)]
         pairs = zip(pairwise(steps_s), pairwise(starts), strict=True)
         options += [(min(both), partial(self.mix, *pair)) for both, pair in pairs]
@@ -161,7 +139,7 @@ class _ConfigSearch:
             if least_s < limit_s and (math.isinf(limit_s) or self.setup.deadline()):
                 candidate = raise_()
                 if candidate is not None and self.fits(candidate):
-                    limit_s = min(limit_s, _step_s(candidate))
+                    limit_s = min(limit_s, candidate.step_s)
                 yield candidate
 
     def may_fit(self, config: CandidateConfig) -> bool:
@@ -180,28 +158,17 @@ class _ConfigSearch:
         return self.cap is None or least <= self.cap * base.model_parallel_size * base.pp_size
 
     def evaluate(self, config: CandidateConfig) -> Candidate:
-        """Evaluates a configuration once."""
         if config not in self.candidates:
             self.candidates[config] = self.evaluator.evaluate(config)
         return self.candidates[config]
 
-    def needed_bytes(self, config: CandidateConfig) -> int:
-        return self.evaluate(config).prediction.needed_bytes
-
     def fits(self, candidate: Candidate) -> bool:
-        return self.cap is None or candidate.prediction.needed_bytes <= self.cap
+        return self.cap is None or candidate.needed_bytes <= self.cap
 
     def best(self, candidates: Iterable[Candidate | None]) -> Candidate | None:
         """The fastest candidate that fits; ties go to the smallest, then the first."""
         fitting = [each for each in candidates if each is not None and self.fits(each)]
-        return min(
-            fitting, key=lambda each: (_step_s(each), each.prediction.needed_bytes), default=None
-        )
-
-    def infeasible_and_faster(self, configs: Sequence[CandidateConfig], best: Candidate) -> bool:
-        """Whether any configuration is faster than the best but does not fit."""
-        candidates = map(self.evaluate, configs)
-        return any(not self.fits(c) and _step_s(c) < _step_s(best) for c in candidates)
+        return min(fitting, key=attrgetter("step_s", "needed_bytes"), default=None)
 
     def fit(self, config: CandidateConfig) -> Candidate | None:
         """The candidate with the least recomputation that fits; tries small buckets last."""
@@ -232,7 +199,6 @@ class _ConfigSearch:
         return replace(config, gather_bytes=gather, reduce_bytes=reduce)
 
     def recomputing(self, config: CandidateConfig, level: Level, count: int) -> CandidateConfig:
-        """The configuration with the first `count` blocks at a level of recomputation."""
         levels = dict(config.recompute) | dict.fromkeys(self.raise_order[:count], level)
         return replace(config, recompute=tuple((block, levels[block]) for block in self.blocks))
 
@@ -254,14 +220,18 @@ class _ConfigSearch:
         Raising every block must fit, and raising none must not. Bytes are nearly linear in the
         number of blocks, so interpolation comes first, and bisection where it converges slowly.
         """
-        assert self.cap is not None
         low, high, interpolate = 0, len(self.raise_order), True
+
+        def excess(count: int) -> int:
+            assert self.cap is not None
+            return self.evaluate(with_blocks(count)).needed_bytes - self.cap
+
         while high - low > 1 and self.setup.deadline():
-            over, under = (self.needed_bytes(with_blocks(n)) - self.cap for n in (low, high))
+            over, under = excess(low), excess(high)
             guess = low + math.ceil((high - low) * over / max(1, over - under))
             count = min(max(guess, low + 1), high - 1) if interpolate else (low + high) // 2
             before = high - low
-            if self.needed_bytes(with_blocks(count)) <= self.cap:
+            if excess(count) <= 0:
                 high = count
             else:
                 low = count
@@ -282,7 +252,6 @@ class _ConfigSearch:
         return self.compressed(self.best([found, *options]) or found)
 
     def resized(self, best: Candidate, sizes: Iterable[int]) -> Candidate:
-        """Tries bucket sizes in order, as long as each is faster."""
         for nbytes in sizes:
             other = self.evaluate(self.with_buckets(best.config, nbytes))
             if (found := self.best([best, other])) is best:
@@ -312,11 +281,12 @@ class _ConfigSearch:
         return best
 
     def runners_up(self, best: Candidate) -> tuple[RunnerUp, ...]:
-        """The other candidates with reasons, feasible ones first, each group by step time."""
         distinct = {_identity(best): best}
         for candidate in self.candidates.values():
             distinct.setdefault(_identity(candidate), candidate)
-        others = sorted((each for each in distinct.values() if each is not best), key=_step_s)
+        others = sorted(
+            (each for each in distinct.values() if each is not best), key=attrgetter("step_s")
+        )
         fitting = [each for each in others if self.fits(each)]
         larger = [each for each in others if not self.fits(each)]
         fitting = fitting[: RUNNERS_UP - min(len(larger), MIN_INFEASIBLE)]
@@ -326,11 +296,10 @@ class _ConfigSearch:
         )
 
     def why_lost(self, candidate: Candidate, best: Candidate) -> str:
-        needed = candidate.prediction.needed_bytes
         if self.cap is not None and not self.fits(candidate):
-            return f"needs {human_bytes(needed - self.cap)} more than the cap"
-        if _step_s(candidate) <= _step_s(best):
-            return f"as fast, needs {human_bytes(needed - best.prediction.needed_bytes)} more"
+            return f"needs {human_bytes(candidate.needed_bytes - self.cap)} more than the cap"
+        if candidate.step_s <= best.step_s:
+            return f"as fast, needs {human_bytes(candidate.needed_bytes - best.needed_bytes)} more"
         return slower(candidate.prediction, best.prediction)
 
     def with_bandwidth_sweep(self, plan: Plan, config: CandidateConfig) -> Plan:
@@ -347,7 +316,7 @@ class _ConfigSearch:
         plan = replace(plan, prediction=swept)
         if not others:
             return plan
-        rival = min(others, key=_step_s)
+        rival = min(others, key=attrgetter("step_s"))
         rates, name = sweep_bandwidth(self.evaluator, rival.config), str(rival.config)
         runners_up = (
             replace(other, at_rates=rates) if other.name == name else other
@@ -357,8 +326,8 @@ class _ConfigSearch:
 
     def nothing_fits(self) -> OutOfMemoryError:
         assert self.cap is not None
-        smallest = min(self.candidates.values(), key=lambda each: each.prediction.needed_bytes)
-        short = smallest.prediction.needed_bytes - self.cap
+        smallest = min(self.candidates.values(), key=attrgetter("needed_bytes"))
+        short = smallest.needed_bytes - self.cap
         memory = smallest.prediction.memory
         return OutOfMemoryError(
             f"nothing fits under {human_bytes(self.cap)} per rank: the smallest plan "
@@ -368,15 +337,6 @@ class _ConfigSearch:
             memory,
             cap=self.cap,
         )
-
-
-def _step_s(candidate: Candidate) -> float:
-    return candidate.prediction.step_s
-
-
-def _lower_bound_s(candidate: Candidate) -> float:
-    """Step time without exposed communication, a bound for all buckets and schedules."""
-    return candidate.prediction.step_s - candidate.prediction.exposed_s
 
 
 def _identity(candidate: Candidate) -> tuple[object, ...]:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
+import numpy as np
 from torch import nn
 
 from autopar.capture.batch_slices import CaptureCache
 from autopar.capture.model_info import describe_parameters
+from autopar.capture.repeated_blocks import BlockKind, RepeatedBlocks
 from autopar.errors import BatchError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.plan.partition import rows_of
 from autopar.planner.machine import Machine, known_machine
 from autopar.planner.problem import PlanningProblem
-from autopar.planner.search.layer_extrapolation import (
-    SAMPLED_LAYERS,
-    extrapolate_layers,
-    kinds_of,
-    with_num_layers,
-)
 from autopar.planner.search.mesh_estimate import (
     Figures,
     MeshEstimate,
@@ -30,6 +27,9 @@ from autopar.planner.search.mesh_estimate import (
     interpolate_slices,
     micro_batch_figures,
 )
+
+SAMPLED_LAYERS = 2
+"""Blocks kept of each kind: the first and its neighbour."""
 
 SIZE_RATIO = 8
 """Ratio of the rows of the two sampled micro-batches; the larger one is used without stages."""
@@ -43,12 +43,7 @@ class MeshEstimator:
 
     The estimator times nothing: operators have earlier measured times, or modelled times. For each
     division along tp, cp and ep, two sizes of micro-batches are lowered and others interpolated.
-
-    Args:
-        problem: problem with an open mesh.
-        capture_slice: captures a slice of the batch.
-        model: the model, if captures may leave out repeated blocks; else None.
-        sharing: number of ranks that share the cores of a host.
+    Captures leave out repeated blocks if a model is given. `sharing` ranks share a host's cores.
     """
 
     def __init__(
@@ -63,8 +58,7 @@ class MeshEstimator:
         self._model, self._sharing = model, sharing
         self._kinds = [] if model is None else kinds_of(model, problem.blocks)
         self._captures = defaultdict[tuple[int, ...], CaptureCache](dict)
-        self._graphs: dict[Hashable, tuple[TrainingGraph, dict[str, ParameterInfo]]] = {}
-        self._figures: dict[Hashable, MicroBatchFigures] = {}
+        self._graph, self._figures = cache(self._capture), cache(self._lower)
 
     def __call__(self, problem: PlanningProblem) -> MeshEstimate:
         """The estimate of a problem whose strategy fixes mesh and micro-batches.
@@ -80,48 +74,29 @@ class MeshEstimator:
         axes = tuple(strategy.axes.items())
         small = min(SIZE_RATIO * problem.dp_size * strategy.pp_size, rows)
         sampled = (max(1, small // SIZE_RATIO), small)
-        figures = {count: self._figures_of(axes, count) for count in sampled}
+        figures = {count: self._figures(axes, count) for count in sampled}
         return estimate_mesh(problem, interpolate_slices(figures, slices), self._machine)
 
     @cached_property
     def _machine(self) -> Machine:
-        problem = self._problem
-        assert problem.cluster is not None
-        return known_machine(
-            problem.device,
-            problem.cluster,
-            problem.optimizer,
-            sharing=self._sharing,
-            backend=problem.backend,
-            dtype=problem.dtype,
-        )
+        return known_machine(self._problem, self._sharing)
 
     @cached_property
     def _rows(self) -> int:
-        """Rows of the global batch."""
         return 2 * rows_of(self._graph((SAMPLED_LAYERS,) * len(self._kinds), 2)[0])
 
-    def _graph(
+    def _capture(
         self, layers: tuple[int, ...], slices: int
     ) -> tuple[TrainingGraph, dict[str, ParameterInfo]]:
         """A captured slice and its parameters, with a number of blocks of each kind."""
-        key = layers, slices
-        if key in self._graphs:
-            return self._graphs[key]
         if self._model is None or not self._kinds:
-            found = self._capture_slice(slices, self._captures[()]), dict(self._problem.parameters)
-        else:
-            with with_num_layers(self._model, self._kinds, layers):
-                graph = self._capture_slice(slices, self._captures[layers])
-                found = graph, dict(describe_parameters(self._model))
-        self._graphs[key] = found
-        return found
+            return self._capture_slice(slices, self._captures[()]), dict(self._problem.parameters)
+        with with_num_layers(self._model, self._kinds, layers):
+            graph = self._capture_slice(slices, self._captures[layers])
+            return graph, dict(describe_parameters(self._model))
 
-    def _figures_of(self, axes: tuple[tuple[str, int], ...], slices: int) -> MicroBatchFigures:
+    def _lower(self, axes: tuple[tuple[str, int], ...], slices: int) -> MicroBatchFigures:
         """Figures of one slice of the batch, with the model partitioned along `axes`."""
-        key = axes, slices
-        if key in self._figures:
-            return self._figures[key]
         open_strategy = self._problem.strategy
         strategy = replace(
             replace(open_strategy, **dict(axes)),  # type: ignore[arg-type]
@@ -137,8 +112,46 @@ class MeshEstimator:
         def with_layers(layers: Sequence[int]) -> Figures:
             graph, parameters = self._graph(tuple(layers), slices)
             problem = replace(self._problem, parameters=parameters, strategy=strategy)
-            return micro_batch_figures(problem, graph, self._machine).array
+            return np.array(micro_batch_figures(problem, graph, self._machine))
 
-        found = MicroBatchFigures.of(extrapolate_layers(self._kinds, with_layers))
-        self._figures[key] = found
-        return found
+        return MicroBatchFigures(*map(float, extrapolate_layers(self._kinds, with_layers)))
+
+
+def kinds_of(model: nn.Module, blocks: Sequence[str]) -> list[BlockKind]:
+    """The kinds of equal blocks that have more blocks than the samples need."""
+    kinds = RepeatedBlocks(model, blocks).kinds
+    return [kind for kind in kinds if len(kind.modules) > SAMPLED_LAYERS + 1]
+
+
+@contextlib.contextmanager
+def with_num_layers(
+    model: nn.Module, kinds: Sequence[BlockKind], layers: Sequence[int]
+) -> Iterator[None]:
+    """Keeps the first `layers` blocks of each kind in a model, and restores the others on exit."""
+    removed = {
+        id(modules[0])
+        for kind, count in zip(kinds, layers, strict=True)
+        for modules in kind.modules[count:]
+    }
+    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    before = [(each, each._modules) for each in lists]
+    try:
+        for each in lists:
+            left = [child for child in each if id(child) not in removed]
+            each._modules = {str(index): child for index, child in enumerate(left)}
+        yield
+    finally:
+        for each, modules in before:
+            each._modules = modules
+
+
+def extrapolate_layers(
+    kinds: Sequence[BlockKind], figures_with: Callable[[Sequence[int]], Figures]
+) -> Figures:
+    """Figures of the whole model, which grow linearly with the blocks of each kind."""
+    few = [SAMPLED_LAYERS] * len(kinds)
+    total = base = figures_with(few)
+    for index, kind in enumerate(kinds):
+        more = figures_with([*few[:index], SAMPLED_LAYERS + 1, *few[index + 1 :]])
+        total = total + (more - base) * (len(kind.modules) - SAMPLED_LAYERS)
+    return total

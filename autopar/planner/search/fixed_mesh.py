@@ -8,13 +8,13 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.ir.graph import TrainingGraph
 from autopar.plan.prediction import Work
-from autopar.planner.evaluate.evaluator import Evaluator, SpmdEvaluator
+from autopar.planner.evaluate.candidate import default_config, fixed_config
+from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.machine import Machine
 from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.build_evaluator import build_evaluator
-from autopar.planner.search.config_search import search_configs, search_evaluators
-from autopar.planner.search.default_configs import default_config, fixed_config
-from autopar.planner.search.pipeline_search import fastest_pipeline, unmeasured_pipeline
+from autopar.planner.search.config_search import search_configs
+from autopar.planner.search.pipeline_search import fastest_pipeline, open_pipelines
 from autopar.report.plan import Plan
 
 LEANER_PARTITIONS = (0.75, 0.0)
@@ -27,13 +27,7 @@ def plan_fixed_mesh(
     machine: Machine | None,
     context: SearchContext | None = None,
 ) -> Plan:
-    """The fastest plan that fits; rank 0 calls it.
-
-    Args:
-        problem: the planning problem, without an open mesh.
-        graphs: captured graphs by number of micro-batches.
-        machine: the measured machine; None for a fully fixed strategy.
-        context: limits and observer of the search.
+    """The fastest plan that fits, on rank 0; fully fixed strategies need no machine.
 
     Raises:
         OutOfMemoryError: nothing fits.
@@ -60,9 +54,7 @@ def plan_fixed_mesh(
         context = replace(context, on_candidate=lambda plan: observe(finish(plan)))
     if strategy.pipelined:
         evaluators = {n: build_evaluator(problem, g, machine, context) for n, g in graphs.items()}
-        return finish(
-            fastest_pipeline(evaluators, strategy, problem.model, cap, context.incumbent_s)
-        )
+        return finish(fastest_pipeline(evaluators, strategy, cap, context.incumbent_s))
     return finish(_plan_unpipelined(problem, graphs[1], machine, context))
 
 
@@ -74,42 +66,28 @@ def _plan_unmeasured(problem: PlanningProblem, graphs: Graphs) -> Plan:
     evaluator = build_evaluator(problem, graph, None)
     if not problem.strategy.pipelined:
         return evaluator.plan(config)
-    modelled = _with_modelled_times(problem, evaluator)
-    return unmeasured_pipeline(modelled, problem.strategy, problem.model, count).plan(config)
-
-
-def _with_modelled_times(problem: PlanningProblem, evaluator: Evaluator) -> SpmdEvaluator:
-    """The evaluator with modelled times, which suffice to balance stages."""
-    kind = problem.device.type
+    kind = problem.device.type  # modelled times suffice to balance stages
     cluster = problem.cluster or Cluster.default(problem.world_size, kind)
     operators = replace(OperatorTimes.load(kind), times={}, alone={})
-    return SpmdEvaluator(replace(evaluator.setup, cluster=cluster, operators=operators))
+    modelled = SpmdEvaluator(replace(evaluator.setup, cluster=cluster, operators=operators))
+    return next(open_pipelines(modelled, problem.strategy, count)).plan(config)
 
 
 def _plan_unpipelined(
     problem: PlanningProblem, graph: TrainingGraph, machine: Machine, context: SearchContext
 ) -> Plan:
-    """The fastest plan that fits: with the fastest partition, else with leaner ones.
-
-    Raises:
-        OutOfMemoryError: nothing fits.
-    """
-    strategy, blocks, cap = problem.strategy, problem.blocks, problem.cap_on(machine.cluster)
-    evaluator = build_evaluator(problem, graph, machine, context)
-    if strategy.axes and cap is not None and not _fits(evaluator, problem, cap):
-        leaner = [
-            build_evaluator(problem, graph, machine, context, memory=int(cap * share))
-            for share in LEANER_PARTITIONS
-        ]
-        best = search_evaluators((evaluator, *leaner), strategy, blocks, cap, context.incumbent_s)
-        if best.partitions == evaluator.setup.base.partitions:
-            return best
-        note = "more is divided than were fastest, to fit under the cap"
-        return replace(best, notes=(*best.notes, note))
-    return search_configs(evaluator, strategy, blocks, cap, incumbent_s=context.incumbent_s)
-
-
-def _fits(evaluator: Evaluator, problem: PlanningProblem, cap: int) -> bool:
-    """Whether a partition fits with neither ZeRO nor recomputation."""
-    plain = default_config(problem.strategy, problem.blocks, 0)
-    return evaluator.evaluate(plain).prediction.needed_bytes <= cap
+    """The fastest plan that fits: with the fastest partition, else with leaner ones."""
+    strategy, cap = problem.strategy, problem.cap_on(machine.cluster)
+    evaluators = [build_evaluator(problem, graph, machine, context)]
+    if strategy.axes and cap is not None:
+        plain = default_config(strategy, problem.blocks, 0)  # neither ZeRO nor recomputation
+        if evaluators[0].evaluate(plain).needed_bytes > cap:
+            evaluators += [
+                build_evaluator(problem, graph, machine, context, memory=int(cap * share))
+                for share in LEANER_PARTITIONS
+            ]
+    best = search_configs(evaluators, strategy, cap, context.incumbent_s)
+    if len(evaluators) == 1 or best.partitions == evaluators[0].setup.base.partitions:
+        return best
+    note = "more is divided than were fastest, to fit under the cap"
+    return replace(best, notes=(*best.notes, note))

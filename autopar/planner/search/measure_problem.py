@@ -10,20 +10,17 @@ from torch import fx
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.partition import NodeStrategies
+from autopar.planner.evaluate.candidate import (
+    compression_of,
+    default_config,
+    fixed_config,
+)
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.machine import Machine, absent, measure_machine, time_shards
 from autopar.planner.placement.costs import shards_of
 from autopar.planner.placement.strategies import strategy_choices
 from autopar.planner.problem import Graphs, PlanningProblem
 from autopar.planner.search.build_evaluator import build_evaluator
-from autopar.planner.search.default_configs import (
-    compression_of,
-    default_config,
-    fixed_config,
-)
-
-ProvisionalStrategies = Mapping[int, tuple[NodeStrategies, ...]]
-"""Strategies along each model-parallel axis, by the graph's number of micro-batches."""
 
 
 def needs_machine(problem: PlanningProblem, *, live: bool) -> bool:
@@ -39,7 +36,9 @@ def needs_machine(problem: PlanningProblem, *, live: bool) -> bool:
     return not fixed or problem.memory is not None or by_level
 
 
-def provisional_strategies(problem: PlanningProblem, graphs: Graphs) -> ProvisionalStrategies:
+def provisional_strategies(
+    problem: PlanningProblem, graphs: Graphs
+) -> dict[int, tuple[NodeStrategies, ...]]:
     """Strategies of each graph before anything is measured, taken from rank 0 on live ranks.
 
     The solver may find different optima on loaded cores, and ranks would time different programs.
@@ -55,24 +54,18 @@ def provisional_strategies(problem: PlanningProblem, graphs: Graphs) -> Provisio
 def measure_problem(
     problem: PlanningProblem,
     graphs: Graphs,
-    strategies: ProvisionalStrategies | None = None,
+    strategies: Mapping[int, tuple[NodeStrategies, ...]] | None = None,
     *,
     live: bool,
 ) -> Machine | None:
     """The machine with operators timed at the shapes of these graphs; None if nothing needs it.
 
-    All live ranks call this at once.
-
-    Args:
-        problem: the planning problem.
-        graphs: captured graphs, the same on every rank.
-        strategies: result of `provisional_strategies` on rank 0, if several ranks measure.
-        live: whether the ranks of the plan are running.
+    All live ranks call this at once, with the `provisional_strategies` of rank 0.
     """
     if not needs_machine(problem, live=live):
         return None
     if not live and absent(problem.device, problem.cluster):
-        return _measure(problem, (), live=live)
+        graphs = {}  # every time is modelled
     zero_stages = (0, 3) if problem.dp_size > 1 else (0,)
     configs = [default_config(problem.strategy, problem.blocks, stage) for stage in zero_stages]
     if problem.strategy.compress is None:
@@ -89,14 +82,7 @@ def measure_problem(
             lowered.append(SpmdEvaluator(partial).lowered(configs[0]))
         if problem.strategy.axes:
             nodes |= _sharded_operators(problem, graph, setup.op_strategies)
-    machine = _measure(problem, lowered, live=live)
-    if problem.strategy.axes and machine.operators.present:
-        machine = time_shards(machine, nodes, live=live)
-    return machine
-
-
-def _measure(problem: PlanningProblem, lowered: Sequence[TrainingGraph], *, live: bool) -> Machine:
-    return measure_machine(
+    machine = measure_machine(
         lowered,
         problem.device,
         problem.cluster,
@@ -105,6 +91,9 @@ def _measure(problem: PlanningProblem, lowered: Sequence[TrainingGraph], *, live
         backend=problem.backend,
         dtype=problem.dtype,
     )
+    if problem.strategy.axes and machine.operators.present:
+        machine = time_shards(machine, nodes, live=live)
+    return machine
 
 
 def _sharded_operators(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
-from functools import cached_property
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +40,7 @@ CHECKPOINTED_SHARE = 0.1
 """Share of the saved activations that full checkpointing keeps."""
 
 
-@dataclass(frozen=True)
-class MicroBatchFigures:
+class MicroBatchFigures(NamedTuple):
     """One micro-batch of the whole model on one rank of the model's axes (tp, cp, ep).
 
     Attributes:
@@ -58,16 +57,6 @@ class MicroBatchFigures:
     saved_bytes: float
     crossing_bytes: float
 
-    @staticmethod
-    def of(figures: Figures) -> MicroBatchFigures:
-        """The figures of an array."""
-        return MicroBatchFigures(*map(float, figures))
-
-    @property
-    def array(self) -> Figures:
-        """The figures as an array."""
-        return np.array(astuple(self))
-
 
 def interpolate_slices(known: Mapping[int, MicroBatchFigures], slices: int) -> MicroBatchFigures:
     """Figures for a number of slices of the batch, by a power law through two sampled numbers."""
@@ -75,9 +64,9 @@ def interpolate_slices(known: Mapping[int, MicroBatchFigures], slices: int) -> M
     if slices == one or one == other:
         return first
     power = math.log(slices / one) / math.log(other / one)
-    a, b = first.array, second.array
+    a, b = np.array(first), np.array(second)
     ratio = np.divide(b, a, out=np.ones_like(a), where=(a > 0) & (b > 0))
-    return MicroBatchFigures.of(a * ratio**power)
+    return MicroBatchFigures(*map(float, a * ratio**power))
 
 
 def micro_batch_figures(
@@ -87,7 +76,7 @@ def micro_batch_figures(
     evaluator, strategy = build_evaluator(problem, graph, machine), problem.strategy
     cut_points = cut_points_of(strategy, problem.model, graph)
     micro_batches = strategy.micro_batches or 1
-    _, whole, lowered = cut_everywhere(evaluator, strategy, cut_points, micro_batches)
+    whole, lowered = cut_everywhere(evaluator.setup, strategy, cut_points, micro_batches)
     operators = machine.operators.of(lowered)
     compute_s = sum(operators.seconds(node).seconds for node in lowered.calls())
     (halves,) = half_seconds(lowered, [machine.cluster], machine.operators)
@@ -106,7 +95,6 @@ class MeshEstimate:
     """Expected step of a strategy that fixes a mesh and a number of micro-batches.
 
     Attributes:
-        strategy: the strategy, with `micro_batches`.
         step_s: estimated seconds of a step; infinite if nothing is expected to fit.
         least_s: lower bound of the seconds of a step.
         least_bytes: estimated bytes with the most sharding and checkpointing.
@@ -133,7 +121,7 @@ def estimate_mesh(
     return MeshEstimate(problem.strategy, min(fitting, default=np.inf), model.least_s, least_bytes)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _StepModel:
     """Seconds and bytes of a step, by ZeRO stage and checkpointing."""
 
@@ -141,18 +129,12 @@ class _StepModel:
     micro_batch: MicroBatchFigures
     machine: Machine
 
-    @property
-    def stages(self) -> int:
-        return self.problem.strategy.pp_size
-
-    @property
-    def micro_batches(self) -> int:
-        return self.problem.strategy.micro_batches or 1
-
-    @property
-    def parameter_bytes(self) -> float:
-        """Bytes of the parameters of one stage."""
-        return self.micro_batch.parameter_bytes / self.stages
+    def __post_init__(self) -> None:
+        strategy = self.problem.strategy
+        self.stages, self.micro_batches = strategy.pp_size, strategy.micro_batches or 1
+        self.parameter_bytes = self.micro_batch.parameter_bytes / self.stages
+        # sizes of the data axis' levels, if ZeRO shards over the inner one only
+        self.levels = Levels(DATA_AXIS, strategy.dp_shard or 1).sizes(self.problem.dp_size)
 
     def options(self) -> Iterator[tuple[int, bool]]:
         """ZeRO stages that the strategy leaves open, with and without full checkpointing."""
@@ -170,26 +152,17 @@ class _StepModel:
         return max(compute_s, sums_s if self.levels else min(self.data_s("all_reduce"), sums_s))
 
     def step_s(self, zero: int, checkpointed: bool) -> float:
-        """Estimated seconds of a step."""
         compute_s = self.micro_batch.compute_s * (1 + FORWARD_SHARE * checkpointed)
         each_s = (compute_s + self.micro_batch.within_s) / self.stages
-        sent_s = self.crossing_s if self.stages > 1 else 0.0
+        sent_s = 0.0
+        if self.stages > 1:
+            link = P2PCost(self.machine.cluster, self.problem.mesh)
+            sent_s = link.seconds(round(self.micro_batch.crossing_bytes))
         busy_s = (self.micro_batches + self.stages - 1) * (each_s + sent_s)
         return busy_s + self.exposed_s(zero, each_s) + self.update_s(zero)
 
-    @property
-    def crossing_s(self) -> float:
-        """Seconds of the messages at a cut, forward and backward."""
-        link = P2PCost(self.machine.cluster, self.problem.mesh)
-        return link.seconds(round(self.micro_batch.crossing_bytes))
-
     def exposed_s(self, zero: int, each_s: float) -> float:
-        """Exposed seconds of the collectives over the data axis.
-
-        Args:
-            zero: ZeRO stage.
-            each_s: seconds of one micro-batch on a stage.
-        """
+        """Exposed seconds of the data axis, with `each_s` seconds of a micro-batch on a stage."""
         backward_s = each_s * (1 - FORWARD_SHARE)
         if zero == 0:
             return _exposed(self.data_s("all_reduce"), backward_s)
@@ -198,12 +171,6 @@ class _StepModel:
             return _exposed(scatter_s, backward_s) + _exposed(gather_s, each_s - backward_s)
         return self.micro_batches * _exposed(2 * gather_s + scatter_s, each_s)
 
-    @cached_property
-    def levels(self) -> dict[str, int]:
-        """Sizes of the data axis' levels, if ZeRO shards over the inner one only."""
-        inner = self.problem.strategy.dp_shard or 1
-        return Levels(DATA_AXIS, inner).sizes(self.problem.dp_size)
-
     @property
     def scatter_s(self) -> float:
         """Seconds to reduce gradients to shards: over the inner level first, if there is one."""
@@ -211,12 +178,7 @@ class _StepModel:
         return inner_s + self.data_s("all_reduce", INTER_NODE) if self.levels else inner_s
 
     def data_s(self, collective: str, part: str = INTRA_NODE) -> float:
-        """Seconds of one collective of all gradients of a stage over the data axis.
-
-        Args:
-            collective: kind of collective.
-            part: level that it runs over, if there are two; the outer one sends shards.
-        """
+        """Seconds of a collective of all gradients of a stage, over a level if there are two."""
         cluster, nbytes = self.machine.cluster, self.parameter_bytes
         axis = level(DATA_AXIS, part) if self.levels else DATA_AXIS
         if part == INTER_NODE:
@@ -227,7 +189,6 @@ class _StepModel:
         return cluster.seconds(collective, nbytes, shape, dtype).seconds
 
     def update_s(self, zero: int) -> float:
-        """Seconds of the optimizer's step."""
         ranks = self.problem.shard_ranks if zero else 1
         nbytes = round(self.parameter_bytes / ranks)
         return self.machine.update.seconds([nbytes], dtensors=False).seconds

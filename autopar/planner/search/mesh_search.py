@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from autopar.errors import (
     AutoparError,
@@ -19,14 +20,6 @@ from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
-from autopar.planner.search.mesh_space import (
-    SMALL_WORLD,
-    abbreviated,
-    mesh_name,
-    meshes,
-    model_ranks,
-    with_micro_batches,
-)
 from autopar.planner.search.pipeline_search import step_s
 from autopar.report.plan import Plan
 
@@ -50,15 +43,22 @@ AUTOTUNE_MARGIN = 1.3
 PATIENCE = 3
 """Stop after this many meshes without improvement."""
 
+SMALL_WORLD = 8
+"""Largest world in which model-parallel axes may cross nodes, where links are slow."""
+
+MICRO_BATCHES_PER_STAGE = 8
+"""Most micro-batches tried, for each stage."""
+
+NAMED_MESHES = 8
+"""Meshes that a note names; it counts the rest."""
+
 
 @dataclass(frozen=True)
 class SearchProgress:
     """Progress of a search.
 
     Attributes:
-        mesh: name of the current mesh.
         done: number of meshes before it.
-        total: number of meshes.
         best_s: predicted step time of the best plan so far in seconds, 0 if there is none.
     """
 
@@ -91,14 +91,6 @@ def fastest_mesh(
     best step time. It also skips a mesh with an estimate slower by a margin. All live ranks
     call this at once and see the same plans, estimates and errors.
 
-    Args:
-        problem: the planning problem.
-        plan_mesh: plans a problem without an open mesh.
-        estimate: estimates a problem without an open mesh.
-        ranks_per_node: number of ranks on a node.
-        context: limits and observer of the search.
-        progress: called before each mesh.
-
     Raises:
         OutOfMemoryError: nothing fits; raises the least shortfall.
     """
@@ -112,9 +104,11 @@ def fastest_mesh(
     small = problem.world_size <= SMALL_WORLD
     if small:
         search.try_mesh(first, 0, len(others) + 1)
-        if search.best is not None and search.is_compute_bound():
+        best = search.best
+        if best and not _recomputes(best) and (saveable := _saveable(best)) <= NEGLIGIBLE:
             names = abbreviated(map(mesh_name, others))
-            return search.finish(f"not looked at: {names}; {search.savings()}")
+            savings = f"{saveable:.0%} of the step is all that they could save"
+            return search.finish(f"not looked at: {names}; {savings}")
     ordered = search.estimated((first, *others), estimate, tried_first=small)
     for done, each in enumerate(ordered, 1):
         if search.best is not None and not (search.may_improve(each) and context.deadline()):
@@ -124,47 +118,34 @@ def fastest_mesh(
     return search.finish(*search.skipped_note())
 
 
+@dataclass
 class _MeshSearch:
     """Plans and refusals of the meshes tried so far.
 
     Attributes:
-        plans: the best plan of every mesh that fits.
-        failures: errors of meshes that do not fit.
         refusals: errors of meshes that are not possible, by name.
         skipped: estimates of meshes that were not tried.
         without_gain: number of meshes in a row that improved nothing, by group.
-        margin: largest ratio to the best step time of a plan worth keeping.
     """
 
-    def __init__(
-        self,
-        problem: PlanningProblem,
-        plan_mesh: PlanMesh,
-        context: SearchContext,
-        progress: ReportProgress,
-    ) -> None:
-        self.problem, self.plan_mesh, self.context = problem, plan_mesh, context
-        self.progress, self.cap = progress, problem.cap_on(problem.cluster)
-        self.plans: list[Plan] = []
-        self.failures: list[OutOfMemoryError] = []
-        self.refusals: dict[str, AutoparError] = {}
-        self.skipped: list[MeshEstimate] = []
-        self.without_gain = Counter[str]()
-        self.margin = AUTOTUNE_MARGIN if self.autotunes else 1.0
+    problem: PlanningProblem
+    plan_mesh: PlanMesh
+    context: SearchContext
+    progress: ReportProgress
+    plans: list[Plan] = field(default_factory=list)
+    failures: list[OutOfMemoryError] = field(default_factory=list)
+    refusals: dict[str, AutoparError] = field(default_factory=dict)
+    skipped: list[MeshEstimate] = field(default_factory=list)
+    without_gain: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def autotunes(self) -> bool:
-        """Whether candidates are collected for benchmarks."""
-        return self.context.on_candidate is not None
+    def __post_init__(self) -> None:
+        self.cap = self.problem.cap_on(self.problem.cluster)
+        self.autotunes = self.context.on_candidate is not None
+        self.margin = AUTOTUNE_MARGIN if self.autotunes else 1.0
 
     @property
     def best(self) -> Plan | None:
         return min(self.plans, key=step_s) if self.plans else None
-
-    def is_compute_bound(self) -> bool:
-        """Whether no mesh can be much faster than the best so far."""
-        assert self.best is not None
-        return not _recomputes(self.best) and _saveable(self.best) <= NEGLIGIBLE
 
     def try_mesh(self, strategy: Strategy, done: int, total: int) -> None:
         """Plans a mesh; the planner chooses the number of micro-batches if the mesh has one."""
@@ -197,11 +178,6 @@ class _MeshSearch:
 
         For autotuning, the best estimate of each untried mesh comes first, since errors of
         estimates correlate within a mesh.
-
-        Args:
-            strategies: all meshes.
-            estimate: estimates a problem without an open mesh.
-            tried_first: whether the first mesh has been tried.
         """
         found = []
         fitting = filter(self.states_fit, strategies)
@@ -237,7 +213,6 @@ class _MeshSearch:
         return mesh_name(replace(strategy, micro_batches=None)) if self.autotunes else ""
 
     def may_improve(self, estimate: MeshEstimate) -> bool:
-        """Whether a mesh can be faster than the best so far, and is likely to be."""
         assert self.best is not None
         best_s = step_s(self.best)
         patient = self.without_gain[self.group(estimate.strategy)] < PATIENCE
@@ -258,14 +233,7 @@ class _MeshSearch:
             self.failures.append(OutOfMemoryError(f"{mesh_name(strategy)}: {text}", short))
         return short <= 0
 
-    def savings(self) -> str:
-        """An upper bound on the savings of any other mesh, as text."""
-        assert self.best is not None
-        again = " and what it computes again" if _recomputes(self.best) else ""
-        return f"{_saveable(self.best):.0%} of the step{again} is all that they could save"
-
     def skipped_note(self) -> Iterator[str]:
-        """A note with the skipped meshes and their estimates."""
         if self.skipped:
             expected_s = min(each.step_s for each in self.skipped)
             bound_s = min(each.least_s for each in self.skipped)
@@ -276,11 +244,7 @@ class _MeshSearch:
             )
 
     def finish(self, *notes: str) -> Plan:
-        """The best plan with runners-up and notes.
-
-        Raises:
-            AutoparError: there is no plan; raises the least shortfall, else the first refusal.
-        """
+        """The best plan with runners-up and notes; raises the least shortfall, else a refusal."""
         if self.best is None:
             if self.failures:
                 raise min(self.failures, key=lambda failure: failure.shortfall)
@@ -320,3 +284,54 @@ def _saveable(plan: Plan) -> float:
     cost = plan.prediction
     assert cost is not None
     return cost.exposed_s / cost.step_s + cost.bubble if cost.step_s else 0.0
+
+
+def meshes(
+    strategy: Strategy, world_size: int, ranks_per_node: int, blocks: int
+) -> Iterator[Strategy]:
+    """Every mesh that `strategy.search` leaves open, the fewest model-parallel ranks first."""
+    widest = world_size if world_size <= SMALL_WORLD else ranks_per_node
+    most = {"pp": blocks, **dict.fromkeys(("tp", "cp", "ep"), widest)}
+    found = [replace(strategy, search=())]
+    for axis in (a for a in strategy.search if a in most and getattr(strategy, a) is None):
+        sizes = [n for n in range(1, most[axis] + 1) if world_size % n == 0]
+        found = [replace(one, **{axis: n}) for one in found for n in sizes]  # type: ignore[arg-type]
+    fitting = [one for one in found if world_size % model_ranks(one) == 0]
+    for one in sorted(fitting, key=lambda one: (model_ranks(one), one.pp_size)):
+        yield one
+        neighbours = ranks_per_node // one.model_parallel_size
+        ranks = world_size // model_ranks(one)
+        shards = "dp_shard" in strategy.search and one.dp_shard is None and one.zero != 0
+        if shards and 1 < neighbours < ranks and ranks % neighbours == 0:
+            yield replace(one, dp_shard=neighbours)
+
+
+def with_micro_batches(strategy: Strategy) -> Iterator[Strategy]:
+    """The strategy with each number of micro-batches that it leaves open, the fewest first."""
+    if strategy.micro_batches is not None:
+        yield strategy
+        return
+    count, most = 1, MICRO_BATCHES_PER_STAGE * max(1, strategy.pp_size)
+    while count <= most:
+        yield replace(strategy, micro_batches=count)
+        count *= 2
+
+
+def model_ranks(strategy: Strategy) -> int:
+    """Number of ranks that share one copy of the model."""
+    return strategy.model_parallel_size * strategy.pp_size
+
+
+def mesh_name(strategy: Strategy) -> str:
+    """The mesh and number of micro-batches as text."""
+    axes = {"pp": strategy.pp_size, **strategy.axes, "dp_shard": strategy.dp_shard or 1}
+    mesh = " x ".join(f"{axis}={n}" for axis, n in axes.items() if n > 1) or "data parallel"
+    count = strategy.micro_batches or 1
+    return f"{mesh}, {count} micro-batches" if count > 1 else mesh
+
+
+def abbreviated(names: Iterable[str]) -> str:
+    """The first names, and the number of further names."""
+    names = iter(names)
+    first, rest = list(islice(names, NAMED_MESHES)), len(list(names))
+    return ", ".join(first) + (f" and {rest} more" if rest else "")

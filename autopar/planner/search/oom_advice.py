@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, takewhile
 from typing import Any
@@ -36,7 +36,6 @@ class Suggestion:
     Attributes:
         what: the change in words.
         how: the argument to write.
-        plan: callable that plans with the change.
         states: whether it reduces parameters, gradients and optimizer states.
         activations: whether it reduces everything else.
     """
@@ -44,16 +43,11 @@ class Suggestion:
     what: str
     how: str
     plan: Callable[[], Plan]
-    states: bool = False
-    activations: bool = False
+    states: bool = True
+    activations: bool = True
 
     def may_help(self, memory: Mapping[str, int], cap: int) -> bool:
-        """Whether the bytes that it does not reduce fit.
-
-        Args:
-            memory: bytes at the peak by category.
-            cap: memory cap per rank in bytes.
-        """
+        """Whether the bytes by category that it does not reduce fit under the cap."""
         states = _state_bytes(memory)
         rest = sum(memory.values()) - states
         return (self.states or states <= cap) and (self.activations or rest <= cap)
@@ -68,11 +62,7 @@ def plan_or_advise(
 ) -> Plan:
     """The plan of a problem; live ranks call this at once and see the same plans and errors.
 
-    Args:
-        problem: the planning problem.
-        make_plan: plans this problem and variations of it.
-        replan: plans for other ranks and rows; None if these are fixed.
-        recapture: whether suggestions may need graphs that have not been captured.
+    Without `replan`, ranks and rows are fixed; without `recapture`, captured graphs are.
 
     Raises:
         OutOfMemoryError: nothing fits; with the bytes that suffice and changes that would help.
@@ -102,25 +92,17 @@ def on_more_ranks(problem: PlanningProblem, factor: int) -> PlanningProblem:
     return replace(problem, world_size=ranks, cluster=cluster)
 
 
+@dataclass
 class _OomAdvisor:
-    """Tries changes to a problem for which nothing fits.
+    """Tries changes to a problem for which nothing fits."""
 
-    Attributes:
-        replans_left: number of further plans to make at most.
-        changes: changes that were found to help.
-    """
-
-    def __init__(
-        self,
-        problem: PlanningProblem,
-        make_plan: MakePlan,
-        replan: Replan | None,
-        cap: int,
-        recapture: bool,
-    ) -> None:
-        self.problem, self.make_plan, self.replan = problem, make_plan, replan
-        self.cap, self.recapture, self.replans_left = cap, recapture, MAX_REPLANS
-        self.changes: list[Change] = []
+    problem: PlanningProblem
+    make_plan: MakePlan
+    replan: Replan | None
+    cap: int
+    recapture: bool
+    replans_left: int = MAX_REPLANS
+    changes: list[Change] = field(default_factory=list)
 
     def advised(self, failure: OutOfMemoryError) -> OutOfMemoryError:
         """The failure with missing bytes by category and changes that would help."""
@@ -134,11 +116,16 @@ class _OomAdvisor:
         how = f"memory={cost.needed_bytes}"
         more = Change("more memory on each rank", how, cost.step_s, cost.needed_bytes)
         changes = (*self.changes, more)
+        texts = (
+            f"{change.what} [{change.how}], a step of {change.step_s * 1e3:.1f} ms in "
+            f"{human_bytes(change.needed_bytes)}"
+            for change in changes
+        )
         return OutOfMemoryError(
             f"nothing fits under {human_bytes(self.cap)} per rank: the smallest plan "
             f"({smallest.name}) needs {human_bytes(short)} more ({short} bytes). Its peak is "
             f"{memory_text(memory)}. What would help, each planned again: "
-            f"{'; '.join(map(_change_text, changes))}.",
+            f"{'; '.join(texts)}.",
             short,
             memory,
             changes,
@@ -212,23 +199,20 @@ class _OomAdvisor:
             )
 
     def other_batch_or_ranks(self, memory: Mapping[str, int]) -> Iterator[Suggestion]:
-        """The same strategy with fewer rows, or on more ranks."""
         if self.replan is None:
             return
-        rows = ((n, partial(self.replan, 1, n)) for n in self.batch_divisors(memory))
+        replan, least = self.replan, _power_of_two(sum(memory.values()) / self.cap)
         yield from self.first_that_helps(
-            Suggestion("fewer rows in a batch", f"1/{n} of them", plan, activations=True)
-            for n, plan in rows
+            Suggestion("fewer rows in a batch", f"1/{n} of them", partial(replan, 1, n), False)
+            for n in self.batch_divisors(memory)
         )
-        least = _power_of_two(sum(memory.values()) / self.cap)
-        ranks = ((n, partial(self.replan, n, 1)) for n in (least, 2 * least))
+        world_size = self.problem.world_size
         yield from self.first_that_helps(
-            Suggestion("more ranks", f"world_size={n * self.problem.world_size}", plan, True, True)
-            for n, plan in ranks
+            Suggestion("more ranks", f"world_size={n * world_size}", partial(replan, n, 1))
+            for n in (least, 2 * least)
         )
 
     def first_that_helps(self, suggestions: Iterable[Suggestion]) -> Iterator[Suggestion]:
-        """Yields suggestions until one has helped."""
         before = len(self.changes)
         yield from takewhile(lambda _: len(self.changes) == before, suggestions)
 
@@ -247,12 +231,9 @@ class _OomAdvisor:
 
     def strategy_with(self, what: str, states: bool = True, **changes: Any) -> Suggestion:
         """A suggestion to change fields of the strategy, which always reduces activations."""
-        strategy = replace(self.problem.strategy, **changes)
-        problem = replace(self.problem, strategy=strategy)
+        problem = replace(self.problem, strategy=replace(self.problem.strategy, **changes))
         fields = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        return Suggestion(
-            what, f"Strategy({fields})", partial(self.make_plan, problem), states, True
-        )
+        return Suggestion(what, f"Strategy({fields})", partial(self.make_plan, problem), states)
 
 
 def _state_bytes(memory: Mapping[str, int]) -> int:
@@ -262,10 +243,3 @@ def _state_bytes(memory: Mapping[str, int]) -> int:
 def _power_of_two(ratio: float) -> int:
     """The least power of two that is at least `ratio` and 2."""
     return 2 ** max(1, math.ceil(math.log2(max(1.0, ratio))))
-
-
-def _change_text(change: Change) -> str:
-    return (
-        f"{change.what} [{change.how}], a step of {change.step_s * 1e3:.1f} ms in "
-        f"{human_bytes(change.needed_bytes)}"
-    )

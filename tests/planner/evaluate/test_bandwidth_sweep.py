@@ -11,12 +11,11 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.plan.prediction import Prediction, RunnerUp, slower
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import RATES, ScaledBandwidth, sweep_bandwidth
-from autopar.planner.evaluate.candidate import Candidate
+from autopar.planner.evaluate.candidate import Candidate, default_config
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.search.build_evaluator import build_evaluator
-from autopar.planner.search.default_configs import default_config
 from autopar.planner.search.measure_problem import measure_problem
-from autopar.planner.search.pipeline_search import unmeasured_pipeline
+from autopar.planner.search.pipeline_search import open_pipelines
 from autopar.report.plan import Plan
 from tests.planner.blocks import GPTBlock, Stack
 from tests.planner.problems import problem_of
@@ -45,7 +44,7 @@ def evaluator(strategy: Strategy) -> tuple[Evaluator, Candidate]:
     spmd = build_evaluator(problem, graph, machine)
     found: Evaluator = spmd
     if strategy.pipelined:
-        found = unmeasured_pipeline(spmd, strategy, problem.model, parts)
+        found = next(open_pipelines(spmd, strategy, parts))
     return found, found.evaluate(default_config(strategy, problem.blocks, 3))
 
 

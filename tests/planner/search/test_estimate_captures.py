@@ -14,8 +14,7 @@ from autopar.errors import BatchError
 from autopar.ir.graph import TrainingGraph
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
-from autopar.planner.search.estimate_captures import MeshEstimator
-from autopar.planner.search.layer_extrapolation import kinds_of, with_num_layers
+from autopar.planner.search.estimate_captures import MeshEstimator, kinds_of, with_num_layers
 from autopar.planner.search.mesh_estimate import MeshEstimate
 from examples.plan_llama import Llama, Size
 from tests.planner.problems import problem_of

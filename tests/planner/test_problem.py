@@ -3,7 +3,7 @@
 import time
 from unittest.mock import patch
 
-from autopar.planner.deadline import Deadline
+from autopar.planner.problem import Deadline
 
 
 def test_a_part_ends_no_later_than_the_whole() -> None:
