@@ -82,15 +82,13 @@ def plan_offline(
     Raises:
         OutOfMemoryError: nothing fits.
     """
-    deadline = Deadline(time_limit_s)
-
-    def driver_for(inputs: Any) -> OfflineDriver:
-        return OfflineDriver(problem, model, inputs, autocast, loss_fn, deadline, progress)
-
-    driver = driver_for(example_inputs)
+    rest = autocast, loss_fn, Deadline(time_limit_s), progress
+    driver = OfflineDriver(problem, model, example_inputs, *rest)
 
     def replan(factor: int, parts: int) -> Plan:
-        other = driver if parts == 1 else driver_for(last_part(example_inputs, parts))
+        other = driver
+        if parts > 1:
+            other = OfflineDriver(problem, model, last_part(example_inputs, parts), *rest)
         return other.plan(on_more_ranks(problem, factor))
 
     return plan_or_advise(problem, driver.plan, replan)
