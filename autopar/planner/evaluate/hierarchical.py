@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cost import ClusterError
@@ -34,15 +34,11 @@ def levels_of(
     sizes = own.sizes(base.dp_size)
     if not sizes:
         return ()
-    axes = dict(base.mesh) | sizes
     methods = _level_codecs(strategy)
     if strategy.hierarchical:
         found = dict.fromkeys((*PARTS, *methods), ALWAYS_FROM)
     elif strategy.hierarchical is None and cluster is not None:
-        prices = _LevelCosts(cluster, axes, backend)
-        sized = {kind: prices.pays_from(kind) for kind in PARTS}
-        sized |= {name: prices.pays_from("all_reduce", own) for name, own in methods.items()}
-        found = {kind: least for kind, least in sized.items() if least is not None}
+        found = _sizes_that_pay(cluster, dict(base.mesh) | sizes, backend, methods)
     else:
         found = {}
     if not found and not base.hybrid:
@@ -69,43 +65,38 @@ def _level_codecs(strategy: Strategy) -> dict[str, Compression]:
     return {own.method: own for own in methods if own.method != "powersgd"}
 
 
-@dataclass(frozen=True)
-class _LevelCosts:
-    """Seconds of lowered collectives over the data axis and over its levels."""
+def _sizes_that_pay(
+    cluster: Cluster, axes: dict[str, int], backend: str, methods: Mapping[str, Compression]
+) -> dict[str, int]:
+    """Minimum size from which hierarchical messages are always faster, by kind and compression.
 
-    cluster: Cluster
-    axes: dict[str, int]
-    backend: str
+    The compute of a compression is ignored.
+    """
+    between, within = level(DATA_AXIS, INTER_NODE), level(DATA_AXIS, INTRA_NODE)
 
-    def pays_from(self, kind: str, by: Compression | None = None) -> int | None:
-        """Minimum size from which hierarchical messages are always faster; None if never.
+    def seconds(kind: str, axis: str, nbytes: int, by: Compression | None = None) -> float:
+        """Seconds of a collective; infinite if unknown."""
+        if by is not None:
+            sent = messages_of_sum(by, nbytes // 4, axes[axis])
+            return sum(seconds(kind, axis, own) for kind, own in sent)
+        shape = GroupShape.of_axis(axes, axis, cluster.ranks_per_node)
+        try:
+            return cluster.seconds(emitted(kind, backend), nbytes, shape).seconds
+        except ClusterError:
+            return math.inf
 
-        The compute of a compression is ignored.
-        """
-        least = None
-        for nbytes in reversed(SIZES):
-            if self.by_level(kind, nbytes, by) >= self.seconds(kind, DATA_AXIS, nbytes, by):
-                break
-            least = nbytes
-        return least
-
-    def by_level(self, kind: str, nbytes: int, by: Compression | None) -> float:
-        between, within = level(DATA_AXIS, INTER_NODE), level(DATA_AXIS, INTRA_NODE)
-        share = nbytes // self.axes[within]
+    def by_level(kind: str, nbytes: int, by: Compression | None) -> float:
+        share = nbytes // axes[within]
         return sum(
-            self.seconds(k, within, nbytes)
-            if part == INTRA_NODE
-            else self.seconds(k, between, share, by)
+            seconds(k, within, nbytes) if part == INTRA_NODE else seconds(k, between, share, by)
             for k, part in PARTS[kind]
         )
 
-    def seconds(self, kind: str, axis: str, nbytes: int, by: Compression | None = None) -> float:
-        """Seconds of a collective; infinite if unknown."""
-        if by is not None:
-            sent = messages_of_sum(by, nbytes // 4, self.axes[axis])
-            return sum(self.seconds(kind, axis, own) for kind, own in sent)
-        shape = GroupShape.of_axis(self.axes, axis, self.cluster.ranks_per_node)
-        try:
-            return self.cluster.seconds(emitted(kind, self.backend), nbytes, shape).seconds
-        except ClusterError:
-            return math.inf
+    found = {}
+    summed = ((name, "all_reduce", by) for name, by in methods.items())
+    for name, kind, by in (*((kind, kind, None) for kind in PARTS), *summed):
+        for nbytes in reversed(SIZES):
+            if by_level(kind, nbytes, by) >= seconds(kind, DATA_AXIS, nbytes, by):
+                break
+            found[name] = nbytes
+    return found
