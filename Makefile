@@ -10,25 +10,28 @@ TORCH ?= torch==2.13.0
 NPROC ?= 2
 STEPS ?=
 STRATEGY ?=
+JOBS ?= 2
 ARGS ?= $(if $(STEPS),--steps $(STEPS)) $(if $(STRATEGY),--strategy $(STRATEGY))
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Each job keeps the order of files, so that what one test captured serves the next.
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
-	@echo '  variables: NPROC=2 STEPS=... STRATEGY=auto|ddp|zero1|zero2|zero3 TORCH=torch==2.13.0'
+	@echo '  variables: NPROC=2 STEPS=... STRATEGY=auto|ddp|zero1|zero2|zero3 TORCH=torch==2.13.0 JOBS=2'
 
 train: $(INSTALLED) ## Train the example GPT on NPROC processes of this machine
 	$(BIN)/autopar run examples/train_gpt.py --nproc $(NPROC) -- $(strip $(ARGS))
 
 check: lint ## Check style, types and imports, run the tests that need no second process
-	$(BIN)/pytest -m "not processes"
+	$(PYTEST) -m "not processes"
 
 test: lint ## Check style, types and imports, run the whole test suite
-	$(BIN)/pytest
+	$(PYTEST)
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .

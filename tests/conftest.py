@@ -1,5 +1,6 @@
 """One thread a process, a cache folder a session, and the mark of tests that start processes."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -23,6 +24,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(cache.cleanup)
     settings.register_profile("autopar", deadline=None, derandomize=True, database=None)
     settings.load_profile("autopar")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported by now from garbage collection, and collect the rest less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)
