@@ -1,5 +1,6 @@
 """The choice: what is fastest under a cap, deterministic, and never over it."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -56,9 +57,21 @@ def test_modelled_figures_say_so() -> None:
 
 @pytest.mark.parametrize("share", [0.95, 0.8])
 def test_a_cap_is_kept_by_mixing_stages_or_recomputing(share: float) -> None:
-    free = planned()
+    model, inputs = graph_model()
+    slow = Cluster.default(4, "cpu")
+    # messages in flight, which no stage avoids, are most of the peak where cores are busy
+    fast = replace(slow, link=replace(slow.link, launch_s=1e-9, step_s=1e-9, bytes_per_s=1e15))
+    plan_under = partial(
+        autopar.plan,
+        model,
+        4,
+        example_inputs=inputs,
+        strategy=autopar.Strategy(),
+        cluster=fast,
+    )
+    free = plan_under()
     cap = int(peak(free) * share)
-    plan = planned(memory=cap)
+    plan = plan_under(memory=cap)
     assert peak(plan) <= cap
     assert plan.memory_cap == cap
     assert plan.zero_stages != free.zero_stages or plan.recompute != free.recompute
