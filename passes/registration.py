@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import StrategyError
-from autopar.passes.core.pass_base import Pass, known_passes, pass_name
+from autopar.passes.core.pass_base import Pass, describe, known_passes
 from autopar.passes.core.pass_pipeline import PassPipeline
 
 DISABLE = "AUTOPAR_DISABLE_PASSES"
@@ -28,8 +28,8 @@ _registered: OrderedDict[int, _Registration] = OrderedDict()
 def register_pass(item: Pass, *, before: str = "", after: str = "") -> RemovableHandle:
     """Adds a pass to every pipeline that is built from now on, for planning and for training.
 
-    Call it before `autopar.compile`, with the same passes in the same order on every rank.
-    Pipelines without the named neighbour leave the pass out.
+    Call it before `autopar.compile`, with equal passes in the same order on every rank. Pipelines
+    without the named neighbour leave the pass out. A pass that is registered twice runs twice.
 
     Args:
         item: the pass.
@@ -77,6 +77,6 @@ def disabled_passes() -> tuple[str, ...]:
 
 
 def pass_settings() -> tuple[object, ...]:
-    """Settings that must be the same on all ranks: disabled and registered passes, by name."""
-    added = [(pass_name(r.item), r.before, r.after) for r in _registered.values()]
+    """Settings that must be the same on all ranks: disabled and registered passes, with options."""
+    added = [(describe(it.item, repr), it.before, it.after) for it in _registered.values()]
     return disabled_passes(), added

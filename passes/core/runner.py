@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopar.errors import PassError, StrategyError
 from autopar.ir.graph import TrainingGraph
-from autopar.passes.core.pass_base import Pass, describe, pass_name
+from autopar.passes.core.pass_base import Pass, PassResult, describe, pass_name
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.reproducer import Reproducer, command, save
 from autopar.passes.core.verifier import check
@@ -59,6 +59,8 @@ def apply_pass(item: Pass, graph: TrainingGraph) -> TrainingGraph:
     if missing := sorted(fact.name for fact in item.requires - graph.properties):
         raise PassError(f"the graph lacks {', '.join(missing)}: put a pass that ensures it before")
     result = item(graph)
+    if not isinstance(result, PassResult):
+        raise PassError(f"{pass_name(item)} returned {type(result).__name__}: return a PassResult")
     line = describe(item) + (f": declined, {result.reason}" if result.reason else "")
     properties, history = graph.properties | item.ensures, (*graph.history, line)
     after = replace(result.graph, properties=properties, history=history)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from autopar.errors import StrategyError
+from autopar.errors import PassError, StrategyError
 from autopar.ir.graph import TrainingGraph
 from autopar.passes import register_pass
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.passes.core.runner import run_passes
+from autopar.passes.core.runner import apply_pass, run_passes
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.registration import DISABLE, disabled_passes, pass_settings
 from tests.passes.golden import two_layers
@@ -71,8 +71,24 @@ def test_registered_passes_run_in_the_order_of_registration() -> None:
     it = two_layers()
     with registered(CountNodes("first")), registered(CountNodes("second")):
         graph = run_passes(it.graph(0), build_pass_pipeline(it.plan(0), 0, "gloo"))
-        assert pass_settings() == ((), [("count_nodes", "", "")] * 2)
+        options = (
+            "count_nodes(label='first')",
+            "count_nodes(label='second')",
+        )  # ranks compare them
+        assert pass_settings() == ((), [(text, "", "") for text in options])
     assert [note.split()[1] for note in graph.notes] == ["first", "second"]
+
+
+class Careless(Pass):
+    """Returns the graph alone."""
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        return graph  # type: ignore[return-value]
+
+
+def test_a_pass_returns_a_pass_result() -> None:
+    with pytest.raises(PassError, match="careless returned TrainingGraph: return a PassResult"):
+        apply_pass(Careless(), two_layers().graph(0))
 
 
 def test_what_cannot_be_registered() -> None:
