@@ -25,40 +25,9 @@ from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stag
 from autopar.plan.partition import NodeStrategies
 from autopar.runtime.codegen.program import CompiledGraph, LoweringOptions, generate
 from autopar.runtime.pipeline.schedule import Schedule
-from autopar.runtime.pipeline.stage import Stage
+from autopar.runtime.pipeline.stage import Stage, StageBackward, StageProgram
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StageBackward:
-    """The backward of a stage.
-
-    Attributes:
-        graph: the whole backward.
-        parts: one function, or one for input gradients and one for parameter gradients.
-    """
-
-    graph: TrainingGraph
-    parts: tuple[CompiledGraph, ...]
-
-
-@dataclass(frozen=True)
-class StageProgram:
-    """The functions of one stage.
-
-    Attributes:
-        first_forward: of the first micro-batch; it may gather parameters for all.
-        first_backward: backward of the first of several micro-batches.
-        middle_backward: backward of those in between, which accumulates gradients.
-        last_backward: backward of the last, which also reduces accumulated gradients.
-    """
-
-    first_forward: CompiledGraph
-    forward: CompiledGraph
-    first_backward: StageBackward | None
-    middle_backward: StageBackward | None
-    last_backward: StageBackward | None
 
 
 @dataclass

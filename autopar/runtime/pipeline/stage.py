@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autopar.ir import roles
+from autopar.ir.graph import TrainingGraph
 from autopar.runtime.codegen.program import CompiledGraph
 
 if TYPE_CHECKING:
     from autopar.runtime.pipeline.call import PipelineCall
-    from autopar.runtime.pipeline.compiled_call import StageBackward, StageProgram
 
 Values = dict[Any, torch.Tensor]
 """Tensors by role."""
+
+
+@dataclass(frozen=True)
+class StageBackward:
+    """The backward of a stage.
+
+    Attributes:
+        graph: the whole backward.
+        parts: one function, or one for input gradients and one for parameter gradients.
+    """
+
+    graph: TrainingGraph
+    parts: tuple[CompiledGraph, ...]
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """The functions of one stage.
+
+    Attributes:
+        first_forward: of the first micro-batch; it may gather parameters for all.
+        first_backward: backward of the first of several micro-batches.
+        middle_backward: backward of those in between, which accumulates gradients.
+        last_backward: backward of the last, which also reduces accumulated gradients.
+    """
+
+    first_forward: CompiledGraph
+    forward: CompiledGraph
+    first_backward: StageBackward | None
+    middle_backward: StageBackward | None
+    last_backward: StageBackward | None
 
 
 class Stage:
