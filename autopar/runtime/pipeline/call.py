@@ -88,6 +88,15 @@ class PipelineCall:
                 return self.unsharded_params[name]
         raise AssertionError(f"a stage has the unexpected input {role}")
 
+    @property
+    def differentiates(self) -> bool:
+        return self.compiled.differentiates
+
+    def add_partial(self, index: int, value: torch.Tensor) -> None:
+        """Adds a micro-batch's part of a batch total, or keeps the last of replicated ones."""
+        adds = index in self.partials and index not in self.compiled.graphs.replicated_partials
+        self.partials[index] = self.partials[index] + value if adds else value
+
     @cached_property
     def _inputs(self) -> list[TensorsByIndex]:
         return [inputs_of(shard) for shard in self.micro_batches]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -25,11 +25,8 @@ from autopar._torch import (
 from autopar.cost_model.simulator.schedules import Orders
 from autopar.ir.roles import StageInput, StageOutput
 from autopar.runtime.codegen.program import CompiledGraph
-from autopar.runtime.pipeline.stage import Stage, Values
+from autopar.runtime.pipeline.stage import Stage, StageCall, Values
 from autopar.runtime.process_groups import explaining_comm_errors
-
-if TYPE_CHECKING:
-    from autopar.runtime.pipeline.call import PipelineCall
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Schedule:
     device: torch.device
     group: dist.ProcessGroup | None  # None if this rank has all stages
 
-    def run(self, call: PipelineCall) -> None:
+    def run(self, call: StageCall) -> None:
         for stage in self.stages.values():
             stage.call = call
             stage.pending.clear()  # other calls may have run since

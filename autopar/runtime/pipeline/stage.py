@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from autopar.ir import roles
 from autopar.ir.graph import TrainingGraph
 from autopar.runtime.codegen.program import CompiledGraph
-
-if TYPE_CHECKING:
-    from autopar.runtime.pipeline.call import PipelineCall
+from autopar.runtime.context import ExecutionContext
 
 Values = dict[Any, torch.Tensor]
 """Tensors by role."""
@@ -49,10 +48,36 @@ class StageProgram:
     last_backward: StageBackward | None
 
 
+class StageCall(Protocol):
+    """Tensors and state of a call, as a stage reads and extends them.
+
+    `autopar.runtime.pipeline.call.PipelineCall` implements it.
+    """
+
+    context: ExecutionContext
+    micro_batches: Sequence[Any]
+    retain_graph: bool
+    tangents: list[dict[int, torch.Tensor]]
+    totals: dict[int, torch.Tensor]
+    unsharded_params: dict[str, torch.Tensor]
+    saved: dict[tuple[int, int], list[torch.Tensor]]
+    partials: dict[int, torch.Tensor]
+    outputs: dict[int, list[torch.Tensor]]
+    gradients: dict[str, torch.Tensor]
+    input_gradients: dict[int, dict[int, torch.Tensor]]
+
+    @property
+    def differentiates(self) -> bool: ...
+
+    def argument(self, role: roles.InputRole, micro: int) -> torch.Tensor: ...
+
+    def add_partial(self, index: int, value: torch.Tensor) -> None: ...
+
+
 class Stage:
     """One pipeline stage."""
 
-    call: PipelineCall  # set by the schedule
+    call: StageCall  # set by the schedule
 
     def __init__(self, index: int, program: StageProgram) -> None:
         self.index, self.program = index, program
@@ -75,12 +100,10 @@ class Stage:
                 case roles.Output(index):
                     call.outputs.setdefault(index, []).append(value)
                 case roles.MicrobatchPartial(index):
-                    replicated = call.compiled.graphs.replicated_partials
-                    adds = index in call.partials and index not in replicated
-                    call.partials[index] = call.partials[index] + value if adds else value
+                    call.add_partial(index, value)
                 case roles.UnshardedParam(name):
                     call.unsharded_params[name] = value
-        if call.compiled.differentiates:
+        if call.differentiates:
             call.saved[self.index, micro] = saved
         return sent
 
