@@ -14,9 +14,13 @@ from autopar.cost_model.measurement.optimizer_step import measure_update
 
 
 @contextlib.contextmanager
-def memoized_capture() -> Iterator[None]:
-    """Capture each kind of call of one model once for all compilations inside."""
-    captures: dict[Any, Capture] = {}
+def memoized_capture(known: dict[Any, Capture] | None = None) -> Iterator[None]:
+    """Capture each kind of call of one model once for all compilations inside.
+
+    Args:
+        known: earlier captures of the same model, extended here.
+    """
+    captures = {} if known is None else known
 
     @functools.wraps(capture)
     def memoized(model: Any, call: Call, *args: Any, **options: Any) -> Capture:

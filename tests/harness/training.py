@@ -1,5 +1,6 @@
 """Training under a plan on real ranks, to be held against the plain model's `reference`."""
 
+import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -83,19 +84,32 @@ def train(
     **options: Any,
 ) -> Reference:
     """The same under a plan as `reference`; the optimizer is made before the first call."""
-    case = MODELS[name]
-    model = autopar.compile(
-        case.make().to(dtype),
-        strategy=fixed(setup.zero, setup.recompute, **setup.more),
-        batch=setup.batch,
-        fallback=False,
-        **options,
-    )
-    optimizer = optimizer_of(dtype)(model.parameters())
-    given = batches(case, steps, setup.rows, dtype)
+    given = batches(MODELS[name], steps, setup.rows, dtype)
     if setup.batch == "local":
         given = (rows_of(batch, rank, world_size) for batch in given)
-    return Reference(train_steps(model, optimizer, case, given), whole_state(model))
+    strategy = fixed(setup.zero, setup.recompute, **setup.more)
+    return train_compiled(name, dtype, given, strategy=strategy, batch=setup.batch, **options)
+
+
+def train_compiled(
+    name: str, dtype: torch.dtype, given: Iterable[Any], **options: Any
+) -> Reference:
+    """Losses and final state of a model trained under `autopar.compile`'s options."""
+    with shared_captures(name, dtype):
+        model = autopar.compile(MODELS[name].make().to(dtype), fallback=False, **options)
+        optimizer = optimizer_of(dtype)(model.parameters())
+        losses = train_steps(model, optimizer, MODELS[name], given)
+    return Reference(losses, whole_state(model))
+
+
+@functools.cache
+def _captures(name: str, dtype: torch.dtype) -> dict[Any, Any]:
+    return {}
+
+
+def shared_captures(name: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    """Captures one of `MODELS` once a process: no strategy changes a capture."""
+    return memoized_capture(_captures(name, dtype))
 
 
 class Pair:
@@ -149,9 +163,7 @@ def close(have: Any, want: Any, tolerance: float = 1e-9) -> None:
 def train_all(
     rank: int, world_size: int, name: str, dtype: torch.dtype, setups: list[Setup]
 ) -> list[Reference]:
-    """Every setup in turn; what is captured depends on none of them, so it is captured once."""
-    with memoized_capture():
-        return [train(rank, world_size, name, dtype, setup) for setup in setups]
+    return [train(rank, world_size, name, dtype, setup) for setup in setups]
 
 
 @functools.cache

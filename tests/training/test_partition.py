@@ -22,6 +22,7 @@ from tests.harness.training import (
     close,
     fixed,
     plain,
+    shared_captures,
     whole_state,
 )
 from tests.harness.worlds import run
@@ -41,12 +42,13 @@ def batch_of(name: str, step: int, rows: int = ROWS) -> Any:
 
 def train(rank: int, world_size: int, name: str, setups: list[dict[str, Any]]) -> list[Reference]:
     found = []
+    given = list(batches(MODELS[name], range(10), ROWS))
     for options in setups:
         model = autopar.compile(
             MODELS[name].make().double(), strategy=fixed(**options), fallback=False
         )
-        given = batches(MODELS[name], range(10), ROWS)
-        losses = train_steps(model, ADAMW(model.parameters()), MODELS[name], given)
+        with shared_captures(name, f64):
+            losses = train_steps(model, ADAMW(model.parameters()), MODELS[name], given)
         assert model.plan is not None
         for partition in model.plan.partitions:
             assert options[partition.axis] == partition.ranks
@@ -228,7 +230,8 @@ def resume(
         set_state_dict(
             model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
         )
-    losses = train_steps(model, optimizer, MODELS[name], batches(MODELS[name], which, ROWS))
+    with shared_captures(name, f64):
+        losses = train_steps(model, optimizer, MODELS[name], batches(MODELS[name], which, ROWS))
     parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.save(parts, checkpoint_id=target)
     return Reference(losses, whole_state(model))

@@ -24,9 +24,10 @@ from tests.harness.training import (
     assert_same_training,
     close,
     fixed,
-    optimizer_of,
     plain,
     rows_of,
+    shared_captures,
+    train_compiled,
     whole_state,
 )
 from tests.harness.worlds import run
@@ -46,16 +47,8 @@ def staged(pp: int, micro_batches: int = 4, schedule: str = "1f1b", **options: A
 def train(
     rank: int, world_size: int, name: str, setups: list[dict[str, Any]], dtype: torch.dtype
 ) -> list[Reference]:
-    found = []
-    for options in setups:
-        model = autopar.compile(
-            MODELS[name].make().to(dtype), strategy=staged(**options), fallback=False
-        )
-        optimizer = optimizer_of(dtype)(model.parameters())  # before the plan is made
-        given = batches(MODELS[name], range(10), ROWS, dtype)
-        losses = train_steps(model, optimizer, MODELS[name], given)
-        found.append(Reference(losses, whole_state(model)))
-    return found
+    given = list(batches(MODELS[name], range(10), ROWS, dtype))
+    return [train_compiled(name, dtype, given, strategy=staged(**options)) for options in setups]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +274,8 @@ def resume(
             optim_state_dict=parts["optimizer"],
             options=FLAT,
         )
-    losses = train_steps(model, optimizer, MODELS["gpt"], batches(MODELS["gpt"], which, ROWS))
+    with shared_captures("gpt", f64):
+        losses = train_steps(model, optimizer, MODELS["gpt"], batches(MODELS["gpt"], which, ROWS))
     checkpoint.save(state_of(model, optimizer), checkpoint_id=target)
     return Reference(losses, whole_state(model))
 

@@ -20,6 +20,7 @@ from tests.harness.training import (
     close,
     fixed,
     plain,
+    shared_captures,
     whole_state,
 )
 from tests.harness.worlds import run
@@ -90,7 +91,8 @@ def test_state_dicts_load_between_compiled_models() -> None:
 def save(rank: int, world_size: int, name: str, folder: str) -> None:
     model = autopar.compile(MODELS[name].make().double(), strategy=fixed(3))
     optimizer = ADAMW(model.parameters())
-    train_steps(model, optimizer, MODELS[name], batches(MODELS[name], range(3), 12))
+    with shared_captures(name, f64):
+        train_steps(model, optimizer, MODELS[name], batches(MODELS[name], range(3), 12))
     parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.save(parts, checkpoint_id=folder)
 
@@ -100,7 +102,8 @@ def resume(rank: int, world_size: int, name: str, folder: str, zero: Any, early:
     model = spoiled(MODELS[name].make().double())
     example = None if early else to_dtype(MODELS[name].batch(12, 0), f64)
     inputs = example and (dict(zip(NAMES[name], example[0], strict=True)) | example[1])
-    model = autopar.compile(model, strategy=fixed(zero), example_inputs=inputs)
+    with shared_captures(name, f64):
+        model = autopar.compile(model, strategy=fixed(zero), example_inputs=inputs)
     optimizer = ADAMW(model.parameters())
     parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.load(parts, checkpoint_id=folder)
@@ -108,7 +111,8 @@ def resume(rank: int, world_size: int, name: str, folder: str, zero: Any, early:
         model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
     )
     given = batches(MODELS[name], range(3, 6), 12)
-    losses = train_steps(model, optimizer, MODELS[name], given)
+    with shared_captures(name, f64):
+        losses = train_steps(model, optimizer, MODELS[name], given)
     check_layout(model, optimizer)
     return Reference(losses, whole_state(model))
 
