@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.cuda import _sleep as sleep_on_gpu
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.pipelining.schedules import _Action as PipelineAction

@@ -21,11 +21,13 @@ class Cost:
         seconds: time in seconds.
         provenance: "measured WHEN on WHAT", "imported from SOURCE" or "modelled by FORMULA".
         error: relative half-width of the error bar: 0.1 for 10 %.
+        host_s: seconds of the host that issues the work, beside the device; 0 on a CPU.
     """
 
     seconds: float
     provenance: str
     error: float = 0.0
+    host_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_provenance(self.provenance)

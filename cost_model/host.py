@@ -59,9 +59,15 @@ def boot_id() -> str:
         return socket.gethostname()
 
 
-def free_memory_bytes() -> int:
-    """Free memory of this machine in bytes; 0 if unknown."""
-    return _pages("SC_AVPHYS_PAGES")
+def free_memory_bytes(device: str = "cpu") -> int:
+    """Free bytes of this machine ("cpu") or of this process's GPU ("cuda"); 0 if unknown.
+
+    On a GPU, what torch's allocator has reserved and does not use is free, too.
+    """
+    if device == "cpu":
+        return _pages("SC_AVPHYS_PAGES")
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + unused
 
 
 def _pages(name: str) -> int:

@@ -58,7 +58,8 @@ def measure_machine(
     ranks = ranks_of(live=live)
     sharing = ranks.sharing if device.type == "cpu" else 1
     name = device if live else _priced_device(device, cluster)
-    operators = OperatorTimes.load(name, sharing=sharing).measure(graphs, ranks)
+    operators = OperatorTimes.load(name, sharing=sharing, runs_on=device.type)
+    operators = operators.measure(graphs, ranks)
     operators.save()
     operators = replace(operators, backend=backend)
     several = live and world_size > 1
@@ -67,7 +68,7 @@ def measure_machine(
         update = measure_update(optimizer, device, mesh)
     else:
         update = UpdateCost.modelled(operators.roofline, optimizer_state_ratio(optimizer, dtype))
-    workspace = Workspace.load(cluster.device).measure(graphs)
+    workspace = Workspace.load(cluster.device, runs_on=device.type).measure(graphs)
     workspace.save()
     kind = "cpu" if cluster.device == "cpu" else "cuda"
     states = OptimizerMemory.measure(optimizer, kind, dtype)
@@ -80,7 +81,8 @@ def known_machine(problem: PlanningProblem, sharing: int) -> Machine:
     """A machine from earlier measurements and models; measures nothing."""
     cluster = problem.cluster
     assert cluster is not None
-    operators = OperatorTimes.load(_priced_device(problem.device, cluster), sharing=sharing)
+    name, kind = _priced_device(problem.device, cluster), problem.device.type
+    operators = OperatorTimes.load(name, sharing=sharing, runs_on=kind)
     operators = replace(operators, backend=problem.backend)
     update = UpdateCost.modelled(operators.roofline, problem.state_ratio)
     retained = _retained_collectives(operators)
@@ -89,8 +91,8 @@ def known_machine(problem: PlanningProblem, sharing: int) -> Machine:
 
 
 def absent(device: torch.device, cluster: Cluster | None) -> bool:
-    """Whether this host lacks the cluster's device, so that operators must be modelled."""
-    return not OperatorTimes.load(_priced_device(device, cluster)).present
+    """Whether the model is not on the cluster's device, so that operators must be modelled."""
+    return not OperatorTimes.load(_priced_device(device, cluster), runs_on=device.type).present
 
 
 def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -> Machine:

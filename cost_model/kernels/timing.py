@@ -1,4 +1,4 @@
-"""`Stopwatch`: times operators on the device, called as in a compiled step."""
+"""`Stopwatch`: times operators on a CPU, called as in a compiled step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ covers attention on GPUs only."""
 class Stopwatch:
     """Times operators, for `budget_s` seconds each, three runs at least.
 
-    On a CPU they alternate, as in a step: an operator that is run repeatedly finds its data in the
+    They alternate, as in a step: an operator that is run repeatedly finds its data in the
     cache and its memory mapped, and appears up to three times faster. The clock is thread time
     where others share the cores.
     """
@@ -53,22 +53,14 @@ class Stopwatch:
         run are left out. The caller's random generators do not change.
         """
         found: dict[str, float] = {}
-        cuda = any(_on_gpu(node) for node in nodes.values())
-        generators = [torch.cuda.current_device()] if cuda else []
-        with torch.random.fork_rng(generators), torch.no_grad():
+        with torch.random.fork_rng([]), torch.no_grad():
             for batch in _batches(nodes):
                 found |= self._batch(batch)
         return found
 
     def _batch(self, nodes: Mapping[str, fx.Node]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        calls: dict[str, Callable[[], object]] = {}
-        for key, node in nodes.items():
-            call = runnable(node)
-            if call is not None and _on_gpu(node):
-                found[key] = self._queued(call)
-            elif call is not None:
-                calls[key] = call
+        bound = {key: runnable(node) for key, node in nodes.items()}
+        calls = {key: call for key, call in bound.items() if call is not None}
         runs: dict[str, list[float]] = {key: [] for key in calls}
 
         def wants_more(times: list[float]) -> bool:
@@ -81,21 +73,7 @@ class Stopwatch:
                 start = self.clock()
                 calls[key]()
                 runs[key].append(self.clock() - start)
-        return found | {key: statistics.median(times) for key, times in runs.items()}
-
-    def _queued(self, call: Callable[[], object]) -> float:
-        """Seconds of a run on a GPU, in a queue: a kernel hides the launch of the next."""
-
-        def several(count: int) -> float:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(count):
-                call()
-            torch.cuda.synchronize()
-            return (time.perf_counter() - start) / count
-
-        count = max(1, min(100, int(self.budget_s / _LEAST_RUNS / several(3))))
-        return statistics.median(several(count) for _ in range(_LEAST_RUNS))
+        return {key: statistics.median(times) for key, times in runs.items()}
 
 
 def time_dispatch(device: str) -> float:
@@ -130,7 +108,7 @@ def flops_of(node: fx.Node) -> float:
 
 def _batches(nodes: Mapping[str, fx.Node]) -> Iterator[dict[str, fx.Node]]:
     """Batches of operators whose tensors fit into memory together; too large ones are left out."""
-    limit = operator_limit()
+    limit = operator_limit("cpu")
     batch: dict[str, fx.Node] = {}
     total = 0
     for key, node in nodes.items():
@@ -145,9 +123,9 @@ def _batches(nodes: Mapping[str, fx.Node]) -> Iterator[dict[str, fx.Node]]:
     yield batch
 
 
-def operator_limit() -> float:
-    """Most bytes for the tensors of one operator under test."""
-    return _MEMORY_SHARE * (free_memory_bytes() or math.inf)
+def operator_limit(device: str) -> float:
+    """Most bytes for the tensors of one operator under test on "cpu" or "cuda"."""
+    return _MEMORY_SHARE * (free_memory_bytes(device) or math.inf)
 
 
 def operator_bytes(node: fx.Node) -> int:
@@ -155,16 +133,11 @@ def operator_bytes(node: fx.Node) -> int:
     return sum(extent_bytes(t) for n in (node, *node.all_input_nodes) for t in tensors(n))
 
 
-def _on_gpu(node: fx.Node) -> bool:
-    used = (t for n in (node, *node.all_input_nodes) for t in tensors(n))
-    return any(t.device.type == "cuda" for t in used)
-
-
 def runnable(node: fx.Node) -> Callable[[], object] | None:
     """The operator on random tensors, after one run to warm up; None if it cannot be run."""
     for low, high in integer_ranges(node):
         try:
-            call = _bind(node, low, high)
+            call = bind(node, low, high)
             call()
             return call
         except Exception:  # operators that fail are modelled instead
@@ -172,7 +145,8 @@ def runnable(node: fx.Node) -> Callable[[], object] | None:
     return None
 
 
-def _bind(node: fx.Node, low: int, high: int) -> Callable[[], object]:
+def bind(node: fx.Node, low: int, high: int) -> Callable[[], object]:
+    """The operator on random tensors with integers from `low` to below `high`."""
     made: dict[fx.Node, Any] = {}
 
     def real(source: fx.Node) -> Any:

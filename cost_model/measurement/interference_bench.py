@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopar.cost_model.cluster.interference import Slowdown
+from autopar.cost_model.cluster.interference import SHARED_GPU, Slowdown
 from autopar.cost_model.measurement.bench import Bench
 
 _SIZES = (64 * 2**10, 2**20, 8 * 2**20)
@@ -39,6 +40,12 @@ def measure_slowdown(bench: Bench, provenance: str) -> Slowdown:
     issue_s, wait_s = _means(bench.gather(_call_costs(bench)))
     sizes, compute, communication = zip(*rows, strict=True)
     return Slowdown(sizes, compute, communication, issue_s, wait_s, provenance, _late_s(bench))
+
+
+def shared_gpu(bench: Bench) -> Slowdown:
+    """The slowdown on a GPU: modelled, with measured seconds of the host for calls."""
+    issue_s, wait_s = _means(bench.gather(_call_costs(bench)))
+    return replace(SHARED_GPU, issue_s=issue_s, wait_s=wait_s)
 
 
 def _factors(bench: Bench, nbytes: int) -> tuple[float, float] | None:
@@ -101,6 +108,7 @@ def _chunk() -> Callable[[], None]:
 def _call_costs(bench: Bench) -> tuple[float, float]:
     """Thread seconds of issuing a collective, and of waiting for one that has ended."""
     issue = bench.issuer("all_to_all", bench.group, 1024)
+    torch.ops._c10d_functional.wait_tensor(issue())  # connects the ranks
     issued, waited = [], []
     for _ in range(_CALLS):
         bench.line_up()

@@ -18,7 +18,7 @@ from autopar.common.checks import MAX_BYTES, argument_error, choice, count, flag
 from autopar.common.notices import warn_once
 from autopar.cost_model.algorithms.gloo_chunks import MAX_CHUNKS
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.cluster.interference import NO_SLOWDOWN, SHARED_GPU
+from autopar.cost_model.cluster.interference import NO_SLOWDOWN
 from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
@@ -33,7 +33,7 @@ from autopar.cost_model.measurement.group_layouts import (
     layouts,
     levels_of,
 )
-from autopar.cost_model.measurement.interference_bench import measure_slowdown
+from autopar.cost_model.measurement.interference_bench import measure_slowdown, shared_gpu
 from autopar.cost_model.measurement.sampling import Layouts, ReportProgress, sample
 from autopar.cost_model.topology.topology import topology_from_pairs
 from autopar.errors import DisagreementError, MeasurementWarning
@@ -193,7 +193,7 @@ def _measure(
     cpu, nodes = bench.device.type == "cpu", bench.world_size // ranks_per_node
     host, device = first
     today = f"measured {date.today()} on {host['name']}"
-    slowdown = measure_slowdown(bench, today) if cpu else SHARED_GPU
+    slowdown = measure_slowdown(bench, today) if cpu else shared_gpu(bench)
     versions = {"torch": str(torch.__version__)}
     if bench.backend == "nccl":
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

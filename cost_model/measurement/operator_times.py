@@ -22,7 +22,9 @@ from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.kernels.aliases import computes
 from autopar.cost_model.kernels.fusion import EAGER, Traffic, traffic
 from autopar.cost_model.kernels.gemm_efficiency import is_attention, is_causal, product_of
+from autopar.cost_model.kernels.queue_timing import QueueTimer, time_empty_kernel
 from autopar.cost_model.kernels.roofline import Roofline
+from autopar.cost_model.kernels.settings import kernel_settings
 from autopar.cost_model.kernels.signature import kind_of, moved_bytes, signature, time_key
 from autopar.cost_model.kernels.timing import Stopwatch, flops_of, time_dispatch
 from autopar.cost_model.measurement.step_replay import SINGLE_RANK, ReplayGroup, replay_step
@@ -37,7 +39,8 @@ class Timing:
     """One timed operator: the median of its runs, its work, and the date as YYYY-MM-DD.
 
     `flops` is 0 except for matrix products and the like. `nbytes` are the bytes read and written.
-    `rehearsed` tells whether it was timed inside a replayed step, not alone.
+    `rehearsed` tells whether it was timed inside a replayed step, not alone. `host_s` are the
+    seconds of the host that issues it to a GPU, which `seconds` exclude.
     """
 
     seconds: float
@@ -45,6 +48,7 @@ class Timing:
     nbytes: int
     day: str
     rehearsed: bool = False
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class TimingContext:
     """Conditions of a timing; times of other conditions do not count.
 
     `threads` are those of one operator. `sharing` is the number of ranks that share the host's
-    cores and are timed at once.
+    cores and are timed at once. `kernels` has the settings of `kernel_settings`, if present.
     """
 
     device: str
@@ -60,6 +64,11 @@ class TimingContext:
     threads: int
     sharing: int
     torch: str
+    kernels: str = ""
+
+    def facts(self) -> dict[str, Any]:
+        """The key of a cache; settings of torch only where they are not its defaults."""
+        return {name: fact for name, fact in asdict(self).items() if fact != ""}
 
 
 @dataclass(frozen=True)
@@ -84,20 +93,28 @@ class OperatorTimes:
     traffic: Mapping[fx.Node, Traffic] = field(default_factory=dict, compare=False, repr=False)
 
     @property
+    def on_host(self) -> bool:
+        """Whether operators run on the thread that calls them."""
+        return self.setting.device == "cpu"
+
+    @property
     def oversubscription(self) -> float:
         """Computing threads of all ranks for each core of this host, at least 1."""
-        here = self.present and self.setting.device == "cpu"
+        here = self.present and self.on_host
         wanted = self.setting.sharing * self.setting.threads
         return max(1.0, wanted / Host.here().cores) if here else 1.0
 
     @classmethod
-    def load(cls, device: str | torch.device, *, sharing: int = 1) -> OperatorTimes:
+    def load(
+        cls, device: str | torch.device, *, sharing: int = 1, runs_on: str = "cuda"
+    ) -> OperatorTimes:
         """The times of this machine's cache.
 
         The device is "cpu", "cuda", or the name of a GPU, in this machine or not. `sharing` is the
-        number of ranks on this host.
+        number of ranks on this host. A model that `runs_on` "cpu" tells nothing about a GPU, even
+        where there is one.
         """
-        setting, present = _resolve(str(device), sharing)
+        setting, present = _resolve(str(device), sharing, runs_on)
         return cls(setting, present, *_cached(setting))
 
     def measure(
@@ -110,8 +127,8 @@ class OperatorTimes:
         """These times, with the missing operators of some lowered graphs, the same on all ranks.
 
         On a CPU each graph with missing operators is replayed, for `budget_s` seconds, three rounds
-        at least. Otherwise, and where that fails, operators are timed one by one. All `ranks` call
-        this.
+        at least. Otherwise, and where that fails, operators are timed one by one; on a GPU in a
+        queue. All `ranks` call this.
         """
         if not self.present:
             return self
@@ -125,19 +142,28 @@ class OperatorTimes:
         times = dict(self.times)
         today = str(date.today())
 
-        def add(seconds: Mapping[str, float], rehearsed: bool) -> None:
-            for name, taken in seconds.items():
-                if (node := nodes.get(name)) is not None:
-                    size = (flops_of(node), moved_bytes(node)) if computes(node) else (0.0, 0)
-                    times[name] = Timing(taken, *size, today, rehearsed)
+        def add(name: str, seconds: float, *, rehearsed: bool = False, host_s: float = 0.0) -> None:
+            if (node := nodes.get(name)) is not None:
+                size = (flops_of(node), moved_bytes(node)) if computes(node) else (0.0, 0)
+                times[name] = Timing(seconds, *size, today, rehearsed, host_s)
 
-        if self.setting.device == "cpu":
-            add(replay_step(self._missing_graphs(graphs, ranks), ranks, budget_s=budget_s), True)
-        missing = {k: n for k, n in nodes.items() if k not in times and computes(n)}
-        add(Stopwatch().times(missing), False)
-        if _DISPATCH not in times:
-            device = "cpu" if self.setting.device == "cpu" else "cuda"
-            times[_DISPATCH] = Timing(time_dispatch(device), 0, 0, today)
+        def missing() -> dict[str, fx.Node]:
+            return {k: n for k, n in nodes.items() if k not in times and computes(n)}
+
+        if self.on_host:
+            lacking = self._missing_graphs(graphs, ranks)
+            for name, seconds in replay_step(lacking, ranks, budget_s=budget_s).items():
+                add(name, seconds, rehearsed=True)
+            for name, seconds in Stopwatch().times(missing()).items():
+                add(name, seconds)
+            if _DISPATCH not in times:
+                times[_DISPATCH] = Timing(time_dispatch("cpu"), 0, 0, today)
+        else:
+            for name, timed in QueueTimer().times(missing()).items():
+                add(name, timed.device_s, host_s=timed.host_s)
+            if _DISPATCH not in times:
+                empty_s, host_s = time_empty_kernel(), time_dispatch("cuda")
+                times[_DISPATCH] = Timing(empty_s, 0, 0, today, host_s=host_s)
         return replace(self, times=times)
 
     def measure_alone(
@@ -155,7 +181,11 @@ class OperatorTimes:
         if all(ranks.gather(known)):
             return self
         ranks.line_up()
-        by_rank = ranks.gather(Stopwatch(budget_s, time.thread_time).times(nodes))
+        if self.on_host:
+            own = Stopwatch(budget_s, time.thread_time).times(nodes)
+        else:
+            own = {k: timed.device_s for k, timed in QueueTimer(budget_s).times(nodes).items()}
+        by_rank = ranks.gather(own)
         times = {key: [row[key] for row in by_rank if key in row] or [0.0] for key in nodes}
         means = {key: statistics.mean(row) for key, row in times.items()}
         return replace(self, alone={**self.alone, **means})
@@ -188,7 +218,7 @@ class OperatorTimes:
         """Writes the times to the cache, merged with those of other processes."""
         times, alone = _cached(self.setting)
         data = {
-            "setting": asdict(self.setting),
+            "setting": self.setting.facts(),
             "times": {key: asdict(timing) for key, timing in {**times, **self.times}.items()},
             "alone": {**alone, **self.alone},
         }
@@ -228,6 +258,12 @@ class OperatorTimes:
     def _modelled_costs(self) -> dict[str, Cost]:
         return {}
 
+    def thread_cost(self, seconds: float, provenance: str) -> Cost:
+        """A call that occupies the calling thread and no GPU."""
+        if self.on_host:
+            return Cost(seconds, provenance)
+        return Cost(0.0, provenance, host_s=seconds)
+
     def call_of_collective(self, node: fx.Node) -> Cost | None:
         """Thread time of issuing, or waiting for, an empty collective, from replayed steps.
 
@@ -248,12 +284,14 @@ class OperatorTimes:
         flops, nbytes, line = flops_of(node), moved_bytes(node), self.roofline
         kind, size = kind_of(time_key(node)), flops or nbytes
         known = [timed for timed in self._kinds.get(kind, ()) if timed[0]]
+        host_s = self._host_seconds.get(kind, self._host_seconds.get(_DISPATCH, 0.0))
         near = min(known, key=lambda t: abs(math.log(t[0] / max(1, size))), default=(0, 0))
         done, seconds = near
         if size and 1 / _MAX_SIZE_RATIO <= done / size <= _MAX_SIZE_RATIO:
             rest = max(0.0, seconds - line.launch_s) * size / done
-            return Cost(line.launch_s + rest, f"modelled by {kind} of another size, timed here")
-        return Cost(self.by_roofline(node), f"modelled by {line.source}")
+            source = f"modelled by {kind} of another size, timed here"
+            return Cost(line.launch_s + rest, source, host_s=host_s)
+        return Cost(self.by_roofline(node), f"modelled by {line.source}", host_s=host_s)
 
     def by_roofline(self, node: fx.Node) -> float:
         """Seconds of an operator by the roofline alone."""
@@ -296,15 +334,23 @@ class OperatorTimes:
     def _costs(self) -> dict[str, Cost]:
         where = f"on {self.setting.model}, {self.setting.threads} threads"
         return {
-            key: Cost(timing.seconds, f"measured {timing.day} {where}")
+            key: Cost(timing.seconds, f"measured {timing.day} {where}", host_s=timing.host_s)
             for key, timing in self.times.items()
         }
 
     @cached_property
+    def _host_seconds(self) -> dict[str, float]:
+        """Mean seconds of the host by operator, and of a call that computes nothing."""
+        kinds: dict[str, list[float]] = {}
+        for name, timing in self.times.items():
+            kinds.setdefault(kind_of(name), []).append(timing.host_s)
+        return {kind: statistics.mean(seconds) for kind, seconds in kinds.items()}
+
+    @cached_property
     def _dispatch(self) -> Cost:
-        # On a GPU, calls that start no kernel are hidden by the queue of kernels.
-        seconds = self.roofline.launch_s if self.setting.device == "cpu" else 0.0
-        return self._costs.get(_DISPATCH, Cost(seconds, f"modelled by {self.roofline.source}"))
+        launch_s = self.roofline.launch_s if self.on_host else 0.0
+        cost = self._costs.get(_DISPATCH, Cost(launch_s, f"modelled by {self.roofline.source}"))
+        return cost if self.on_host else replace(cost, seconds=0.0)  # no kernel
 
 
 def _communicates(node: fx.Node) -> bool:
@@ -312,8 +358,8 @@ def _communicates(node: fx.Node) -> bool:
     return is_wait(node) or collective_of(node) is not None
 
 
-def _resolve(device: str, sharing: int) -> tuple[TimingContext, bool]:
-    """The setting of a device by its type or name, and whether it is in this machine."""
+def _resolve(device: str, sharing: int, runs_on: str) -> tuple[TimingContext, bool]:
+    """The setting of a device by its type or name, and whether models run on it here."""
     host = Host.here()
     cuda = torch.cuda.is_available()
     gpu = device_name(torch.device("cuda")) if cuda else ""
@@ -322,19 +368,20 @@ def _resolve(device: str, sharing: int) -> tuple[TimingContext, bool]:
     elif device.split(":")[0] == "cuda":
         name, model, present = gpu or "cuda", gpu or "cuda", cuda
     else:
-        name, model, present = device, device, device == gpu
-    return TimingContext(name, model, host.threads, sharing, host.torch), present
+        name, model, present = device, device, device == gpu and runs_on == "cuda"
+    kernels = kernel_settings("cpu" if name == "cpu" else "cuda") if present else ""
+    return TimingContext(name, model, host.threads, sharing, host.torch, kernels), present
 
 
 def _path(setting: TimingContext) -> Path:
-    return disk_cache.cache_directory() / "operators" / f"{disk_cache.digest(asdict(setting))}.json"
+    return disk_cache.cache_directory() / "operators" / f"{disk_cache.digest(setting.facts())}.json"
 
 
 def _cached(setting: TimingContext) -> tuple[dict[str, Timing], dict[str, float]]:
     """The times in the cache of this setting, in steps and alone."""
 
     def parse(data: Any) -> tuple[dict[str, Timing], dict[str, float]]:
-        if data["setting"] != asdict(setting):
+        if data["setting"] != setting.facts():
             return {}, {}
         for fields in data["times"].values():
             disk_cache.check_numbers(

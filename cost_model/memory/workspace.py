@@ -19,6 +19,7 @@ from torch import fx
 from autopar.cost_model import disk_cache
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.kernels.aliases import computes
+from autopar.cost_model.kernels.settings import kernel_settings
 from autopar.cost_model.kernels.signature import signature
 from autopar.cost_model.kernels.timing import operator_bytes, operator_limit, runnable
 from autopar.cost_model.memory.allocation_tracker import track_allocations
@@ -31,7 +32,7 @@ class Workspace:
 
     Attributes:
         device: type of the device, "cpu" or "cuda".
-        setting: conditions of the measurement: device, threads, version of torch.
+        setting: conditions of the measurement: device, threads, torch and its settings.
         present: whether the device is in this machine, so that more can be measured.
         nbytes: workspace in bytes of each operator that was run; mostly 0.
     """
@@ -42,19 +43,25 @@ class Workspace:
     nbytes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, device: str) -> Workspace:
-        """The measurements of this machine's cache for "cpu", "cuda" or the name of any GPU."""
+    def load(cls, device: str, runs_on: str = "cuda") -> Workspace:
+        """The measurements of this machine's cache for "cpu", "cuda" or the name of any GPU.
+
+        A model that `runs_on` "cpu" tells nothing about a GPU, even where there is one.
+        """
         cpu = device == "cpu"
         gpu = "" if cpu or not torch.cuda.is_available() else device_name(torch.device("cuda"))
-        host = Host.here()
+        name = gpu if gpu and device == "cuda" else device
+        host, present = Host.here(), cpu or (name == gpu and runs_on == "cuda")
         setting = {
-            "device": "cpu" if cpu else gpu or device,
-            "model": host.cpu if cpu else gpu or device,
+            "device": name,
+            "model": host.cpu if cpu else name,
             "threads": host.threads if cpu else 0,
             "torch": host.torch,
         }
-        present = cpu or (bool(gpu) and device.partition(":")[0] in ("cuda", gpu))
-        return cls("cpu" if cpu else "cuda", setting, present, _cached(setting))
+        kind = "cpu" if cpu else "cuda"
+        if present and (kernels := kernel_settings(kind)):
+            setting["kernels"] = kernels
+        return cls(kind, setting, present, _cached(setting))
 
     def measure(self, graphs: Iterable[TrainingGraph]) -> Workspace:
         """This, with the workspace of the operators of lowered graphs that were not yet run."""
@@ -64,7 +71,8 @@ class Workspace:
         for graph in graphs:
             missing |= {signature(node): node for node in graph.calls() if computes(node)}
         missing = {key: node for key, node in missing.items() if key not in self.nbytes}
-        with torch.random.fork_rng(range(torch.cuda.device_count())), torch.no_grad():
+        generators = [] if self.device == "cpu" else [torch.cuda.current_device()]
+        with torch.random.fork_rng(generators), torch.no_grad():
             measured = {key: _measure(node, self.device) for key, node in missing.items()}
         new = {key: nbytes for key, nbytes in measured.items() if nbytes is not None}
         return replace(self, nbytes={**self.nbytes, **new})
@@ -91,7 +99,7 @@ def _measure(node: fx.Node, device: str) -> int | None:
 
     None if it cannot be run, its tensors would not fit, or a profiler is running.
     """
-    if operator_bytes(node) > operator_limit():
+    if operator_bytes(node) > operator_limit(device):
         return None
     call = runnable(node)
     try:

@@ -2,6 +2,10 @@
 
 Operators run one after another on the compute stream. A collective starts once it is issued and
 the stream of its axis is free. A wait stalls compute until the collective has ended.
+
+The host issues all of these to a GPU, one after another: none starts before it is issued, and views
+take time of the host only. The step ends when both have. The host waits for the device only where
+an operator's result is needed on it. Without timings of a GPU the host takes no time.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autopar.cost_model.cluster.cluster import Cluster
@@ -20,7 +25,11 @@ from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.peak import Memory, simulate_memory
 from autopar.cost_model.simulator.exposure import Exposure, apportion
 from autopar.cost_model.simulator.streams import Clock, Event, Flight
-from autopar.ir.graph import TrainingGraph
+from autopar.formatting import milliseconds
+from autopar.ir.graph import TrainingGraph, tensors
+
+WORTH_NAMING = 0.05
+"""Least part of a step in which the device waits for its host, for a note."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class Simulation:
     """One predicted step: forward and backward, without the optimizer's step.
 
     `compute_s` and `communication_s` are the seconds of all operators and collectives, each alone;
-    `exposed_s` is step_s - compute_s.
+    `exposed_s` is step_s - compute_s - idle_s.
 
     Attributes:
         waits: seconds that compute stalls, by kind of collective.
@@ -36,6 +45,8 @@ class Simulation:
         memory_curve: start of each of `memory.nodes` in seconds, and the bytes that then exist.
         timeline: all events, in the order of their end.
         provenance: number of measured, imported and modelled times.
+        host_s: seconds of the host to issue a step, 0 if unknown or on a CPU.
+        idle_s: seconds that the device waits for the host.
     """
 
     step_s: float
@@ -50,6 +61,18 @@ class Simulation:
     memory_curve: tuple[tuple[float, int], ...]
     timeline: tuple[Event, ...]
     provenance: Mapping[str, int]
+    host_s: float = 0.0
+    idle_s: float = 0.0
+
+    def notes(self) -> tuple[str, ...]:
+        """Notes for a plan on a device that waits for its host."""
+        if self.idle_s < WORTH_NAMING * self.step_s:
+            return ()
+        times = f"{milliseconds(self.idle_s)} of {milliseconds(self.step_s)}"
+        return (
+            f"the device waits for Python for {times}: more rows a rank, or a backend that fuses "
+            "operators, would use it better",
+        )
 
 
 def simulate(
@@ -65,7 +88,8 @@ def simulate(
     """
     run = _Run(graph, cluster, operators.of(graph))
     memory = simulate_memory(graph, overhead)
-    step_s = run.clock.now
+    step_s = run.now
+    idle_s = run.clock.idle_s + step_s - run.clock.now
     starts = [*run.starts, step_s]  # the last is the optimizer's step
     return Simulation(
         step_s=step_s,
@@ -73,13 +97,15 @@ def simulate(
         backward_s=step_s - run.forward_s,
         compute_s=run.compute_s,
         communication_s=run.communication_s,
-        exposed_s=max(0.0, step_s - run.compute_s),
+        exposed_s=max(0.0, step_s - run.compute_s - idle_s),
         waits=run.waits,
         exposures=tuple(run.exposures),
         memory=memory,
         memory_curve=tuple(zip(starts, memory.curve, strict=True)),
         timeline=tuple(run.clock.events),
         provenance=dict(run.sources),
+        host_s=run.host_s,
+        idle_s=idle_s,
     )
 
 
@@ -89,7 +115,20 @@ def half_seconds(
     """Seconds of forward and backward as `simulate` predicts them, on each cluster."""
     graph_times = operators.of(graph)
     runs = (_Run(graph, cluster, graph_times) for cluster in clusters)
-    return [(run.forward_s, run.clock.now - run.forward_s) for run in runs]
+    return [(run.forward_s, run.now - run.forward_s) for run in runs]
+
+
+def reads_device(node: fx.Node) -> bool:
+    """Whether the host waits for an operator: it copies between devices, or has unknown shapes."""
+    if any(tag in getattr(node.target, "tags", ()) for tag in _BY_VALUE):
+        return True
+    kinds = {t.device.type for n in (node, *node.all_input_nodes) for t in tensors(n)}
+    copies = getattr(node.target, "overloadpacket", None) in _COPIES
+    return copies and len(kinds) > 1 and not node.kwargs.get("non_blocking")
+
+
+_COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy, torch.ops.aten.copy_)
+_BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class _Run:
@@ -108,11 +147,11 @@ class _Run:
         self.ends: dict[fx.Node, float] = {}
         self.prices: dict[fx.Node, float] = {}
         self.starts: list[float] = []
-        self.forward_s = self.compute_s = self.communication_s = 0.0
+        self.forward_s = self.compute_s = self.communication_s = self.host_s = 0.0
         backward_start = graph.backward_start
         for node in graph.graph.nodes:
             if node is backward_start:
-                self.forward_s = self.clock.now
+                self.forward_s = self.now
             if node.op == "call_function":
                 self.starts.append(self.clock.now)
                 if collective_of(node) is not None:
@@ -120,13 +159,23 @@ class _Run:
                 elif is_wait(node) and (source := issuer(node)) is not None:
                     self._wait(node, source)
                 else:
-                    self._compute(node.name, operators.seconds(node))
+                    self._compute(node.name, cost := operators.seconds(node))
+                    if cost.host_s and reads_device(node):
+                        self.clock.synchronize()
                 self.ends[node] = self.clock.now
         for source, flight in self.flights.items():
             if flight.left_s > 0.0:
                 self._expose(source, self.clock.wait("end", flight))
 
-    def _compute(self, name: str, cost: Cost) -> None:
+    @property
+    def now(self) -> float:
+        """When both the device and the host have done all so far."""
+        return max(self.clock.now, self.clock.host_s)
+
+    def _compute(self, name: str, cost: Cost, *, starts: bool = False) -> None:
+        if cost.host_s or self.clock.host_s:
+            self.host_s += cost.host_s
+            self.clock.dispatch(cost.host_s, starts=starts or cost.seconds > 0.0)
         self.sources[cost.kind] += 1
         self.compute_s += cost.seconds
         self.clock.compute(name, cost.seconds)
@@ -134,13 +183,13 @@ class _Run:
     def _issue(self, node: fx.Node) -> None:
         """Starts a collective. Its price includes the call that issues it."""
         slowdown = self.cluster.slowdown
-        call = self.operators.call_of_collective(node)
-        self._compute(node.name, call or Cost(slowdown.issue_s, slowdown.provenance))
+        issue = self.operators.thread_cost(slowdown.issue_s, slowdown.provenance)
+        self._compute(node.name, self.operators.call_of_collective(node) or issue, starts=True)
         transfer = Transfer.of(node, self.graph.axes, self.cluster.ranks_per_node)
         price = self.cluster.price(transfer)
         self.sources[price.kind] += 1
         self.communication_s += price.seconds
-        self.prices[node] = max(0.0, price.seconds - slowdown.issue_s)
+        self.prices[node] = max(0.0, price.seconds - issue.seconds)
         self.flights[node] = self.clock.issue(node.name, transfer, self.prices[node])
 
     def _wait(self, node: fx.Node, source: fx.Node) -> None:
@@ -150,11 +199,13 @@ class _Run:
         the lateness of other ranks, less the exposed part of the collective's own latency.
         """
         flight, slowdown, late_s = self.flights[source], self.cluster.slowdown, 0.0
+        call = self.operators.thread_cost(slowdown.wait_s, slowdown.provenance)
+        self.clock.dispatch(0.0, starts=True)
         since_s = self.clock.now - flight.issued_s
         waited_s = self.clock.wait(node.name, flight)
         replayed = self.operators.call_of_collective(node)
         if replayed is None:
-            self._compute(node.name, Cost(slowdown.wait_s, slowdown.provenance))
+            self._compute(node.name, call)
         else:
             self.sources[replayed.kind] += 1
             empty = self.cluster.seconds("all_reduce", 8, flight.transfer.shape).seconds

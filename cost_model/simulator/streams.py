@@ -1,4 +1,4 @@
-"""`Clock`: simulated time of one rank's streams.
+"""`Clock`: simulated time of one rank's streams, and of the host that issues their work.
 
 Compute and the first collective of each axis run at once. Meanwhile compute takes
 `slowdown.of_compute` times as long, and a collective `slowdown.of_communication` times. Collectives
@@ -59,14 +59,29 @@ class Flight:
 
 
 class Clock:
-    """The streams of a rank: `now` in seconds, and `events` in the order of their end."""
+    """The streams of a rank: `now` in seconds, and `events` in the order of their end.
+
+    `host_s` is the time at which the host has issued everything so far; 0 on a CPU, which issues
+    nothing. `idle_s` are the seconds that compute waited for it.
+    """
 
     def __init__(self, slowdown: Slowdown) -> None:
-        self.now = 0.0
+        self.now = self.host_s = self.idle_s = 0.0
         self.events: list[Event] = []
         self._slowdown = slowdown
         self._queues: dict[str, deque[Flight]] = {}
         self._busy = 0  # number of non-empty queues
+
+    def dispatch(self, host_s: float, *, starts: bool) -> None:
+        """Lets the host issue a call; compute waits for it if it `starts` work on the device."""
+        self.host_s += host_s
+        if starts and self.now < self.host_s:
+            self.idle_s += self.host_s - self.now
+            self._pass_until(self.host_s)
+
+    def synchronize(self) -> None:
+        """Lets the host wait for compute."""
+        self.host_s = max(self.host_s, self.now)
 
     def compute(self, name: str, seconds: float) -> None:
         start = self.now
@@ -98,11 +113,15 @@ class Clock:
         return self.now - start
 
     def stall(self, name: str, seconds: float) -> None:
-        start, end = self.now, self.now + seconds
+        start = self.now
+        self._pass_until(start + seconds)
+        self._record(name, start, "wait")
+
+    def _pass_until(self, end: float) -> None:
+        """Moves to a time while nothing is computed."""
         while self._busy and self.now < end:
             self._advance(None, end - self.now)
         self.now = max(self.now, end)
-        self._record(name, start, "wait")
 
     def _record(self, name: str, start: float, kind: str) -> None:
         if self.now > start:

@@ -88,6 +88,7 @@ class SpmdEvaluator(Evaluator):
             memory_curve=tuple((round(at, 8), nbytes) for at, nbytes in result.memory_curve),
             report_data=report_data_of(graph, setup.cluster, result),
         )
+        plan = replace(plan, notes=(*plan.notes, *result.notes()))
         return setup.candidate(config, plan, prediction)
 
     def seconds(self, config: CandidateConfig, clusters: Sequence[Cluster]) -> list[float]:

@@ -70,13 +70,14 @@ def _costs_of(lowered: TrainingGraph, cluster: Cluster, operators: OperatorTimes
         cost, slowdown = found.setdefault(name, CollectiveTimes()), cluster.slowdown
         if collective_of(node) is not None:
             called = operators.call_of_collective(node)
-            cost.before_s += slowdown.issue_s if called is None else called.seconds
+            called = called or operators.thread_cost(slowdown.issue_s, slowdown.provenance)
+            cost.before_s += called.seconds
             sent = Transfer.of(node, lowered.axes, cluster.ranks_per_node)
             price = cluster.seconds(sent.collective, sent.nbytes, sent.shape, sent.dtype)
             cost.sends.append((sent, price.seconds))
         elif is_wait(node):
             come.add(name)
-            cost.after_s += slowdown.wait_s
+            cost.after_s += operators.thread_cost(slowdown.wait_s, slowdown.provenance).seconds
         elif name in come:
             cost.after_s += operators.seconds(node).seconds
         else:

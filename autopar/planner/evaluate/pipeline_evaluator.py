@@ -136,8 +136,9 @@ class PipelineEvaluator(Evaluator):
         operators = self.setup.operators
         shared = operators.setting.sharing >= self.setup.base.world_size
         slowdown = operators.oversubscription if shared else 1.0  # else already in the times
-        times = link.cluster.slowdown.issue_s, link.cluster.slowdown.late_s
-        run = simulate_pipeline(self.orders, costs, link.seconds, *times, slowdown)
+        own = link.cluster.slowdown
+        issue_s = operators.thread_cost(own.issue_s, own.provenance).seconds
+        run = simulate_pipeline(self.orders, costs, link.seconds, issue_s, own.late_s, slowdown)
         return add_step_boundaries(run, self.split, self.pipeline, link)
 
     def _lower(self, config: CandidateConfig) -> LoweredPipeline:
