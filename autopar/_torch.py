@@ -17,6 +17,7 @@ from torch._C._autograd import _enable_profiler_legacy as enable_profiler
 from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
 from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalProfilerConfig
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd as aot_backend
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -77,6 +78,25 @@ def skip_causal_mask_detection() -> contextlib.AbstractContextManager[None]:
         return is_causal is True
 
     return patched(transformer, "_detect_is_causal_mask", is_causal_by_hint)
+
+
+FUSED_ATTENTION = torch._C._SDPBackend.FLASH_ATTENTION.value
+"""Number of the flash kernels among the kernels of attention."""
+
+
+def fused_attention_choice(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> int:
+    """Number of the kernel that `scaled_dot_product_attention` would run."""
+    grouped = query.shape[1] != key.shape[1]
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    return torch._fused_sdp_choice(*given, scale=scale, enable_gqa=grouped)
 
 
 def decomposition(target: OpOverload) -> Callable[..., Any] | None:

@@ -22,6 +22,7 @@ from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.memory.checkpoint_activations import CheckpointActivations
 from autopar.passes.memory.fuse_cross_entropy import FuseCrossEntropy
+from autopar.passes.memory.lower_attention import LowerAttention
 from autopar.passes.pipeline_parallel.accumulate_micro_batches import AccumulateMicroBatches
 from autopar.passes.pipeline_parallel.place_stages import PlaceStages
 from autopar.passes.registration import with_registered
@@ -104,7 +105,8 @@ def build_stage_pipeline(
     """
     coordinate = plan.mesh_coordinate(rank)
     axes = [partition.axis for partition in plan.partitions]
-    passes: list[Pass] = [] if compiled else [FuseCrossEntropy()]
+    passes: list[Pass] = [LowerAttention("cuda" if backend == "nccl" else "cpu")]
+    passes += [] if compiled else [FuseCrossEntropy()]
     passes.append(CheckpointActivations(plan.recompute, plan.activation_bytes, compiled))
     passes += (BucketTpGradients(item.axis, item.bucket_bytes) for item in plan.partitions)
     if plan.dp_size > 1:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar._torch import BatchNorm, patched, without_onednn
+from autopar.operators.attention import attention_like
+from autopar.operators.direct_calls import DIRECT_CALLS
 
 
 def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,6 +175,8 @@ def _is_scalar(item: Any) -> bool:
 _FORMS: dict[Any, Callable[..., Any]] = {
     nn.functional.batch_norm: _batch_norm(nn.functional.batch_norm),
     torch.batch_norm: _batch_norm(torch.batch_norm),
+    nn.functional.scaled_dot_product_attention: attention_like,
+    **DIRECT_CALLS,
     torch.lstm: _lstm,
     torch.Tensor.__getitem__: _getitem,
     torch.Tensor.__setitem__: _setitem,

@@ -174,9 +174,10 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 
 def elements(node: fx.Node) -> tuple[Any, ...]:
-    """The fake tensors of a node's results; None for absent ones."""
+    """The fake tensors of a node's results; None for absent ones and for numbers."""
     val = node.meta.get("val")
-    return tuple(val) if isinstance(val, (tuple, list)) else (val,)
+    found = val if isinstance(val, (tuple, list)) else (val,)
+    return tuple(v if isinstance(v, torch.Tensor) else None for v in found)
 
 
 def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.graph import tensors
+from autopar.operators.kernels import is_canonical
 
 TILES = ((256, 128), (128, 256), (128, 128))
 """Rows and columns of the tiles that reach the peak."""
@@ -113,7 +114,7 @@ def is_causal(node: fx.Node) -> bool:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether a node is attention in one kernel, forward or backward."""
-    return "scaled_dot_product" in str(node.target)
+    return "scaled_dot_product" in str(node.target) or is_canonical(node)
 
 
 def product_of(node: fx.Node) -> Shape | None:

@@ -18,6 +18,7 @@ from torch import fx
 from autopar._torch import OpOverload
 from autopar.cost_model.kernels.aliases import extent_bytes
 from autopar.ir.graph import tensors
+from autopar.operators.attention import attention_backward
 
 aten = torch.ops.aten
 
@@ -144,6 +145,7 @@ _BOUNDS: Mapping[Any, Bound] = {
             aten._scaled_dot_product_flash_attention_backward,
             aten._scaled_dot_product_efficient_attention_backward,
             aten._scaled_dot_product_cudnn_attention_backward,
+            attention_backward.overloadpacket,
         ),
         lambda node: 2,  # seeds and offsets of a random stream are the only integers
     ),

@@ -29,6 +29,7 @@ from autopar.cost_model.kernels.signature import kind_of, moved_bytes, signature
 from autopar.cost_model.kernels.timing import Stopwatch, flops_of, time_dispatch
 from autopar.cost_model.measurement.step_replay import SINGLE_RANK, ReplayGroup, replay_step
 from autopar.ir.graph import TrainingGraph, tensors
+from autopar.operators.kernels import is_canonical, own_kernels
 
 _DISPATCH = "dispatch"  # key of a call that computes nothing
 _MAX_SIZE_RATIO = 16.0  # between operators of a kind that are derived from each other
@@ -241,6 +242,8 @@ class OperatorTimes:
         """
         if node.op != "call_function":
             return ZERO_COST
+        if is_canonical(node):
+            return self._seconds_of_attention(node)
         cost = self._costs.get(time_key(node))
         if cost is None and (moved := self.traffic.get(node)) is not None:  # in a fused kernel
             line = self.roofline
@@ -253,6 +256,16 @@ class OperatorTimes:
                 self._modelled_costs[key] = self._by_model(node)
             cost = self._modelled_costs[key]
         return cost
+
+    def _seconds_of_attention(self, node: fx.Node) -> Cost:
+        """The time of the kernels that attention becomes on the device."""
+        if (key := signature(node)) not in self._modelled_costs:
+            kernels = own_kernels(node, "cpu" if self.setting.device == "cpu" else "cuda")
+            costs = [self.seconds(kernel) for kernel in kernels]
+            longest = max(costs, key=lambda cost: cost.seconds)
+            total = sum(cost.seconds for cost in costs)
+            self._modelled_costs[key] = Cost(total, longest.provenance, longest.error)
+        return self._modelled_costs[key]
 
     @cached_property
     def _modelled_costs(self) -> dict[str, Cost]:

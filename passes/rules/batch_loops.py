@@ -16,7 +16,7 @@ from autopar.passes.rules.loops import Loop, Operator, overloads
 from autopar.passes.rules.lowerings.random import DRAW_EACH, DRAW_LIKE
 from autopar.passes.rules.operators import attention
 from autopar.passes.rules.operators.generic import reduction, same_dims
-from autopar.passes.rules.registry import RULES, loops_of
+from autopar.passes.rules.registry import CANONICAL, RULES, loops_of
 
 aten = torch.ops.aten
 
@@ -53,11 +53,13 @@ def batch_loops(operator: Operator) -> list[Loop]:
     """The loops of an operator along the batch axis."""
     if operator.target in LOGICAL_REDUCTIONS:
         return LOGICAL_REDUCTIONS[operator.target](operator)
+    if operator.target in CANONICAL and not attention.has_no_dropout(operator):
+        return attention.windows(operator)[:1]
     if not draws_random(operator):
         return loops_of(operator)
     if operator.target in _DRAWS:
         return same_dims(operator, range(operator.operands[0].dim()))
-    if RULES.get(operator.target) in (attention.heads, attention.attention):
-        loops = attention.heads(operator, draws=True)
+    if RULES.get(operator.target) is attention.kernel_heads:
+        loops = attention.kernel_heads(operator, draws=True)
         return [replace(loop, interleavable=False) for loop in loops[:1]]
     return []

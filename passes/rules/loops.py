@@ -135,8 +135,10 @@ class Operator:
 Rule = Callable[[Operator], list[Loop]]
 
 
-def overloads(names: str) -> tuple[OpOverload, ...]:
-    """The operators of aten that a text names; `.default` may be left out."""
+def overloads(names: str | tuple[OpOverload, ...]) -> tuple[OpOverload, ...]:
+    """The operators of aten that a text names, of which `.default` may be left out."""
+    if isinstance(names, tuple):
+        return names
     full = (name if "." in name else f"{name}.default" for name in names.split())
     return tuple(attrgetter(name)(torch.ops.aten) for name in full)
 

@@ -23,6 +23,7 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.ir.graph import TrainingGraph, Value
 from autopar.ir.placement import OpStrategy, Placement, Replicate
+from autopar.passes.rules.operators.attention import ties_backward
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.planner.placement.redistributions import (
     PlannedRedistribution,
@@ -209,6 +210,8 @@ class _Program:
             for before in made:
                 for after in coming:
                     if redistribute_steps(before, after) is None:
+                        continue
+                    if before != after and ties_backward(value):
                         continue
                     flow = self.variable(0.0, False)
                     leaving[before].append(flow)

@@ -18,7 +18,15 @@ from autopar.ir.placement import OpStrategy
 from autopar.passes.core.collective_ops import STARTS, kind_of, message_bytes
 from autopar.passes.rules.local_args import local_shape
 from autopar.passes.rules.loops import Loop, Operator, Rule, overloads
-from autopar.passes.rules.lowerings import embedding, losses, norms, random, scan, softmax
+from autopar.passes.rules.lowerings import (
+    attention,
+    embedding,
+    losses,
+    norms,
+    random,
+    scan,
+    softmax,
+)
 from autopar.passes.rules.lowerings.context import LoweringContext
 
 
@@ -40,7 +48,7 @@ class CustomLowering:
 
 CUSTOM_LOWERINGS: Mapping[str, CustomLowering] = {
     name: CustomLowering(overloads(names), rule, lower)
-    for family in (embedding, losses, softmax, norms, scan, random)
+    for family in (attention, embedding, losses, softmax, norms, scan, random)
     for name, (names, rule, lower) in family.LOWERINGS.items()
 }
 """Every custom lowering, by name, from the texts of its operators, its rule and its writer."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from autopar.operators import attention
 from autopar.passes.rules.loops import overloads
 from autopar.passes.rules.lowerings.losses import BACKWARDS, LOSSES
 from tests.passes.rules.samples.draw import Draw, sample
@@ -260,16 +261,34 @@ FLASH = aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @sample(FLASH.default)
-def attention(d: Draw) -> tuple[Any, ...]:
+def flash_attention(d: Draw) -> tuple[Any, ...]:
     q, k, v, mask, causal = _qkv(d)
     return (q, k, v, 0.0, causal, {} if mask is None else {"attn_mask": mask})
 
 
 @sample(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def attention_backward(d: Draw) -> tuple[Any, ...]:
+def flash_attention_backward(d: Draw) -> tuple[Any, ...]:
     q, k, v, _, causal = _qkv(d)
     out, statistics = FLASH.default(q, k, v, 0.0, causal)
     return (d.rand(*out.shape), q, k, v, out, statistics, 0.0, causal)
+
+
+@sample(attention.attention)
+def canonical_attention(d: Draw) -> tuple[Any, ...]:
+    q, k, v, mask, causal = _qkv(d)
+    if d.flag():  # several query heads share a key head
+        q = d.rand(q.shape[0], 2 * k.shape[1], *q.shape[2:])
+        mask = None
+    dropout = 0.3 if d.flag() else 0.0
+    return (q, k, v, mask, dropout, causal and mask is None, None, [])
+
+
+@sample(attention.attention_backward)
+def canonical_attention_backward(d: Draw) -> tuple[Any, ...]:
+    q, k, v, mask, *call = canonical_attention(d)
+    results = attention.attention(q, k, v, mask, *call)
+    wanted = mask is not None and d.flag()
+    return (d.rand(*results[0].shape), q, k, v, mask, *results, wanted, *call)
 
 
 @sample(aten.convolution.default)
