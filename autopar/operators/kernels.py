@@ -139,8 +139,9 @@ def _traced(
         return (out, *map(_heads_last, gradients[:3]), *gradients[3:])
 
     attend = _attention_for(target, fakes[0])  # type: ignore[arg-type]
+    given = [None if t is None else t.detach() for t in fakes]  # nodes may share a fake tensor
     with enable_python_dispatcher(), _no_autocast():
-        graph = make_fx(program)(*fakes).graph
+        graph = make_fx(program)(*given).graph
     for node in list(graph.nodes):
         if node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
