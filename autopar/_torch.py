@@ -201,6 +201,11 @@ def fake_result_cache(mode: FakeTensorMode) -> dict[Any, Any]:
     return known
 
 
+def storage_key(tensor: Tensor) -> int:
+    """A number that tensors share while they share memory, on any device."""
+    return tensor.untyped_storage()._cdata
+
+
 def group_timeout(group: ProcessGroup) -> timedelta:
     """The timeout of the group's collectives."""
     return group._get_backend(group._device_types[0]).options._timeout

@@ -67,7 +67,8 @@ def measure_machine(
     if operators.present:
         update = measure_update(optimizer, device, mesh)
     else:
-        update = UpdateCost.modelled(operators.roofline, optimizer_state_ratio(optimizer, dtype))
+        ratio = optimizer_state_ratio(optimizer, dtype, device.type)
+        update = UpdateCost.modelled(operators.roofline, ratio)
     workspace = Workspace.load(cluster.device, runs_on=device.type).measure(graphs)
     workspace.save()
     kind = "cpu" if cluster.device == "cpu" else "cuda"

@@ -81,7 +81,7 @@ class PlanningProblem:
     @cached_property
     def state_ratio(self) -> float:
         """Bytes of optimizer state per byte of parameter."""
-        return optimizer_state_ratio(self.optimizer, self.dtype)
+        return optimizer_state_ratio(self.optimizer, self.dtype, self.device.type)
 
     @property
     def dp_size(self) -> int:

@@ -9,10 +9,11 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from typing import Any
 
 import torch
 
-from autopar._torch import pytree
+from autopar._torch import pytree, storage_key
 from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.errors import StrategyError
 from autopar.ir.graph import tensor_bytes
@@ -50,13 +51,14 @@ class OptimizerMemory:
     ) -> OptimizerMemory:
         """Steps an optimizer on one, two and three parameters and tracks its allocations.
 
-        Without a GPU here, foreach runs on the CPU instead.
+        Without a GPU here, foreach runs on the CPU instead. An optimizer that refuses the CPU is
+        stepped on the GPU.
         """
         present = device == "cpu" or torch.cuda.is_available()
-        there = device if present else "cpu"
-        trials = [
-            _trial(optimizer, there, count, dtype=dtype, foreach=not present) for count in (1, 2, 3)
-        ]
+        foreach = not present
+        first, there = _trial_somewhere(optimizer, device, dtype=dtype, foreach=foreach)
+        more = (_trial(optimizer, there, n, dtype=dtype, foreach=foreach) for n in (2, 3))
+        trials = [first, *more]
         parameter_bytes = tensor_bytes(trials[0].parameters[0])
         state, counters = trials[0].state(there)
         untracked = cls(
@@ -71,7 +73,7 @@ class OptimizerMemory:
         # Rounding drops the bytes of single numbers.
         one, two, three = (round(peak / parameter_bytes, 2) for peak in peaks)
         every = three - two
-        source = f"measured {date.today()} on {device}" if present else "modelled by foreach"
+        source = f"measured {date.today()} on {there}" if present else "modelled by foreach"
         return replace(
             untracked,
             each=one - every,
@@ -88,15 +90,17 @@ class OptimizerMemory:
         )
 
 
-def optimizer_state_ratio(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> float:
+def optimizer_state_ratio(
+    optimizer: Optimizer, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> float:
     """Bytes of optimizer state for each byte of parameter: AdamW 2, SGD 0, with momentum 1.
 
     Single numbers, such as the count of steps, are left out. The optimizer is a factory from
-    parameters, or one to imitate.
+    parameters, or one to imitate. It is stepped on the device, "cpu" or "cuda", or on the other.
     """
-    trial = _trial(optimizer, "cpu", 1, numel=_SIDE * _SIDE, dtype=dtype)
+    trial, there = _trial_somewhere(optimizer, device, numel=_SIDE * _SIDE, dtype=dtype)
     parameter_bytes = tensor_bytes(trial.parameters[0])
-    return sum(map(tensor_bytes, trial.state("cpu")[0])) / parameter_bytes
+    return sum(map(tensor_bytes, trial.state(there)[0])) / parameter_bytes
 
 
 def make_optimizer(
@@ -123,11 +127,38 @@ class _Trial:
     def state(self, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """State on a device: tensors, and single numbers."""
         inputs = [t for p in self.parameters for t in (p, p.grad) if t is not None]
-        known = {t.untyped_storage().data_ptr() for t in inputs}
+        known = set(map(storage_key, inputs))
         leaves = pytree.tree_leaves(dict(self.optimizer.state))
-        tensors = {t.untyped_storage().data_ptr(): t for t in leaves if isinstance(t, torch.Tensor)}
+        tensors = {storage_key(t): t for t in leaves if isinstance(t, torch.Tensor)}
         state = [t for at, t in tensors.items() if at not in known and t.device.type == device]
         return [t for t in state if t.numel() > 1], [t for t in state if t.numel() == 1]
+
+
+def _devices(device: str) -> list[str]:
+    """The devices of this host, the wanted one first."""
+    here = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return sorted(here, key=lambda kind: kind != device)
+
+
+def _trial_somewhere(optimizer: Optimizer, device: str, **options: Any) -> tuple[_Trial, str]:
+    """The trial of one parameter on the first device that the optimizer accepts, and the device.
+
+    Raises:
+        StrategyError: the optimizer steps nowhere on this host.
+    """
+    errors: dict[str, Exception] = {}
+    for there in _devices(device):
+        try:
+            return _trial(optimizer, there, 1, **options), there
+        except Exception as error:
+            errors[there] = error
+    reasons = "; ".join(f"on {there}: {error}" for there, error in errors.items())
+    raise StrategyError(
+        f"optimizer {optimizer!r} cannot be made from parameters and stepped here ({reasons}). "
+        "Pass a class such as torch.optim.AdamW, or functools.partial(torch.optim.SGD, "
+        "momentum=0.9). For one that steps on GPUs only, plan on a host that has one, or pass an "
+        "optimizer with as many bytes of state: torch.optim.AdamW for a fused Adam."
+    ) from next(iter(errors.values()))
 
 
 def _trial(
@@ -143,19 +174,13 @@ def _trial(
     shape = (_SIDE, numel // _SIDE)
     zeros = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(count)]
     parameters = list(map(torch.nn.Parameter, zeros))
-    try:
-        trial = _Trial(parameters, make_optimizer(optimizer, parameters))
-        for group in trial.optimizer.param_groups if foreach else ():
-            # Foreach is the default on a GPU.
-            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = True
-        for _ in range(2):
-            for parameter in parameters:
-                parameter.grad = torch.ones_like(parameter)
-            trial.step()
-    except Exception as error:
-        raise StrategyError(
-            f"optimizer {optimizer!r} cannot be made from parameters and stepped: {error}. Pass a "
-            f"class such as torch.optim.AdamW, or functools.partial(torch.optim.SGD, momentum=0.9)"
-        ) from error
+    trial = _Trial(parameters, make_optimizer(optimizer, parameters))
+    for group in trial.optimizer.param_groups if foreach else ():
+        # Foreach is the default on a GPU.
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        trial.step()
     return trial

@@ -4,6 +4,9 @@ A hypothesis is a loop over one dim of each result and a dim of the same size, o
 operand. The oracle runs the operator on shards of small random tensors; a hypothesis that is
 correct for 2 and for 3 ranks is a loop with equal chunks. Loops are cached on disk. Operators that
 draw random numbers, write to operands, have data-dependent shapes or read opaque bytes stay whole.
+
+Operators run on the model's device, or else on another one that is here. Those with a kernel for
+none of them stay whole, too, with a warning.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from typing import Any
 import torch
 
 from autopar._torch import FakeTensorMode, OpOverload, decomposition, pytree
+from autopar.common.notices import warn_once
 from autopar.cost_model.disk_cache import cache_directory, digest, read_cached, write_json
 from autopar.cost_model.kernels.random_inputs import takes_any
+from autopar.errors import MeasurementWarning
 from autopar.ir.placement import OpStrategy
 from autopar.passes.rules.local_args import local_arguments
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, split_loop
@@ -46,12 +51,46 @@ def probe_loops(operator: Operator) -> list[Loop]:
 
     arguments = pytree.tree_map(text, (operator.args, operator.kwargs))
     facts = {"operator": str((str(operator.target), arguments)), **_FACTS}
-    path = cache_directory() / "probes" / f"{digest(facts)}.json"
-    cached = read_cached(path, lambda data: [_loop(operator, **fields) for fields in data])
-    if cached is None:
-        cached = list(_probe(operator))
-        write_json(path, [asdict(loop) for loop in cached])
-    return cached
+    if digest(facts) in _REFUSED:
+        return []
+    errors: dict[str, str] = {}
+    for device in _devices(operator):
+        known = facts if device == "cpu" else {**facts, "device": device}
+        path = cache_directory() / "probes" / f"{digest(known)}.json"
+        loops = read_cached(path, lambda data: [_loop(operator, **fields) for fields in data])
+        if loops is None:
+            loops, error = _probe(operator, device)
+            custom = operator.target.namespace not in ("aten", "prims")
+            if custom and error is not None:  # perhaps a later process has a device that runs it
+                errors[device] = f"on {device}: {type(error).__name__}: {str(error)[:200]}"
+                continue
+            write_json(path, [asdict(loop) for loop in loops])
+        return loops
+    _REFUSED.add(digest(facts))
+    warn_once(
+        MeasurementWarning,
+        f"{operator.target} cannot run here, so autopar does not learn how to divide it: it stays "
+        f"whole, on gathered tensors ({'; '.join(errors.values())}). Plan where it runs, or "
+        "register a kernel for the CPU.",
+    )
+    return []
+
+
+_REFUSED: set[str] = set()
+"""Digests of the operators that run on no device of this process."""
+
+
+def _devices(operator: Operator) -> list[str]:
+    """Devices to try, the model's first.
+
+    A kernel on a GPU that reads wrong integers as indices would end all work on that GPU. Operators
+    run there only if they take any integers.
+    """
+    devices = ["cpu"]
+    if torch.cuda.is_available() and takes_any(operator.target, operator.operands):
+        on_gpu = any(tensor.device.type == "cuda" for tensor in operator.operands)
+        devices.insert(0 if on_gpu else 1, "cuda")
+    return devices
 
 
 def can_be_probed(operator: Operator) -> bool:
@@ -84,13 +123,21 @@ def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields:
 # -- small tensors of the same structure -------------------------------------------------------
 
 
-def _probe(operator: Operator) -> Iterator[Loop]:
-    """The loops of an operator, found on small tensors, or on its own sizes if it refuses those."""
+def _probe(operator: Operator, device: str) -> tuple[list[Loop], Exception | None]:
+    """The loops of an operator, found on small tensors, or on its own sizes if it refuses those.
+
+    With the error if it refuses both.
+    """
+    refused: Exception | None = None
     for size in (_shrunk(operator), lambda n: n):
-        sample = _sampled(operator, size)
+        try:
+            sample = _sampled(operator, size, device)
+        except Exception as error:  # operators raise anything for arguments that they refuse
+            refused = refused or error
+            continue
         if sample is not None:
-            yield from _loops(operator, sample)
-            return
+            return list(_loops(operator, sample)), None
+    return [], refused
 
 
 def _shrunk(operator: Operator) -> Callable[[int], int]:
@@ -101,14 +148,14 @@ def _shrunk(operator: Operator) -> Callable[[int], int]:
     return lambda size: small.get(size, size)
 
 
-def _sampled(operator: Operator, size: Callable[[int], int]) -> Operator | None:
-    """The operator on random tensors of other sizes; None if it refuses them or they are large."""
+def _sampled(operator: Operator, size: Callable[[int], int], device: str) -> Operator | None:
+    """The operator on random tensors of other sizes; None if these, or its results, do not fit."""
     generator = torch.Generator().manual_seed(0)
     largest = max(t.numel() for t in (*operator.operands, *operator.results))
 
     def made(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return _random([size(n) for n in leaf.shape], leaf.dtype, generator)
+            return _random([size(n) for n in leaf.shape], leaf.dtype, generator).to(device)
         is_size = isinstance(leaf, int) and not isinstance(leaf, bool) and leaf > 1
         return size(leaf) if is_size else leaf
 
@@ -118,10 +165,7 @@ def _sampled(operator: Operator, size: Callable[[int], int]) -> Operator | None:
     args, kwargs = pytree.tree_map(made, (list(operator.args), operator.kwargs))
     target = decomposition(operator.target) or operator.target
     sample = Operator(target, tuple(args), kwargs, ())
-    try:
-        results = run_operator(sample)
-    except Exception:  # operators raise anything for arguments that they refuse
-        return None
+    results = run_operator(sample)
     want = [[size(n) for n in t.shape] for t in operator.results]
     fits = [list(t.shape) for t in results] == want
     return replace(sample, results=results) if fits else None

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from autopar.cost_model.memory import optimizer_memory
 from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory, optimizer_state_ratio
 from autopar.errors import StrategyError
@@ -74,3 +75,37 @@ def test_an_optimizer_in_use_is_left_alone():
 def test_what_is_no_optimizer_is_refused():
     with pytest.raises(StrategyError, match="cannot be made from parameters and stepped"):
         optimizer_state_ratio(dict)
+
+
+class Fused(optim.AdamW):
+    """Refuses parameters on a CPU, as apex's FusedAdam and bitsandbytes do."""
+
+    def __init__(self, parameters, **options):
+        parameters = list(parameters)
+        if any(p.device.type == "cpu" for p in parameters):
+            raise RuntimeError("parameters must be on a GPU")
+        super().__init__(parameters, **options)
+
+
+@pytest.mark.parametrize("wanted", ["cpu", "cuda"])
+def test_an_optimizer_that_refuses_a_cpu_is_stepped_on_the_gpu(monkeypatch, wanted):
+    """Meta tensors stand in for those of a GPU."""
+    monkeypatch.setattr(optimizer_memory, "_devices", lambda device: ["cpu", "meta"])
+    assert optimizer_state_ratio(Fused, device=wanted) == 2.0
+    assert optimizer_state_ratio(partial(Fused, amsgrad=True), device=wanted) == 3.0
+    # it is asked for 4 bytes of counters, which stay on the CPU
+    memory = OptimizerMemory.measure(Fused, "cpu")
+    assert (memory.state, memory.provenance[:8]) == ((1.0, 1.0), "measured")
+
+
+def test_the_model_s_device_comes_first(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert optimizer_memory._devices("cuda") == ["cuda", "cpu"]
+    assert optimizer_memory._devices("cpu") == ["cpu", "cuda"]
+    with pytest.raises(StrategyError, match="cannot be made from parameters and stepped here"):
+        optimizer_state_ratio(dict, device="cuda")
+
+
+def test_an_optimizer_of_gpus_without_one_says_what_to_do():
+    with pytest.raises(StrategyError, match=r"on cpu: parameters must be on a GPU.*AdamW for a f"):
+        optimizer_state_ratio(Fused, device="cuda")

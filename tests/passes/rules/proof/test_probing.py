@@ -1,19 +1,24 @@
 """Probing of operators without a rule, and its cache on disk."""
 
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import fx
 
-from autopar._torch import FakeTensorMode
+import autopar
+from autopar._torch import FakeTensor, FakeTensorMode
+from autopar.errors import MeasurementWarning
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import Input, Output
 from autopar.passes.core.node_builder import call
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, split_loop
 from autopar.passes.rules.notes import unsupported_notes
-from autopar.passes.rules.proof import probing
+from autopar.passes.rules.proof import oracle, probing
 from autopar.passes.rules.proof.oracle import is_correct, run_operator
+from tests.harness.fake_cuda import FakeCuda
 
 aten = torch.ops.aten
 
@@ -21,6 +26,7 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory for this test."""
+    probing._REFUSED.clear()
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
     return tmp_path
 
@@ -97,3 +103,79 @@ def test_opaque_workspaces_are_not_probed() -> None:
     layer = Operator(aten.mkldnn_rnn_layer_backward.default, (x, workspace), {}, (x,))
     assert not probing.can_be_probed(layer)
     assert probing.can_be_probed(called(aten.cumsum.default, workspace, 0))
+
+
+@pytest.fixture(scope="module")
+def gpu_operator() -> Iterator[object]:
+    """An operator with a kernel for GPUs and a fake one, and none for CPUs."""
+    library = torch.library.Library("autopar_probing", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", torch.empty_like, "Meta")
+    library.impl("twice", lambda x: x * 2, "CUDA")
+    yield torch.ops.autopar_probing.twice.default
+    library._destroy()
+
+
+def fake_called(target: object, *shapes: tuple[int, ...]) -> Operator:
+    with FakeTensorMode():
+        return called(target, *(torch.empty(shape) for shape in shapes))
+
+
+def test_operators_of_a_gpu_stay_whole_elsewhere_and_are_named_once(
+    gpu_operator: object, shelf: Path
+) -> None:
+    operator = fake_called(gpu_operator, (8, 4))
+    with pytest.warns(MeasurementWarning, match=r"autopar_probing.twice.*on cpu: NotImpl"):
+        assert probing.probe_loops(operator) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert probing.probe_loops(operator) == []
+    assert not list(shelf.glob("probes/*")), "a process with a GPU will find its loops"
+
+
+def test_a_model_with_an_operator_of_a_gpu_is_planned(gpu_operator: object) -> None:
+    class Doubled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).square().mean() + gpu_operator(x).sum()  # type: ignore[operator]
+
+    options = {"example_inputs": (torch.rand(8, 8),), "optimizer": torch.optim.SGD}
+    with pytest.warns(MeasurementWarning, match="autopar_probing.twice"):
+        plan = autopar.plan(Doubled(), 4, strategy=autopar.Strategy(tp=2), **options)
+    assert any("autopar_probing.twice" in note for note in plan.notes)
+
+
+def test_operators_are_probed_on_the_device_of_the_model(
+    gpu_operator: object, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in: what is sent to "cuda" stays where it is, and its kernel runs."""
+    FakeCuda(monkeypatch)
+    move, devices = torch.Tensor.to, list[object]()
+
+    def to(tensor: torch.Tensor, where: object) -> torch.Tensor:
+        devices.append(where)
+        return tensor if where == "cuda" else move(tensor, where)
+
+    def run(operator: Operator) -> tuple[torch.Tensor, ...]:
+        if devices[-1] == "cpu" and not isinstance(operator.operands[0], FakeTensor):
+            raise NotImplementedError
+        return (operator.operands[0] * 2,)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(probing, "run_operator", run)
+    monkeypatch.setattr(oracle, "run_operator", run)
+    loops = probing.probe_loops(fake_called(gpu_operator, (8, 4)))
+    assert [loop.operands for loop in loops] == [(DimAccess(0),), (DimAccess(1),)]
+    assert "cuda" in devices
+    assert len(list(shelf.glob("probes/*"))) == 1
+
+
+def test_integers_that_may_be_indices_do_not_reach_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    floats, integers = torch.rand(4, 4), torch.zeros(4, 4, dtype=torch.long)
+    assert probing._devices(called(aten.diagonal_copy.default, floats)) == ["cpu", "cuda"]
+    taken = called(aten.take_along_dim.default, floats, integers, 0)
+    assert probing._devices(taken) == ["cpu"]
