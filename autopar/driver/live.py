@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.autotune.select import benchmark_and_pick, num_plans_to_benchmark, plans_to_benchmark
 from autopar.common.notices import warn_once
+from autopar.cost_model.measurement.device_memory import DeviceMemory
 from autopar.cost_model.measurement.measure import measure
 from autopar.driver.driver import Driver
 from autopar.errors import CaptureError, FallbackWarning, LossyWarning
@@ -31,6 +32,8 @@ from autopar.runtime.agreement.captured_graph import agree_on_graph
 from autopar.runtime.agreement.consensus import (
     assert_same_across_ranks,
     broadcast_from_rank0,
+    gather_objects,
+    is_multi_rank,
     run_on_all_ranks,
 )
 from autopar.runtime.fallback import describe_fallback_differences, wrap_with_ddp_or_fsdp
@@ -111,6 +114,10 @@ class LivePlanner:
         if self.plan is not None:
             return self.agreed(self.plan)
         problem, candidates = self.problem, list[Plan]()
+        if problem.device.type == "cuda" and problem.memory is None:
+            own = run_on_all_ranks(DeviceMemory.here)
+            every = gather_objects(own) if is_multi_rank() else [own]
+            problem = replace(problem, device_memory=DeviceMemory.least(every))
         count = num_plans_to_benchmark(self.trials, problem)
         observe = candidates.append if count > 1 else None
         driver = LiveDriver(problem, captured, Deadline(self.time_limit_s), observe, self.recorder)

@@ -13,6 +13,7 @@ import torch
 
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.kernels.fusion import EAGER
+from autopar.cost_model.measurement.device_memory import DeviceMemory
 from autopar.cost_model.measurement.optimizer_step import Optimizer
 from autopar.cost_model.memory.allocator import context_bytes
 from autopar.cost_model.memory.optimizer_memory import optimizer_state_ratio
@@ -40,6 +41,7 @@ class PlanningProblem:
         cluster: cluster to plan for, None for the running one.
         comm_backend: backend of the collectives, such as "nccl".
         backend: torch.compile backend of the programs.
+        device_memory: memory of the running GPUs, None if they are not running.
     """
 
     model: str
@@ -54,6 +56,7 @@ class PlanningProblem:
     device: torch.device
     comm_backend: str
     backend: str = EAGER
+    device_memory: DeviceMemory | None = None
 
     def __post_init__(self) -> None:
         self.strategy.mesh(self.world_size)
@@ -117,10 +120,28 @@ class PlanningProblem:
         )
 
     def cap_on(self, cluster: Cluster | None) -> int | None:
-        """Memory cap per rank in bytes: the user's, or the capacity of the cluster's device."""
+        """Memory cap per rank in bytes: the user's, or the capacity of the cluster's device.
+
+        Of running GPUs it is what is free, less the communicators of the mesh and a margin.
+        """
+        if self.memory is None and self.device_memory is not None:
+            return self.device_memory.cap(self._communicators(cluster))
         if self.memory is not None or cluster is None or cluster.device_memory_bytes is None:
             return self.memory
         return cluster.device_memory_bytes - context_bytes(cluster.device)
+
+    def memory_notes(self, cluster: Cluster) -> tuple[str, ...]:
+        """A note on the cap, where it was measured on the running GPUs."""
+        if self.memory is not None or self.device_memory is None:
+            return ()
+        return (self.device_memory.describe(self._communicators(cluster)),)
+
+    def _communicators(self, cluster: Cluster | None) -> int:
+        """Communicators that a plan makes beside the world's: one an axis, two for its levels."""
+        axes = [name for name, size in self.mesh if size > 1]
+        nodes = cluster is not None and cluster.world_size > cluster.ranks_per_node
+        by_level = self.strategy.dp_shard or (nodes and self.strategy.hierarchical is not False)
+        return (len(axes) if len(axes) > 1 else 0) + (2 if by_level else 0)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ are those taken from the device. Constants and rules: torch 2.11 to 2.13
 
 from __future__ import annotations
 
+import os
+import re
 from bisect import bisect_left, insort
 
 _MB = 2**20
@@ -144,10 +146,16 @@ def segment_bytes(size: int) -> int:
 
 
 def workspace_bytes(device: str) -> int:
-    """Bytes of cuBLAS's permanent workspace (getChosenWorkspaceSize) on "cpu" or a named GPU."""
+    """Bytes of cuBLAS's permanent workspace (getChosenWorkspaceSize) on "cpu" or a named GPU.
+
+    CUBLAS_WORKSPACE_CONFIG chooses it, as `:KIB:COUNT` once or more.
+    """
     if device == "cpu":
         return 0
-    recent = any(name in device for name in ("H100", "H200", "H20", "GH200", "B200", "B300"))
+    chosen = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if chosen:
+        return sum(int(size) * int(count) for size, count in chosen) * 2**10
+    recent = any(name in device for name in ("H100", "H200", "H20", "H800", "B200", "B300"))
     return 32 * _MB if recent else 8 * _MB + 128 * 2**10
 
 

@@ -41,7 +41,8 @@ def plan_fixed_mesh(
 
     def finish(plan: Plan) -> Plan:
         origin = f"{cluster.name} ({cluster.provenance})"
-        plan = replace(plan, memory_cap=cap, cluster=origin)
+        notes = (*plan.notes, *problem.memory_notes(cluster))
+        plan = replace(plan, memory_cap=cap, cluster=origin, notes=notes)
         if plan.prediction is None:
             return plan
         count = plan.pipeline.micro_batches if plan.pipeline is not None else 1
