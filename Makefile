@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-NPROC ?= 2
+NPROC ?=
 STEPS ?=
 STRATEGY ?=
 JOBS ?= 2
@@ -22,10 +22,12 @@ INSTALLED_TEST := $(VENV)/.installed-test
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
-	@echo '  variables: NPROC=2 STEPS=... STRATEGY=auto|ddp|zero1|zero2|zero3 TORCH=torch==2.13.0 JOBS=2'
+	@echo '  variables: NPROC=... STEPS=... STRATEGY=auto|ddp|zero1|zero2|zero3 TORCH=torch==2.13.0 JOBS=2'
 
-train: $(INSTALLED) ## Train the example GPT on NPROC processes of this machine
-	$(BIN)/autopar run examples/train_gpt.py --nproc $(NPROC) -- $(strip $(ARGS))
+train: $(INSTALLED) ## Train the example GPT on NPROC processes: one a GPU, or two
+	nproc=$(NPROC); \
+	: $${nproc:=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')}; \
+	$(BIN)/autopar run examples/train_gpt.py --nproc $$nproc -- $(strip $(ARGS))
 
 check: lint ## Check style, types and imports, run the tests that need no second process
 	$(PYTEST) -m "not processes"

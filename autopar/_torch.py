@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.cuda import _sleep as sleep_on_gpu
 from torch.distributed import ProcessGroup
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _add_send_recv as add_transfers
@@ -207,8 +208,9 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """The timeout of the group's collectives."""
-    return group._get_backend(group._device_types[0]).options._timeout
+    """The timeout of the group's collectives; torch's default for a fake group."""
+    options = group._get_backend(group._device_types[0]).options
+    return default_pg_timeout if options is None else options._timeout
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

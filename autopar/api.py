@@ -37,7 +37,8 @@ from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import Options
 from autopar.runtime.planned_module import check_not_compiled
-from autopar.runtime.process_groups import backend_of, ensure_process_group
+from autopar.runtime.process_groups import backend_of
+from autopar.runtime.start import ensure_process_group
 from autopar.verification.deviation import Verification
 from autopar.verification.verify import compare_training, verify_first_call
 
@@ -111,9 +112,9 @@ def compile(
     """
     arguments = dict(locals())
     check(**arguments)
-    ranks = ensure_process_group(world_size, timeout_s)
-    parameters = take_over(model)
     device = device_of(model)
+    ranks = ensure_process_group(device, world_size, timeout_s)
+    parameters = take_over(model)
     recorder = profiler(optimizer, device)
     problem = PlanningProblem(
         model=type(model).__name__,

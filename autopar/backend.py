@@ -25,6 +25,7 @@ from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.runtime.agreement.consensus import is_multi_rank
+from autopar.runtime.process_groups import backend_of
 
 BUCKET_BYTES = 16 * 2**20
 
@@ -51,7 +52,8 @@ def synchronized(
     graph = as_training_graph(joint, trained, forward_outputs)
     first = run_passes(graph, [SynchronizeGradients(DATA_AXIS, rank=0)])
     buckets = propose_buckets(first, BUCKET_BYTES, BUCKET_BYTES)
-    backend = str(dist.get_backend()).split(":")[-1]
+    parameter = graph.placeholders[trained.index(True)]
+    backend = backend_of(parameter.meta["val"].device)
     later: list[Pass] = [
         BucketCollectives(buckets),
         ScheduleOverlap(),

@@ -71,6 +71,11 @@ def check_numbers(data: Any) -> dict[str, Any]:
     return data
 
 
+def writes_for_host() -> bool:
+    """Whether this process writes what all ranks of a host measure: torchrun's first on it does."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def write_json(path: Path, data: Any) -> None:
     """Writes `data` to `path` atomically; warns if that fails."""
     try:

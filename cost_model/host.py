@@ -50,6 +50,14 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def node_id() -> str:
+    """Identity of this machine among those that ranks are on, the same in all its containers.
+
+    NCCL_HOSTID overrides it, as it does for NCCL.
+    """
+    return os.environ.get("NCCL_HOSTID") or boot_id()
+
+
 @lru_cache
 def boot_id() -> str:
     """Unique id of this machine until it reboots; the same in all its namespaces."""
@@ -78,7 +86,7 @@ def _pages(name: str) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Model name of the processor or GPU."""
+    """Model name of the processor or GPU; "cuda" for a GPU that is not in this machine."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return torch.cuda.get_device_name(device) if torch.cuda.is_available() else "cuda"
     return _cpu_model()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shutil
 import sysconfig
 import time
@@ -76,6 +77,13 @@ class GPT(nn.Module):
         return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
+def own_device() -> torch.device:
+    """Return this process's GPU, or the CPU where processes outnumber GPUs."""
+    if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
 def read_stdlib(limit: int = 10_000_000) -> tuple[Tensor, Tensor]:
     """Return `limit` bytes of source for training, and one file in ten for validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -92,7 +100,7 @@ def batch(text: Tensor, rows: int, seq: int, seed: int) -> tuple[Tensor, Tensor]
     """Return random rows of text and their next bytes, the same on every process."""
     rng = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - seq, (rows, 1), generator=rng)
-    window = text[starts + torch.arange(seq + 1)].long()
+    window = text[(starts + torch.arange(seq + 1)).to(text.device)].long()
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
@@ -121,8 +129,9 @@ def sample(model: autopar.DistributedModule, count: int, seq: int, seed: int) ->
     text = list(b"def ")
     for _ in range(count):
         context = text[-seq:]
-        row = torch.tensor(context + [0] * (seq - len(context)))  # causal: padding has no effect
-        logits = model(row.repeat(model.data_parallel_size, 1))[0, len(context) - 1]
+        padded = context + [0] * (seq - len(context))  # causal: padding has no effect
+        row = torch.tensor(padded, device=own_device())
+        logits = model(row.repeat(model.data_parallel_size, 1))[0, len(context) - 1].cpu()
         text += torch.multinomial((logits / 0.8).softmax(-1), 1, generator=rng).tolist()
     return bytes(text).decode(errors="replace")
 
@@ -174,10 +183,11 @@ def main() -> None:
     """Train, measure, sample."""
     args = parse_arguments()
     torch.manual_seed(args.seed)
-    text, held_out = read_stdlib()
+    device = own_device()
+    text, held_out = (part.to(device) for part in read_stdlib())
 
     model = autopar.compile(
-        GPT(args.seq),
+        GPT(args.seq).to(device),
         example_inputs=batch(text, args.batch, args.seq, seed=0),
         strategy=args.strategy,
         memory=args.memory and args.memory << 20,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
@@ -36,13 +38,21 @@ def find_blocks(model: nn.Module) -> dict[str, str]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's parameters; the default accelerator or CPU for meta models."""
+    """The device of a model's parameters; this process's GPU, or the CPU, for meta models."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type != "meta":
             return tensor.device
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return default_device()
+
+
+def default_device() -> torch.device:
+    """The GPU that the user has set, or that of torchrun's LOCAL_RANK; the CPU without GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    current = torch.cuda.current_device()
+    is_set = current != 0 or local_rank >= torch.cuda.device_count()
+    return torch.device("cuda", current if is_set else local_rank)
 
 
 def find_separate_blocks(model: nn.Module) -> list[nn.Module]:

@@ -12,14 +12,16 @@ import torch.distributed as dist
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from autopar.capture.model_info import default_device
 from autopar.commands.option_types import budget_s, processes, ranks, size
 from autopar.commands.plain_console import PlainConsole, plain_table
-from autopar.commands.script import launch
+from autopar.commands.script import default_processes, launch
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.measure import DTYPES, SIZES, measure
 from autopar.cost_model.measurement.sampling import ReportProgress
 from autopar.errors import StrategyError
-from autopar.runtime.process_groups import ensure_process_group, rank
+from autopar.runtime.process_groups import rank
+from autopar.runtime.start import ensure_process_group
 
 TIMEOUT_S = 120.0
 """Seconds that a rank waits for the others."""
@@ -69,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         return _launch(options)
     if options.nproc is not None:
         raise StrategyError("--nproc under torchrun: it has launched the processes already")
-    ensure_process_group(None, TIMEOUT_S)
+    ensure_process_group(default_device(), None, TIMEOUT_S)
     try:
         _measure(options)
     finally:
@@ -80,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _launch(options: argparse.Namespace) -> int:
     """Runs this command as ranks of this machine."""
-    nproc = (os.cpu_count() or 1) if options.nproc is None else options.nproc
+    nproc = default_processes() if options.nproc is None else options.nproc
     if nproc == 1:
         _measure(options)
         return 0

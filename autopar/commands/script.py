@@ -10,7 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from autopar.commands.option_types import processes
+from autopar.cost_model.host import Host
 from autopar.errors import StrategyError
 
 
@@ -33,19 +36,29 @@ def load(script: str, arguments: Sequence[str] = ()) -> tuple[Any, Any]:
 
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `launch`."""
-    cores = os.cpu_count() or 1
     parser.add_argument("script", help="Python file")
-    parser.add_argument("--nproc", type=processes, default=cores, help="number of processes")
+    told = "number of processes: by default the GPUs of this host, or its cores without any"
+    parser.add_argument("--nproc", type=processes, help=told)
+
+
+def default_processes() -> int:
+    """The number of GPUs of this host, or of the cores for this process without any."""
+    return torch.cuda.device_count() or Host.here().cores
 
 
 def launch(
-    script: str, nproc: int, rest: Sequence[str], environment: Mapping[str, str] | None = None
+    script: str,
+    nproc: int | None,
+    rest: Sequence[str],
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Runs a script as `nproc` ranks that divide the cores; returns the exit status.
 
-    The script "-m" runs the module at the start of `rest`; `environment` is added to this one's.
+    `nproc` is None for one a GPU, or a core. The script "-m" runs the module at the start of
+    `rest`; `environment` is added to this one's.
     """
-    threads = max(1, (os.cpu_count() or 1) // nproc)
+    nproc = nproc or default_processes()
+    threads = max(1, Host.here().cores // nproc)
     variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **(environment or {})}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(nproc), script, *rest]

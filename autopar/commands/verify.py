@@ -9,12 +9,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from autopar._torch import pytree
 from autopar.api import verify
+from autopar.capture.model_info import default_device, device_of
 from autopar.commands.plan import add_strategy, strategy_of
 from autopar.commands.script import add_script, launch, load
 from autopar.errors import StrategyError
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
-from autopar.runtime.process_groups import ensure_process_group, rank
+from autopar.runtime.process_groups import rank
+from autopar.runtime.start import ensure_process_group
 
 FOLDER = "AUTOPAR_VERIFY"
 """Environment variable: folder of the ranks' options and of rank 0's verdict."""
@@ -64,11 +69,15 @@ def run(options: argparse.Namespace) -> int:
 def run_rank(folder: Path) -> int:
     """Runs one rank; rank 0 prints and writes the verdict."""
     options = argparse.Namespace(**json.loads((folder / "options").read_text()))
+    if (device := default_device()).type == "cuda":
+        torch.cuda.set_device(device)  # of a make() that says "cuda"
     model, inputs = load(options.script, options.rest)
-    ensure_process_group(None, TIMEOUT_S)
+    device = device_of(model)
+    ensure_process_group(device, None, TIMEOUT_S)
+    on_cpu = broadcast_from_rank0(lambda: tensors_to("cpu", inputs))  # pickles keep the GPU
     result = verify(
         model,
-        example_inputs=broadcast_from_rank0(lambda: inputs),
+        example_inputs=tensors_to(device, on_cpu),
         steps=options.steps,
         double=not options.as_is,
         strategy=strategy_of(options),
@@ -77,3 +86,8 @@ def run_rank(folder: Path) -> int:
     if rank() == 0:
         (folder / "verdict").write_text("PASS" if result.passed else "FAIL")
     return 0
+
+
+def tensors_to(device: torch.device | str, values: Any) -> Any:
+    """Example inputs with their tensors on a device."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)

@@ -77,7 +77,7 @@ class LiveDriver(Driver):
         return run_on_all_ranks(lambda: measure_problem(problem, graphs, strategies, live=True))
 
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
-        cluster = problem.cluster or measure(budget_s=COLLECTIVES_BUDGET_S)
+        cluster = problem.cluster or measure(device=problem.device, budget_s=COLLECTIVES_BUDGET_S)
         problem, sharing = replace(problem, cluster=cluster), 1
         if problem.device.type == "cpu":
             sharing = run_on_all_ranks(lambda: ranks_of(live=True).sharing)

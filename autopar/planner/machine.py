@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import distributed as dist
 from torch import fx
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import COLLECTIVES
@@ -54,7 +54,10 @@ def measure_machine(
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if cluster is None:
-        cluster = measure(collectives=_COLLECTIVES, mesh={"dp": world_size}, budget_s=_QUICK_S)
+        mesh_sizes = {"dp": world_size}
+        cluster = measure(
+            device=device, collectives=_COLLECTIVES, mesh=mesh_sizes, budget_s=_QUICK_S
+        )
     ranks = ranks_of(live=live)
     sharing = ranks.sharing if device.type == "cpu" else 1
     name = device if live else _priced_device(device, cluster)
@@ -63,7 +66,8 @@ def measure_machine(
     operators.save()
     operators = replace(operators, backend=backend)
     several = live and world_size > 1
-    mesh = init_device_mesh(device.type, (world_size,)) if several else None
+    world = dist.group.WORLD if several else None
+    mesh = None if world is None else DeviceMesh.from_group(world, device.type)
     if operators.present:
         update = measure_update(optimizer, device, mesh)
     else:

@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import CommunicationError, StrategyError
+from autopar.common.groups import advice_for_hangs, backends_of
+from autopar.errors import CommunicationError
 from autopar.ir.mesh_levels import mesh_of
-
-LAUNCH_COMMAND = "autopar run SCRIPT --nproc {n}   (or: torchrun --nproc-per-node {n} SCRIPT)"
-
-
-def ensure_process_group(world_size: int | None, timeout_s: float) -> int:
-    """The number of ranks; initializes torch.distributed if torchrun launched this process.
-
-    Raises:
-        StrategyError: another number of ranks is running.
-    """
-    initialized = dist.is_available() and dist.is_initialized()
-    launched = not initialized and "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    running = dist.get_world_size() if initialized else 1
-    if launched:
-        running = int(os.environ["WORLD_SIZE"])
-    if world_size is not None and world_size != running:
-        what = "but this is one process outside of torchrun. Launch"
-        if running > 1:
-            what = f"but {running} ranks are running. Leave world_size out, or launch"
-        launch = LAUNCH_COMMAND.format(n=world_size)
-        raise StrategyError(f"world_size={world_size}, {what} with: {launch}")
-    if launched and running > 1:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
-    return running
 
 
 def make_mesh(
@@ -77,10 +49,10 @@ def _group_names(mesh: DeviceMesh | None) -> dict[str, str]:
 
 def backend_of(device: torch.device) -> str:
     """The torch.distributed backend for tensors of a device."""
+    default = "gloo" if device.type == "cpu" else "nccl"
     if not (dist.is_available() and dist.is_initialized()):
-        return "gloo" if device.type == "cpu" else "nccl"
-    name = str(dist.get_backend())
-    return "gloo" if device.type == "cpu" and ":" in name else name
+        return default
+    return backends_of().get(device.type, default)
 
 
 def rank() -> int:
@@ -101,5 +73,5 @@ def explaining_comm_errors(operation: str) -> Iterator[None]:
         raise CommunicationError(
             f"rank {rank()}: a collective failed in {operation}: another rank died, raised "
             "an error or left. Look for the first error among all ranks' output. "
-            f"({text.splitlines()[0]})"
+            f"({text.splitlines()[0]}){advice_for_hangs()}"
         ) from error

@@ -28,7 +28,8 @@ from autopar.report.table import compressed
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.distribute import broadcast_from_rank0, materialize
-from autopar.runtime.process_groups import ensure_process_group, rank
+from autopar.runtime.process_groups import rank
+from autopar.runtime.start import ensure_process_group
 from autopar.verification.deviation import TOLERANCES, Comparison, Deviation, Verification
 from autopar.verification.draws import ConstantDraws
 
@@ -62,7 +63,8 @@ def compare_training(
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
-        ensure_process_group(options.get("world_size"), options.get("timeout_s", 300.0))
+        world_size, timeout_s = options.get("world_size"), options.get("timeout_s", 300.0)
+        ensure_process_group(device_of(model), world_size, timeout_s)
         plain = copy.deepcopy(model)
         materialize(plain, device_of(plain))
         if is_multi_rank():
@@ -140,12 +142,15 @@ def _batches(
     shard = batch_shard_of(leaves, structure, mode=mode, rank=dp_rank, ranks=ranks)
     own = whole = pytree.tree_unflatten(leaves, structure)
     if mode == "local" and ranks > 1:
-        by_rank = dict(gather_objects((dp_rank, leaves)))
+        on_cpu = [x.cpu() if isinstance(x, Tensor) else x for x in leaves]  # pickles keep the GPU
+        by_rank = dict(gather_objects((dp_rank, on_cpu)))
         columns = zip(*(by_rank[index] for index in range(ranks)), strict=True)
         joined = [
             torch.cat(column) if has_batch_dim else column[0]
             for has_batch_dim, column in zip(shard.call.has_batch_dim, columns, strict=True)
         ]
+        device = device_of(parallel)
+        joined = [x.to(device) if isinstance(x, Tensor) else x for x in joined]
         whole = pytree.tree_unflatten(joined, structure)
     return own, whole, shard.rows / shard.slices.rows / (_world_size() / ranks)
 

@@ -80,6 +80,7 @@ def _environment(network: Network, rank: int, ranks_per_node: int) -> dict[str, 
         "GROUP_WORLD_SIZE": str(network.nodes),
         "ROLE_WORLD_SIZE": str(world),
         "MASTER_ADDR": network.address(0),
+        "NCCL_HOSTID": network.host_name(node),  # all nodes are one machine
         "MASTER_PORT": str(MASTER_PORT),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar._torch import group_timeout
+from autopar.common.groups import advice_for_hangs, backends_of, cpu_group
 from autopar.cost_model.algorithms.gloo_chunks import gloo_chunks
 from autopar.cost_model.measurement.group_layouts import Groups
 from autopar.errors import CommunicationError
@@ -24,20 +25,18 @@ T = TypeVar("T")
 
 
 class Bench:
-    """A process group and its subgroups, as a context manager.
+    """A process group and its subgroups, as a context manager; it times tensors of one device.
 
     A collective that fails inside (a rank died, or exceeded the group's timeout) raises a
     CommunicationError that names the current activity, `doing`.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.backend = _backend(group)
-        self.device = torch.device("cpu")
-        if self.backend == "nccl":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.backend = backends_of(group)[device.type]
+        self._objects = cpu_group(group)
         self.doing = "agreeing on what to measure"
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup | None] = {
@@ -60,7 +59,7 @@ class Bench:
             raise CommunicationError(
                 f"rank {self.rank}: a collective failed while {self.doing}: another rank died, "
                 f"raised an error or did not come in time. Look for the first error among all "
-                f"ranks' output. ({str(error).strip().splitlines()[0]})"
+                f"ranks' output. ({str(error).strip().splitlines()[0]}){advice_for_hangs()}"
             ) from error
 
     def agree(self, decide: Callable[[], T]) -> T:
@@ -71,7 +70,7 @@ class Bench:
                 box = [(decide(), None)]
             except Exception as error:
                 box = [(None, error)]
-        dist.broadcast_object_list(box, group=self.group, group_src=0, device=self.device)
+        dist.broadcast_object_list(box, group=self._objects, group_src=0)
         value, failure = box[0]
         if failure is not None:
             raise failure
@@ -80,7 +79,7 @@ class Bench:
     def gather(self, value: T) -> list[T]:
         """The value of every rank, on every rank."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value, group=self._objects)
         return values
 
     def time(
@@ -123,6 +122,7 @@ class Bench:
             if not local or self.rank in ranks:
                 group = dist.new_group(
                     [world[rank] for rank in ranks],
+                    backend=self.backend,
                     timeout=group_timeout(self.group),
                     use_local_synchronization=local,
                 )
@@ -202,11 +202,3 @@ def message_bytes(ranks: int, nbytes: int) -> int:
     """Message size of about `nbytes` bytes: the same number of whole items for each rank."""
     item = 8  # bytes of the largest dtype
     return math.ceil(nbytes / (item * ranks)) * item * ranks
-
-
-def _backend(group: dist.ProcessGroup) -> str:
-    """The backend of the device in use; of a mixed group NCCL, if there is a GPU."""
-    name = str(dist.get_backend(group))
-    if name in ("gloo", "nccl", "mpi", "ucc", "xccl"):
-        return name
-    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

@@ -77,16 +77,16 @@ def layouts(
     return {shape: tuple(dict.fromkeys(several)) for shape, several in sorted(found.items())}
 
 
-def block_of(hosts: Sequence[str]) -> int:
-    """The largest divisor of the world size for which every run of ranks has one host.
+def block_of(nodes: Sequence[str]) -> int:
+    """The largest divisor of the world size for which every run of ranks is on one node.
 
-    This is the number of ranks per node, if nodes are filled in order of `hosts`, one a rank.
+    This is the number of ranks per node, if nodes are filled in order of `nodes`, one a rank.
     """
-    world = len(hosts)
+    world = len(nodes)
     return next(
         size
         for size in reversed(_divisors(world))
-        if all(len(set(hosts[at : at + size])) == 1 for at in range(0, world, size))
+        if all(len(set(nodes[at : at + size])) == 1 for at in range(0, world, size))
     )
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.common.checks import MAX_BYTES, argument_error, choice, count, flag, seconds, text
+from autopar.common.groups import backends_of
 from autopar.common.notices import warn_once
 from autopar.cost_model.algorithms.gloo_chunks import MAX_CHUNKS
 from autopar.cost_model.cluster.cluster import Cluster
@@ -23,7 +24,7 @@ from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
-from autopar.cost_model.host import Host, device_name
+from autopar.cost_model.host import Host, device_name, node_id
 from autopar.cost_model.measurement.bench import Bench
 from autopar.cost_model.measurement.cluster_cache import deviation, read_cluster, write_cluster
 from autopar.cost_model.measurement.group_layouts import (
@@ -80,6 +81,7 @@ class Request:
 def measure(
     group: dist.ProcessGroup | None = None,
     *,
+    device: torch.device | None = None,
     collectives: Sequence[str] = COLLECTIVES,
     sizes: Sequence[int] = SIZES,
     mesh: Mapping[str, int] | None = None,
@@ -98,6 +100,7 @@ def measure(
 
     Args:
         group: the process group; None for the default one. Without any, the cluster has one rank.
+        device: device of the messages; None for the current GPU if NCCL carries its tensors.
         collectives: collectives to time.
         sizes: message sizes in bytes.
         mesh: size of each axis, outermost first: times the groups along these axes at once, and
@@ -139,12 +142,16 @@ def measure(
     request = Request(tuple(collectives), ordered, axes, dtype, budget_s, cache, fresh)
     live = dist.is_available() and dist.is_initialized()
     group = (group or dist.group.WORLD) if live else None
+    device = device or _device_of(group)
+    if group is not None and backends_of(group).get(device.type) == "gloo":
+        device = torch.device("cpu")  # gloo copies tensors of GPUs to the host
     if group is None or dist.get_world_size(group) == 1:
         request.check(1)
-        return _alone()
+        return _alone(device)
     if dist.get_backend(group) == "fake":
-        return Cluster.default(dist.get_world_size(group))
-    with Bench(group) as bench:
+        name = device_name(device) if device.type == "cuda" else "cpu"
+        return Cluster.default(dist.get_world_size(group), name)
+    with Bench(group, device) as bench:
         requests = bench.gather(request)
         for rank, other in enumerate(requests):
             for field in fields(Request):
@@ -164,8 +171,11 @@ def _check_list(name: str, value: Any) -> None:
 
 def _cached_or_new(bench: Bench, request: Request, progress: ReportProgress) -> Cluster:
     hosts = bench.gather((asdict(Host.here()), device_name(bench.device)))
-    facts = {"hosts": hosts, "backend": bench.backend, "dtype": request.dtype, "pieces": MAX_CHUNKS}
-    ranks_per_node = block_of([str(host["name"]) for host, _ in hosts])
+    nodes = bench.gather(node_id())
+    places = [nodes.index(node) for node in nodes]  # reboots change identities
+    facts = {"hosts": hosts, "nodes": places, "backend": bench.backend}
+    facts |= {"dtype": request.dtype, "pieces": MAX_CHUNKS}
+    ranks_per_node = block_of(nodes)
     wanted = request.layouts(bench.world_size, ranks_per_node)
     reads = request.cache and not request.fresh
     cached, spent_s = bench.agree(lambda: read_cluster(facts) if reads else None) or (None, 0.0)
@@ -229,11 +239,16 @@ def _device_memory(device: torch.device, host_bytes: int, sharing: int) -> int |
     return host_bytes // sharing or None
 
 
-def _alone() -> Cluster:
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """The current GPU, if there is one and NCCL carries its tensors; else the CPU."""
+    if torch.cuda.is_available() and (group is None or backends_of(group).get("cuda") == "nccl"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _alone(device: torch.device) -> Cluster:
     """The cluster of one process."""
-    host = Host.here()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    host, cuda = Host.here(), device.type == "cuda"
     return Cluster(
         name=f"one {device_name(device)}",
         device=device_name(device) if cuda else "cpu",

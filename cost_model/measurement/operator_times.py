@@ -217,6 +217,8 @@ class OperatorTimes:
 
     def save(self) -> None:
         """Writes the times to the cache, merged with those of other processes."""
+        if not disk_cache.writes_for_host():
+            return
         times, alone = _cached(self.setting)
         data = {
             "setting": self.setting.facts(),

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import fx
 
 from autopar._torch import BoxedCodeGen
+from autopar.common.groups import cpu_group
 from autopar.cost_model.collectives import collective_of, is_wait, issuer
 from autopar.cost_model.host import boot_id, free_memory_bytes
 from autopar.cost_model.kernels.random_inputs import index_bound, random_like
@@ -56,19 +57,18 @@ class ReplayGroup:
     @classmethod
     def live(cls) -> ReplayGroup:
         """All ranks of the default process group, all of which call this."""
+        group = cpu_group()
 
         def gather(value: Any) -> list[Any]:
-            values: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(values, value)
+            values: list[Any] = [None] * group.size()
+            dist.all_gather_object(values, value, group=group)
             return values
 
         def line_up() -> None:
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1), group=group)
 
         machines = gather(boot_id())
-        world = dist.group.WORLD
-        assert world is not None
-        return cls(line_up, gather, machines.count(boot_id()), world.group_name)
+        return cls(line_up, gather, machines.count(boot_id()), group.group_name)
 
 
 SINGLE_RANK = ReplayGroup(lambda: None, lambda value: [value])

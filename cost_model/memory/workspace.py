@@ -79,6 +79,8 @@ class Workspace:
 
     def save(self) -> None:
         """Writes the bytes to the cache, merged with those of other processes."""
+        if not disk_cache.writes_for_host():
+            return
         nbytes = {**_cached(self.setting), **self.nbytes}
         disk_cache.write_json(_path(self.setting), {"setting": self.setting, "nbytes": nbytes})
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import distributed as dist
 
-from autopar._torch import default_store, group_timeout
+from autopar._torch import default_store
+from autopar.common.groups import advice_for_hangs, gloo_group
 from autopar.errors import CommunicationError, DisagreementError
 from autopar.runtime.agreement.record import (
     HEADER_NUMBERS,
@@ -157,7 +158,7 @@ class Channel:
                 f"rank {self.rank} {event} and waited {waited_s:.1f} s for the other ranks; {who}: "
                 "another rank died, raised an error, left its loop early, or is busy with "
                 f"something else.{others} Look for the first error among all ranks' output. "
-                f"({str(error).splitlines()[0]})"
+                f"({str(error).splitlines()[0]}){advice_for_hangs()}"
             ) from error
 
     def _waiting_ranks(self, event: str) -> dict[int, str]:
@@ -202,14 +203,11 @@ def finish_exchange() -> None:
 
 def _open(world: dist.ProcessGroup) -> Channel:
     try:
-        group = dist.new_group(
-            backend="gloo", timeout=group_timeout(world), group_desc="autopar: records"
-        )
+        group = gloo_group(world, use="records")
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {dist.get_rank()} could not connect to the other ranks over gloo: another rank "
             "died, raised an error, or does not call autopar.compile. "
             f"({str(error).splitlines()[0]})"
         ) from error
-    assert isinstance(group, dist.ProcessGroup)
     return Channel(weakref.ref(group), dist.get_rank(), dist.get_world_size())

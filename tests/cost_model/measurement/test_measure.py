@@ -3,8 +3,10 @@ import os
 import signal
 import warnings
 from datetime import timedelta
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from autopar.cost_model.collectives import COLLECTIVES
@@ -88,6 +90,17 @@ def test_every_shape_is_measured_and_a_group_by_itself(tmp_path):
     assert answers == [[whole, part]] * 2 + [[whole]] * 2
 
 
+def _measure_nodes(rank: int, world_size: int) -> int:
+    os.environ["NCCL_HOSTID"] = f"machine {rank // 2}"
+    with mock.patch("socket.gethostname", return_value="pod" if rank < 2 else f"pod {rank}"):
+        settings = {"sizes": (1000,), "budget_s": 0.1, "cache": False}
+        return measure(collectives=("all_reduce",), **settings).ranks_per_node
+
+
+def test_machines_decide_the_nodes_whatever_their_hosts_are_called():
+    assert run(_measure_nodes, 4) == [2] * 4
+
+
 def test_without_a_group_there_is_nothing_to_send():
     cluster = measure()
     assert (cluster.world_size, dict(cluster.curves)) == (1, {})
@@ -97,11 +110,12 @@ def test_without_a_group_there_is_nothing_to_send():
 def test_a_fake_group_is_modelled():
     dist.init_process_group("fake", rank=0, world_size=256)
     try:
-        cluster = measure()
+        cluster, gpus = measure(), measure(device=torch.device("cuda", 0))
     finally:
         dist.destroy_process_group()
-    assert cluster.world_size == 256
+    assert cluster.world_size == gpus.world_size == 256
     assert cluster.provenance.startswith("modelled")
+    assert (cluster.backend, gpus.backend) == ("gloo", "nccl")
 
 
 @pytest.mark.parametrize(

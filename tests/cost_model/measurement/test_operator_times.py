@@ -186,3 +186,13 @@ def test_timing_leaves_the_random_state_and_collectives_alone():
     assert torch.equal(torch.get_rng_state(), before)
     assert len(times.times) == 2  # dispatch and rand_like
     assert times.seconds(sent).kind == "measured"
+
+
+def test_one_rank_of_a_host_keeps_what_all_have_measured(folder, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    measured = OperatorTimes.load("cpu").measure([perceptron()])
+    measured.save()
+    assert not list(folder.rglob("operators/*"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    measured.save()
+    assert OperatorTimes.load("cpu").times == measured.times

@@ -1,0 +1,112 @@
+"""The model's device decides how the ranks communicate; ranks that cannot are all told."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+import autopar
+from autopar.capture.model_info import device_of
+from autopar.commands.script import default_processes
+from autopar.errors import StrategyError
+from autopar.runtime.process_groups import backend_of
+from autopar.runtime.start import RankDevice, check_ranks, ensure_process_group
+from tests.harness.worlds import Raised, run
+
+GPUS = (torch.device("cuda", 0), torch.device("cuda", 1))
+
+
+def compiled_on_a_gpu_host(rank: int, world_size: int) -> Any:
+    with mock.patch("torch.cuda.is_available", return_value=True):
+        model = autopar.compile(nn.Linear(2, 2), strategy="ddp", timeout_s=33)
+        x = torch.ones(2, 2)
+        model(x).sum().backward()
+    return dist.get_backend_config(), str(device_of(model)), model.weight.grad is not None
+
+
+def test_a_model_on_the_cpu_uses_gloo_though_there_is_a_gpu() -> None:
+    assert run(compiled_on_a_gpu_host, 2, init=False) == [("cpu:gloo,cuda:gloo", "cpu", True)] * 2
+
+
+def started_on_gpus(rank: int, world_size: int, indices: list[int]) -> Any:
+    """Starts with GPUs that are pretended, and tells how the group was asked for."""
+    device = torch.device("cuda", indices[rank])
+    asked: list[Any] = []
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"unit {device.index}")
+
+    with (
+        mock.patch("torch.cuda.set_device", asked.append),
+        mock.patch("torch.cuda.get_device_properties", properties),
+        mock.patch.object(dist, "init_process_group", lambda *a, **k: asked.append((a, k))),
+    ):
+        ensure_process_group(device, None, 33.0)
+    current, (arguments, options) = asked
+    del options["store"]
+    return current, arguments, options
+
+
+def test_a_model_on_a_gpu_uses_gloo_and_nccl_bound_to_its_device() -> None:
+    for rank, (current, arguments, options) in enumerate(
+        run(started_on_gpus, 2, init=False, indices=[0, 1])
+    ):
+        assert current == options["device_id"] == GPUS[rank]
+        assert arguments == ("cpu:gloo,cuda:nccl",)
+        assert (options["rank"], options["world_size"]) == (rank, 2)
+        assert options["timeout"].total_seconds() == 33
+
+
+def test_two_ranks_on_one_gpu_are_refused_on_all_ranks_before_nccl_starts() -> None:
+    answers = run(started_on_gpus, 2, init=False, expect_errors=True, indices=[0, 0])
+    assert all(isinstance(answer, Raised) for answer in answers)
+    assert {answer.type for answer in answers} == {"StrategyError"}
+    for answer in answers:
+        assert "ranks [0, 1] all have their model on cuda:0" in answer.message
+        assert 'int(os.environ["LOCAL_RANK"])' in answer.message
+
+
+def test_two_ranks_may_share_a_gpu_over_gloo_and_the_number_of_one_on_two_hosts() -> None:
+    check_ranks([RankDevice("cuda:0", "gloo", "host", "a")] * 2)
+    check_ranks([RankDevice("cuda:0", "nccl", "host", unit) for unit in "ab"])
+
+
+def test_ranks_on_other_kinds_of_device_or_without_a_backend_are_refused() -> None:
+    cpu, gpu = RankDevice("cpu", "gloo", "host", ""), RankDevice("cuda:0", "nccl", "host", "a")
+    with pytest.raises(StrategyError, match="on cpu on rank 0 and cuda:0 on rank 1"):
+        check_ranks([cpu, gpu])
+    with pytest.raises(StrategyError, match=r"rank\(s\) \[0, 1\] has no backend for cpu"):
+        check_ranks([RankDevice("cpu", "", "host", "")] * 2)
+
+
+def test_backends_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [backend_of(torch.device(kind)) for kind in ("cpu", "cuda")] == ["gloo", "nccl"]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+    assert [backend_of(torch.device(kind)) for kind in ("cpu", "cuda")] == ["gloo", "nccl"]
+
+
+@pytest.mark.parametrize(
+    ("current", "local_rank", "count", "wanted"), [(0, 3, 8, 3), (5, 3, 8, 5), (0, 3, 1, 0)]
+)
+def test_meta_models_go_to_the_gpu_of_their_process(
+    monkeypatch: pytest.MonkeyPatch, current: int, local_rank: int, count: int, wanted: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", str(local_rank))
+    assert device_of(nn.Linear(2, 2, device="meta")) == torch.device("cuda", wanted)
+    assert device_of(nn.Linear(2, 2)) == torch.device("cpu")
+
+
+def test_as_many_processes_as_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert default_processes() == 3
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert default_processes() == len(os.sched_getaffinity(0))
