@@ -18,6 +18,7 @@ from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.data_parallel.agree_on_batch import AgreeOnBatch
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
+from autopar.passes.data_parallel.cast_before_gather import CastBeforeGather
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.memory.checkpoint_activations import CheckpointActivations
@@ -130,6 +131,7 @@ def _data_parallel(
         unreduced = tuple(dict(plan.parameter_bytes))
     shard_rank = coordinate_on(plan.shard_axis, dp_rank, plan.axes)
     yield ShardParameters(plan.shard_axis, shard_rank, plan.zero_stages)
+    yield CastBeforeGather()
     yield SynchronizeGradients(DATA_AXIS, dp_rank, unreduced, held, plan.shard_axis)
     yield BucketCollectives(plan.buckets)
     buckets, chosen = plan.buckets, plan.compressions

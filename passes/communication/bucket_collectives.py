@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autopar.ir.graph import GraphProperty, TrainingGraph, tensor_bytes, tensors
@@ -90,6 +91,8 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     if first.target in (start_all_gather, start_reduce_scatter):
         options[0] = [n for m in members for n in m.args[1]]  # type: ignore[union-attr]
     old = [result for m in members for result in results_of(m)]
+    for cast in (x for x in operands if place is first and place < x):
+        place.prepend(cast)  # of an input
     graph.inserting_before(place.next)
     new = collective(graph, place, first.target, operands, *options)  # type: ignore[arg-type]
     annotate(new, **{k: first.meta[k] for k in COPIED_META if k in first.meta})
@@ -130,20 +133,23 @@ def can_merge(earlier: fx.Node, later: fx.Node) -> bool:
     return len(kinds) == 1 and all(later < user for user in uses)
 
 
-def _fill(items: Iterable[tuple[str, fx.Node]], limit: int) -> Iterable[Group]:
-    group: list[str] = []
-    size, last, known = 0, None, set[str]()
+def _fill(items: Iterable[tuple[str, fx.Node]], limit: int) -> Iterator[Group]:
+    """Groups of names in order; each dtype fills its own group, until the collective changes."""
+    filling: dict[torch.dtype, tuple[list[str], int]] = {}
+    last, known = None, set[str]()
     for name, start in items:
         if name in known:
             continue  # the all-reduce between nodes that follows a reduce-scatter
         known.add(name)
+        if start.target is not last:
+            yield from (tuple(group) for group, _ in filling.values())
+            filling, last = {}, start.target
         operand = start.args[0][0]  # type: ignore[index]
         whole = max(tensor_bytes(tensors(n)[0]) for n in (operand, start))  # type: ignore[arg-type]
-        kind = (start.target, tensors(start)[0].dtype)
-        if group and (size + whole > limit or kind != last):
+        dtype = tensors(start)[0].dtype
+        group, size = filling.pop(dtype, ([], 0))
+        if group and size + whole > limit:
             yield tuple(group)
             group, size = [], 0
-        group.append(name)
-        size, last = size + whole, kind
-    if group:
-        yield tuple(group)
+        filling[dtype] = ([*group, name], size + whole)
+    yield from (tuple(group) for group, _ in filling.values())

@@ -1,43 +1,53 @@
 """Later micro-batches compute with the parameters that the first gathers."""
 
+import pytest
+import torch
+
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import Gradient, Parameter, UnshardedParam
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.lower_collectives import LowerCollectives
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
+from autopar.passes.data_parallel.cast_before_gather import CastBeforeGather
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import export_gathered, import_gathered
 from autopar.plan.buckets import Buckets
-from tests.passes.golden import order, two_layers
-from tests.passes.parity import AXIS
+from tests.passes.golden import TwoLayers, order, two_layers
+from tests.passes.parity import AXIS, World
 from tests.passes.simulated import run_ranks
 
 NAMES = ("blocks.0.weight", "blocks.1.weight")
 
 
-def lowered(rank: int, zero: dict[str, int]) -> TrainingGraph:
+def lowered(rank: int, zero: dict[str, int], it: World) -> TrainingGraph:
     passes = [
         AssignBatchAxis(AXIS),
         ShardParameters(AXIS, rank, tuple(zero.items())),
+        CastBeforeGather(),
         SynchronizeGradients(AXIS, rank),
         BucketCollectives(Buckets(gather=(NAMES,))),
         LowerCollectives("gloo", rank, AXIS),
     ]
-    return run_passes(two_layers().graph(rank), passes)  # type: ignore[arg-type]
+    return run_passes(it.graph(rank), passes)  # type: ignore[arg-type]
 
 
-def test_later_micro_batches_compute_the_same_without_gathering() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_later_micro_batches_compute_the_same_without_gathering(dtype: torch.dtype) -> None:
+    """Under autocast to bf16, the first gathers parameters in bf16."""
     it, zero = two_layers(), {"": 0, "blocks.0": 1, "blocks.1": 2}
-    graphs = [lowered(rank, zero) for rank in range(2)]
+    if dtype == torch.bfloat16:
+        it = World(TwoLayers(), ((it.leaves[0].float(),), {}), 2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        graphs = [lowered(rank, zero, it) for rank in range(2)]
     firsts, laters = (
         [turn(g, zero) for g in graphs] for turn in (export_gathered, import_gathered)
     )
     given = run_ranks(firsts, [it.values(graph, rank) for rank, graph in enumerate(firsts)])
     for role in map(UnshardedParam, NAMES):
-        assert given[0][role].equal(it.state[role.name])  # type: ignore[union-attr]
+        assert given[0][role].equal(it.state[role.name].to(dtype))  # type: ignore[union-attr]
     came = [it.values(g, r) | {UnshardedParam(n): given[r][UnshardedParam(n)] for n in NAMES}
             for r, g in enumerate(laters)]  # fmt: skip
     found = run_ranks(laters, came)  # type: ignore[arg-type]
@@ -56,7 +66,7 @@ def test_later_micro_batches_compute_the_same_without_gathering() -> None:
 
 def test_stage_3_is_unchanged() -> None:
     zero = {"": 0, "blocks.0": 3, "blocks.1": 1}
-    graph = lowered(0, zero)
+    graph = lowered(0, zero, two_layers())
     given = [
         role for role in import_gathered(graph, zero).inputs if isinstance(role, UnshardedParam)
     ]

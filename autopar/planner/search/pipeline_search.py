@@ -14,6 +14,7 @@ from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.runner import run_passes
+from autopar.passes.data_parallel.cast_before_gather import CastBeforeGather
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.pipeline import build_stage_pipeline
@@ -36,7 +37,9 @@ from autopar.report.plan import Plan
 MICRO_BATCHES_PER_RANK = 4
 """Most micro-batches tried per pipeline rank; further ones hardly shrink the bubble."""
 
-DATA_PARALLEL_PASSES = (ShardParameters, SynchronizeGradients, BucketCollectives, ScheduleOverlap)
+DATA_PARALLEL_PASSES = (
+    ShardParameters, CastBeforeGather, SynchronizeGradients, BucketCollectives, ScheduleOverlap,
+)  # fmt: skip
 """Passes for communication over the data axis, which does not affect the balance of stages."""
 
 FINALISTS = 3
