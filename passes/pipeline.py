@@ -27,6 +27,7 @@ from autopar.passes.memory.lower_attention import LowerAttention
 from autopar.passes.pipeline_parallel.accumulate_micro_batches import AccumulateMicroBatches
 from autopar.passes.pipeline_parallel.place_stages import PlaceStages
 from autopar.passes.registration import with_registered
+from autopar.passes.tensor_parallel.cast_before_reduce import CastBeforeReduce
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
 from autopar.plan.partition import NodeStrategies
 from autopar.plan.spec import PlanSpec
@@ -109,6 +110,8 @@ def build_stage_pipeline(
     passes: list[Pass] = [LowerAttention("cuda" if backend == "nccl" else "cpu")]
     passes += [] if compiled else [FuseCrossEntropy()]
     passes.append(CheckpointActivations(plan.recompute, plan.activation_bytes, compiled))
+    if axes:
+        passes.append(CastBeforeReduce())
     passes += (BucketTpGradients(item.axis, item.bucket_bytes) for item in plan.partitions)
     if plan.dp_size > 1:
         passes += _data_parallel(plan, coordinate[DATA_AXIS], hold, held, accumulate)
