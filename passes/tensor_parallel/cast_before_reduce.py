@@ -59,7 +59,11 @@ def _cast_first(graph: TrainingGraph, cast: fx.Node) -> bool:
     while (is_view(node) or node.target is aten.clone.default) and len(node.users) == 1:
         between.append(node)
         node = node.all_input_nodes[0]
-    if len(node.users) != 1 or not node.all_input_nodes or node.all_input_nodes[0].target is not wait:
+    if (
+        len(node.users) != 1
+        or not node.all_input_nodes
+        or node.all_input_nodes[0].target is not wait
+    ):
         return False
     (start,) = node.all_input_nodes[0].all_input_nodes
     sums = start.target in (start_all_reduce, start_reduce_scatter) and op_of(start) == "sum"

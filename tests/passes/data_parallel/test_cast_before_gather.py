@@ -50,7 +50,6 @@ class Chain(nn.Module):
         return self.blocks[1](self.blocks[0](x)).square().mean()
 
 
-
 def world(model: type[nn.Module] = Chain, ranks: int = 2) -> World:
     """The model under autocast, with four rows."""
     generator = torch.Generator().manual_seed(1)

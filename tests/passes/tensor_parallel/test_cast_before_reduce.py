@@ -45,7 +45,9 @@ def partitioned_graph(graph: TrainingGraph) -> TrainingGraph:
 def test_parts_are_cast_and_their_sum_is_not() -> None:
     before = partitioned_graph(case(TwoLayers())[0])
     after = run_passes(before, [CastBeforeReduce()])
-    assert_expected_inline(changes(before, after), """\
+    assert_expected_inline(
+        changes(before, after),
+        """\
 + _to_copy_default_1: [3,2] = _to_copy(t_3, dtype=torch.float32)
 + start_all_reduce_2: [3,2] = start_all_reduce([_to_copy_default_1], tp)
 + wait_5: [3,2] = wait(start_all_reduce_2)
@@ -65,7 +67,8 @@ def test_parts_are_cast_and_their_sum_is_not() -> None:
 - getitem_3: [1,3,1,2] = getitem(wait_3, 0)
 - _to_copy_4: [3,2] = _to_copy(t_8, dtype=torch.float32, layout=torch.strided, device=cpu)
 -> gradient blocks.0.weight = t_8
--> gradient blocks.1.weight = t_5""")
+-> gradient blocks.1.weight = t_5""",
+    )
 
 
 @pytest.mark.parametrize("model", [TwoLayers, Tied])
