@@ -86,7 +86,7 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     members = sorted(members)
     first = members[0]
     place = first if first.target is start_all_gather else members[-1]
-    operands = [tensor for m in members for tensor in m.args[0]]  # type: ignore[union-attr]
+    operands: list[fx.Node] = [x for m in members for x in m.args[0]]  # type: ignore[union-attr,misc]
     options = list(first.args[1:])
     if first.target in (start_all_gather, start_reduce_scatter):
         options[0] = [n for m in members for n in m.args[1]]  # type: ignore[union-attr]
@@ -94,7 +94,7 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     for cast in (x for x in operands if place is first and place < x):
         place.prepend(cast)  # of an input
     graph.inserting_before(place.next)
-    new = collective(graph, place, first.target, operands, *options)  # type: ignore[arg-type]
+    new = collective(graph, place, first.target, operands, *options)
     annotate(new, **{k: first.meta[k] for k in COPIED_META if k in first.meta})
     (start,) = new[0].all_input_nodes[0].all_input_nodes
     for before, after in zip(old, new, strict=True):

@@ -10,7 +10,6 @@ from torch import fx
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.passes.core.collective_ops import (
     annotate,
-    axis_of,
     collective,
     replace_collective,
     results_of,
@@ -48,12 +47,12 @@ def _cast_first(graph: fx.Graph, start: fx.Node) -> bool:
     if found is None:
         return False
     casts, views = found
-    (shard,), (rows,) = start.args[0], start.args[1]  # type: ignore[misc,union-attr]
+    (shard,) = start.all_input_nodes
     graph.inserting_before(start)
     dtype = tensors(casts[0])[0].dtype
     cast = call(graph, start, aten._to_copy.default, shard, dtype=dtype)
     cast.meta["placement"] = shard.meta["placement"]
-    results = collective(graph, start, start_all_gather, [cast], [rows], axis_of(start))
+    results = collective(graph, start, start_all_gather, [cast], *start.args[1:])
     annotate(results, placement=gathered.meta["placement"])
     for node in casts:
         node.replace_all_uses_with(node.all_input_nodes[0])

@@ -70,7 +70,7 @@ def _cast_first(graph: TrainingGraph, cast: fx.Node) -> bool:
     if not sums or axis_of(start) not in graph.partitioned or len(start.args[0]) > 1:  # type: ignore[arg-type]
         return False
     graph.graph.inserting_before(start)
-    (part,) = start.args[0]  # type: ignore[misc,union-attr]
+    (part,) = start.all_input_nodes
     wide = call(graph.graph, start, aten._to_copy.default, part, dtype=tensors(cast)[0].dtype)
     wide.meta |= {k: part.meta[k] for k in ("placement", "batch_dims") if k in part.meta}
     results = collective(graph.graph, start, start.target, [wide], *start.args[1:])

@@ -80,7 +80,9 @@ def test_gradients_are_sums_in_float32(model: type[nn.Module]) -> None:
     wide = partitioned(graph, 2, strategies, values, CastBeforeReduce())
     for role in (r for r in graph.outputs if isinstance(r, Gradient)):
         ours, theirs = wide[role], narrow[role]
-        assert ours is not None and theirs is not None and ours.dtype == torch.float32
+        assert ours is not None
+        assert theirs is not None
+        assert ours.dtype == torch.float32
         assert torch.allclose(ours, want[role], rtol=2**-6, atol=2**-8)  # type: ignore[arg-type]
         if role.of.name.endswith("weight"):
             assert not torch.equal(ours, ours.bfloat16().float()), "rounded after the sum"
