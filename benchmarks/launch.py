@@ -74,9 +74,7 @@ def race(job: Job, notify: Notify, start: Start | None = None) -> dict[str, Any]
 def _attempt(job: Job, folder: Path, notify: Notify, start: Start) -> str | None:
     """Return None once all ranks have ended well, else the reason why they have not."""
     (folder / "job.json").write_text(json.dumps(asdict(job)))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     processes = [start(job, rank, folder, port) for rank in range(job.world_size)]
     try:
         return _watch(processes, folder, job.patience, notify)
@@ -84,6 +82,12 @@ def _attempt(job: Job, folder: Path, notify: Notify, start: Start) -> str | None
         for process in processes:
             process.kill()
             process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def _start(job: Job, rank: int, folder: Path, port: int) -> subprocess.Popen[bytes]:
@@ -123,10 +127,10 @@ def _watch(
         error = next((path.read_text() for path in sorted(folder.glob("error.*"))), None)
         for rank, code in enumerate(codes):
             if code and code < 0:
-                stack = _tail(folder / f"log.{rank}", STACK_LINES)
+                stack = tail(folder / f"log.{rank}", STACK_LINES)
                 return f"rank {rank} died of {signal.Signals(-code).name}: {stack}"
             if code:
-                return error or f"rank {rank} ended: {_tail(folder / f'log.{rank}')}"
+                return error or f"rank {rank} ended: {tail(folder / f'log.{rank}')}"
         now = time.monotonic()
         failing_since = min(failing_since, now) if error else math.inf
         if error and now - failing_since > ERROR_TIMEOUT_S:
@@ -140,6 +144,6 @@ def _watch(
         time.sleep(0.2)
 
 
-def _tail(path: Path, count: int = 1) -> str:
+def tail(path: Path, count: int = 1) -> str:
     """Return the last lines; the very last is that of an exception."""
     return "\n".join(path.read_text(errors="replace").strip().splitlines()[-count:]) or "no output"

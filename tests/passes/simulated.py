@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.mesh_levels import axis_of_level, coordinate_on
+from autopar.ir.mesh_levels import DATA_AXIS, mesh_of
 from autopar.ir.placement import Replicate, chunk_rows
 from autopar.ir.roles import InputRole, OutputRole
 from autopar.passes.core import collective_ops as abstract
@@ -172,19 +172,18 @@ def _begin(target: Any, ranks: list[Rank], args: list[tuple[Any, ...]]) -> list[
 
 
 def groups(graph: TrainingGraph, node: fx.Node, ranks: int) -> list[list[int]]:
-    """The ranks that take part in a collective together: all, or those of one level."""
+    """The ranks that take part in a collective together: those of its axis or level."""
     names = [arg for arg in node.args if isinstance(arg, str) and arg in graph.axes]
-    name = names[-1] if names else ""
-    if axis_of_level(name) == name:
+    return peers(graph.axes, names[-1], ranks) if names else [list(range(ranks))]
+
+
+def peers(axes: Mapping[str, int], name: str, ranks: int) -> list[list[int]]:
+    """The groups of the ranks of one pipeline stage along an axis or level."""
+    mesh = {axis: size for axis, size in mesh_of(name, axes).items() if axis != "pp"}
+    if len(mesh) == 1:
         return [list(range(ranks))]
-    size, (first, second) = graph.axes[name], (f"{axis_of_level(name)}.{part}" for part in PARTS)
-    keys = [coordinate_on(first if name == second else second, r, graph.axes) for r in range(ranks)]
-    found = [[r for r in range(ranks) if keys[r] == key] for key in dict.fromkeys(keys)]
-    assert all(len(group) == size for group in found)
-    return found
-
-
-PARTS = ("inter_node", "intra_node")
+    table = torch.arange(ranks).view(*mesh.values())
+    return table.movedim([*mesh].index(name), -1).reshape(-1, mesh[name]).tolist()
 
 
 def check_replicas(ranks: Sequence[Rank]) -> None:
@@ -192,13 +191,19 @@ def check_replicas(ranks: Sequence[Rank]) -> None:
     programs = [[(n.name, n.target) for n in rank.graph.graph.nodes] for rank in ranks]
     if any(program != programs[0] for program in programs):
         return  # ranks whose chunks are smaller pad them
-    for peers in zip(*(rank.graph.graph.nodes for rank in ranks), strict=True):
-        if not isinstance(peers[0].meta.get("placement"), Replicate) or is_pending(peers[0]):
+    axes = ranks[0].graph.axes
+    for group in peers(axes, DATA_AXIS, len(ranks)) if DATA_AXIS in axes else []:
+        _check_same([ranks[r] for r in group])
+
+
+def _check_same(ranks: Sequence[Rank]) -> None:
+    for nodes in zip(*(rank.graph.graph.nodes for rank in ranks), strict=True):
+        if not isinstance(nodes[0].meta.get("placement"), Replicate) or is_pending(nodes[0]):
             continue
-        first, *others = (as_list(r.values[n]) for r, n in zip(ranks, peers, strict=True))
+        first, *others = (as_list(r.values[n]) for r, n in zip(ranks, nodes, strict=True))
         for other in others:
             same = all(map(close, first, other))
-            assert same, f"{peers[0].name} is typed Replicate and differs between ranks"
+            assert same, f"{nodes[0].name} is typed Replicate and differs between ranks"
 
 
 def close(a: Any, b: Any) -> bool:

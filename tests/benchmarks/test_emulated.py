@@ -1,0 +1,27 @@
+"""Cells of `benchmarks.emulated`: plans with CUDA's attention, run on all ranks in one process."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.emulated import run_cell
+from tests.passes import meshes
+
+
+@pytest.mark.parametrize("strategy", ["tp 2 x zero 3", "pp 2 x tp 2"])
+def test_a_cell_passes(strategy: str) -> None:
+    cell = run_cell("efficient", strategy, "gpt", {})
+    assert cell.error == ""
+    assert cell.solves == 0
+    assert "tp 2" in cell.mesh
+
+
+def test_a_wrong_gradient_fails_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = meshes.run_ranks
+
+    def slightly_off(*given: Any) -> Any:
+        results = run(*given)
+        return [{role: x * (1 + 1e-6) for role, x in own.items()} for own in results]
+
+    monkeypatch.setattr(meshes, "run_ranks", slightly_off)
+    assert "1.0e-06" in run_cell("efficient", "ddp", "gpt", {}).error
