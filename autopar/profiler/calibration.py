@@ -47,7 +47,8 @@ class TimedCollectives:
     """Mean times of the nodes of a step, by name.
 
     Attributes:
-        operators: time of each operator and of each call that issues a collective, in seconds.
+        operators: time of each operator and of each call that issues a collective, in seconds; on
+            a GPU only of operators that were queued, so that no launch is in it.
         collectives: time of each collective from its call to the end of its wait, in seconds.
         waits: stall of compute for each collective, in seconds.
     """
@@ -68,7 +69,7 @@ class TimedCollectives:
                     sent[event.name].append(event.end_s - issued.get(event.name, event.start_s))
                 elif event.kind == "wait":
                     waits[source.get(event.name, "")].append(event.seconds)
-                else:
+                elif event.kind == COMPUTE:
                     own[event.name].append(event.seconds)
         return TimedCollectives(
             *({k: statistics.mean(v) for k, v in t.items()} for t in (own, sent, waits))
@@ -185,7 +186,8 @@ def _operators(
     times = {key: replace(t, seconds=t.seconds * factor) for key, t in known.times.items()}
     for key, several in samples.items():
         mean_s = statistics.mean(several)
-        times[key] = Timing(mean_s, *sizes[key], str(date.today()), rehearsed=True)
+        host_s = known.times[key].host_s if key in known.times else 0.0
+        times[key] = Timing(mean_s, *sizes[key], str(date.today()), True, host_s)
     return replace(known, times=times), list(samples), factor
 
 

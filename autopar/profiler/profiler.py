@@ -65,7 +65,7 @@ class Profiler(Recorder):
         device: torch.device,
         kept: Path | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(device)
         self.folder, self.count, self.optimizer, self.device = folder, count, optimizer, device
         self.kept, self.done = kept, False
         self.planned: list[tuple[PlanningProblem, Graphs]] = []
@@ -78,6 +78,7 @@ class Profiler(Recorder):
         alike = [step for step in trained if trained and step.graph is trained[-1].graph]
         if not self.done and len(alike) >= WARM_STEPS + self.count:
             self.done = True
+            self.clock.synchronize()
             with torch.enable_grad():  # the forward disables grad mode
                 made = self.compared(alike[-self.count :])
             made.save(self.folder / f"rank{rank()}.json")
@@ -191,7 +192,7 @@ def _measured(
                 waited = event.kind == "wait"
                 key = kinds[event.name] if waited else names.get(event.name, event.name)
                 (waits if waited else operators)[key] += event.seconds / len(steps)
-    inside = statistics.mean(sum(t[-1] - t[0] for _, t in step.runs) for step in steps)
+    inside = statistics.mean(step.inside_s for step in steps)
     mean = statistics.mean(step.seconds for step in steps)
     events = tuple(middle.events())
     return Side(middle.seconds, dict(operators), dict(waits), mean - inside, events)
