@@ -137,11 +137,15 @@ class PlanningProblem:
         return (self.device_memory.describe(self._communicators(cluster)),)
 
     def _communicators(self, cluster: Cluster | None) -> int:
-        """Communicators that a plan makes beside the world's: one an axis, two for its levels."""
+        """Communicators that a plan makes beside the world's.
+
+        One an axis, two for its levels, and two for the neighbours of a pipeline's rank.
+        """
         axes = [name for name, size in self.mesh if size > 1]
         nodes = cluster is not None and cluster.world_size > cluster.ranks_per_node
         by_level = self.strategy.dp_shard or (nodes and self.strategy.hierarchical is not False)
-        return (len(axes) if len(axes) > 1 else 0) + (2 if by_level else 0)
+        pairs = 2 if "pp" in axes else 0
+        return (len(axes) if len(axes) > 1 else 0) + (2 if by_level else 0) + pairs
 
 
 @dataclass(frozen=True)

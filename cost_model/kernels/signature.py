@@ -61,6 +61,8 @@ def _argument(value: Any) -> str:
         return type_text(value)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join([_argument(v) for v in value]) + "]"
+    if isinstance(value, torch.device):
+        return repr(torch.device(value.type))  # every rank has a GPU of another number
     return repr(value)
 
 

@@ -175,6 +175,8 @@ def _cached_or_new(bench: Bench, request: Request, progress: ReportProgress) -> 
     places = [nodes.index(node) for node in nodes]  # reboots change identities
     facts = {"hosts": hosts, "nodes": places, "backend": bench.backend}
     facts |= {"dtype": request.dtype, "pieces": MAX_CHUNKS}
+    if bench.backend == "nccl":
+        facts["nccl"] = list(torch.cuda.nccl.version())
     ranks_per_node = block_of(nodes)
     wanted = request.layouts(bench.world_size, ranks_per_node)
     reads = request.cache and not request.fresh

@@ -376,7 +376,7 @@ def _communicates(node: fx.Node) -> bool:
 def _resolve(device: str, sharing: int, runs_on: str) -> tuple[TimingContext, bool]:
     """The setting of a device by its type or name, and whether models run on it here."""
     host = Host.here()
-    cuda = torch.cuda.is_available()
+    cuda = device != "cpu" and torch.cuda.is_available()  # looking at it makes a context
     gpu = device_name(torch.device("cuda")) if cuda else ""
     if device == "cpu":
         name, model, present = "cpu", host.cpu, True

@@ -104,10 +104,11 @@ def _steps(optimizer: Optimizer, values: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _gradients(values: Sequence[torch.Tensor]) -> float:
-    """Median seconds for gradients to get from an autograd function to parameters."""
+    """Median seconds of the host for gradients to get from an autograd function to parameters."""
     parameters = [torch.nn.Parameter(value) for value in values]
     taken = []
     for _ in range(ROUNDS + 1):
+        _synchronize(parameters[0].device)
         begin = time.perf_counter()
         _ParameterFunction.apply(*parameters).backward()
         for parameter in parameters:

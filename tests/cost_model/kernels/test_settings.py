@@ -9,8 +9,11 @@ import torch
 from autopar.cost_model import disk_cache
 from autopar.cost_model.host import Host
 from autopar.cost_model.kernels.settings import kernel_settings
+from autopar.cost_model.kernels.signature import signature
 from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing
 from autopar.cost_model.memory.workspace import Workspace
+from autopar.ir.roles import Input, Output
+from tests.cost_model.sketch import Sketch, aten
 from tests.harness.fake_cuda import NAME, FakeCuda
 
 cudnn = torch.backends.cudnn
@@ -71,6 +74,29 @@ def test_mixed_switches_of_old_and_new_do_not_fail(monkeypatch):
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
     assert kernel_settings("cpu") == "float32_matmul_precision=mixed"
+
+
+def test_times_of_a_cpu_leave_the_gpu_alone(monkeypatch):
+    """Asking a GPU for its name takes hundreds of megabytes of it for a context."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("get_device_name", "get_device_properties", "current_device", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a: pytest.fail("the GPU was asked"))
+    g = Sketch()
+    total = g.call(aten.sum.default, g.take(Input(0), 8))
+    graph = g.give({Output(0): total})
+    assert OperatorTimes.load("cpu").measure([graph]).seconds(total).kind == "measured"
+    assert Workspace.load("cpu").measure([graph]).nbytes
+
+
+def test_keys_are_the_same_for_the_gpus_of_all_ranks():
+    g = Sketch()
+    x = g.take(Input(0), 8)
+    first, second, host = (
+        g.call(aten._to_copy.default, x, device=torch.device(*where))
+        for where in (("cuda", 0), ("cuda", 1), ("cpu",))
+    )
+    assert signature(first) == signature(second) != signature(host)
+    assert "device=device(type='cpu')" in signature(host)
 
 
 def test_a_model_on_a_cpu_tells_nothing_about_the_gpu_beside_it(monkeypatch):

@@ -103,6 +103,7 @@ def test_plans_say_what_a_rank_may_fill():
     divided = replace(problem, strategy=Strategy(tp=2))
     assert divided.cap_on(cluster) == memory.cap(2)
     assert divided.cap_on(replace(cluster, ranks_per_node=2)) == memory.cap(4)
+    assert replace(problem, strategy=Strategy(pp=2)).cap_on(cluster) == memory.cap(4)
     assert replace(divided, memory=5).cap_on(cluster) == 5
 
 
