@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.capture.batch_slices import capture_of_rank
+from autopar.cost_model.kernels.queue_timing import QueueTimer
 from autopar.cost_model.kernels.timing import Stopwatch, runnable
 from autopar.cost_model.measurement.operator_times import computes, time_key
 from benchmarks.gpu.setting import MIB, Setting
@@ -80,11 +81,17 @@ def communicators(setting: Setting) -> None:
 
 
 def stopwatch(setting: Setting) -> None:
-    """Operators by the stopwatch, and by events with the L2 cache flushed before each run."""
+    """Operators as the planner times them, and alone with the L2 cache flushed before each run."""
     model, inputs = setting.gpt().to(setting.device), setting.tokens()
     graph = capture_of_rank(model, inputs, 0, 1, autocast=torch.bfloat16)
     nodes = {time_key(node): node for node in graph.calls() if computes(node)}
-    times = Stopwatch().times(nodes)
+    host: dict[str, float] = {}
+    if setting.dry:
+        times = Stopwatch().times(nodes)
+    else:
+        timed = QueueTimer().times(nodes)
+        times = {key: one.device_s for key, one in timed.items()}
+        host = {key: one.host_s for key, one in timed.items()}
     ordered = sorted(times, key=lambda key: -times[key])
     chosen = dict.fromkeys([*ordered[:COUNT], *ordered[-COUNT:]])
     for key in chosen:
@@ -97,6 +104,7 @@ def stopwatch(setting: Setting) -> None:
                 nodes[key].name,
                 key,
                 predicted_ms=1e3 * times[key],
+                host_ms=1e3 * host.get(key, 0.0),
                 device_ms=by_events,
                 ratio=ratio,
             )
