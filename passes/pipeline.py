@@ -16,7 +16,6 @@ from autopar.passes.compression.compress_gathers import CompressGathers
 from autopar.passes.compression.compress_gradients import CompressGradients
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.pass_pipeline import PassPipeline
-from autopar.passes.data_parallel.agree_on_batch import AgreeOnBatch
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.cast_before_gather import CastBeforeGather
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
@@ -80,12 +79,10 @@ def build_model_pipeline(
         passes.append(PlaceStages(plan.pipeline.uses, plan.pipeline.stages))
     for axis, strategies in zip_longest(axes, op_strategies, fillvalue=()):
         passes.append(PartitionAxis(axis, coordinate[axis], strategies))  # type: ignore[index,arg-type]
-    if axes and plan.pipeline is None:
-        passes.append(AgreeOnBatch(axes))
     if micro_batches > 1:
         passes.append(AccumulateMicroBatches())
     elif plan.dp_size > 1:
-        passes.append(AssignBatchAxis(DATA_AXIS, agree=plan.pipeline is None))
+        passes.append(AssignBatchAxis(DATA_AXIS))
     return with_registered(PassPipeline(tuple(passes)), is_last=False)
 
 

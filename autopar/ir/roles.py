@@ -47,16 +47,6 @@ class BatchIndex:
 
 
 @dataclass(frozen=True)
-class BatchChecksum:
-    """Input: float64 vector; its sum over an axis shows whether every rank has the right batch.
-
-    The axis "" is the data axis.
-    """
-
-    axis: str = ""
-
-
-@dataclass(frozen=True)
 class Accumulated:
     """Input: the gradient of parameter `name` from earlier steps or micro-batches.
 
@@ -124,13 +114,6 @@ class Update:
 
 
 @dataclass(frozen=True)
-class ChecksumSum:
-    """Output: the sum of `BatchChecksum` over one or several axes."""
-
-    axis: str = ""
-
-
-@dataclass(frozen=True)
 class UnreducedGrad:
     """Output: this rank's unreduced gradient of parameter `name` (`no_sync`)."""
 
@@ -160,10 +143,10 @@ class MicrobatchPartial:
 
 
 _OfCall = Parameter | Buffer | Input | Tangent
-_OfBatch = BatchFraction | BatchIndex | BatchChecksum | BatchTotal
+_OfBatch = BatchFraction | BatchIndex | BatchTotal
 _Passed = Saved | UnshardedParam  # from one graph to another
 
 InputRole = _OfCall | _OfBatch | Accumulated | State | StageInput | _Passed
 _OfStage = StageOutput | MicrobatchPartial
-OutputRole = Output | Gradient | Update | ChecksumSum | UnreducedGrad | _OfStage | _Passed
+OutputRole = Output | Gradient | Update | UnreducedGrad | _OfStage | _Passed
 Differentiable = Parameter | Input

@@ -1,44 +1,86 @@
-"""Checks that all ranks got equal batches, or batches with equally many rows."""
+"""Hashes of batches, which ranks compare, without waiting for accelerators."""
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from autopar.errors import BatchError, DisagreementError
-
 MAX_SAMPLE_BYTES = 1 << 20
-"""Bytes of a tensor that are hashed."""
+"""Bytes of a tensor on the host that are hashed."""
 
-MODULUS = 1 << 20
+MAX_SAMPLE_WORDS = 1 << 16
+"""Elements of a tensor on an accelerator that are hashed."""
+
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """Classes of arguments with the same text on every rank."""
 
-
-def batch_checksum(
-    leaves: Sequence[Any], rows: int, mode: str, device: torch.device
-) -> torch.Tensor:
-    """The four numbers that ranks add up: checksum, its square, row count, its square."""
-    check = checksum(leaves) if mode == "global" else 0
-    row_count = 0 if mode == "global" else rows
-    values = [check, check**2, row_count, row_count**2]
-    return torch.tensor(values, dtype=torch.float64, device=device)
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Integers of a size in bytes; larger elements are int64s."""
 
 
-def checksum(leaves: Sequence[Any]) -> int:
-    """A number below 2**20 that almost surely differs between different batches."""
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether reading a tensor waits for no accelerator."""
+    return tensor.device.type == "cpu"
+
+
+class LateNumbers:
+    """Numbers that an accelerator computes, copied to the host while other work continues."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(values.device))
+
+    def read(self) -> list[Any]:
+        """The numbers; waits until they are computed."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()
+
+
+def host_hash(leaves: Sequence[Any]) -> int:
+    """A number that almost surely differs for different arguments; skips accelerators' tensors."""
     value = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            shape = str(tuple(leaf.shape)).encode()
-            value = zlib.crc32(sampled_bytes(leaf), zlib.crc32(shape, value))
+            if is_on_host(leaf):
+                value = zlib.crc32(sampled_bytes(leaf), value)
         else:
             text = repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__qualname__
             value = zlib.crc32(text.encode(), value)
-    return value % MODULUS
+    return value
+
+
+def device_hashes(leaves: Sequence[Any]) -> LateNumbers | None:
+    """The hash of each tensor on an accelerator, None if there is no such tensor."""
+    found = [x for x in leaves if isinstance(x, torch.Tensor) and not is_on_host(x)]
+    if not found:
+        return None
+    with torch.no_grad():
+        return LateNumbers(torch.stack([_device_hash(x) for x in found]))
+
+
+def _device_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of evenly spaced elements, read as integers, times fixed random weights."""
+    flat = tensor.detach().reshape(-1)
+    few = flat[:: max(1, -(-flat.numel() // MAX_SAMPLE_WORDS))].contiguous()
+    words = few.view(WORDS.get(few.element_size(), torch.int64)).to(torch.int64)
+    return (words * _weights(tensor.device)[: words.numel()]).sum()
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd numbers below 2**63, random in all bits; a complex128 has two words."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(2**62, (2 * MAX_SAMPLE_WORDS,), generator=generator)
+    return (2 * drawn + 1).to(device)
 
 
 def sampled_bytes(tensor: torch.Tensor) -> memoryview:
@@ -46,41 +88,3 @@ def sampled_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().reshape(-1)
     step = max(1, flat.numel() * flat.element_size() // MAX_SAMPLE_BYTES)
     return flat[::step].contiguous().view(torch.uint8).cpu().numpy().data
-
-
-def check_checksum_sum(total: torch.Tensor, ranks: int) -> None:
-    """Raises on every rank if batches of data-parallel ranks do not fit the mode.
-
-    Raises:
-        DisagreementError: batches differ under batch="global".
-        BatchError: row counts differ under batch="local".
-    """
-    check, check_squares, rows, rows_squares = (int(v) for v in total.tolist())
-    if not _all_equal(check, check_squares, ranks):
-        raise DisagreementError(
-            "the ranks were given different batches, but batch='global' means that every rank is "
-            "given the same one and takes its own rows. Seed the sampler alike on all ranks, or "
-            "use batch='local' and let each rank bring its rows."
-        )
-    if not _all_equal(rows, rows_squares, ranks):
-        raise BatchError(
-            f"the ranks brought different numbers of rows ({rows} in all over {ranks} ranks). "
-            "With batch='local' every rank must bring as many: drop or pad the last batch "
-            "(DistributedSampler does), or use batch='global'."
-        )
-
-
-def check_model_parallel_peers(total: torch.Tensor, ranks: int) -> None:
-    """Raises DisagreementError on every rank if ranks that share a model got different rows."""
-    check, squares, *_ = (int(v) for v in total.tolist())
-    if not _all_equal(check, squares, ranks):
-        raise DisagreementError(
-            f"{ranks} ranks that share one model (tp, cp, ep) were given different batches. Give "
-            "all of them the same: choose rows by model.data_parallel_rank and "
-            "data_parallel_size, not by the rank in the world."
-        )
-
-
-def _all_equal(total: int, squares: int, ranks: int) -> bool:
-    """Whether numbers with this sum and sum of squares are equal (Cauchy-Schwarz)."""
-    return ranks * squares == total**2

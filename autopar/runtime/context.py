@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -121,6 +122,19 @@ class ExecutionContext:
         """Drops the index if the model has changed; runs before every call."""
         if self.guards.update():
             self.__dict__.pop("index", None)
+
+    @property
+    def trained_here(self) -> dict[str, bool]:
+        """Whether each parameter on this rank is trained, by name."""
+        parameters = self.index.parameters.items()
+        return {name: p.requires_grad for name, p in parameters if not is_remote(p)}
+
+    def train_remote(self, trained: Mapping[str, bool]) -> None:
+        """Sets `requires_grad` of remote parameters as on the ranks that hold them."""
+        for name, flag in trained.items():
+            parameter = self.index.parameters[name]
+            if is_remote(parameter) and parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
 
     def reindex_model(self) -> None:
         """Drops the index and guards after parameters were replaced."""
@@ -318,9 +332,15 @@ def inputs_of(shard: BatchShard) -> dict[int, torch.Tensor]:
     return dict(zip(shard.call.tensor_indices, shard.tensors, strict=True))
 
 
+@functools.lru_cache(maxsize=64)
+def cached_scalar(value: float, device: torch.device) -> torch.Tensor:
+    """A float64 on a device, copied there once; programs do not change their inputs."""
+    return torch.tensor(value, dtype=torch.float64, device=device)
+
+
 def batch_fraction(shard: BatchShard, device: torch.device) -> torch.Tensor:
     """The fraction of the global batch in a shard, as float64."""
-    return torch.tensor(shard.rows / shard.slices.rows, dtype=torch.float64, device=device)
+    return cached_scalar(shard.rows / shard.slices.rows, device)
 
 
 def _warn_of_local_writes(capture: Capture, model: nn.Module) -> None:

@@ -133,8 +133,10 @@ class DistributedModule(PlannedModule):
         if self._fallback:
             return self._run_fallback(shard)
         assert self._executor is not None
+        if self._protocol is not None:
+            self._context.train_remote(self._protocol.trained_elsewhere)
         try:
-            return self._executor.run(leaves, shard, self._no_sync)
+            return self._executor.run(shard, self._no_sync)
         except CaptureError as error:
             self._check_runs(leaves, structure, error)
             raise
@@ -160,12 +162,12 @@ class DistributedModule(PlannedModule):
             leaves,
             structure,
             shard,
-            self._protocol.optimizer_steps,
-            self._protocol.num_calls + 1,
+            self._protocol,
             no_sync=self._no_sync,
             has_fallback=bool(self._fallback),
         )
-        return self._protocol.agree_on_call(entries, self._replicas)
+        trained = self._context.trained_here if self._options.pp_size > 1 else {}
+        return self._protocol.agree_on_call(entries, self._replicas, trained)
 
     @property
     def _replicas(self) -> Replicas:

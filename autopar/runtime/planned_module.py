@@ -19,7 +19,6 @@ from autopar.ir.graph import ParameterInfo
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
-from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.protocol import Protocol
 from autopar.runtime.context import ExecutionContext, MakeStrategies
 from autopar.runtime.fallback import check_runs
@@ -211,9 +210,7 @@ class PlannedModule(nn.Module):
             compression_state=context.compression_state.copy(),
         )
         made._context.guards = context.guards.copy_for(model)
-        made._protocol = (
-            replace(protocol, optimizer_steps=OptimizerSteps()) if protocol is not None else None
-        )
+        made._protocol = None if protocol is None else protocol.of_copy()
         made._executor = made._new_executor()
         if isinstance(self._executor, SpmdExecutor) and isinstance(made._executor, SpmdExecutor):
             made._executor.programs = self._executor.programs

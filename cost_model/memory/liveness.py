@@ -257,7 +257,7 @@ class _Lifetimes:
             return "buffers"
         if any(isinstance(role, (roles.Gradient, roles.UnreducedGrad)) for role in given):
             return "gradients"
-        if any(isinstance(role, (roles.Output, roles.ChecksumSum)) for role in given):
+        if any(isinstance(role, roles.Output) for role in given):
             return "outputs"
         if any(n.meta.get("gathered") for n in nodes):
             return "gathered"
@@ -283,7 +283,6 @@ _PERMANENT = (
     roles.Input,
     roles.BatchFraction,
     roles.BatchIndex,
-    roles.BatchChecksum,
     roles.UnshardedParam,
 )
 # Copied, sent or added up at once.

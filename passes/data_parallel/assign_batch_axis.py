@@ -13,20 +13,17 @@ from autopar.passes.core.collective_ops import (
     starts,
 )
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.passes.data_parallel.agree_on_batch import sum_batch_checksums
 
 
 @dataclass(frozen=True)
 class AssignBatchAxis(Pass):
     """Turns collectives over the batch axis into collectives over a mesh axis.
 
-    Before: the graph of one slice of the batch. After: its collectives are over `axis`. The forward
-    first sums checksums of the batches if ranks `agree`, which can be merged with others. Tier:
+    Before: the graph of one slice of the batch. After: its collectives are over `axis`. Tier:
     exact.
     """
 
     axis: str
-    agree: bool = True
     ensures = frozenset({GraphProperty.BATCH_SHARDED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
@@ -35,4 +32,4 @@ class AssignBatchAxis(Pass):
             if axis_of(start) == BATCH:
                 index = 2 if start.target in (start_reduce_scatter, start_all_gather) else 1
                 start.args = (*start.args[:index], self.axis, *start.args[index + 1 :])
-        return PassResult(sum_batch_checksums(graph, (self.axis,), "") if self.agree else graph)
+        return PassResult(graph)

@@ -10,7 +10,6 @@ from torch import Tensor, fx, nn
 
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.roles import (
-    BatchChecksum,
     BatchFraction,
     Buffer,
     Input,
@@ -117,8 +116,6 @@ def _role(role: InputRole | OutputRole) -> str:
             return f"tangent{index}"
         case BatchFraction():
             return "weight"
-        case BatchChecksum():
-            return "evidence"
     kind, of = type(role).__name__.lower(), getattr(role, "of", None)
     label = _role(of) if of else getattr(role, "name", getattr(role, "index", ""))
     return f"{kind} {label}".strip()

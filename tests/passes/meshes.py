@@ -17,7 +17,6 @@ from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Shard
 from autopar.ir.roles import (
     Accumulated,
-    BatchChecksum,
     BatchFraction,
     BatchIndex,
     BatchTotal,
@@ -46,7 +45,6 @@ from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stag
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.partition import NodeStrategies, rows_of
 from autopar.report.plan import Plan
-from autopar.runtime.batch_checks import batch_checksum
 from autopar.runtime.codegen.program import with_axes
 from tests.harness.reference import relative_error
 from tests.passes.simulated import Results, chunks, run_ranks
@@ -178,9 +176,6 @@ class PlannedRanks:
                     found[role] = torch.tensor(share.rows / share.slices.rows, dtype=torch.float64)
                 case BatchIndex():
                     found[role] = share.slices.unit_indices()
-                case BatchChecksum():
-                    leaves = flattened(self.inputs)[0]
-                    found[role] = batch_checksum(leaves, share.rows, "global", CPU)
                 case Tangent():
                     fake = node.meta["val"]
                     found[role] = torch.ones(fake.shape, dtype=fake.dtype)

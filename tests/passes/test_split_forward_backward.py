@@ -6,7 +6,6 @@ from expecttest import assert_expected_inline
 
 from autopar.ir.roles import (
     Accumulated,
-    ChecksumSum,
     Gradient,
     InputRole,
     Output,
@@ -122,7 +121,7 @@ def test_roles_of_the_halves() -> None:
     it = World(case.make(), case.batch(4, 0), 2)
     split = halves(it, 3)[0]
     assert split.backward is not None
-    assert kinds(split.forward.outputs) == {Output, Update, ChecksumSum, Saved}
+    assert kinds(split.forward.outputs) == {Output, Update, Saved}
     assert kinds(split.backward.inputs) == {Saved, Tangent}
     assert kinds(split.backward.outputs) == {Gradient}
 

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import distributed as dist
 
@@ -82,10 +83,11 @@ class Channel:
         self.finish_exchange()
         self.num_exchanges += 1
         own = encode(event, entries, len(payload), samples)
-        record = torch.tensor(own)
-        table = record.new_empty(self.size, record.numel())
+        record = torch.from_numpy(np.array(own, dtype=np.int64))
+        table = np.empty((self.size, len(own)), dtype=np.int64)
+        rows = list(torch.from_numpy(table).unbind())
         with self._explaining_failed_wait(event):
-            work = dist.all_gather(list(table.unbind()), record, group=self.group, async_op=True)
+            work = dist.all_gather(rows, record, group=self.group, async_op=True)
 
         def finish() -> Exchanged:
             with self._explaining_failed_wait(event):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,17 @@ from torch import nn
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, Call, TensorSpec
 from autopar.errors import AutoparError, BatchError
-from autopar.runtime.agreement.channel import Channel, channel
+from autopar.runtime.agreement.channel import Channel, Exchanged, channel
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.record import Entry
-from autopar.runtime.agreement.replicas import Replicas, check_samples
-from autopar.runtime.batch_checks import PLAIN, checksum
+from autopar.runtime.agreement.replicas import PendingSamples, Replicas, check_samples
+from autopar.runtime.batch_checks import (
+    PLAIN,
+    LateNumbers,
+    device_hashes,
+    host_hash,
+    is_on_host,
+)
 from autopar.runtime.parameters.distribute import HOOK_TABLES, is_remote
 from autopar.runtime.process_groups import rank
 
@@ -46,11 +53,22 @@ STEP_ADVICE = "Make the same optimizer steps with the same learning rates on eve
 
 @dataclass
 class Protocol:
-    """Exchanges of a module with the other ranks."""
+    """Exchanges of a module with the other ranks.
+
+    Accelerators hash batches and sample replicas while the host goes on, so ranks compare these
+    numbers one call late.
+
+    Attributes:
+        trained_elsewhere: whether the other ranks' parameters are trained, by name.
+    """
 
     name: str
     channel: Channel
     num_calls: int = 0
+    trained_elsewhere: dict[str, bool] = field(default_factory=dict)
+    _sent_trained: Mapping[str, bool] = field(default_factory=dict)
+    _late_hashes: LateNumbers | None = None
+    _late_samples: PendingSamples | None = None
     optimizer_steps: OptimizerSteps = field(default_factory=OptimizerSteps)
 
     @staticmethod
@@ -62,6 +80,10 @@ class Protocol:
         opened.num_modules += 1
         number = f" (module {opened.num_modules})" if opened.num_modules > 1 else ""
         return Protocol(type(model).__name__ + number, opened)
+
+    def of_copy(self) -> Protocol:
+        """The protocol of a copy of the module."""
+        return Protocol(self.name, self.channel, self.num_calls)
 
     @contextlib.contextmanager
     def reporting_errors(self) -> Iterator[None]:
@@ -75,19 +97,42 @@ class Protocol:
                 )
             raise
 
-    def agree_on_call(self, entries: Sequence[Entry], replicas: Replicas) -> int:
+    def hash_batch(self, leaves: Sequence[Any]) -> tuple[int, str]:
+        """Hashes of this call's tensors on the host, and of the last call's on accelerators."""
+        late, self._late_hashes = self._late_hashes, device_hashes(leaves)
+        return host_hash(leaves), "" if late is None else str(late.read())
+
+    def agree_on_call(
+        self, entries: Sequence[Entry], replicas: Replicas, trained: Mapping[str, bool]
+    ) -> int:
         """Starts the exchange about a call and some of its replicas; returns its number, from 1.
+
+        Ranks send which parameters are `trained` when that changes.
 
         Raises:
             DisagreementError: the ranks make different calls, or their replicas differ.
             BatchError: ranks brought different numbers of rows under batch="local".
         """
-        own = replicas.samples(self.num_calls) if torch.is_grad_enabled() else []
+        pending, self._late_samples = self._late_samples, None
+        fresh = replicas.samples(self.num_calls) if torch.is_grad_enabled() else None
+        if fresh is not None and fresh.is_late:
+            self._late_samples = fresh
+        elif fresh is not None:
+            pending = fresh
+        own = [] if pending is None else pending.read()
+        is_changed, self._sent_trained = trained != self._sent_trained, trained
+
+        def compare(exchanged: Exchanged) -> None:
+            check_samples(exchanged.samples, own)
+            for payload in filter(None, exchanged.payloads):
+                self.trained_elsewhere |= pickle.loads(payload)
+
         self.channel.start_exchange(
             f"calls {self.name}",
             entries,
+            payload=pickle.dumps(trained) if is_changed else b"",
             samples=[number for sample in own for number in sample.numbers],
-            then=lambda exchanged: check_samples(exchanged.samples, own),
+            then=compare,
         )
         self.num_calls += 1
         return self.num_calls
@@ -105,7 +150,7 @@ class Protocol:
         def on_backward(gradient: torch.Tensor | None) -> None:
             # the gradient is None if another output receives it
             scale = ""
-            if compares_scale and gradient is not None and gradient.device.type == "cpu":
+            if compares_scale and gradient is not None and is_on_host(gradient):
                 scale = "" if gradient.dim() else repr(gradient.item())
             advice = "Scale the loss alike on every rank: it is that of the global batch."
             entry = Entry("enter with another gradient", scale, advice=advice)
@@ -133,13 +178,13 @@ def call_entries(
     leaves: Sequence[Any],
     structure: Any,
     shard: BatchShard,
-    steps: OptimizerSteps,
-    number: int,
+    protocol: Protocol,
     *,
     no_sync: bool,
     has_fallback: bool,
 ) -> list[Entry]:
     """Values that must be equal on all ranks at a call, the most specific error first."""
+    steps, number = protocol.optimizer_steps, protocol.num_calls + 1
     options, stage, parameters = context.options, context.stage, context.index.parameters
     local = [p for p in parameters.values() if not is_remote(p)]
     frozen = [n for n, p in parameters.items() if not p.requires_grad and not is_remote(p)]
@@ -153,6 +198,10 @@ def call_entries(
     # ranks under a fallback may leave different gradients unset
     num_grads = 0 if has_fallback else sum(p.grad is not None for p in local)
     unreduced = ", ".join(sorted(context.unreduced_grads))
+    shares_rows = is_global or options.model_parallel_peers > 1
+    this_batch, last_batch = protocol.hash_batch(leaves) if shares_rows else (0, "")
+    same_rows = "" if is_global else options.dp_rank(rank())
+    batch_advice = SEED_ADVICE if is_global else PEERS_ADVICE
     return [
         Entry("call in another mode", _mode(context.index.modules), advice=CALL_ADVICE),
         Entry("call under another no_sync()", sync, advice=CALL_ADVICE),
@@ -160,9 +209,16 @@ def call_entries(
         Entry("brought another number of rows", rows, advice=ROWS_ADVICE, error=BatchError),
         Entry(
             "were given different batches",
-            checksum(leaves) if is_global or options.model_parallel_peers > 1 else 0,
-            group="" if is_global else options.dp_rank(rank()),
-            advice=SEED_ADVICE if is_global else PEERS_ADVICE,
+            this_batch,
+            group=same_rows,
+            advice=batch_advice,
+            shown="a batch with other values",
+        ),
+        Entry(
+            "were given different batches in the call before",
+            last_batch,
+            group=same_rows,
+            advice=batch_advice,
             shown="a batch with other values",
         ),
         Entry("call under another autocast", _autocast(shard), advice=CALL_ADVICE),

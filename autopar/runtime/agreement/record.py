@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from autopar.errors import AutoparError, DisagreementError
 
-MAX_ENTRIES = 16
+MAX_ENTRIES = 18
 """Entries of a record."""
 
 SAMPLE_NUMBERS = 16

@@ -17,6 +17,7 @@ from autopar.errors import DisagreementError
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import hyperparameters
 from autopar.runtime.agreement.record import odd_ranks, stable_hash
+from autopar.runtime.batch_checks import LateNumbers, is_on_host
 from autopar.runtime.parameters.distribute import is_remote, local_part
 
 MAX_ELEMENTS = 64
@@ -29,7 +30,7 @@ NUMBERS_PER_SAMPLE = 4
 """Numbers that a sample is encoded in."""
 
 ACCELERATOR_INTERVAL = 64
-"""Calls between comparisons on accelerators, since reading elements synchronizes the device."""
+"""Calls between comparisons on accelerators, where each takes some twenty small kernels."""
 
 MAX_NAMED = 5
 """Replicas that an error names."""
@@ -47,16 +48,34 @@ class Sample:
     name: str
     numbers: tuple[int, ...]
 
-    @staticmethod
-    def of(name: str, tensor: torch.Tensor) -> Sample:
-        key, part = _keyed_part(name, tensor)
-        flat = part.reshape(-1)
-        few = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))]
-        few = torch.view_as_real(few) if few.is_complex() else few
-        eps = torch.finfo(few.dtype).eps if few.is_floating_point() else 0.0
-        few = few.double()
-        floats = float(few.sum()), float(few.abs().sum()), min(1000 * eps, eps**0.5)
-        return Sample(name, (stable_hash(key), *struct.unpack("<3q", struct.pack("<3d", *floats))))
+
+class PendingSamples:
+    """Samples of some replicas, perhaps still to be computed by an accelerator."""
+
+    def __init__(self, chosen: Sequence[tuple[str, torch.Tensor]]) -> None:
+        parts = [(name, *_keyed_part(name, tensor)) for name, tensor in chosen]
+        self._names = [(name, stable_hash(key)) for name, key, _ in parts]
+        few = [_few_elements(part) for _, _, part in parts]
+        eps = [torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0 for x in few]
+        self._tolerances = [min(1000 * e, e**0.5) for e in eps]
+        self.is_late = not all(map(is_on_host, few))
+        sums = [s for x in few for y in [x.double()] for s in (y.sum(), y.abs().sum())]
+        self._sums = LateNumbers(torch.stack(sums)) if sums else None
+
+    def read(self) -> list[Sample]:
+        sums = iter(self._sums.read() if self._sums is not None else ())
+        return [
+            Sample(name, (key, *struct.unpack("<3q", struct.pack("<3d", *pair, tolerance))))
+            for (name, key), tolerance, pair in zip(
+                self._names, self._tolerances, zip(sums, sums, strict=True), strict=True
+            )
+        ]
+
+
+def _few_elements(part: torch.Tensor) -> torch.Tensor:
+    flat = part.reshape(-1)
+    few = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))]
+    return torch.view_as_real(few) if few.is_complex() else few
 
 
 def _keyed_part(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -104,19 +123,19 @@ class Replicas:
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
 
-    def samples(self, number: int) -> list[Sample]:
+    def samples(self, number: int) -> PendingSamples | None:
         """Samples of the next replicas in turn; none between intervals on accelerators."""
         local = [(n, p) for n, p in self.parameters.items() if not is_remote(p)]
         local += list(self.buffers.items())
         if not local:
-            return []
-        interval = ACCELERATOR_INTERVAL if local[0][1].device.type != "cpu" else 1
-        turn, skipped = divmod(number, interval)
+            return None
+        turn, skipped = divmod(number, 1 if is_on_host(local[0][1]) else ACCELERATOR_INTERVAL)
         if skipped:
-            return []
+            return None
         places = {(turn * REPLICAS_PER_CALL + i) % len(local) for i in range(REPLICAS_PER_CALL)}
         chosen = [local[place] for place in sorted(places)]
-        return [Sample.of(name, x) for name, x in chosen if x.numel() and x.layout is torch.strided]
+        dense = [(n, x) for n, x in chosen if x.numel() and x.layout is torch.strided]
+        return PendingSamples(dense)
 
     def all(self, optimizer: Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
         """The key and part of every replica, with the state of an optimizer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isfinite
 
 import torch
 from torch import distributed as dist
@@ -13,12 +14,20 @@ from autopar.capture.call import BatchShard
 from autopar.ir import roles
 from autopar.ir.graph import tensors
 from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
+from autopar.runtime.batch_checks import is_on_host
+from autopar.runtime.context import (
+    ExecutionContext,
+    batch_fraction,
+    cached_scalar,
+    inputs_of,
+)
 from autopar.runtime.parameters.distribute import is_remote, local_part
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
 from autopar.runtime.process_groups import explaining_comm_errors
 
 TensorsByIndex = dict[int, torch.Tensor]
+Scalar = float | torch.Tensor
+"""A number, left on its accelerator as a float64, since reading it would wait."""
 
 
 @dataclass
@@ -41,7 +50,7 @@ class PipelineCall:
     context: ExecutionContext
     micro_batches: Sequence[BatchShard]
     no_sync: bool = False
-    loss_tangent: float = 1.0
+    loss_tangent: Scalar = 1.0
     updates: dict[str, torch.Tensor] = field(default_factory=dict)
     is_consumed: bool = False
     tied_grads_reduced: bool = False
@@ -111,9 +120,9 @@ class PipelineCall:
             self.parameters |= compiled.send_tied_params(self.parameters)
             if compiled.differentiates and self.interleaves_backward:
                 (loss,) = compiled.graphs.tangents
-                tangent = torch.tensor(
-                    self.loss_tangent, device=compiled.device, dtype=torch.float64
-                )
+                tangent = self.loss_tangent
+                if isinstance(tangent, float):
+                    tangent = cached_scalar(tangent, compiled.device)
                 self.tangents = [{loss: tangent}] * len(self.micro_batches)
                 compiled.interleaved_schedule.run(self)
             else:
@@ -240,11 +249,24 @@ class PipelineCall:
 
     def _scale_gradients(self, tangents: Mapping[int, torch.Tensor]) -> None:
         (loss,) = self.compiled.graphs.tangents
-        assumed, self.loss_tangent = self.loss_tangent, float(tangents.get(loss, 0.0))
-        if assumed != self.loss_tangent:
-            inputs = (x for table in self.input_gradients.values() for x in table.values())
-            for value in (*self.gradients.values(), *inputs):
-                value.mul_(self.loss_tangent / assumed)
+        given = tangents.get(loss)
+        actual: Scalar = 0.0
+        if given is not None:
+            actual = float(given) if is_on_host(given) else given.double()
+        assumed, self.loss_tangent = self.loss_tangent, actual
+        if isinstance(actual, float) and isinstance(assumed, float) and actual == assumed:
+            return
+        inputs = (x for table in self.input_gradients.values() for x in table.values())
+        for value in (*self.gradients.values(), *inputs):
+            value.mul_(actual / assumed)
+
+    @property
+    def next_loss_tangent(self) -> Scalar:
+        """The loss's gradient to assume in the next call: this call's, unless it is unusable."""
+        tangent = self.loss_tangent
+        if isinstance(tangent, float):
+            return tangent if isfinite(tangent) and tangent else 1.0
+        return torch.where(tangent.isfinite() & (tangent != 0), tangent, 1.0)
 
     def take_gradient(self, name: str, retain_graph: bool) -> torch.Tensor | None:
         gradients = self.gradients

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import gcd, isfinite
+from math import gcd
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from autopar._torch import backward_keeps_graph
@@ -18,10 +16,8 @@ from autopar.errors import CoupledRowsError
 from autopar.ir.roles import Differentiable, Input, Parameter
 from autopar.report.plan import Plan
 from autopar.runtime.context import ExecutionContext
-from autopar.runtime.parameters.distribute import is_remote
-from autopar.runtime.pipeline.call import PipelineCall
+from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
-from autopar.runtime.process_groups import explaining_comm_errors, rank
 
 
 @dataclass
@@ -31,15 +27,14 @@ class PipelineExecutor:
     context: ExecutionContext
     compiled_calls: dict[Any, CompiledPipelineCall] = field(default_factory=dict)
     coupled_keys: set[Any] = field(default_factory=set)  # micro-batches need each other's rows
-    loss_tangent: float = 1.0  # of the previous loss
+    loss_tangent: Scalar = 1.0  # of the previous loss
 
     @property
     def plan(self) -> Plan:
         assert self.context.plan is not None
         return self.context.plan
 
-    def run(self, leaves: Sequence[Any], shard: BatchShard, no_sync: bool) -> Any:
-        self._sync_requires_grad()
+    def run(self, shard: BatchShard, no_sync: bool) -> Any:
         context = self.context
         call = self._call(self._micro_batches(shard), no_sync)
         compiled = call.compiled
@@ -53,21 +48,6 @@ class PipelineExecutor:
                 outputs = call.run_forward()
         context.write_buffers(call.updates, compiled.capture.rebound_buffers)
         return context.result_of(compiled.capture, call.returned, outputs)
-
-    def _sync_requires_grad(self) -> None:
-        """Copies `requires_grad` of remote parameters from the ranks that hold them."""
-        ranks, device = self.plan.world_size, self.context.device
-        parameters = self.context.index.parameters.values()
-        if ranks == 1 or not parameters:
-            return
-        leads_stage = rank() % (ranks // self.plan.pp_size) == 0
-        trained = [leads_stage and p.requires_grad and not is_remote(p) for p in parameters]
-        flags = torch.tensor(trained, dtype=torch.float32, device=device)
-        with explaining_comm_errors("a pipeline"):
-            dist.all_reduce(flags)
-        for parameter, flag in zip(parameters, flags.tolist(), strict=True):
-            if is_remote(parameter) and parameter.requires_grad != bool(flag):
-                parameter.requires_grad_(bool(flag))
 
     def _micro_batches(self, shard: BatchShard) -> list[BatchShard]:
         """As many micro-batches as planned; fewer if small, one if they need each other's rows."""
@@ -150,8 +130,7 @@ class _PipelineFunction(torch.autograd.Function):
         retain_graph = backward_keeps_graph()
         call.run_backward(tangents, retain_graph)
         if call.interleaves_backward and tangents:
-            usable = isfinite(call.loss_tangent) and call.loss_tangent
-            executor.loss_tangent = call.loss_tangent if usable else 1.0
+            executor.loss_tangent = call.next_loss_tangent
         found: list[torch.Tensor | None] = []
         for role in ctx.roles:
             match role:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +13,6 @@ from autopar.capture.call import BatchShard
 from autopar.common.notices import warn_of_numerics
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
-from autopar.runtime.batch_checks import (
-    batch_checksum,
-    check_checksum_sum,
-    check_model_parallel_peers,
-)
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
 from autopar.runtime.parameters.distribute import local_part
@@ -32,9 +26,9 @@ class SpmdExecutor:
     context: ExecutionContext
     programs: dict[Any, Program] = field(default_factory=dict)
 
-    def run(self, leaves: Sequence[Any], shard: BatchShard, no_sync: bool) -> Any:
+    def run(self, shard: BatchShard, no_sync: bool) -> Any:
         context, program = self.context, self.program(shard, no_sync)
-        call = SpmdCall(self, leaves, shard, no_sync, context.guards.state, program)
+        call = SpmdCall(self, shard, no_sync, context.guards.state, program)
         with context.rng.as_default(program.is_random), context.without_autocast():
             if program.backward is None:
                 with torch.no_grad():
@@ -43,7 +37,6 @@ class SpmdExecutor:
                 call.differentiable, tensors = context.differentiable_inputs(shard)
                 outputs = SpmdFunction.apply(call, *tensors)
         finish_exchange()  # the program may have no collective
-        self._check_batches(call)
         self._write_updates(call)
         return context.result_of(program.capture, program.returned, outputs)
 
@@ -62,14 +55,6 @@ class SpmdExecutor:
             if not context.options.on_trial:
                 warn_of_numerics(self.programs[key].graph.notes)
         return self.programs[key]
-
-    def _check_batches(self, call: SpmdCall) -> None:
-        options = self.context.options
-        for axis, total in call.checksum_sums.items():
-            if axis:
-                check_model_parallel_peers(total, options.model_parallel_size)
-            else:
-                check_checksum_sum(total, options.dp_size)
 
     def _write_updates(self, call: SpmdCall) -> None:
         updates = call.updates.items()
@@ -91,18 +76,15 @@ class SpmdCall:
         state: state of the guards at the forward.
         program: the program of the forward.
         differentiable: roles of the tensors given to autograd.
-        checksum_sums: summed batch checksums, by axis.
     """
 
     executor: SpmdExecutor
-    leaves: Sequence[Any]
     shard: BatchShard
     no_sync: bool
     state: int
     program: Program
     differentiable: tuple[roles.Differentiable, ...] = ()
     updates: dict[Any, torch.Tensor] = field(default_factory=dict)
-    checksum_sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def context(self) -> ExecutionContext:
@@ -120,8 +102,6 @@ class SpmdCall:
                     saved.append(value)
                 case roles.Update(of):
                     self.updates[of] = value
-                case roles.ChecksumSum(axis):
-                    self.checksum_sums[axis] = value
         return outputs, saved
 
     def _forward_arguments(self, program: Program) -> list[torch.Tensor]:
@@ -141,9 +121,6 @@ class SpmdCall:
                     values.append(batch_fraction(shard, context.device))
                 case roles.BatchIndex():
                     values.append(shard.slices.unit_indices(context.device))
-                case roles.BatchChecksum(axis):
-                    mode = "global" if axis else context.options.batch
-                    values.append(batch_checksum(self.leaves, shard.rows, mode, context.device))
         return values
 
     def run_backward(

@@ -101,7 +101,9 @@ def test_what_may_differ_trains(name: str, strategy: str) -> None:
 
 @pytest.mark.parametrize(("factor", "parts"), [(1 + 1e-6, False), (1 + 1e-3, True)])
 def test_copies_may_differ_by_rounding(factor: float, parts: bool) -> None:
-    first, second = (Replicas({"w": torch.ones(9) * f}, {}).samples(0) for f in (1.0, factor))
+    first, second = (
+        Replicas({"w": torch.ones(9) * f}, {}).samples(0).read() for f in (1.0, factor)
+    )
     shown = [[number for sample in own for number in sample.numbers] for own in (first, second)]
     with pytest.raises(DisagreementError, match=r"rank 1 .*'w'") if parts else nullcontext():
         check_samples(shown, first)
