@@ -49,6 +49,9 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+HOMES_OF_BINDINGS = (torch, torch._C._nn)
+"""Modules with the Python bindings of operators."""
+
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
@@ -186,6 +189,11 @@ def inductor_compile(
     fake = [mode.from_tensor(tensor) for tensor in examples]
     with tracing(TracingContext(mode)), options:
         return compile_fx(module, [fake], inner_compile=inner)  # type: ignore[list-item, return-value]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor, or a plain tensor, as it is stored; costs no dispatch."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def dtensor_like(part: Tensor, like: DTensor) -> DTensor:

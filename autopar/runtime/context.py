@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from autopar.common.notices import warn_once
 from autopar.errors import BatchError, NumericsWarning, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.placement import even_rows
-from autopar.ir.roles import Differentiable, Input, Output, Parameter
+from autopar.ir.roles import Output
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.partition import (
     NodeStrategies,
@@ -48,6 +50,9 @@ MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]
 """Finds strategies for a call that the plan does not cover, the same on every rank."""
 
 
+_training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
+
+
 @dataclass(frozen=True)
 class ModuleIndex:
     """Modules, parameters and buffers of a model, cached between calls."""
@@ -67,6 +72,11 @@ class ModuleIndex:
         for module, key in lifted:
             owners[f"{module}.{key}" if module else key] = (model.get_submodule(module), key)
         return ModuleIndex(tuple(model.modules()), dict(model.named_parameters()), owners)
+
+    @cached_property
+    def local(self) -> dict[str, nn.Parameter]:
+        """The parameters on this rank."""
+        return {name: p for name, p in self.parameters.items() if not is_remote(p)}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The current buffers by name, looked up at each access since assignment replaces them."""
@@ -126,8 +136,7 @@ class ExecutionContext:
     @property
     def trained_here(self) -> dict[str, bool]:
         """Whether each parameter on this rank is trained, by name."""
-        parameters = self.index.parameters.items()
-        return {name: p.requires_grad for name, p in parameters if not is_remote(p)}
+        return {name: p.requires_grad for name, p in self.index.local.items()}
 
     def train_remote(self, trained: Mapping[str, bool]) -> None:
         """Sets `requires_grad` of remote parameters as on the ranks that hold them."""
@@ -288,26 +297,15 @@ class ExecutionContext:
         """Everything that distinguishes a kind of call."""
         device = self.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        modes = tuple(m.training for m in self.index.modules)
+        modes = tuple(map(_training, self.index.modules))
         called = (*shard.call.key, shard.slices.rows, shard.slices.count, shard.slices.over_time)
-        trained = tuple(p.requires_grad for p in self.index.parameters.values())
+        trained = tuple(map(_requires_grad, self.index.parameters.values()))
         return (*called, autocast, modes, trained, self.all_tangents, self.guards.state)
 
-    def differentiable_inputs(
-        self, shard: BatchShard
-    ) -> tuple[tuple[Differentiable, ...], list[torch.Tensor]]:
-        """Local parameters and inputs that autograd differentiates a call by."""
-        roles: list[Differentiable] = []
-        tensors: list[torch.Tensor] = []
-        for name, parameter in self.index.parameters.items():
-            if parameter.requires_grad and not is_remote(parameter):
-                roles.append(Parameter(name))
-                tensors.append(parameter)
-        for index, tensor in inputs_of(shard).items():
-            if tensor.requires_grad:
-                roles.append(Input(index))
-                tensors.append(tensor)
-        return tuple(roles), tensors
+    def differentiable_inputs(self, shard: BatchShard) -> dict[str | int, torch.Tensor]:
+        """Local parameters by name and inputs by index that autograd differentiates a call by."""
+        candidates = chain(self.index.local.items(), inputs_of(shard).items())
+        return {key: tensor for key, tensor in candidates if tensor.requires_grad}
 
     def result_of(
         self, capture: Capture, returned: Sequence[int], outputs: Sequence[torch.Tensor]

@@ -18,15 +18,25 @@ from torch import fx
 from autopar._torch import BoxedCodeGen, OpOverload, inductor_compile
 from autopar.capture.trace import Capture
 from autopar.ir.graph import TrainingGraph, render_node, tensors
-from autopar.ir.roles import InputRole, Output, OutputRole, Tangent
+from autopar.ir.roles import (
+    Gradient,
+    InputRole,
+    Output,
+    OutputRole,
+    Parameter,
+    Saved,
+    Tangent,
+)
 from autopar.passes.core.node_builder import is_random, is_view
 from autopar.passes.core.runner import run_passes
+from autopar.passes.fold_views import fold_views
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.registration import disabled_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.plan.partition import NodeStrategies
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.codegen.bindings import use_bindings
 from autopar.runtime.codegen.recorder import BoxedFunction, Recorder
 
 c10d = torch.ops._c10d_functional
@@ -53,6 +63,38 @@ class CompiledGraph:
     donated_args: tuple[int, ...] = ()  # positions that `run` may overwrite
 
     @cached_property
+    def parameter_inputs(self) -> tuple[tuple[int, str], ...]:
+        """Position and name of each parameter among the inputs."""
+        pairs = enumerate(self.graph.inputs)
+        return tuple((i, role.name) for i, role in pairs if isinstance(role, Parameter))
+
+    @cached_property
+    def other_inputs(self) -> tuple[tuple[int, InputRole], ...]:
+        """Position and role of each other input."""
+        pairs = enumerate(self.graph.inputs)
+        return tuple((i, role) for i, role in pairs if not isinstance(role, Parameter))
+
+    @cached_property
+    def saved_outputs(self) -> tuple[int, ...]:
+        """Positions of saved tensors among the outputs."""
+        return tuple(i for i, role in enumerate(self.graph.outputs) if isinstance(role, Saved))
+
+    @cached_property
+    def other_outputs(self) -> tuple[tuple[int, OutputRole], ...]:
+        """Position and role of each output that is not saved, nor a gradient."""
+        pairs = enumerate(self.graph.outputs)
+        return tuple((i, r) for i, r in pairs if not isinstance(r, (Saved, Gradient)))
+
+    @cached_property
+    def gradient_outputs(self) -> dict[str | int, int]:
+        """Position of each gradient, by the name of a parameter or the index of an input."""
+        return {
+            role.of.name if isinstance(role.of, Parameter) else role.of.index: place
+            for place, role in enumerate(self.graph.outputs)
+            if isinstance(role, Gradient)
+        }
+
+    @cached_property
     def fake_tensors(self) -> dict[InputRole | OutputRole, torch.Tensor]:
         graph = self.graph
         nodes = dict(zip(graph.inputs, graph.placeholders, strict=True))
@@ -72,6 +114,14 @@ class Program:
     @cached_property
     def is_random(self) -> bool:
         return any(is_random(node) for node in self.graph.calls())
+
+    @cached_property
+    def returned_parameters(self) -> frozenset[int]:
+        """Positions of the parameters that share their storage with a result."""
+        graph = self.forward.graph
+        pairs = zip(graph.outputs, graph.results, strict=True)
+        shared = {_storage_owner(n) for r, n in pairs if n is not None and not isinstance(r, Saved)}
+        return frozenset(i for i, n in enumerate(graph.placeholders) if n in shared)
 
     @cached_property
     def returned(self) -> tuple[int, ...]:
@@ -128,7 +178,7 @@ def build_program(
     )
     logger.debug("passes of rank %d under plan %s:\n%s", options.rank, options.plan.name, passes)
     graph = run_passes(with_axes(capture.graph, options.plan), passes)
-    split = split_forward_backward(graph)
+    split = split_forward_backward(graph if options.is_compiled else fold_views(graph))
     forward = generate(split.forward, options, recorder=recorder)
     if recorder is not None:
         forward = replace(forward, run=recorder.starting_step(graph, forward.run))
@@ -169,6 +219,7 @@ def generate(
     if collective is not None:  # so late, the exchange overlaps with compute
         with module.graph.inserting_before(collective):
             module.graph.call_function(finish_exchange)
+    use_bindings(module.graph)
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
     run = _locating_errors(module)

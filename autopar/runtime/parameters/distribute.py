@@ -88,7 +88,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_remote(parameter: torch.Tensor) -> bool:
     """Whether a parameter is on another rank of the pipeline, and only its shape here."""
-    return parameter.device.type == "meta"
+    return parameter.is_meta
 
 
 def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:

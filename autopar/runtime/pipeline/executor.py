@@ -13,7 +13,6 @@ from autopar._torch import backward_keeps_graph
 from autopar.capture.call import BatchShard
 from autopar.common.notices import warn_of_numerics
 from autopar.errors import CoupledRowsError
-from autopar.ir.roles import Differentiable, Input, Parameter
 from autopar.report.plan import Plan
 from autopar.runtime.context import ExecutionContext
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
@@ -40,10 +39,12 @@ class PipelineExecutor:
         compiled = call.compiled
         with context.rng.as_default(compiled.is_random), context.without_autocast():
             if compiled.differentiates:
-                roles, tensors = context.differentiable_inputs(shard)
-                tensors.append(torch.zeros((), requires_grad=True))  # this rank may train nothing
+                given = context.differentiable_inputs(shard)
+                anchor = torch.zeros((), requires_grad=True)  # this rank may train nothing
                 state = context.guards.state
-                outputs = _PipelineFunction.apply(self, call, roles, state, *tensors)
+                outputs = _PipelineFunction.apply(
+                    self, call, tuple(given), state, *given.values(), anchor
+                )
             else:
                 outputs = call.run_forward()
         context.write_buffers(call.updates, compiled.capture.rebound_buffers)
@@ -106,11 +107,12 @@ class _PipelineFunction(torch.autograd.Function):
         ctx: Any,
         executor: PipelineExecutor,
         call: PipelineCall,
-        roles: tuple[Differentiable, ...],
+        differentiable: tuple[str | int, ...],
         state: int,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.executor, ctx.call, ctx.roles, ctx.state = executor, call, roles, state
+        ctx.executor, ctx.call, ctx.state = executor, call, state
+        ctx.differentiable = differentiable
         ctx.set_materialize_grads(False)
         outputs = call.run_forward()
         flags = call.compiled.capture.differentiable
@@ -132,12 +134,11 @@ class _PipelineFunction(torch.autograd.Function):
         if call.interleaves_backward and tangents:
             executor.loss_tangent = call.next_loss_tangent
         found: list[torch.Tensor | None] = []
-        for role in ctx.roles:
-            match role:
-                case Parameter(name):
-                    gradient = call.take_gradient(name, retain_graph)
-                    context = executor.context
-                    found.append(None if gradient is None else context.as_grad_of(name, gradient))
-                case Input(index):
-                    found.append(call.input_gradient(index))
+        for key in ctx.differentiable:
+            if isinstance(key, str):
+                gradient = call.take_gradient(key, retain_graph)
+                context = executor.context
+                found.append(None if gradient is None else context.as_grad_of(key, gradient))
+            else:
+                found.append(call.input_gradient(key))
         return (None, None, None, None, *found, None)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from autopar._torch import backward_keeps_graph
+from autopar._torch import backward_keeps_graph, local_tensor
 from autopar.capture.call import BatchShard
 from autopar.common.notices import warn_of_numerics
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
-from autopar.runtime.parameters.distribute import local_part
+from autopar.runtime.parameters.dtensor_layout import in_layout_of
 from autopar.runtime.process_groups import explaining_comm_errors
 
 
@@ -34,8 +34,9 @@ class SpmdExecutor:
                 with torch.no_grad():
                     outputs = call.run_forward(program)[0]
             else:
-                call.differentiable, tensors = context.differentiable_inputs(shard)
-                outputs = SpmdFunction.apply(call, *tensors)
+                given = context.differentiable_inputs(shard)
+                call.differentiable = tuple(given)
+                outputs = SpmdFunction.apply(call, *given.values())
         finish_exchange()  # the program may have no collective
         self._write_updates(call)
         return context.result_of(program.capture, program.returned, outputs)
@@ -75,7 +76,7 @@ class SpmdCall:
     Attributes:
         state: state of the guards at the forward.
         program: the program of the forward.
-        differentiable: roles of the tensors given to autograd.
+        differentiable: names of parameters and indices of inputs given to autograd.
     """
 
     executor: SpmdExecutor
@@ -83,7 +84,7 @@ class SpmdCall:
     no_sync: bool
     state: int
     program: Program
-    differentiable: tuple[roles.Differentiable, ...] = ()
+    differentiable: tuple[str | int, ...] = ()
     updates: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -93,34 +94,34 @@ class SpmdCall:
     def run_forward(self, program: Program) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         with explaining_comm_errors("forward"):
             results = program.forward.run(self._forward_arguments(program))
-        outputs, saved = [], []
-        for role, value in zip(program.forward.graph.outputs, results, strict=True):
+        outputs = []
+        for place, role in program.forward.other_outputs:
             match role:
                 case roles.Output():
-                    outputs.append(value)
-                case roles.Saved():
-                    saved.append(value)
+                    outputs.append(results[place])
                 case roles.Update(of):
-                    self.updates[of] = value
-        return outputs, saved
+                    self.updates[of] = results[place]
+        return outputs, [results[place] for place in program.forward.saved_outputs]
 
     def _forward_arguments(self, program: Program) -> list[torch.Tensor]:
-        context, shard = self.context, self.shard
+        context, shard, graph = self.context, self.shard, program.forward
         parameters, buffers = context.index.parameters, context.index.buffers()
         inputs = inputs_of(shard)
-        values: list[torch.Tensor] = []
-        for role in program.forward.graph.inputs:
+        values: list[Any] = [None] * len(graph.graph.inputs)
+        for place, name in graph.parameter_inputs:
+            values[place] = local_tensor(parameters[name])
+        for place in program.returned_parameters:
+            values[place] = values[place].detach()
+        for place, role in graph.other_inputs:
             match role:
-                case roles.Parameter(name):
-                    values.append(local_part(parameters[name]).detach())
                 case roles.Buffer(name):
-                    values.append(buffers[name])
+                    values[place] = buffers[name]
                 case roles.Input(index):
-                    values.append(inputs[index].detach())
+                    values[place] = inputs[index].detach()
                 case roles.BatchFraction():
-                    values.append(batch_fraction(shard, context.device))
+                    values[place] = batch_fraction(shard, context.device)
                 case roles.BatchIndex():
-                    values.append(shard.slices.unit_indices(context.device))
+                    values[place] = shard.slices.unit_indices(context.device)
         return values
 
     def run_backward(
@@ -169,19 +170,21 @@ class SpmdCall:
         return arguments
 
     def _gradients(self, graph: CompiledGraph, results: list[Any]) -> list[torch.Tensor | None]:
-        found: dict[roles.Differentiable, torch.Tensor] = {}
-        unreduced = self.context.unreduced_grads
-        for role, value in zip(graph.graph.outputs, results, strict=True):
+        unreduced, parameters = self.context.unreduced_grads, self.context.index.parameters
+        for place, role in graph.other_outputs:
             match role:
                 case roles.UnreducedGrad(name) if name in unreduced:
-                    unreduced[name] += value
+                    unreduced[name] += results[place]
                 case roles.UnreducedGrad(name):
-                    unreduced[name] = value.contiguous()  # the strides that programs expect
-                case roles.Gradient(roles.Parameter(name) as of) if value is not None:
-                    found[of] = self.context.as_grad_of(name, value)
-                case roles.Gradient(of) if value is not None:
-                    found[of] = value
-        return [found.get(role) for role in self.differentiable]
+                    unreduced[name] = results[place].contiguous()  # strides that programs expect
+        found: list[torch.Tensor | None] = []
+        gradients = graph.gradient_outputs
+        for key in self.differentiable:
+            value = results[gradients[key]] if key in gradients else None
+            if value is not None and isinstance(key, str):
+                value = in_layout_of(parameters[key], value)
+            found.append(value)
+        return found
 
 
 class SpmdFunction(torch.autograd.Function):

@@ -1,0 +1,79 @@
+"""`fold_views`: fewer views for the same values, before code is generated."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import TrainingGraph
+from autopar.ir.roles import Output, OutputRole
+from autopar.passes.core.node_builder import aten, is_view
+
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
+
+
+def fold_views(graph: TrainingGraph) -> TrainingGraph:
+    """Reads a value instead of a view that is identical to it, and joins successive reshapes.
+
+    Before: any graph. After: the same values in the same storages. Outputs of the model stay, since
+    autograd needs a tensor for each.
+    """
+    graph = graph.copy()
+    same: dict[fx.Node, fx.Node] = {}
+    for node in graph.calls():
+        if not _is_single_view(node):
+            continue
+        source = node.all_input_nodes[0]
+        if node.target in RESHAPES and source.target in RESHAPES:
+            node.replace_input_with(source, source.all_input_nodes[0])
+        if (found := _identical(node)) is not None:
+            same[node] = found
+            for user in [u for u in node.users if u is not graph.output_node]:
+                user.replace_input_with(node, found)
+    results: dict[OutputRole, fx.Node | None] = {
+        role: same[node]
+        for role, node in zip(graph.outputs, graph.results, strict=True)
+        if node in same and not isinstance(role, Output)
+    }
+    graph = graph.with_results(results)
+    for node in reversed(graph.graph.nodes):
+        if _is_single_view(node) and not node.users:
+            graph.graph.erase_node(node)
+    return graph
+
+
+def _is_single_view(node: fx.Node) -> bool:
+    return is_view(node) and isinstance(node.meta["val"], torch.Tensor)
+
+
+def _identical(node: fx.Node) -> fx.Node | None:
+    """The nearest value among those that a view is of with the same elements in the same order.
+
+    Views do not depend on strides. So equal elements at equal addresses of the fake tensors show
+    that a chain of views is the identity, whatever strides a kernel gives its result.
+    """
+    view, source = node.meta["val"], node
+    while _is_single_view(source):
+        source = source.all_input_nodes[0]
+        known = source.meta["val"]
+        if not isinstance(known, torch.Tensor):
+            return None
+        if _layout(view) == _layout(known) and _has_distinct_elements(known):
+            return source
+    return None
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    bits = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tuple(tensor.shape), strides, tensor.storage_offset(), bits
+
+
+def _has_distinct_elements(tensor: torch.Tensor) -> bool:
+    """Whether no two elements have the same address; expanded dims do."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < span:
+            return False
+        span = max(span, stride * size)
+    return True
