@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -304,8 +303,10 @@ class ExecutionContext:
 
     def differentiable_inputs(self, shard: BatchShard) -> dict[str | int, torch.Tensor]:
         """Local parameters by name and inputs by index that autograd differentiates a call by."""
-        candidates = chain(self.index.local.items(), inputs_of(shard).items())
-        return {key: tensor for key, tensor in candidates if tensor.requires_grad}
+        found: dict[str | int, torch.Tensor] = {}
+        found |= ((name, p) for name, p in self.index.local.items() if p.requires_grad)
+        found |= ((index, x) for index, x in inputs_of(shard).items() if x.requires_grad)
+        return found
 
     def result_of(
         self, capture: Capture, returned: Sequence[int], outputs: Sequence[torch.Tensor]

@@ -1,10 +1,11 @@
 """The host waits for no accelerator inside a step; what it reads, it reads a call late."""
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -26,13 +27,14 @@ CREATES = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
 aten = torch.ops.aten
 
 
-def pretend_accelerator() -> None:
+@contextlib.contextmanager
+def pretend_accelerator() -> Iterator[None]:
     """Makes autopar treat every tensor as one of an accelerator."""
-    real = batch_checks.is_on_host
-    for module in list(sys.modules.values()):
-        for name, value in list(vars(module).items()) if module.__name__[:7] == "autopar" else []:
-            if value is real:
-                setattr(module, name, lambda tensor: False)
+    with contextlib.ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("autopar") and hasattr(module, "is_on_host"):
+                patches.enter_context(patch.object(module, "is_on_host", lambda tensor: False))
+        yield
 
 
 def is_of_autopar() -> bool:
@@ -107,9 +109,7 @@ def syncs(strategy: autopar.Strategy, accumulate: bool) -> list[str]:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("name", ["ddp", "zero3", "tp", "pp", "interleaved pp"])
-def test_a_step_does_not_synchronize(
-    name: str, accumulate: bool, two_fake_ranks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_does_not_synchronize(name: str, accumulate: bool, two_fake_ranks: None) -> None:
     strategy = {
         "ddp": fixed(0),
         "zero3": fixed(3),
@@ -117,10 +117,8 @@ def test_a_step_does_not_synchronize(
         "pp": fixed(0, pp=2, micro_batches=1),
         "interleaved pp": fixed(0, pp=2, micro_batches=2),
     }[name]
-    for module in [m for n, m in sys.modules.items() if n.startswith("autopar")]:
-        if hasattr(module, "is_on_host"):
-            monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
-    found = syncs(strategy, accumulate)
+    with pretend_accelerator():
+        found = syncs(strategy, accumulate)
     assert not found, found[0]
 
 
@@ -132,9 +130,9 @@ def test_the_modes_see_what_synchronizes(two_fake_ranks: None) -> None:
 # -- verdicts that come a call late ------------------------------------------------------------
 
 
+@pretend_accelerator()
 def differ_once(rank: int, world_size: int, training: bool, strategy: Any) -> None:
     """The ranks differ in the first batch alone."""
-    pretend_accelerator()
     case = MODELS["gpt"]
     model = autopar.compile(case.make(), strategy=strategy)
     loss = model(*case.batch(4, rank)[0])
@@ -153,9 +151,9 @@ def test_batches_that_differ_are_told_a_call_late(training: bool, strategy: Any)
         assert "different batches in the call before" in answer.message, answer
 
 
+@pretend_accelerator()
 def part_late(rank: int, world_size: int) -> None:
     """A rank changes its copy of a parameter."""
-    pretend_accelerator()
     case = MODELS["gpt"]
     model = autopar.compile(case.make(), strategy=fixed(0))
     with torch.no_grad():

@@ -59,22 +59,20 @@ def test_gathers_ahead_and_reductions_late() -> None:
         order(scheduled(two_layers(), 1, 0), milestone),
         """\
 f start_all_gather
-f start_all_reduce_1
 f start_all_gather_1
-f wait_2
+f wait_1
 f mm
-f wait_3
+f wait_2
 f mm_1
 f start_all_reduce
-f wait_1
 f wait
 b mm_2
 b mm_3
 b start_reduce_scatter_1
 b mm_4
 b start_reduce_scatter
-b wait_5
-b wait_4""",
+b wait_4
+b wait_3""",
     )
 
 
@@ -82,23 +80,21 @@ def test_no_prefetch_and_one_reduction_in_flight() -> None:
     assert_expected_inline(
         order(scheduled(two_layers(), 0, 1), milestone),
         """\
-f start_all_reduce_1
 f start_all_gather
-f wait_2
+f wait_1
 f mm
 f start_all_gather_1
-f wait_3
+f wait_2
 f mm_1
 f start_all_reduce
-f wait_1
 f wait
 b mm_2
 b mm_3
 b start_reduce_scatter_1
 b mm_4
-b wait_5
+b wait_4
 b start_reduce_scatter
-b wait_4""",
+b wait_3""",
     )
 
 

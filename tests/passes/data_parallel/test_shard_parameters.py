@@ -29,9 +29,9 @@ def test_stage_1_and_2_gather_once() -> None:
         """\
 ~ blocks.1.weight: [1,3] S(0)
 + start_all_gather: [2,3] R = start_all_gather([blocks.1.weight], [2], dp)
-+ wait_2: [2,3] R = wait(start_all_gather)
-+ getitem_2: [2,3] R = getitem(wait_2, 0)
-~ t_1: [3,2] R = t(getitem_2)""",
++ wait_1: [2,3] R = wait(start_all_gather)
++ getitem_1: [2,3] R = getitem(wait_1, 0)
+~ t_1: [3,2] R = t(getitem_1)""",
     )
 
 
@@ -45,18 +45,18 @@ def test_stage_3_gathers_again_for_the_backward() -> None:
         """\
 ~ blocks.0.weight: [2,4] S(0)
 + start_all_gather: [4,4] R = start_all_gather([blocks.0.weight], [4], dp)
-+ wait_2: [4,4] R = wait(start_all_gather)
-+ getitem_2: [4,4] R = getitem(wait_2, 0)
-~ linalg_vector_norm: [] R = linalg_vector_norm(getitem_2)
-~ div: [4,4] R = div(getitem_2, linalg_vector_norm)
++ wait_1: [4,4] R = wait(start_all_gather)
++ getitem_1: [4,4] R = getitem(wait_1, 0)
+~ linalg_vector_norm: [] R = linalg_vector_norm(getitem_1)
+~ div: [4,4] R = div(getitem_1, linalg_vector_norm)
 + start_all_gather_1: [4,4] R = start_all_gather([blocks.0.weight], [4], dp)
-+ wait_3: [4,4] R = wait(start_all_gather_1)
-+ getitem_3: [4,4] R = getitem(wait_3, 0)
-+ linalg_vector_norm_1: [] R = linalg_vector_norm(getitem_3)
-~ div_2: [4,4] R = div(getitem_3, linalg_vector_norm_1)
++ wait_2: [4,4] R = wait(start_all_gather_1)
++ getitem_2: [4,4] R = getitem(wait_2, 0)
++ linalg_vector_norm_1: [] R = linalg_vector_norm(getitem_2)
+~ div_2: [4,4] R = div(getitem_2, linalg_vector_norm_1)
 ~ div_3: [4,4] R = div(div_2, linalg_vector_norm_1)
 ~ div_4: [4,4] P(sum) = div(t_5, linalg_vector_norm_1)
-~ div_5: [4,4] R = div(getitem_3, linalg_vector_norm_1)
+~ div_5: [4,4] R = div(getitem_2, linalg_vector_norm_1)
 ~ eq: [] R = eq(linalg_vector_norm_1, 0)""",
     )
 
@@ -67,9 +67,9 @@ def test_the_last_rank_has_the_short_chunk() -> None:
         """\
 ~ blocks.0.weight: [1,4] S(0)
 + start_all_gather: [3,4] R = start_all_gather([blocks.0.weight], [3], dp)
-+ wait_2: [3,4] R = wait(start_all_gather)
-+ getitem_2: [3,4] R = getitem(wait_2, 0)
-~ t: [4,3] R = t(getitem_2)""",
++ wait_1: [3,4] R = wait(start_all_gather)
++ getitem_1: [3,4] R = getitem(wait_1, 0)
+~ t: [4,3] R = t(getitem_1)""",
     )
 
 

@@ -27,14 +27,14 @@ def test_whole_parameters_are_reduced_and_sharded_ones_scattered() -> None:
     assert_expected_inline(
         changes(graph, after),
         """\
-+ start_all_reduce_2: [2,3] R = start_all_reduce([t_5], dp)
-+ wait_4: [2,3] R = wait(start_all_reduce_2)
-+ getitem_4: [2,3] R = getitem(wait_4, 0)
++ start_all_reduce_1: [2,3] R = start_all_reduce([t_5], dp)
++ wait_3: [2,3] R = wait(start_all_reduce_1)
++ getitem_3: [2,3] R = getitem(wait_3, 0)
 + start_reduce_scatter: [1,4] S(0) = start_reduce_scatter([t_8], [1], dp)
-+ wait_3: [1,4] S(0) = wait(start_reduce_scatter)
-+ getitem_3: [1,4] S(0) = getitem(wait_3, 0)
--> gradient blocks.0.weight = getitem_3
--> gradient blocks.1.weight = getitem_4""",
++ wait_2: [1,4] S(0) = wait(start_reduce_scatter)
++ getitem_2: [1,4] S(0) = getitem(wait_2, 0)
+-> gradient blocks.0.weight = getitem_2
+-> gradient blocks.1.weight = getitem_3""",
     )
 
 
@@ -56,15 +56,15 @@ def test_accumulated_gradients_are_added_before_the_reduction() -> None:
         changes(graph, after),
         """\
 + accumulated blocks.0.weight: [3,4] P(sum)
-+ start_all_reduce_3: [2,3] R = start_all_reduce([t_5], dp)
-+ wait_3: [2,3] R = wait(start_all_reduce_3)
-+ getitem_3: [2,3] R = getitem(wait_3, 0)
++ start_all_reduce_2: [2,3] R = start_all_reduce([t_5], dp)
++ wait_2: [2,3] R = wait(start_all_reduce_2)
++ getitem_2: [2,3] R = getitem(wait_2, 0)
 + add_tensor: [3,4] P(sum) = add(accumulated blocks.0.weight, t_8)
-+ start_all_reduce_2: [3,4] R = start_all_reduce([add_tensor], dp)
-+ wait_2: [3,4] R = wait(start_all_reduce_2)
-+ getitem_2: [3,4] R = getitem(wait_2, 0)
--> gradient blocks.0.weight = getitem_2
--> gradient blocks.1.weight = getitem_3""",
++ start_all_reduce_1: [3,4] R = start_all_reduce([add_tensor], dp)
++ wait_1: [3,4] R = wait(start_all_reduce_1)
++ getitem_1: [3,4] R = getitem(wait_1, 0)
+-> gradient blocks.0.weight = getitem_1
+-> gradient blocks.1.weight = getitem_2""",
     )
 
 
