@@ -173,7 +173,7 @@ class DistributedModule(PlannedModule):
     def _replicas(self) -> Replicas:
         """Parameters and buffers; DDP broadcasts buffers itself at each call."""
         index = self._context.index
-        return Replicas(index.parameters, {} if self._fallback else index.buffers())
+        return Replicas(index.local, {} if self._fallback else index.buffers())
 
     def check_replicas(
         self, optimizer: torch.optim.Optimizer | None = None, *, tolerance: float = 0.0

@@ -7,6 +7,8 @@ import functools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,7 @@ from autopar.runtime.batch_checks import (
     host_hash,
     is_on_host,
 )
-from autopar.runtime.parameters.distribute import HOOK_TABLES, is_remote
+from autopar.runtime.parameters.distribute import HOOK_TABLES
 from autopar.runtime.process_groups import rank
 
 if TYPE_CHECKING:
@@ -49,6 +51,10 @@ FREEZE_ADVICE = "Freeze the same parameters at the same step on every rank."
 HOOKS_ADVICE = "Register the same hooks on every rank."
 ZERO_ADVICE = "Call zero_grad() at the same steps on every rank."
 STEP_ADVICE = "Make the same optimizer steps with the same learning rates on every rank."
+
+
+_grad, _training = attrgetter("grad"), attrgetter("training")
+_hook_tables = [attrgetter(name) for name in HOOK_TABLES]
 
 
 @dataclass
@@ -185,10 +191,9 @@ def call_entries(
 ) -> list[Entry]:
     """Values that must be equal on all ranks at a call, the most specific error first."""
     steps, number = protocol.optimizer_steps, protocol.num_calls + 1
-    options, stage, parameters = context.options, context.stage, context.index.parameters
-    local = [p for p in parameters.values() if not is_remote(p)]
-    frozen = [n for n, p in parameters.items() if not p.requires_grad and not is_remote(p)]
-    num_hooks = sum(len(getattr(p, name, None) or ()) for p in local for name in HOOK_TABLES)
+    options, stage, local = context.options, context.stage, context.index.local.values()
+    frozen = [name for name, trained in context.trained_here.items() if not trained]
+    num_hooks = sum(len(table) for get in _hook_tables for table in map(get, local) if table)
     same_groups = "one group" if local and steps.num_groups == 1 else f"stage {stage}"
     is_global = options.batch == "global"
     is_planned = context.plan is not None or has_fallback
@@ -196,7 +201,7 @@ def call_entries(
     rows = 0 if is_global else shard.rows
     trained = f"all but {', '.join(frozen)}" if frozen else "all"
     # ranks under a fallback may leave different gradients unset
-    num_grads = 0 if has_fallback else sum(p.grad is not None for p in local)
+    num_grads = 0 if has_fallback else sum(map(is_not, map(_grad, local), repeat(None)))
     unreduced = ", ".join(sorted(context.unreduced_grads))
     shares_rows = is_global or options.model_parallel_peers > 1
     this_batch, last_batch = protocol.hash_batch(leaves) if shares_rows else (0, "")
@@ -235,7 +240,7 @@ def call_entries(
 
 
 def _mode(modules: Sequence[nn.Module]) -> str:
-    training = sum(module.training for module in modules)
+    training = sum(map(_training, modules))
     word = {0: "evaluation", len(modules): "training"}.get(training, "")
     if not word:
         flags = "".join("te"[not module.training] for module in modules)

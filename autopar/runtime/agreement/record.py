@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from autopar.errors import AutoparError, DisagreementError
 
@@ -26,8 +26,7 @@ MAX_TEXT_CHARS = 400
 """Characters of a value in an error."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A value that must be equal on all ranks of a group.
 
     Attributes:

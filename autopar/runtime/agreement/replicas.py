@@ -13,12 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autopar._torch import local_tensor
 from autopar.errors import DisagreementError
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import hyperparameters
 from autopar.runtime.agreement.record import odd_ranks, stable_hash
 from autopar.runtime.batch_checks import LateNumbers, is_on_host
-from autopar.runtime.parameters.distribute import is_remote, local_part
 
 MAX_ELEMENTS = 64
 """Elements of a replica that a call compares."""
@@ -89,7 +89,7 @@ def _keyed_part(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
             for axis, placement in enumerate(tensor.placements)
             if not placement.is_replicate()
         )
-    return f"{name} {shard}", local_part(tensor).detach()
+    return f"{name} {shard}", local_tensor(tensor).detach()
 
 
 def check_samples(numbers: Sequence[Sequence[int]], own: Sequence[Sample]) -> None:
@@ -118,31 +118,34 @@ def _are_close(a: Sequence[int], b: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The parameters and buffers of a rank."""
+    """The parameters and buffers on this rank."""
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
 
     def samples(self, number: int) -> PendingSamples | None:
         """Samples of the next replicas in turn; none between intervals on accelerators."""
-        local = [(n, p) for n, p in self.parameters.items() if not is_remote(p)]
-        local += list(self.buffers.items())
-        if not local:
+        names = [*self.parameters, *self.buffers]
+        if not names:
             return None
-        turn, skipped = divmod(number, 1 if is_on_host(local[0][1]) else ACCELERATOR_INTERVAL)
+        turn, skipped = divmod(
+            number, 1 if is_on_host(self._of_name(names[0])) else ACCELERATOR_INTERVAL
+        )
         if skipped:
             return None
-        places = {(turn * REPLICAS_PER_CALL + i) % len(local) for i in range(REPLICAS_PER_CALL)}
-        chosen = [local[place] for place in sorted(places)]
+        places = {(turn * REPLICAS_PER_CALL + i) % len(names) for i in range(REPLICAS_PER_CALL)}
+        chosen = [(n, self._of_name(n)) for n in map(names.__getitem__, sorted(places))]
         dense = [(n, x) for n, x in chosen if x.numel() and x.layout is torch.strided]
         return PendingSamples(dense)
+
+    def _of_name(self, name: str) -> torch.Tensor:
+        return self.parameters[name] if name in self.parameters else self.buffers[name]
 
     def all(self, optimizer: Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
         """The key and part of every replica, with the state of an optimizer."""
         names = {id(p): name for name, p in self.parameters.items()}
         for name, tensor in [*self.parameters.items(), *self.buffers.items()]:
-            if not is_remote(tensor):
-                yield _keyed_part(name, tensor)
+            yield _keyed_part(name, tensor)
         for parameter, state in optimizer.state.items() if optimizer is not None else ():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and id(parameter) in names:

@@ -222,13 +222,13 @@ def generate(
     use_bindings(module.graph)
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
-    run = _locating_errors(module)
+    run = _locating_errors(module, graph)
     return CompiledGraph(graph, record(run) if record else run, donated)
 
 
-def _locating_errors(module: fx.GraphModule) -> BoxedFunction:
+def _locating_errors(module: fx.GraphModule, graph: TrainingGraph) -> BoxedFunction:
     """The generated function; its errors name the operator and the user's line."""
-    nodes = {node.name: node for node in module.graph.nodes}
+    nodes = {node.name: node for node in graph.graph.nodes}
     run = module.forward
 
     def run_located(arguments: list[Any]) -> list[Any]:
