@@ -135,19 +135,23 @@ def derive(
     }
     if not alike:
         return None
-    base = min(alike, key=lambda key: _distance(key, wanted))
+    base = min(alike, key=lambda key: _distance(key, wanted, fabric))
     entry = alike[base]
     seconds = _scaled(entry.curve, base, wanted, nbytes, fabric, prior)
-    error = entry.curve.error(nbytes) + PER_DOUBLING * _distance(base, wanted)[0]
+    error = entry.curve.error(nbytes) + PER_DOUBLING * _distance(base, wanted, fabric)[0]
     return Cost(seconds, f"modelled by ring scaling from {base.shape}, {entry.provenance}", error)
 
 
-def _distance(key: CurveKey, wanted: CurveKey) -> tuple[float, int, bool]:
-    """Doublings between two shapes, then preferring larger groups, then the same dtype."""
+def _distance(key: CurveKey, wanted: CurveKey, fabric: Fabric) -> tuple[float, int, bool]:
+    """Doublings between two shapes, then preferring larger groups, then the same dtype.
+
+    Groups count as far as they share a node.
+    """
+    one, other = key.shape, wanted.shape
     pairs = (
-        (key.shape.nodes, wanted.shape.nodes),
-        (key.shape.ranks_per_node, wanted.shape.ranks_per_node),
-        (key.shape.groups, wanted.shape.groups),
+        (one.nodes, other.nodes),
+        (one.ranks_per_node, other.ranks_per_node),
+        (fabric.active(one) / one.ranks_per_node, fabric.active(other) / other.ranks_per_node),
     )
     away = sum(abs(math.log2(a / b)) for a, b in pairs)
     return away, -key.shape.ranks, key.dtype != wanted.dtype

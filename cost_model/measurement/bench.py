@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,6 +23,10 @@ from autopar.cost_model.measurement.group_layouts import Groups
 from autopar.errors import CommunicationError
 
 T = TypeVar("T")
+
+Subgroups = dict[tuple[int, ...], dist.ProcessGroup | None]
+_LOCAL: weakref.WeakKeyDictionary[dist.ProcessGroup, Subgroups] = weakref.WeakKeyDictionary()
+"""Subgroups of each group that is a part of the world."""
 
 
 class Bench:
@@ -39,9 +44,8 @@ class Bench:
         self._objects = cpu_group(group)
         self.doing = "agreeing on what to measure"
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
-        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup | None] = {
-            tuple(range(self.world_size)): group
-        }
+        self._local = self.world_size < dist.get_world_size()
+        self._subgroups: Subgroups = _LOCAL.setdefault(group, {}) if self._local else {}
 
     def __enter__(self) -> Self:
         return self
@@ -52,15 +56,26 @@ class Bench:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for subgroup in self._subgroups.values():
-            if subgroup is not None and subgroup is not self.group:
-                dist.destroy_process_group(subgroup)
+        self.release()
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             raise CommunicationError(
                 f"rank {self.rank}: a collective failed while {self.doing}: another rank died, "
                 f"raised an error or did not come in time. Look for the first error among all "
                 f"ranks' output. ({str(error).strip().splitlines()[0]}){advice_for_hangs()}"
             ) from error
+
+    def release(self) -> None:
+        """Destroys the subgroups; all ranks call it.
+
+        Those of a part of the world stay for its next bench: torch would give the same name to new
+        ones, whose ranks then look for the old ones.
+        """
+        if self._local:
+            return
+        for subgroup in self._subgroups.values():
+            if subgroup is not None:
+                dist.destroy_process_group(subgroup)
+        self._subgroups.clear()
 
     def agree(self, decide: Callable[[], T]) -> T:
         """The result of `decide` on rank 0, on every rank; its error, likewise."""
@@ -113,21 +128,21 @@ class Bench:
         If the bench's group is not the whole world, only its ranks create subgroups. torch then
         requires that all of these have created equally many before.
         """
+        own = next((ranks for ranks in groups if self.rank in ranks), None)
+        if own is not None and len(own) == self.world_size:
+            return self.group
         world = dist.get_process_group_ranks(self.group)
-        local = self.world_size < dist.get_world_size()
         for ranks in groups:
-            if ranks in self._subgroups:
+            if ranks in self._subgroups or (self._local and ranks != own):
                 continue
-            group = None
-            if not local or self.rank in ranks:
-                group = dist.new_group(
-                    [world[rank] for rank in ranks],
-                    backend=self.backend,
-                    timeout=group_timeout(self.group),
-                    use_local_synchronization=local,
-                )
+            group = dist.new_group(
+                [world[rank] for rank in ranks],
+                backend=self.backend,
+                timeout=group_timeout(self.group),
+                use_local_synchronization=self._local,
+            )
             self._subgroups[ranks] = group if isinstance(group, dist.ProcessGroup) else None
-        return next((self._subgroups[ranks] for ranks in groups if self.rank in ranks), None)
+        return None if own is None else self._subgroups[own]
 
     def _runner(
         self, collective: str, group: dist.ProcessGroup, nbytes: int, dtype: torch.dtype

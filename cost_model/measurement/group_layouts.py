@@ -11,6 +11,12 @@ from autopar.cost_model.group_shape import GroupShape
 Groups = tuple[tuple[int, ...], ...]
 """Disjoint groups of ranks that run at once."""
 
+EVERY_AXIS_RANKS = 8
+"""Largest world whose groups are all measured; of larger ones nodes and the world are."""
+
+MAX_GROUPS = 12
+"""Largest number of process groups at a time."""
+
 
 @dataclass(frozen=True, order=True)
 class Axis:
@@ -52,6 +58,33 @@ def every_axis(world_size: int) -> list[Axis]:
     """The axes of all meshes over `world_size` ranks: every size and stride that divide it."""
     sizes = _divisors(world_size)[1:]
     return [Axis(size, stride) for size in sizes for stride in _divisors(world_size // size)]
+
+
+def measured_axes(world_size: int, ranks_per_node: int) -> list[Axis]:
+    """Every axis of a small world; of a larger one those inside a node, across nodes and over all.
+
+    Times along other axes are derived from these.
+    """
+    if world_size <= EVERY_AXIS_RANKS:
+        return every_axis(world_size)
+    far = [Axis(world_size // ranks_per_node, ranks_per_node), Axis(world_size, 1)]
+    near_and_far = [*every_axis(ranks_per_node), *far]
+    return list(dict.fromkeys(axis for axis in near_and_far if axis.ranks > 1))
+
+
+def affordable(
+    found: Mapping[GroupShape, Sequence[Groups]],
+) -> dict[GroupShape, tuple[Groups, ...]]:
+    """The same layouts with at most `MAX_GROUPS` groups of a shape.
+
+    Where more would run at once, one of them is measured alone.
+    """
+    kept: dict[GroupShape, list[Groups]] = {}
+    for shape, several in found.items():
+        if len(several[0]) > MAX_GROUPS:
+            shape, several = replace(shape, groups=1), [groups[:1] for groups in several]
+        kept.setdefault(shape, []).extend(several[: MAX_GROUPS // len(several[0])])
+    return {shape: tuple(dict.fromkeys(several)) for shape, several in sorted(kept.items())}
 
 
 def layouts(

@@ -28,14 +28,16 @@ from autopar.cost_model.host import Host, device_name, node_id
 from autopar.cost_model.measurement.bench import Bench
 from autopar.cost_model.measurement.cluster_cache import deviation, read_cluster, write_cluster
 from autopar.cost_model.measurement.group_layouts import (
+    EVERY_AXIS_RANKS,
+    affordable,
     axes_of,
     block_of,
-    every_axis,
     layouts,
     levels_of,
+    measured_axes,
 )
 from autopar.cost_model.measurement.interference_bench import measure_slowdown, shared_gpu
-from autopar.cost_model.measurement.sampling import Layouts, ReportProgress, sample
+from autopar.cost_model.measurement.sampling import Layouts, ReportProgress, sample_in_turn
 from autopar.cost_model.topology.topology import topology_from_pairs
 from autopar.errors import DisagreementError, MeasurementWarning
 
@@ -67,9 +69,12 @@ class Request:
     def layouts(self, world_size: int, ranks_per_node: int) -> Layouts:
         """The groups of each curve to measure. Sends have two ranks."""
         every = self.mesh is None
-        axes = every_axis(world_size) if self.mesh is None else axes_of(dict(self.mesh))
+        if self.mesh is None:
+            axes = measured_axes(world_size, ranks_per_node)
+        else:
+            axes = axes_of(dict(self.mesh))
         axes = [*axes, *levels_of(axes, ranks_per_node)]
-        shapes = layouts(axes, world_size, ranks_per_node, alone=every)
+        shapes = affordable(layouts(axes, world_size, ranks_per_node, alone=every))
         return {
             CurveKey(collective, shape, self.dtype): groups
             for shape, groups in shapes.items()
@@ -201,7 +206,7 @@ def _measure(
     ranks_per_node: int,
     tell: ReportProgress,
 ) -> Cluster:
-    samples = sample(bench, wanted, request.sizes, request.budget_s, tell)
+    samples = sample_in_turn(bench, wanted, request.sizes, request.budget_s, tell)
     cpu, nodes = bench.device.type == "cpu", bench.world_size // ranks_per_node
     host, device = first
     today = f"measured {date.today()} on {host['name']}"
@@ -225,7 +230,7 @@ def _measure(
             versions=versions,
             provenance=today,
             slowdown=slowdown,
-            uniform=cpu,
+            uniform=cpu or bench.world_size > EVERY_AXIS_RANKS,
             topology=topology_from_pairs(curves, nodes, ranks_per_node) if cpu else None,
             device_memory_bytes=_device_memory(bench.device, host["memory_bytes"], ranks_per_node),
             host_memory_bytes=host["memory_bytes"] or None,

@@ -18,7 +18,7 @@ import torch
 
 from autopar.cost_model.curves.measured_curve import CurveKey
 from autopar.cost_model.measurement.bench import Bench, message_bytes
-from autopar.cost_model.measurement.group_layouts import Groups
+from autopar.cost_model.measurement.group_layouts import MAX_GROUPS, Groups
 
 TRIAL_S = 0.02
 """Seconds of one trial of a short collective."""
@@ -46,21 +46,67 @@ _Trial = tuple[Case, Groups, float | None]
 """Case, groups, and this rank's seconds; None if it took no part."""
 
 
+Samples = dict[CurveKey, dict[int, list[float]]]
+"""Seconds of each trial, by curve and approximate message size in bytes."""
+
+
+def sample_in_turn(
+    bench: Bench,
+    layouts: Layouts,
+    sizes: Sequence[int],
+    budget_s: float,
+    progress: ReportProgress,
+) -> Samples:
+    """Samples of all curves, with at most `MAX_GROUPS` groups at a time. Every rank calls it."""
+    table: Samples = {}
+    for part in _parts(layouts, together=bench.device.type == "cpu"):
+        done = len(table) / len(layouts)
+        share = len(part) / len(layouts)
+
+        def tell(fraction: float, done: float = done, share: float = share) -> None:
+            progress(done + share * fraction)
+
+        table |= sample(bench, part, sizes, share * budget_s, tell)
+        bench.release()
+    return table
+
+
+def _parts(layouts: Layouts, *, together: bool) -> list[dict[CurveKey, Sequence[Groups]]]:
+    """The curves in parts with at most `MAX_GROUPS` groups, or one shape, each.
+
+    Groups of a GPU take much of its memory, so shapes are not measured `together` there.
+    """
+    by_shape: dict[tuple[int, int], dict[CurveKey, Sequence[Groups]]] = {}
+    for key, several in sorted(layouts.items(), key=lambda item: item[0].shape):
+        shape = key.shape.ranks, key.shape.ranks_per_node
+        by_shape.setdefault(shape, {})[key] = several
+    parts: list[dict[CurveKey, Sequence[Groups]]] = []
+    existing: set[tuple[int, ...]] = set()
+    for alike in by_shape.values():
+        needed = {ranks for several in alike.values() for groups in several for ranks in groups}
+        if not (parts and together) or len(existing | needed) > MAX_GROUPS:
+            parts.append({})
+            existing = set()
+        parts[-1] |= alike
+        existing |= needed
+    return parts
+
+
 def sample(
     bench: Bench,
     layouts: Layouts,
     sizes: Sequence[int],
     budget_s: float,
     progress: ReportProgress,
-) -> dict[CurveKey, dict[int, list[float]]]:
-    """Seconds of each trial by curve and approximate message size in bytes. Every rank calls it.
+) -> Samples:
+    """Samples of curves whose groups exist at once. Every rank calls it.
 
     Sizes, which ascend, are left out where they exceed a curve's share of the budget.
     """
     start = time.perf_counter()
     first = _first_times(bench, layouts, sizes, budget_s)
     trials = _rounds(bench, layouts, first, start, budget_s, progress)
-    table: dict[CurveKey, dict[int, list[float]]] = {}
+    table: Samples = {}
     columns = bench.gather([seconds for *_, seconds in trials])
     for (case, groups, _), row in zip(trials, zip(*columns, strict=True), strict=True):
         nbytes = message_bytes(case.key.shape.ranks, case.nbytes)

@@ -6,11 +6,14 @@ import pytest
 
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.measurement.group_layouts import (
+    MAX_GROUPS,
     Axis,
+    affordable,
     axes_of,
     block_of,
     every_axis,
     layouts,
+    measured_axes,
 )
 
 
@@ -48,6 +51,32 @@ def test_on_one_node_contiguous_and_strided_groups_are_two_ways_of_one_shape():
 def test_three_ranks_have_pairs_for_messages():
     shapes = layouts(every_axis(3), 3, 3, alone=True)
     assert shapes == {GroupShape(2, 2): (((0, 1),),), GroupShape(3, 3): (((0, 1, 2),),)}
+
+
+@pytest.mark.parametrize("world", [2, 8, 16, 64, 1024])
+@pytest.mark.parametrize("per_node", [1, 8, 1024])
+def test_no_shape_needs_more_than_a_dozen_groups_and_the_world_is_one(world, per_node):
+    per_node = min(world, per_node)
+    axes = measured_axes(world, per_node)
+    shapes = affordable(layouts(axes, world, per_node, alone=True))
+    for shape, several in shapes.items():
+        assert len({ranks for groups in several for ranks in groups}) <= MAX_GROUPS
+        assert {len(groups) for groups in several} == {shape.groups}
+    assert GroupShape(world, per_node) in shapes
+    assert world <= 8 or per_node in (1, world) or GroupShape(per_node, per_node) in shapes
+
+
+def test_a_thousand_ranks_are_measured_inside_nodes_across_them_and_over_all():
+    shapes = affordable(layouts(measured_axes(1024, 8), 1024, 8, alone=True))
+    assert list(shapes) == [
+        GroupShape(2, 1),
+        GroupShape(2, 2),
+        GroupShape(4, 4),
+        GroupShape(8, 8),
+        GroupShape(128, 1),
+        GroupShape(128, 1, groups=8),
+        GroupShape(1024, 8),
+    ]
 
 
 @pytest.mark.parametrize(

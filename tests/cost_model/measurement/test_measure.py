@@ -15,7 +15,15 @@ from autopar.cost_model.curves.measured_curve import CurveKey
 from autopar.cost_model.disk_cache import cache_directory, read_cached, write_json
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.measurement import cluster_cache as kept
+from autopar.cost_model.measurement.bench import Bench
+from autopar.cost_model.measurement.group_layouts import (
+    MAX_GROUPS,
+    affordable,
+    layouts,
+    measured_axes,
+)
 from autopar.cost_model.measurement.measure import measure
+from autopar.cost_model.measurement.sampling import sample_in_turn
 from tests.harness.worlds import Raised, run, run_isolated
 
 SIZES = (1024, 65536)
@@ -77,7 +85,9 @@ def _measure_parts(rank: int, world_size: int) -> list:
     half = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
     made = [measure(collectives=("all_reduce", "send"), **settings)]
     if half is not None:
-        made.append(measure(half, collectives=("broadcast",), **settings))
+        for _ in range(2):  # groups of a part of the world are used again
+            last = measure(half, collectives=("broadcast", "send"), **settings)
+        made.append(last)
     return [{(k.collective, k.shape, k.dtype) for k in cluster.curves} for cluster in made]
 
 
@@ -86,7 +96,7 @@ def test_every_shape_is_measured_and_a_group_by_itself(tmp_path):
     shapes = [PAIR, GroupShape(2, 2, groups=2), GroupShape(4, 4)]
     whole = {("all_reduce", shape, "bfloat16") for shape in shapes}
     whole |= {("send", shape, "bfloat16") for shape in shapes[:2]}
-    part = {("broadcast", PAIR, "bfloat16")}
+    part = {(collective, PAIR, "bfloat16") for collective in ("broadcast", "send")}
     assert answers == [[whole, part]] * 2 + [[whole]] * 2
 
 
@@ -116,6 +126,39 @@ def test_a_fake_group_is_modelled():
     assert cluster.world_size == gpus.world_size == 256
     assert cluster.provenance.startswith("modelled")
     assert (cluster.backend, gpus.backend) == ("gloo", "nccl")
+
+
+@pytest.mark.parametrize(("world", "made"), [(8, 16), (64, 22), (1024, 15)])
+def test_at_most_a_dozen_groups_exist_at_a_time_and_all_are_destroyed(world, made, monkeypatch):
+    alive, most, new = set(), [0], []
+
+    def create(*args, make=dist.new_group, **options):
+        new.append(group := make(*args, **options))
+        if isinstance(group, dist.ProcessGroup):  # this rank is in it
+            alive.add(group)
+        most[0] = max(most[0], len(alive))
+        return group
+
+    def destroy(group, end=dist.destroy_process_group):
+        alive.remove(group)
+        end(group)
+
+    dist.init_process_group("fake", rank=0, world_size=world)
+    try:
+        monkeypatch.setattr(dist, "new_group", create)
+        monkeypatch.setattr(dist, "destroy_process_group", destroy)
+        axes = measured_axes(world, 8)
+        shapes = affordable(layouts(axes, world, 8, alone=True))
+        with Bench(dist.group.WORLD, torch.device("cpu")) as bench:
+            curves = {CurveKey("all_reduce", shape): found for shape, found in shapes.items()}
+            table = sample_in_turn(bench, curves, SIZES, 0.1, lambda done: None)
+            assert not alive
+        assert set(table) == set(curves)
+        assert 1 < most[0] <= MAX_GROUPS
+        assert len(new) == made
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
