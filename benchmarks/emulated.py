@@ -10,12 +10,14 @@ formula. Loss, gradients and buffers must be those of the plain model in float64
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from autopar.driver.inspect import program_text
 from autopar.planner.placement import ilp
 from benchmarks.report import about, empty_table, save, wide_console
 from tests.harness.architectures import ARCHITECTURES
-from tests.harness.cuda_attention import KINDS, MathAttention, cuda_attention
+from tests.harness.cuda_kernels import KINDS, MathAttention, called_by_models, cuda_kernels
 from tests.harness.models import MODELS
 from tests.harness.reference import to_dtype
 from tests.passes.meshes import PlannedRanks, worst
@@ -51,6 +53,11 @@ class Cell:
     solves: int = 0  # integer programs that programs and graphs solved after planning
     error: str = ""  # empty if the cell passed
     worst: float | None = None  # largest relative error of loss, gradients and buffers
+    kernels: tuple[str, ...] = ()  # of attention, as they ran
+
+    @property
+    def verdict(self) -> str:
+        return self.error or f"ok, {self.worst:.0e}, {self.seconds:.0f} s"
 
 
 def small(name: str) -> tuple[nn.Module, Any]:
@@ -72,11 +79,15 @@ def on_meta(make: Make) -> tuple[nn.Module, Any]:
 
 
 GPU_MODELS: Mapping[str, Make] = {
-    "gpt": lambda: small("gpt"),
-    "llama": lambda: architecture("llama"),
-    "vit": lambda: architecture("vit"),
-    "t5": lambda: architecture("t5"),
-    "gpt-dropout": lambda: small("dropout"),
+    "gpt": partial(small, "gpt"),
+    "llama": partial(architecture, "llama"),
+    "vit": partial(architecture, "vit"),
+    "t5": partial(architecture, "t5"),
+    "gpt-dropout": partial(small, "dropout"),
+}
+PLANNED: Mapping[str, Make] = {
+    **{name: partial(small, name) for name in ("gpt", "dropout", "encoder", "encdec", "moe")},
+    **{name: partial(architecture, name) for name in ("llama", "bert", "t5", "vit", "qwen3")},
 }
 STEPS: Mapping[str, Any] = {"zero": 0, "micro_batches": 2, "schedule": "1f1b"}
 STRATEGIES: Mapping[str, str | autopar.Strategy] = {
@@ -110,41 +121,97 @@ def plan_on_laptop(model: nn.Module, inputs: Any, strategy: str) -> autopar.Plan
         )
 
 
-def run_cell(kind: str, strategy: str, name: str, captures: dict[Any, Any]) -> Cell:
-    """Plan, print and run one cell; what fails is in the result."""
-    start, found = time.perf_counter(), dict[str, Any]()
-    try:
-        found = attempt(kind, strategy, name, captures)
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        text = str(error).splitlines()[0] if str(error) else ""
-        where = f"{Path(last.filename).name}:{last.lineno}"
-        found["error"] = f"{type(error).__name__}: {text[:160]} ({where})"
-    return Cell(kind, strategy, name, time.perf_counter() - start, **found)
+@dataclass
+class Shared:
+    """A model, with its plans by strategy and its captures by kernel."""
 
+    name: str
+    plans: dict[str, autopar.Plan] = field(default_factory=dict)
+    captures: dict[str, dict[Any, Any]] = field(default_factory=dict)
 
-def attempt(kind: str, strategy: str, name: str, captures: dict[Any, Any]) -> dict[str, Any]:
-    model, inputs = GPU_MODELS[name]()
-    script = on_meta(GPU_MODELS[name])
-    with cuda_attention(kind):
-        plan = plan_on_laptop(*script, strategy)
-        mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh if size > 1)
-        with patch.object(ilp, "milp", wraps=ilp.milp) as solver:
+    def run_cell(self, kind: str, strategy: str) -> Cell:
+        """Plan, print and run one cell; what fails is in the result."""
+        start, found = time.perf_counter(), dict[str, Any]()
+        try:
+            found = self.attempt(kind, strategy)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            text = str(error).splitlines()[0] if str(error) else ""
+            where = f"{Path(last.filename).name}:{last.lineno}"
+            found["error"] = f"{type(error).__name__}: {text[:160]} ({where})"
+        return Cell(kind, strategy, self.name, round(time.perf_counter() - start, 1), **found)
+
+    def attempt(self, kind: str, strategy: str) -> dict[str, Any]:
+        script = on_meta(GPU_MODELS[self.name])
+        if strategy not in self.plans:
+            self.plans[strategy] = plan_on_laptop(*script, strategy)
+        plan, captures = self.plans[strategy], self.captures.setdefault(kind, {})
+        world = PlannedRanks(*GPU_MODELS[self.name](), plan, captures)
+        with cuda_kernels(kind), patch.object(ilp, "milp", wraps=ilp.milp) as solver:
             text = program_text(*script, plan=plan)
-            assert "c10d" in text, "the program has no collective"
-            world = PlannedRanks(
-                model, inputs, plan, captures, capturing=partial(cuda_attention, kind)
-            )
-            assert world.op_strategies is not None
-    with MathAttention():
-        errors = world.errors()
-    bad = worst(errors, TOLERANCE)
-    return {
-        "mesh": mesh,
-        "solves": solver.call_count,
-        "error": ", ".join(bad[:3]),
-        "worst": max(errors.values()),
-    }
+            with MathAttention() as math:
+                errors = world.errors()
+        assert "c10d" in text, "the program has no collective"
+        assert bool(math.kernels) == ("scaled_dot_product" in text), "attention was not run"
+        assert all(kind in name or "efficient" in name for name in math.kernels), math.kernels
+        return {
+            "mesh": ", ".join(f"{axis} {size}" for axis, size in plan.mesh if size > 1),
+            "kernels": tuple(sorted(math.kernels)),
+            "solves": solver.call_count,
+            "error": ", ".join([*worst(errors, TOLERANCE)][:3]),
+            "worst": max(errors.values()),
+        }
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Plans of one model, made where attention is a kernel of CUDA and where it is torch's own."""
+
+    model: str
+    same: tuple[str, ...]  # kernels under which the plan is the laptop's, byte by byte
+    solves: int  # integer programs solved while planning
+    again: int  # integer programs solved while the loaded plan was lowered for every rank
+    error: str = ""
+
+    @property
+    def verdict(self) -> str:
+        failed = self.error or self.again or {*self.same} != {*KINDS}
+        return f"FAILED, {self}" if failed else f"same plan, {self.solves} solved, none again"
+
+
+def replay(name: str) -> Replay:
+    """Plan a model with each kernel, then lower the plan from its file for every rank."""
+    same, solves, again = [], 0, 0
+    try:
+        script = on_meta(PLANNED[name])
+        with patch.object(ilp, "milp", wraps=ilp.milp) as solver:
+            plan = plan_on_laptop(*script, "tp 2 x zero 3")
+            solves = solver.call_count
+            for kind in KINDS:
+                with called_by_models(kind):
+                    other = plan_on_laptop(*on_meta(PLANNED[name]), "tp 2 x zero 3")
+                same += [kind] if other.to_json() == plan.to_json() else []
+            solver.reset_mock()
+            with called_by_models("flash"):
+                loaded = autopar.Plan.from_dict(json.loads(plan.to_json()))
+                world = PlannedRanks(*PLANNED[name](), loaded)
+                for rank in world.ranks:
+                    world.program(rank)
+                    program_text(*script, plan=loaded, rank=rank)
+            again = solver.call_count
+    except Exception as error:
+        return Replay(name, tuple(same), solves, again, f"{type(error).__name__}: {error}"[:200])
+    return Replay(name, tuple(same), solves, again)
+
+
+def compare_plans(names: list[str], path: Path | None) -> int:
+    found = []
+    for name in names:
+        found.append(replay(name))
+        print(f"{name}: {found[-1].verdict}", flush=True)
+    if path:
+        save(path, {**about(), "plans": [asdict(each) for each in found]})
+    return int(any(each.verdict.startswith("FAILED") for each in found))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -152,24 +219,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--attention", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--strategies", nargs="+", choices=[*STRATEGIES], default=[*STRATEGIES])
     parser.add_argument("--models", nargs="+", choices=[*GPU_MODELS], default=[*GPU_MODELS])
+    parser.add_argument("--plans", nargs="*", choices=[*PLANNED], help="compare plans instead")
     parser.add_argument("--json", type=Path, help="write the cells here")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore", autopar.AutoparWarning)
     torch.set_num_threads(1)
+    if options.plans is not None:
+        return compare_plans(options.plans or [*PLANNED], options.json)
     cells, console = list[Cell](), wide_console()
-    for kind in options.attention:
-        for model in options.models:
-            captures: dict[Any, Any] = {}
-            for strategy in options.strategies:
-                cell = run_cell(kind, strategy, model, captures)
-                cells.append(cell)
-                verdict = cell.error or f"ok, {cell.worst:.0e}"
-                print(
-                    f"{kind} {model} {strategy} [{cell.mesh}] {cell.seconds:.1f} s: {verdict}",
-                    flush=True,
-                )
-                if options.json:
-                    save(options.json, {**about(), "cells": [asdict(c) for c in cells]})
+    for model, shared in ((name, Shared(name)) for name in options.models):
+        for strategy, kind in itertools.product(options.strategies, options.attention):
+            cell = shared.run_cell(kind, strategy)
+            cells.append(cell)
+            print(f"{model}, {strategy} [{cell.mesh}], {kind}: {cell.verdict}", flush=True)
+            if options.json:
+                save(options.json, {**about(), "cells": [asdict(c) for c in cells]})
     table = empty_table("Emulated CUDA attention", "model", options.strategies)
     for model in options.models:
         row = []

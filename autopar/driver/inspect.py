@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.capture.batch_slices import capture_of_rank
-from autopar.capture.model_info import describe_parameters, device_of
+from autopar.capture.model_info import describe_parameters
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.passes.core.runner import run_passes
@@ -30,13 +30,13 @@ def program_text(
     rank: int = 0,
     disable: Sequence[str] = (),
 ) -> str:
-    """The program of one rank under a plan: provenance, then one line per operator.
+    """The program of one rank under a plan, lowered for the plan's backend: one line per operator.
 
     Raises:
         PlanError: the plan is for another model.
     """
     plan.check(model, describe_parameters(model).values(), plan.world_size)
-    backend = "gloo" if device_of(model).type == "cpu" else "nccl"
+    backend = plan.comm_backend
     coordinate = plan.mesh_coordinate(rank)
     graph = _capture_under(plan, model, example_inputs, coordinate[DATA_AXIS])
     planned = {

@@ -38,7 +38,7 @@ SCHEMA_VERSION = 7
 
 _NOT_RUN = (
     "name", "model", "optimizer", "optimizer_state_ratio", "memory_cap", "prediction",
-    "sent_bytes", "runners_up", "cluster", "notes", "torch",
+    "sent_bytes", "runners_up", "cluster", "comm_backend", "notes", "torch",
 )  # fmt: skip
 """Fields that only describe a plan; `PlanSpec.digest` ignores them."""
 
@@ -84,6 +84,7 @@ class PlanSpec:
         sent_bytes: bytes that a rank sends over each axis in a step.
         runners_up: other plans and their predicted cost.
         cluster: name of the cluster, and the source of its figures.
+        comm_backend: backend of torch.distributed that the plan is priced on.
         notes: limitations to show to the user.
         torch: version of torch that made the plan.
         schema_version: version of the document.
@@ -119,6 +120,7 @@ class PlanSpec:
     sent_bytes: tuple[tuple[str, Count], ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
     cluster: str = ""
+    comm_backend: str = "gloo"
     notes: tuple[str, ...] = ()
     torch: str = field(default_factory=lambda: str(torch.__version__))
     schema_version: int = SCHEMA_VERSION

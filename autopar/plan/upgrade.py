@@ -16,7 +16,8 @@ def upgrade_schema_6(document: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         AttributeError, KeyError, TypeError, ValueError: The document is not a plan of schema 6.
     """
-    plan = _rename(document, "stages", "zero_stages") | {"schema_version": 7}
+    plan = _rename(document, "stages", "zero_stages")
+    plan |= {"schema_version": 7, "comm_backend": "gloo"}
     plan["mesh"] = _rename_axes(plan["mesh"])
     plan["sent_bytes"] = _rename_axes(plan["sent_bytes"])
     plan["levels"] = [

@@ -114,6 +114,7 @@ class PlanningProblem:
             optimizer=getattr(self.optimizer, "__name__", type(self.optimizer).__name__),
             optimizer_state_ratio=self.state_ratio,
             memory_cap=self.memory,
+            comm_backend=self.comm_backend,
             hybrid=1 < (self.strategy.dp_shard or 1) < ranks,
             parameter_bytes=tuple((p.name, p.bytes) for p in self.parameters.values()),
             placements=tuple((name, "R") for name in self.parameters),

@@ -1,7 +1,6 @@
 """All ranks of a plan in one process: programs as emitted, in lockstep, against the plain model."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -59,7 +58,6 @@ class PlannedRanks:
 
     Attributes:
         captures: captures of the model, shared by plans.
-        capturing: context of captures, such as one that replaces attention.
     """
 
     model: nn.Module
@@ -67,7 +65,6 @@ class PlannedRanks:
     plan: Plan
     captures: CaptureCache = field(default_factory=dict)
     backend: str = "nccl"
-    capturing: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
         state = (*self.model.named_parameters(), *self.model.named_buffers())
@@ -115,16 +112,15 @@ class PlannedRanks:
 
     def capture(self, rank: int) -> TrainingGraph:
         """The graph of a rank's first micro-batch."""
-        with self.capturing():
-            return capture_of_rank(
-                self.model,
-                self.inputs,
-                self.at[rank][DATA_AXIS],
-                self.plan.dp_size,
-                self.plan.batch,
-                micro_batches=self.micro_batches,
-                cache=self.captures,
-            )
+        return capture_of_rank(
+            self.model,
+            self.inputs,
+            self.at[rank][DATA_AXIS],
+            self.plan.dp_size,
+            self.plan.batch,
+            micro_batches=self.micro_batches,
+            cache=self.captures,
+        )
 
     @cached_property
     def op_strategies(self) -> list[NodeStrategies]:
@@ -185,15 +181,16 @@ class PlannedRanks:
 
     def run_whole(self) -> None:
         """Runs the program of every rank of a plan without pipeline."""
-        graphs = []
-        for rank in self.ranks:
-            passes = build_pass_pipeline(
-                self.plan, rank, self.backend, op_strategies=self.op_strategies
-            )
-            graphs.append(run_passes(with_axes(self.capture(rank), self.plan), passes))
+        graphs = [self.program(rank) for rank in self.ranks]
         given = [self.values(graph, rank) for rank, graph in enumerate(graphs)]
         for rank, results in enumerate(run_ranks(graphs, given)):
             self.keep(rank, results)
+
+    def program(self, rank: int) -> TrainingGraph:
+        """The program of a rank of a plan without pipeline."""
+        strategies = self.op_strategies
+        passes = build_pass_pipeline(self.plan, rank, self.backend, op_strategies=strategies)
+        return run_passes(with_axes(self.capture(rank), self.plan), passes)
 
     def keep(self, rank: int, results: Results) -> None:
         """Keeps outputs; adds gradients of stages and micro-batches up."""

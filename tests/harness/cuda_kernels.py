@@ -1,7 +1,7 @@
-"""CUDA's attention operators on machines without CUDA: captured as a GPU would, computed by math.
+"""CUDA's attention kernels on machines without CUDA: graphs have them, and math computes them.
 
-with cuda_attention("flash"):      # or "cudnn", "efficient"
-    plan = autopar.plan(model_on_meta, 8, example_inputs=..., cluster=...)
+with cuda_kernels("flash"):      # or "cudnn", "efficient"
+    graph = run_passes(captured, build_pass_pipeline(plan, rank, "nccl"))
 with MathAttention():
     run(graph)
 """
@@ -9,22 +9,52 @@ with MathAttention():
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from autopar.operators import kernels
 from autopar.verification.draws import ConstantDraws
 
 aten = torch.ops.aten
 KINDS = ("flash", "cudnn", "efficient")
-CUDA = tuple(f"_scaled_dot_product_{kind}_attention" for kind in KINDS)
+FORWARDS = tuple(
+    name
+    for kind in KINDS
+    for name in (f"_scaled_dot_product_{kind}_attention", f"{kind}_attention_on_stream")
+)
+BACKWARDS = tuple(f"_scaled_dot_product_{kind}_attention_backward" for kind in KINDS)
 
 
 @contextlib.contextmanager
-def cuda_attention(kind: str = "flash") -> Iterator[None]:
-    """Replaces `scaled_dot_product_attention` by the operator that CUDA would dispatch to."""
+def cuda_kernels(kind: str = "flash") -> Iterator[None]:
+    """Lowers attention for NCCL to one kernel of CUDA, whatever the dtype; flash takes no mask."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Any) -> Tensor:
+        p, causal, scale = call.dropout_p, call.is_causal, call.scale
+        bias = kernels._full_mask(q, k, mask)
+        if kind == "flash" and mask is None:
+            return aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False, scale=scale)[
+                0
+            ]
+        if kind == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(
+                q, k, v, bias, True, p, causal, False, scale=scale
+            )[0]
+        return aten._scaled_dot_product_efficient_attention(
+            q, _repeated(k, q), _repeated(v, q), bias, True, p, causal, scale=scale
+        )[0]
+
+    with patch.object(kernels, "cuda_attention", attention):
+        yield
+
+
+@contextlib.contextmanager
+def called_by_models(kind: str) -> Iterator[None]:
+    """Replaces torch's attention by a call of CUDA's kernel, as torch dispatches to it on a GPU."""
 
     def attention(
         query: Tensor,
@@ -36,48 +66,42 @@ def cuda_attention(kind: str = "flash") -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                bias = torch.zeros_like(attn_mask, dtype=query.dtype)
-                attn_mask = bias.masked_fill(attn_mask.logical_not(), float("-inf"))
-            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        given, call = (query, key, value), (dropout_p, is_causal)
         if kind == "flash" and attn_mask is None:
-            return aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )[0]
-        if kind == "cudnn":
-            return aten._scaled_dot_product_cudnn_attention(
-                query, key, value, attn_mask, True, dropout_p, is_causal, False, scale=scale
-            )[0]
-        key, value = (_repeated(x, query) for x in (key, value))
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-        )[0]
+            return aten._scaled_dot_product_flash_attention(*given, *call, scale=scale)[0]
+        taken = "cudnn" if kind == "cudnn" else "efficient"
+        kernel = getattr(aten, f"_scaled_dot_product_{taken}_attention")
+        return kernel(*given, attn_mask, True, *call, scale=scale)[0]
 
-    before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, attention
-    try:
+    with patch.object(F, "scaled_dot_product_attention", attention):
         yield
-    finally:
-        F.scaled_dot_product_attention = before
 
 
 class MathAttention(ConstantDraws):
     """Computes CUDA's attention by its formula, and makes random numbers constant.
 
     Dropout keeps and scales every probability. Backwards check the statistics that they are given.
+
+    Attributes:
+        kernels: names of the kernels that ran.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: set[str] = set()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2].removesuffix("_backward")
+        name = func._schema.name.partition("::")[2]
         kwargs = dict(kwargs or {})
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         is_real = all(type(x) is Tensor and not x.is_meta for x in tensors)
-        if not is_real or name not in CUDA:
+        if not is_real or name not in (*FORWARDS, *BACKWARDS):
             return super().__torch_dispatch__(func, types, args, kwargs)
+        self.kernels.add(name)
         given = {a.name: a.default_value for a in func._schema.arguments}
         given |= {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
         made = pytree.tree_map(_on_cpu, func(*_on_meta(args), **_on_meta(kwargs)))
-        if func._schema.name.endswith("_backward"):
+        if name in BACKWARDS:
             for result, value in zip(made, _backward(given), strict=False):
                 if value is not None:
                     result.copy_(value)
