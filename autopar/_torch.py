@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.amp import GradScaler
 from torch.cuda import _sleep as sleep_on_gpu
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
@@ -45,6 +46,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -202,6 +204,30 @@ def dtensor_like(part: Tensor, like: DTensor) -> DTensor:
     `DTensor.from_local` takes 60 us, which a step would pay for every parameter.
     """
     return DTensor(part, like._spec, requires_grad=False)
+
+
+def after_unscaling(
+    change: Callable[[Optimizer, Tensor, dict[torch.device, Tensor]], dict[torch.device, Tensor]],
+) -> None:
+    """Passes the overflow flags of every unscaling by a GradScaler through `change`.
+
+    GradScaler has no public hook. `change` is given the optimizer, a flag on the scaler's device,
+    and the flags by device.
+    """
+    unscale = GradScaler._unscale_grads_
+
+    @functools.wraps(unscale)
+    def changed(
+        scaler: GradScaler,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        found = unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        return change(optimizer, found_inf, found)
+
+    GradScaler._unscale_grads_ = changed  # type: ignore[method-assign]
 
 
 def fake_result_cache(mode: FakeTensorMode) -> dict[Any, Any]:

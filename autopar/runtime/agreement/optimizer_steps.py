@@ -64,6 +64,12 @@ def _record_step(optimizer: Optimizer, *_: Any) -> None:
             observer.steps.append((text, len(optimizer.param_groups)))
 
 
+def trains_a_module(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has parameters of a module that ranks train together."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(not own.isdisjoint(observer.parameter_ids) for observer in _OBSERVERS)
+
+
 def hyperparameters(optimizer: Optimizer) -> str:
     """The hyperparameters of each parameter group as text, without options that are off."""
     groups = [

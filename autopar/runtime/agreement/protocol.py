@@ -18,6 +18,7 @@ from autopar._torch import pytree
 from autopar.capture.call import BatchShard, Call, TensorSpec
 from autopar.errors import AutoparError, BatchError
 from autopar.runtime.agreement.channel import Channel, Exchanged, channel
+from autopar.runtime.agreement.found_inf import agree_on_overflows
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.record import Entry
 from autopar.runtime.agreement.replicas import PendingSamples, Replicas, check_samples
@@ -83,6 +84,7 @@ class Protocol:
         opened = channel()
         if opened is None:
             return None
+        agree_on_overflows()
         opened.num_modules += 1
         number = f" (module {opened.num_modules})" if opened.num_modules > 1 else ""
         return Protocol(type(model).__name__ + number, opened)

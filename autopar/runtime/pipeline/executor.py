@@ -11,12 +11,20 @@ from torch.autograd.function import once_differentiable
 
 from autopar._torch import backward_keeps_graph
 from autopar.capture.call import BatchShard
-from autopar.common.notices import warn_of_numerics
+from autopar.common.notices import NumericsNote, warn_of_numerics
 from autopar.errors import CoupledRowsError
+from autopar.ir.graph import TrainingGraph, tensors
 from autopar.report.plan import Plan
 from autopar.runtime.context import ExecutionContext
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
+
+
+LATE_SCALE = NumericsNote(
+    "a pipeline begins its backward before loss.backward(), with the loss scale of the step before: "
+    "in fp16 its first backward is not scaled, and an overflow skips one more step than on one "
+    "device. bf16 needs no scale."
+)
 
 
 @dataclass
@@ -87,6 +95,8 @@ class PipelineExecutor:
             if not context.options.on_trial:
                 for graph in compiled.graphs.stages:
                     warn_of_numerics(graph.notes)
+                if any(map(_computes_in_fp16, compiled.graphs.stages)):
+                    warn_of_numerics([LATE_SCALE])
         compiled = self.compiled_calls[key]
         return PipelineCall(compiled, context, micro_batches, no_sync, self.loss_tangent)
 
@@ -97,6 +107,10 @@ class PipelineExecutor:
             again = self._call(list(call.micro_batches), call.no_sync)
         again.run_forward()
         return again
+
+
+def _computes_in_fp16(graph: TrainingGraph) -> bool:
+    return any(t.dtype == torch.float16 for node in graph.calls() for t in tensors(node))
 
 
 class _PipelineFunction(torch.autograd.Function):
