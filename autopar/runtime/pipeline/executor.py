@@ -19,7 +19,6 @@ from autopar.runtime.context import ExecutionContext
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
 
-
 LATE_SCALE = NumericsNote(
     "a pipeline begins its backward before loss.backward(), with the loss scale of the step before: "
     "in fp16 its first backward is not scaled, and an overflow skips one more step than on one "
