@@ -22,7 +22,7 @@ _AGREEING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 @functools.cache
 def agree_on_overflows() -> None:
-    """Makes every GradScaler reduce its flags over all ranks, for optimizers of compiled modules."""
+    """Makes GradScalers reduce flags of compiled modules' optimizers over all ranks."""
     after_unscaling(_agree)
 
 

@@ -20,7 +20,7 @@ from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
 
 LATE_SCALE = NumericsNote(
-    "a pipeline begins its backward before loss.backward(), with the loss scale of the step before: "
+    "a pipeline begins its backward before loss.backward(), with the loss scale of the last step: "
     "in fp16 its first backward is not scaled, and an overflow skips one more step than on one "
     "device. bf16 needs no scale."
 )
