@@ -227,7 +227,7 @@ def after_unscaling(
         found = unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         return change(optimizer, found_inf, found)
 
-    GradScaler._unscale_grads_ = changed  # type: ignore[method-assign]
+    GradScaler._unscale_grads_ = changed  # type: ignore[assignment]
 
 
 def fake_result_cache(mode: FakeTensorMode) -> dict[Any, Any]:
