@@ -55,14 +55,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def starts_processes(function: Callable[..., Any], seen: set[Any]) -> bool:
-    """Whether the code of a function names one of `STARTS`, itself or by functions of tests."""
+    """Whether the code of a function names one of `STARTS`, itself or by functions of ours."""
     if not isinstance(function, FunctionType) or function in seen:
         return False
     seen.add(function)
     values = [function.__globals__.get(name) for name in names_in(function.__code__)]
     if any(value is each for value in values for each in STARTS):
         return True
-    ours = (v for v in values if getattr(v, "__module__", "").startswith("tests."))
+    ours = (
+        v for v in values if str(getattr(v, "__module__", "")).startswith(("tests.", "benchmarks."))
+    )
     return any(starts_processes(value, seen) for value in ours)
 
 

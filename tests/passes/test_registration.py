@@ -44,7 +44,7 @@ def names() -> list[str]:
     ("where", "neighbours"),
     [
         ({"before": "schedule_overlap"}, ("bucket_collectives", "schedule_overlap")),
-        ({"after": "shard_parameters"}, ("shard_parameters", "synchronize_gradients")),
+        ({"after": "shard_parameters"}, ("shard_parameters", "cast_before_gather")),
         ({"before": "assign_batch_axis"}, (None, "assign_batch_axis")),
         ({}, ("lower_collectives", None)),
     ],
