@@ -77,6 +77,8 @@ def measure_machine(
     workspace.save()
     kind = "cpu" if cluster.device == "cpu" else "cuda"
     states = OptimizerMemory.measure(optimizer, kind, dtype)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # communicators need memory that torch does not hold
     retained = _retained_collectives(operators)
     overhead = Overhead(states, workspace, cluster.device, retained_collectives=retained)
     return Machine(cluster, operators, update, overhead)

@@ -78,8 +78,9 @@ class PipelineEvaluator(Evaluator):
     def evaluate(self, config: CandidateConfig) -> Candidate:
         if config not in self._candidates:
             simulated = self._simulate(self._lower(config))
-            found = self.setup.candidate(config, simulated.plan, simulated.prediction())
-            self._candidates[config] = found
+            notes = max((stage.more.notes() for stage in simulated.stages), key=len)
+            plan = replace(simulated.plan, notes=(*simulated.plan.notes, *notes))
+            self._candidates[config] = self.setup.candidate(config, plan, simulated.prediction())
         return self._candidates[config]
 
     def seconds(self, config: CandidateConfig, clusters: Sequence[Cluster]) -> list[float]:
