@@ -21,10 +21,10 @@ from autopar.capture.state.contents import attribute_of
 from autopar.capture.state.guards import Guards
 from autopar.capture.trace import Capture, capture
 from autopar.common.notices import warn_once
-from autopar.errors import BatchError, NumericsWarning, StrategyError
+from autopar.errors import AutoparWarning, BatchError, NumericsWarning, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.placement import even_rows
-from autopar.ir.roles import Output
+from autopar.ir.roles import Gradient, Output
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.partition import (
     NodeStrategies,
@@ -256,6 +256,7 @@ class ExecutionContext:
             partition = partitions[axis]
             op_strategies = partition.strategies_for(graph, rows)
             if op_strategies is None:
+                _tell_of_another_call(plan, axis, graph)
                 op_strategies = self.make_strategies(graph, partition)
             if is_uneven and needs_planned_rows(op_strategies, graph, rows, partition.ranks):
                 raise BatchError(
@@ -340,6 +341,19 @@ def cached_scalar(value: float, device: torch.device) -> torch.Tensor:
 def batch_fraction(shard: BatchShard, device: torch.device) -> torch.Tensor:
     """The fraction of the global batch in a shard, as float64."""
     return cached_scalar(shard.rows / shard.slices.rows, device)
+
+
+def _tell_of_another_call(plan: Plan, axis: str, graph: TrainingGraph) -> None:
+    """Warns that the strategies of a plan along an axis do not fit a training call."""
+    if any(isinstance(role, Gradient) for role in graph.outputs):
+        warn_once(
+            AutoparWarning,
+            f"plan {plan.name!r} has no strategies along {axis} for this call: its operators, "
+            "shapes or number of rows are not those of the call that was planned. It is "
+            "partitioned again by the bytes that move, around the parameters as placed, and its "
+            "prediction does not hold. Plan with example_inputs like this call, under the same "
+            "versions of torch and autopar.",
+        )
 
 
 def _warn_of_local_writes(capture: Capture, model: nn.Module) -> None:
