@@ -6,6 +6,7 @@ Supported: torch 2.11 to 2.13. A release that moves one of these names breaks th
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -84,6 +85,39 @@ def skip_causal_mask_detection() -> contextlib.AbstractContextManager[None]:
         return is_causal is True
 
     return patched(transformer, "_detect_is_causal_mask", is_causal_by_hint)
+
+
+@contextlib.contextmanager
+def dense_flex_attention(tell: Callable[[], None]) -> Iterator[None]:
+    """Lets FlexAttention run its dense formula, uncompiled; each call first calls `tell`.
+
+    Nothing changes before torch.nn.attention.flex_attention is imported.
+    """
+    functions = sys.modules.get("torch.nn.attention.flex_attention")
+    if functions is None:
+        yield
+        return
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    class Uncompiled:
+        """The module torch, whose `compile` returns its argument."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def compile(self, function: Any, **options: Any) -> Any:
+            return function
+
+    def dense(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return math_attention(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(functions, "flex_attention_hop", dense))
+        stack.enter_context(patched(functions, "torch", Uncompiled()))
+        # the kernels for CPUs have no backward; the formula has
+        stack.enter_context(patched(functions, "_validate_device", lambda *tensors: None))
+        yield
 
 
 FUSED_ATTENTION = torch._C._SDPBackend.FLASH_ATTENTION.value

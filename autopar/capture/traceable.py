@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import BatchNorm, patched, without_onednn
+from autopar._torch import BatchNorm, dense_flex_attention, patched, without_onednn
+from autopar.common.notices import warn_once
+from autopar.errors import AutoparWarning
 from autopar.operators.attention import attention_like
 from autopar.operators.direct_calls import DIRECT_CALLS
 
@@ -24,9 +26,21 @@ def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     return _FORMS.get(function, function)
 
 
-def traceable_modules() -> contextlib.AbstractContextManager[None]:
-    """Replaces forwards of torch modules with traceable ones."""
-    return patched(BatchNorm, "forward", _norm_of_all_batches(BatchNorm.forward))
+@contextlib.contextmanager
+def traceable_modules() -> Iterator[None]:
+    """Replaces forwards of torch modules, and FlexAttention, with traceable ones."""
+    norms = patched(BatchNorm, "forward", _norm_of_all_batches(BatchNorm.forward))
+    with norms, dense_flex_attention(_tell_of_dense_flex_attention):
+        yield
+
+
+def _tell_of_dense_flex_attention() -> None:
+    warn_once(
+        AutoparWarning,
+        "FlexAttention is captured as its dense formula: it is divided like other operators, but "
+        "keeps a score for each pair of positions and skips no block. For long sequences use "
+        "scaled_dot_product_attention, which runs a fused kernel.",
+    )
 
 
 def _norm_of_all_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

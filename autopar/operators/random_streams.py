@@ -7,6 +7,8 @@ kernel with another seed, and leave the generator as the kernel alone would.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +26,20 @@ _KERNELS: dict[str, OpOverload] = {
 }
 
 
+@contextlib.contextmanager
+def other_stream(generator: Any, stream: int) -> Iterator[None]:
+    """Gives a CUDA generator another seed inside; its offset moves on as with its own."""
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.manual_seed((seed + _SEED_STEP * (stream + 1)) % 2**63)
+    generator.set_offset(offset)
+    try:
+        yield
+        offset = generator.get_offset()
+    finally:
+        generator.manual_seed(seed)
+        generator.set_offset(offset)
+
+
 def _define(name: str, kernel: OpOverload) -> OpOverload:
     arguments, _, results = str(kernel._schema).partition("(")[2].rpartition(" -> ")
     own = f"{name}_on_stream"
@@ -33,17 +49,8 @@ def _define(name: str, kernel: OpOverload) -> OpOverload:
     )
 
     def run(*args: Any, stream: int = 0, **kwargs: Any) -> Any:
-        generator = torch.cuda.default_generators[args[0].device.index or 0]
-        state, offset = generator.get_state(), generator.get_offset()
-        generator.manual_seed((generator.initial_seed() + _SEED_STEP * (stream + 1)) % 2**63)
-        generator.set_offset(offset)
-        try:
-            found = kernel(*args, **kwargs)
-            offset = generator.get_offset()
-        finally:
-            generator.set_state(state)
-        generator.set_offset(offset)
-        return found
+        with other_stream(torch.cuda.default_generators[args[0].device.index or 0], stream):
+            return kernel(*args, **kwargs)
 
     def fake(*args: Any, stream: int = 0, **kwargs: Any) -> Any:
         return kernel(*args, **kwargs)
