@@ -14,13 +14,21 @@ A model becomes a program in five steps:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from autopar.arguments import check, dtype_name, memory_of, precision_of, strategy_of
+from autopar.arguments import (
+    check,
+    dtype_name,
+    memory_of,
+    precision_of,
+    priced_precision,
+    strategy_of,
+)
 from autopar.capture.call import flattened
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.cost_model.cluster.cluster import Cluster
@@ -59,6 +67,7 @@ def compile(
     plan: Plan | None = None,
     batch: Batch = "global",
     precision: str | torch.dtype | None = None,
+    reduce_precision: str | None = None,
     lossy: bool | Sequence[str] = False,
     backend: str = "eager",
     fallback: bool = True,
@@ -90,7 +99,10 @@ def compile(
         plan: plan to follow.
         batch: "global" if every rank receives the same batch and takes its own rows, "local" if
             each rank brings the same number of its own rows.
-        precision: "bf16" or "fp16" for a forward under autocast.
+        precision: "bf16" or "fp16" for a forward under autocast, "fp32" for none; None for that of
+            `plan`, or none.
+        reduce_precision: "bf16" to reduce gradients in bf16, unlike on one device; None for
+            the dtype of the parameters.
         lossy: gradient compressions allowed where they are faster: True for bf16 and int8, or a
             list such as ["int8", "powersgd(rank=4)"].
         backend: "eager", or a backend of torch.compile such as "inductor".
@@ -116,14 +128,17 @@ def compile(
     ranks = ensure_process_group(device, world_size, timeout_s)
     parameters = take_over(model)
     recorder = profiler(optimizer, device)
+    autocast = precision_of(precision)
+    if plan is not None and precision is None and plan.precision is not None:
+        autocast = getattr(torch, plan.precision)
     problem = PlanningProblem(
         model=type(model).__name__,
         parameters=parameters,
         world_size=ranks,
-        strategy=strategy_of(strategy, batch, lossy),
+        strategy=strategy_of(strategy, batch, lossy, reduce_precision),
         memory=memory_of(memory),
         batch=batch,
-        precision=dtype_name(precision_of(precision)),
+        precision=dtype_name(autocast),
         optimizer=optimizer,
         cluster=cluster,
         device=device,
@@ -135,7 +150,6 @@ def compile(
     fixed = problem.strategy if plan is None else plan
     sizes = fixed.model_parallel_size, fixed.pp_size
     local = fixed.batch_semantics == "local"
-    autocast = precision_of(precision)
     options = Options(batch, loss_fn, autocast, backend, ranks, *sizes, recorder, local)
     planner = LivePlanner(problem, plan, fallback, time_limit_s, trials, recorder)
     hooks = planner.make_plan, planner.make_fallback, planner.make_strategies
@@ -164,6 +178,7 @@ def plan(
     cluster: Cluster | None = None,
     batch: Batch = "global",
     precision: str | torch.dtype | None = None,
+    reduce_precision: str | None = None,
     lossy: bool | Sequence[str] = False,
     time_limit_s: float | None = None,
     backend: str = "eager",
@@ -172,18 +187,20 @@ def plan(
     """Returns the plan for `world_size` ranks, which need not be running.
 
     The arguments are those of `compile`. The model and inputs may be on the meta device. Without
-    `cluster` collectives are modelled, and the plan says so. A `backend` other than "eager" fuses
-    operators. `progress` is called before every mesh.
+    `cluster` collectives are modelled, and the plan says so. Without `precision` a cluster with
+    tensor cores is planned for bf16 autocast, as the plan notes; "fp32" prices float32. A `backend`
+    other than "eager" fuses operators. `progress` is called before every mesh.
     """
     check("world_size", "example_inputs", **locals())
     check_not_compiled(model)
-    device, autocast = device_of(model), precision_of(precision)
+    device, parameters = device_of(model), describe_parameters(model)
+    autocast, notes = priced_precision(precision, cluster, parameters.values())
     default_backend = "gloo" if device.type == "cpu" else "nccl"
     problem = PlanningProblem(
         model=type(model).__name__,
-        parameters=describe_parameters(model),
+        parameters=parameters,
         world_size=world_size,
-        strategy=strategy_of(strategy, batch, lossy),
+        strategy=strategy_of(strategy, batch, lossy, reduce_precision),
         memory=memory_of(memory),
         batch=batch,
         precision=dtype_name(autocast),
@@ -193,7 +210,9 @@ def plan(
         comm_backend=cluster.backend if cluster else default_backend,
         backend=backend,
     )
-    return plan_offline(problem, model, example_inputs, autocast, loss_fn, time_limit_s, progress)
+    rest = autocast, loss_fn, time_limit_s, progress
+    made = plan_offline(problem, model, example_inputs, *rest)
+    return replace(made, notes=(*made.notes, *notes))
 
 
 def verify(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,10 +13,12 @@ from torch import nn
 from autopar.capture.call import flattened
 from autopar.common.checks import MAX_RANKS, choice, count, demand, flag, nbytes, seconds, texts
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.plan.strategy import Strategy
+from autopar.cost_model.topology.devices import find_device
+from autopar.ir.graph import ParameterInfo
+from autopar.plan.strategy import REDUCE_PRECISIONS, Strategy
 from autopar.report.plan import Plan
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 MOST_TRIALS = 1000
 
 
@@ -48,14 +50,47 @@ def precision_of(precision: str | torch.dtype | None) -> torch.dtype | None:
     return PRECISIONS[choice("precision", precision, PRECISIONS, " or the dtype of one")]
 
 
+def priced_precision(
+    precision: str | torch.dtype | None,
+    cluster: Cluster | None,
+    parameters: Iterable[ParameterInfo],
+) -> tuple[torch.dtype | None, tuple[str, ...]]:
+    """The dtype of autocast that an offline plan assumes, and a note on it.
+
+    Without a choice it is bf16 for float32 parameters on devices with tensor cores for it.
+    """
+    given, figures = precision_of(precision), None
+    if cluster is not None:
+        figures = cluster.figures or find_device(cluster.device)
+    rates = {} if figures is None else figures.flops_per_s
+    narrow, wide = rates.get("bfloat16", 0.0), rates.get("float32", 0.0)
+    is_float32 = all(p.dtype == torch.float32 for p in parameters)
+    if given is not None or narrow <= wide or not is_float32 or figures is None:
+        return given, ()
+    if precision is None:
+        note = "bf16 autocast with fp32 parameters is assumed; precision='fp32' prices float32"
+        return torch.bfloat16, (note,)
+    idle = f"{narrow / 1e12:,.0f} against {wide / 1e12:,.0f} TFLOP/s"
+    return None, (
+        f"float32 leaves the tensor cores of {figures.name} idle ({idle}): give precision='bf16'",
+    )
+
+
 def dtype_name(dtype: torch.dtype | None) -> str | None:
     """The name of a dtype without "torch."."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def strategy_of(strategy: str | Strategy, batch: str, lossy: bool | Sequence[str]) -> Strategy:
+def strategy_of(
+    strategy: str | Strategy,
+    batch: str,
+    lossy: bool | Sequence[str],
+    reduce_precision: Any,
+) -> Strategy:
     """The fixed choices; ranks with their own rows share a model only on request."""
     fixed = Strategy.of(strategy).allowing(lossy)
+    if reduce_precision is not None:
+        fixed = replace(fixed, reduce_precision=reduce_precision)
     return replace(fixed, search=()) if batch == "local" else fixed
 
 
@@ -126,6 +161,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "plan": _plan,
     "batch": lambda name, value: choice(name, value, ("global", "local")),
     "precision": lambda name, value: precision_of(value),
+    "reduce_precision": lambda name, value: choice(name, value, REDUCE_PRECISIONS),
     "lossy": _lossy,
     "backend": _backend,
     "fallback": flag,
@@ -149,6 +185,7 @@ _OPTIONAL = frozenset(
         "cluster",
         "plan",
         "precision",
+        "reduce_precision",
         "time_limit_s",
         "trials",
     }

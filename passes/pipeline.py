@@ -107,7 +107,7 @@ def build_stage_pipeline(
     passes: list[Pass] = [LowerAttention("cuda" if backend == "nccl" else "cpu")]
     passes += [] if compiled else [FuseCrossEntropy()]
     passes.append(CheckpointActivations(plan.recompute, plan.activation_bytes, compiled))
-    if axes:
+    if axes and plan.reduce_precision is None:
         passes.append(CastBeforeReduce())
     passes += (BucketTpGradients(item.axis, item.bucket_bytes) for item in plan.partitions)
     if plan.dp_size > 1:
@@ -132,7 +132,8 @@ def _data_parallel(
     shard_rank = coordinate_on(plan.shard_axis, dp_rank, plan.axes)
     yield ShardParameters(plan.shard_axis, shard_rank, plan.zero_stages)
     yield CastBeforeGather()
-    yield SynchronizeGradients(DATA_AXIS, dp_rank, unreduced, held, plan.shard_axis)
+    options = (unreduced, held, plan.shard_axis, plan.reduce_precision or "")
+    yield SynchronizeGradients(DATA_AXIS, dp_rank, *options)
     yield BucketCollectives(plan.buckets)
     buckets, chosen = plan.buckets, plan.compressions
     if any(chosen.reduce):

@@ -187,7 +187,7 @@ def test_a_plan_that_is_none(tmp_path: Path) -> None:
     [
         ({"strategy": "zero4"}, "zero4.*auto, fastest, ddp, zero1"),
         ({"batch": "mine"}, "choose global, local"),
-        ({"precision": "int8"}, "choose bf16, fp16"),
+        ({"precision": "int8"}, "choose bf16, fp16, fp32"),
         ({"memory": "lots"}, "24GiB"),
     ],
 )

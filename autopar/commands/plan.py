@@ -58,7 +58,8 @@ def add_to(commands: Any) -> None:
         help="seconds after which no further mesh is tried",
     )
     add("--cluster", help="JSON file or name of a cluster")
-    add("--precision", help="autocast dtype of the forward: bf16 or fp16")
+    add("--precision", help="dtype of autocast: bf16, fp16 or fp32 for none")
+    add("--reduce-precision", help="bf16 to reduce gradients in bf16, which is lossy")
     add(
         "--backend",
         default="eager",
@@ -111,6 +112,7 @@ def run(options: argparse.Namespace) -> None:
             cluster=cluster,
             lossy=options.lossy,
             precision=options.precision,
+            reduce_precision=options.reduce_precision,
             time_limit_s=options.time_limit,
             backend=options.backend,
             progress=progress,

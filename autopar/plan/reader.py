@@ -18,11 +18,15 @@ from autopar.plan.compression import Compression
 from autopar.plan.partition import parse_op_strategy
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import SCHEMA_VERSION, PlanSpec
+from autopar.plan.strategy import REDUCE_PRECISIONS
 from autopar.plan.upgrade import upgrade_schema_6
 
 AGAIN = "Make the plan again with autopar.plan."
 P = TypeVar("P", bound=PlanSpec)
 MODEL_AXES = ("tp", "cp", "ep")
+ADDED: dict[str, Any] = {"reduce_precision": None, "parameter_dtypes": []}
+"""Fields that older documents of this schema lack."""
+
 KINDS = ("gather", "regather", "reduce")
 
 
@@ -43,6 +47,7 @@ def read_plan(document: Any, kind: type[P], source: str) -> P:
             f"{source} has plan schema {short_repr(found)} in $.schema_version; this autopar "
             f"reads 6 and {SCHEMA_VERSION}. {AGAIN}"
         )
+    document = ADDED | document
     if missing := [f.name for f in fields(kind) if f.name not in document]:
         raise PlanError(f"{source}: $ lacks the field {missing[0]!r} of a plan. {AGAIN}")
     return read(document, kind, source, PlanError, AGAIN, check)
@@ -57,6 +62,12 @@ def check(plan: PlanSpec) -> None:
     dtype = torch.float32 if plan.precision is None else getattr(torch, plan.precision, None)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise FieldError("$.precision", f"is {plan.precision!r}: expected a floating-point dtype")
+    for index, (name, _) in enumerate(plan.parameter_dtypes):
+        if not isinstance(getattr(torch, name, None), torch.dtype):
+            raise FieldError(f"$.parameter_dtypes[{index}][0]", f"is {name!r}: expected a dtype")
+    if plan.reduce_precision not in (None, *(known := REDUCE_PRECISIONS.values())):
+        wanted = f"expected null or {' or '.join(known)}"
+        raise FieldError("$.reduce_precision", f"is {plan.reduce_precision!r}: {wanted}")
 
 
 def _check_mesh(plan: PlanSpec) -> None:

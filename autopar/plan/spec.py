@@ -38,7 +38,7 @@ SCHEMA_VERSION = 7
 
 _NOT_RUN = (
     "name", "model", "optimizer", "optimizer_state_ratio", "memory_cap", "prediction",
-    "sent_bytes", "runners_up", "cluster", "comm_backend", "notes", "torch",
+    "parameter_dtypes", "sent_bytes", "runners_up", "cluster", "comm_backend", "notes", "torch",
 )  # fmt: skip
 """Fields that only describe a plan; `PlanSpec.digest` ignores them."""
 
@@ -72,6 +72,7 @@ class PlanSpec:
         batch_semantics: "global" for the step of one device on the whole batch; "local" for
             losses of each rank's own rows, with averaged gradients.
         precision: dtype of autocast, or None.
+        reduce_precision: dtype in which gradients are reduced; None for that of their parameters.
         optimizer: name of the assumed optimizer.
         optimizer_state_ratio: bytes of optimizer state per byte of parameter.
         memory_cap: memory limit of a rank, in bytes; None for no limit.
@@ -80,6 +81,8 @@ class PlanSpec:
         partitions: partition of the model along each model-parallel axis, in this order.
         pipeline: pipeline stages and their schedule; None without a pipeline.
         parameter_bytes: size of each unsharded parameter, in bytes.
+        parameter_dtypes: bytes of unsharded parameters of each dtype, the largest first; () if
+            unknown.
         prediction: predicted cost; None if the plan was not simulated.
         sent_bytes: bytes that a rank sends over each axis in a step.
         runners_up: other plans and their predicted cost.
@@ -108,6 +111,7 @@ class PlanSpec:
     activation_bytes: Count | None = None
     batch_semantics: GlobalOrLocal = "global"
     precision: str | None = None
+    reduce_precision: str | None = None
     optimizer: str = "AdamW"
     optimizer_state_ratio: Amount = 2.0
     memory_cap: Positive | None = None
@@ -116,6 +120,7 @@ class PlanSpec:
     partitions: tuple[Partition, ...] = ()
     pipeline: Pipeline | None = None
     parameter_bytes: tuple[tuple[str, Count], ...] = ()
+    parameter_dtypes: tuple[tuple[str, Count], ...] = ()
     prediction: Prediction | None = None
     sent_bytes: tuple[tuple[str, Count], ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()

@@ -30,6 +30,9 @@ ORDER = ("tp", "cp", "ep")
 SEARCHABLE = ("pp", "tp", "cp", "ep", "dp_shard")
 MOST_PREFETCH = 2**16
 
+REDUCE_PRECISIONS = {"bf16": "bfloat16"}
+"""Names of dtypes that gradients may be reduced in, other than their own."""
+
 Pin = Shard | Replicate
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -66,6 +69,8 @@ class Strategy:
         compress_gathers: compression of gathered parameters: "bf16", "fp16" or "int8".
         compress_activations: compression of activations sent along tp, cp or ep and between
             stages: "bf16" or "fp16".
+        reduce_precision: "bf16" to reduce gradients over the data axis in bf16, and along tp, cp
+            and ep those that autocast computes in bf16; None for the dtype of the parameters.
         lossy: methods that the planner may choose for gradients if `compress` is None; set by
             `compile(lossy=...)`.
         search: axes whose sizes the planner may choose if they are None: any of "pp", "tp", "cp",
@@ -97,6 +102,7 @@ class Strategy:
     compress: str | Compression | None = None
     compress_gathers: str | Compression | None = None
     compress_activations: str | Compression | None = None
+    reduce_precision: Literal["bf16"] | None = None
     lossy: tuple[str, ...] = ()
     search: tuple[str, ...] = ()
     placements: Mapping[str, Pin | Mapping[str, Pin]] = field(default_factory=dict)
@@ -124,6 +130,9 @@ class Strategy:
                 "schedule='interleaved' runs several stages on a rank: give stages_per_rank=2 or "
                 "more, or leave it out"
             )
+        compressed = self.lossy or self.compress not in (None, "none")
+        if self.reduce_precision is not None and compressed:
+            return "reduce_precision and compress both shrink gradients: give one of the two"
         cuts = self.stages - 1
         if self.split_points is not None and len(self.split_points) != cuts:
             points = f"split_points={self.split_points!r}"
@@ -293,6 +302,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "compress": _method(METHODS),
     "compress_gathers": _method(ELEMENTWISE),
     "compress_activations": _method(CASTS),
+    "reduce_precision": lambda name, value: choice(name, value, REDUCE_PRECISIONS),
     "lossy": _lossy,
     "search": _search,
     "placements": _placements,

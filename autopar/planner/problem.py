@@ -21,7 +21,7 @@ from autopar.errors import StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.spec import fingerprint
-from autopar.plan.strategy import Strategy
+from autopar.plan.strategy import REDUCE_PRECISIONS, Strategy
 from autopar.report.plan import Plan
 
 Graphs = Mapping[int, TrainingGraph]
@@ -74,12 +74,17 @@ class PlanningProblem:
         return ("", *dict.fromkeys(p.block for p in self.parameters.values() if p.block))
 
     @cached_property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the largest number of parameter bytes."""
+    def dtypes(self) -> Counter[torch.dtype]:
+        """Bytes of the parameters of each dtype."""
         sizes = Counter[torch.dtype]()
         for parameter in self.parameters.values():
             sizes[parameter.dtype] += parameter.bytes
-        return sizes.most_common(1)[0][0] if sizes else torch.float32
+        return sizes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the largest number of parameter bytes."""
+        return next((dtype for dtype, _ in self.dtypes.most_common(1)), torch.float32)
 
     @cached_property
     def state_ratio(self) -> float:
@@ -111,12 +116,14 @@ class PlanningProblem:
             activation_bytes=self.strategy.activation_bytes,
             batch_semantics=self.strategy.batch_semantics,
             precision=self.precision,
+            reduce_precision=REDUCE_PRECISIONS.get(self.strategy.reduce_precision or ""),
             optimizer=getattr(self.optimizer, "__name__", type(self.optimizer).__name__),
             optimizer_state_ratio=self.state_ratio,
             memory_cap=self.memory,
             comm_backend=self.comm_backend,
             hybrid=1 < (self.strategy.dp_shard or 1) < ranks,
             parameter_bytes=tuple((p.name, p.bytes) for p in self.parameters.values()),
+            parameter_dtypes=tuple((str(d)[6:], size) for d, size in self.dtypes.most_common()),
             placements=tuple((name, "R") for name in self.parameters),
         )
 

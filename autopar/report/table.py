@@ -16,6 +16,7 @@ from autopar.cost_model.simulator.exposure import CAUSES
 from autopar.formatting import human_bytes, memory_text, printable
 from autopar.ir.mesh_levels import DATA_STORAGE_AXES
 from autopar.report.error_bars import memory_interval, step_interval
+from autopar.report.precision import precision_line
 
 if TYPE_CHECKING:
     from autopar.plan.prediction import Prediction
@@ -48,7 +49,7 @@ def layout(plan: PlanSpec) -> list[str]:
         span = span or "(outside of blocks)"
         grid.add_row(span, str(stage), kinds, human_bytes(whole), human_bytes(held), level)
     mesh = f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}"
-    lines = [_render(grid), *_stages(plan), mesh, *compressed(plan)]
+    lines = [_render(grid), *_stages(plan), mesh, *precision_line(plan), *compressed(plan)]
     if plan.sent_bytes:
         sent = ", ".join(f"{human_bytes(size)} over {axis}" for axis, size in plan.sent_bytes)
         lines.append(f"a rank sends {sent} a step")

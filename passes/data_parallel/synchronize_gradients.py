@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
-from autopar.ir.graph import GraphProperty, TrainingGraph
+from autopar.common.notices import NumericsNote
+from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
 from autopar.ir.mesh_levels import INTER_NODE, coordinate_on, level
 from autopar.ir.placement import Partial, Placement, Replicate, Shard, chunk_rows
 from autopar.ir.roles import Accumulated, Gradient, Parameter, UnreducedGrad
@@ -19,6 +21,9 @@ from autopar.passes.core.collective_ops import (
 from autopar.passes.core.node_builder import add_input, aten, call, fake_like
 from autopar.passes.core.pass_base import Pass, PassResult
 
+_ROUNDED = "gradients are reduced in {}: parts and sums are rounded, unlike on one device"
+"""Note on a `dtype` that is given."""
+
 
 @dataclass(frozen=True)
 class SynchronizeGradients(Pass):
@@ -27,7 +32,8 @@ class SynchronizeGradients(Pass):
     Before: gradients of parameters are Partial over the axis. After: gradients of replicated
     parameters are all-reduced, and gradients of sharded ones are reduce-scattered, each once it is
     computed. If parameters are sharded within nodes only, an all-reduce between nodes follows.
-    Parameters in `unreduced` keep Partial gradients, as under `no_sync`. Tier: exact.
+    Parameters in `unreduced` keep Partial gradients, as under `no_sync`. A `dtype` narrower than a
+    gradient's rounds every part and every sum, and a note says so. Tier: exact without `dtype`.
 
     Attributes:
         axis: axis over which gradients are Partial.
@@ -35,6 +41,7 @@ class SynchronizeGradients(Pass):
         unreduced: parameters whose gradients are returned unreduced.
         accumulated: parameters with unreduced gradients of earlier calls, added before reducing.
         shard_axis: axis, or level of an axis, that parameters are sharded over.
+        dtype: name of the dtype of the reductions; "" for that of the gradients.
     """
 
     axis: str
@@ -42,6 +49,7 @@ class SynchronizeGradients(Pass):
     unreduced: tuple[str, ...] = ()
     accumulated: tuple[str, ...] = ()
     shard_axis: str = ""
+    dtype: str = ""
     requires = frozenset({GraphProperty.BATCH_SHARDED})
     ensures = frozenset({GraphProperty.GRADIENTS_SYNCHRONIZED})
 
@@ -60,8 +68,37 @@ class SynchronizeGradients(Pass):
         changed = {}
         for role, node in zip(graph.outputs, graph.results, strict=True):
             if _is_parameter(role) and node is not None:
-                changed[role] = self.reduce(graph, role.of.name, node)  # type: ignore[union-attr]
-        return PassResult(graph.with_results(changed))
+                changed[role] = self.reduce_in_dtype(graph, role.of.name, node)  # type: ignore[union-attr]
+        notes = (*graph.notes, *([NumericsNote(_ROUNDED.format(self.dtype))] if self.dtype else []))
+        whole = dict(zip(graph.outputs, graph.results, strict=True))
+        graph = graph.with_results(changed, notes=notes)
+        for cast in {whole[role] for role in changed}:
+            if cast is not None and cast.op == "call_function" and not cast.users:
+                graph.graph.erase_node(cast)
+        return PassResult(graph)
+
+    def reduce_in_dtype(self, graph: TrainingGraph, name: str, node: fx.Node) -> fx.Node:
+        """Writes the reduction of a gradient, between casts if `dtype` is narrower."""
+        wide = tensors(node)[0].dtype
+        dtype = getattr(torch, self.dtype) if self.dtype else wide
+        if dtype.itemsize >= wide.itemsize:
+            return self.reduce(graph, name, node)
+        narrow = self.cast(graph, node, dtype)
+        return self.cast(graph, self.reduce(graph, name, narrow), wide)
+
+    def cast(self, graph: TrainingGraph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Writes the cast of a gradient right after it, or returns what it was cast from."""
+        if node.target is aten._to_copy.default:
+            (source,) = node.all_input_nodes
+            before, after = tensors(source)[0], tensors(node)[0]
+            if before.dtype == dtype and before.stride() == after.stride():
+                return source
+        is_input = node.op == "placeholder"
+        graph.graph.inserting_before(graph.backward_start if is_input else node.next)
+        like = graph.backward_start if is_input else node
+        made = call(graph.graph, like, aten._to_copy.default, node, dtype=dtype)
+        made.meta["placement"] = node.meta["placement"]
+        return made
 
     def reduce(self, graph: TrainingGraph, name: str, node: fx.Node) -> fx.Node:
         """Writes the reduction of a gradient right after it."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from autopar.cost_model.group_shape import GroupShape
@@ -185,8 +186,16 @@ class _StepModel:
             nbytes /= self.levels[level(DATA_AXIS, INTRA_NODE)]
         mesh = {**dict(self.problem.mesh), **self.levels}
         shape = GroupShape.of_axis(mesh, axis, cluster.ranks_per_node)
+        nbytes *= self.sent_share(collective)
         dtype = str(self.problem.dtype).removeprefix("torch.")
         return cluster.seconds(collective, nbytes, shape, dtype).seconds
+
+    def sent_share(self, collective: str) -> float:
+        """Bytes sent for each byte of a parameter: those of autocast, or of `reduce_precision`."""
+        base = self.problem.base()
+        name = base.precision if collective == "all_gather" else base.reduce_precision
+        size = self.problem.dtype.itemsize
+        return min(size, getattr(torch, name).itemsize) / size if name else 1.0
 
     def update_s(self, zero: int) -> float:
         ranks = self.problem.shard_ranks if zero else 1

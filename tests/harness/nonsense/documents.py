@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from autopar.plan.prediction import StagePrediction
+from autopar.plan.reader import ADDED
 from autopar.report.plan import Plan
 from tests.harness.nonsense.case import INF, NAN, Case
 from tests.harness.nonsense.examples import Path_, example_plan
@@ -22,8 +23,8 @@ NONSENSE: Mapping[type, Sequence[Any]] = {
 """Invalid values for a field of each JSON type."""
 
 OPTIONAL = {
-    "activation_bytes", "precision", "memory_cap", "pipeline", "prediction", "work", "topology",
-    "figures", "link", "device_memory_bytes", "host_memory_bytes", "again",
+    "activation_bytes", "precision", "reduce_precision", "memory_cap", "pipeline", "prediction",
+    "work", "topology", "figures", "link", "device_memory_bytes", "host_memory_bytes", "again",
 }  # fmt: skip
 FREE = {"graph"}  # networkx's own, of any content
 
@@ -68,7 +69,7 @@ def document_cases(kind: str, read: Callable[[Any], Any], document: Any) -> Iter
             bad = changed(document, path, value)
             said = f"{path} = {type(value).__name__}"
             yield Case(kind, fields_of(path), said, lambda bad=bad: read(bad))
-    for name in document.keys() - {"again"}:
+    for name in document.keys() - {"again", *ADDED}:
         short = {key: value for key, value in document.items() if key != name}
         yield Case(kind, (name,), f"no {name}", lambda short=short: read(short))
     yield Case(kind, ("stranger",), "a stranger", lambda: read({**document, "stranger": 1}))
@@ -120,6 +121,7 @@ CONTRADICTIONS: Mapping[str, Sequence[tuple[Path_, Any]]] = {
     "batch_semantics": [(("batch_semantics",), "x")],
     "recompute": [(("recompute", 0, 1), "some"), (("recompute", 0, 0), "blocks.9")],
     "precision": [(("precision",), "int8"), (("precision",), "x"), (("precision",), "nn")],
+    "reduce_precision": [(("reduce_precision",), "float16"), (("reduce_precision",), "bf16")],
     "placements": [
         (("placements",), []),
         (("placements", 0, 0), "x"),

@@ -69,6 +69,7 @@ def example_plan() -> Plan:
         recompute=(("", "none"), ("blocks.0", "full")),
         activation_bytes=1024,
         precision="bfloat16",
+        reduce_precision="bfloat16",
         memory_cap=2**30,
         placements=(("head.weight", "S(0)"), ("blocks.0.weight", "R")),
         partitions=(

@@ -4,13 +4,14 @@ import torch
 from expecttest import assert_expected_inline
 
 from autopar.ir.roles import Accumulated, Gradient, Parameter, UnreducedGrad
+from autopar.passes.core.collective_ops import message_bytes, starts, tagged
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from tests.harness.reference import relative_error
-from tests.passes.golden import changes, two_layers
+from tests.passes.golden import TwoLayers, changes, two_layers
 from tests.passes.parity import AXIS, EXACT, World
 
 NAMES = ("blocks.0.weight", "blocks.1.weight")
@@ -98,3 +99,58 @@ def test_accumulated_gradient_of_a_parameter_without_a_gradient() -> None:
 def test_says_why_it_declined() -> None:
     graph = replace(two_layers(), differentiate=False).graph(0)
     assert SynchronizeGradients(AXIS, 0)(graph).reason == "no parameter has a gradient"
+
+
+def under_autocast() -> World:
+    """TwoLayers with gradients that are bf16 before their last cast."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    it = World(TwoLayers(), ((x,), {}), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        it.graph(0), it.graph(1)
+    return it
+
+
+def test_reductions_in_bf16_come_before_the_cast() -> None:
+    graph = run_passes(under_autocast().graph(0), before(0, stage=2))
+    after = run_passes(graph, [SynchronizeGradients(AXIS, 0, dtype="bfloat16")])
+    assert_expected_inline(
+        changes(graph, after),
+        """\
++ start_all_reduce_1: [2,3] R = start_all_reduce([t_5], dp)
++ wait_3: [2,3] R = wait(start_all_reduce_1)
++ getitem_3: [2,3] R = getitem(wait_3, 0)
++ _to_copy_default_3: [2,3] R = _to_copy(getitem_3, dtype=torch.float32)
++ start_reduce_scatter: [2,4] S(0) = start_reduce_scatter([t_8], [2], dp)
++ wait_2: [2,4] S(0) = wait(start_reduce_scatter)
++ getitem_2: [2,4] S(0) = getitem(wait_2, 0)
++ _to_copy_default_2: [2,4] S(0) = _to_copy(getitem_2, dtype=torch.float32)
+- _to_copy_3: [2,3] P(sum) = _to_copy(t_5, dtype=torch.float32, layout=torch.strided, device=cpu)
+- _to_copy_4: [3,4] P(sum) = _to_copy(t_8, dtype=torch.float32, layout=torch.strided, device=cpu)
+-> gradient blocks.0.weight = _to_copy_default_2
+-> gradient blocks.1.weight = _to_copy_default_3""",
+    )
+    assert [str(note) for note in after.notes] == [
+        "gradients are reduced in bfloat16: parts and sums are rounded, unlike on one device"
+    ]
+
+
+def test_bf16_halves_the_bytes_and_float32_is_the_default() -> None:
+    it = under_autocast()
+
+    def sent(dtype: str) -> list[int]:
+        passes = [*before(0, 2), SynchronizeGradients(AXIS, 0, dtype=dtype)]
+        graph = run_passes(it.graph(0), passes)
+        return [message_bytes(s) for s in starts(graph) if tagged(s, "gradient")]
+
+    assert [2 * n for n in sent("bfloat16")] == sent("")
+    wide, narrow = (
+        it.run(it.lower(lambda r, d=d: (*before(r), SynchronizeGradients(AXIS, r, dtype=d))))[0]
+        for d in ("", "bfloat16")
+    )
+    for name in NAMES:
+        role = Gradient(Parameter(name))
+        ours, theirs = narrow[role], wide[role]
+        assert ours is not None
+        assert theirs is not None
+        assert ours.dtype == theirs.dtype == torch.float32
+        assert torch.equal(ours, theirs.bfloat16().float())  # two parts: one rounding
