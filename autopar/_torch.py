@@ -36,6 +36,7 @@ from torch.amp import GradScaler
 from torch.cuda import _sleep as sleep_on_gpu
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _abort_process_group as abort_group
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _add_send_recv as add_transfers
@@ -43,6 +44,7 @@ from torch.distributed.pipelining.schedules import _ComputationType as PipelineW
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
 from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_dtensor_caches
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.node import _format_arg as format_argument

@@ -31,6 +31,7 @@ from autopar.arguments import (
 )
 from autopar.capture.call import flattened
 from autopar.capture.model_info import describe_parameters, device_of
+from autopar.common.groups import backend_of
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.driver.live import LivePlanner
@@ -45,7 +46,6 @@ from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import Options
 from autopar.runtime.planned_module import check_not_compiled
-from autopar.runtime.process_groups import backend_of
 from autopar.runtime.start import ensure_process_group
 from autopar.verification.deviation import Verification
 from autopar.verification.verify import compare_training, verify_first_call

@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch import fx, nn
 
 from autopar._torch import aot_backend, default_partition, make_boxed_func
+from autopar.common.groups import backend_of
 from autopar.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Partial, Replicate, Varying
@@ -25,7 +26,6 @@ from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.runtime.agreement.consensus import is_multi_rank
-from autopar.runtime.process_groups import backend_of
 
 BUCKET_BYTES = 16 * 2**20
 

@@ -6,20 +6,25 @@ import gc
 import random
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import distributed as dist
 
 from autopar._torch import pytree
 from autopar.cost_model.host import free_memory_bytes
 from autopar.cost_model.memory.optimizer_memory import Optimizer, make_optimizer
+from autopar.errors import AutoparError, CommunicationError, DisagreementError
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import gather_objects
+from autopar.runtime.group_cache import abort_temporary_groups, temporary_groups
 
 if TYPE_CHECKING:
     from autopar.runtime.module import DistributedModule
+
+T = TypeVar("T")
 
 WARMUP_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 2, 5, 21
 """Number of untimed rounds, and limits on the number of timed rounds."""
@@ -45,43 +50,74 @@ def memory_budget(device: torch.device, sharing: int) -> int | None:
     return int(MEMORY_FRACTION * free / sharing) if free else None
 
 
+@dataclass(frozen=True)
+class Trial:
+    """Plans that were benchmarked.
+
+    Attributes:
+        plans: plans that ran on all ranks.
+        seconds: step time of each on the slowest rank; empty if fewer than two ran.
+        rounds: timed rounds of the finalists.
+        notes: plans that were dropped, with the reasons.
+    """
+
+    plans: tuple[Plan, ...]
+    seconds: tuple[float, ...] = ()
+    rounds: int = 0
+    notes: tuple[str, ...] = ()
+
+
 def benchmark_plans(
     copy_under: Callable[[Plan], DistributedModule],
     plans: Sequence[Plan],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     optimizer: Optimizer,
-) -> tuple[tuple[float, ...], int]:
+) -> Trial:
     """Trains each plan for a few steps of one call, and plans near the fastest for more steps.
 
-    Collective: all ranks must call it. Returns the seconds of each plan's step on the slowest rank,
-    and the number of timed rounds of the finalists.
+    A plan that runs out of memory on any rank is dropped on all, and the others start again.
+    Collective: all ranks must call it.
     """
     args, kwargs = pytree.tree_map_only(
         torch.Tensor,
         lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad),
         (tuple(args), kwargs),
     )
-    runners = [_Runner(copy_under(plan), args, kwargs, optimizer) for plan in plans]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    left, notes = list(plans), list[str]()
+    while len(left) > 1:
+        runners = _Runners(lambda plan: _Runner(copy_under(plan), args, kwargs, optimizer))
+        with temporary_groups(), torch.random.fork_rng(devices), torch.enable_grad():
+            try:
+                for plan in left:
+                    runners.add(plan)
+                return Trial(tuple(left), *_run(runners), tuple(notes))
+            except _DroppedError as dropped:
+                index, why = dropped.args
+                notes.append(f"{left.pop(index).name} is no candidate: {why}")
+            finally:
+                runners.release()
+    return Trial(tuple(left or plans[:1]), notes=tuple(notes))
+
+
+def _run(runners: _Runners) -> tuple[tuple[float, ...], int]:
+    """Step time of each runner on the slowest rank, in seconds, and the finalists' rounds."""
+    every = range(len(runners.made))
+    start = time.perf_counter()
+    for _ in range(WARMUP_ROUNDS):
         start = time.perf_counter()
-        for _ in range(WARMUP_ROUNDS):
-            start = time.perf_counter()
-            for runner in runners:
-                runner.step()
-        step_s = max(gather_objects(time.perf_counter() - start)) / len(runners)
-        warm = step_s < SHORT_STEP_S
-        table = _time_rounds(runners, range(MIN_ROUNDS), warm=warm)
-        first = _medians(table)
-        finalists = [i for i, s in enumerate(first) if s <= FINALIST_MARGIN * min(first)]
-        affordable = int(BUDGET_S / (step_s * (1 + warm) * len(finalists)))
-        more = min(MAX_ROUNDS - MIN_ROUNDS, affordable) if len(finalists) > 1 else 0
-        rounds = range(MIN_ROUNDS, MIN_ROUNDS + more)
-        final_table = _time_rounds([runners[i] for i in finalists], rounds, warm=warm)
-    for runner in runners:
-        runner.release()
-    gc.collect()
+        for index in every:
+            runners.step(index)
+    step_s = max(gather_objects(time.perf_counter() - start)) / len(every)
+    warm = step_s < SHORT_STEP_S
+    table = _time_rounds(runners, every, range(MIN_ROUNDS), warm=warm)
+    first = _medians(table)
+    finalists = [i for i, s in enumerate(first) if s <= FINALIST_MARGIN * min(first)]
+    affordable = int(BUDGET_S / (step_s * (1 + warm) * len(finalists)))
+    more = min(MAX_ROUNDS - MIN_ROUNDS, affordable) if len(finalists) > 1 else 0
+    rounds = range(MIN_ROUNDS, MIN_ROUNDS + more)
+    final_table = _time_rounds(runners, finalists, rounds, warm=warm)
     last = _medians([*([row[i] for i in finalists] for row in table), *final_table])
     drift = statistics.fmean(last) / statistics.fmean(first[i] for i in finalists)
     final = dict(zip(finalists, last, strict=True))
@@ -90,20 +126,20 @@ def benchmark_plans(
 
 
 def _time_rounds(
-    runners: Sequence[_Runner], rounds: Sequence[int], *, warm: bool
+    runners: _Runners, chosen: Sequence[int], rounds: Sequence[int], *, warm: bool
 ) -> list[list[float]]:
-    """Step times by round and runner, on the slowest rank; a `warm` step is not timed.
+    """Step times by round and chosen runner, on the slowest rank; a `warm` step is not timed.
 
     The order of the runners is shuffled by the round, equally on all ranks.
     """
     local = []
-    for index in rounds:
-        order, seconds = list(range(len(runners))), [0.0] * len(runners)
-        random.Random(index).shuffle(order)
+    for number in rounds:
+        order, seconds = list(range(len(chosen))), [0.0] * len(chosen)
+        random.Random(number).shuffle(order)
         for i in order:
             if warm:
-                runners[i].step()
-            seconds[i] = runners[i].timed_step()
+                runners.step(chosen[i])
+            seconds[i] = runners.timed_step(chosen[i])
         local.append(seconds)
     return [
         [max(ranks) for ranks in zip(*by_rank, strict=True)]
@@ -117,6 +153,97 @@ def _medians(table: Sequence[Sequence[float]]) -> list[float]:
     relative = [[each / mean for each in row] for row, mean in zip(table, means, strict=True)]
     typical = statistics.median(means)
     return [typical * statistics.median(column) for column in zip(*relative, strict=True)]
+
+
+class _DroppedError(Exception):
+    """A plan's index, and the reason to drop it; raised on all ranks."""
+
+
+@dataclass
+class _Runners:
+    """Runners of plans on this rank, whose steps all ranks vote on."""
+
+    make: Callable[[Plan], _Runner]
+    made: list[_Runner] = field(default_factory=list)
+
+    def add(self, plan: Plan) -> None:
+        self.made.append(self._on_all_ranks(len(self.made), lambda: self.make(plan)))
+
+    def step(self, index: int) -> None:
+        self._on_all_ranks(index, self.made[index].step)
+
+    def timed_step(self, index: int) -> float:
+        """Duration of a step in seconds; the vote on the step before was the common start."""
+        device = self.made[index].module._device
+        _synchronize(device)
+        start = time.perf_counter()
+        on_cpu_s = self._on_all_ranks(index, lambda: self._seconds(index, start))
+        if device.type == "cpu":
+            return on_cpu_s
+        _synchronize(device)  # after the vote: kernels might wait for a rank that has failed
+        return time.perf_counter() - start
+
+    def _seconds(self, index: int, start: float) -> float:
+        self.made[index].step()
+        return time.perf_counter() - start
+
+    def release(self) -> None:
+        """Frees parameters and optimizer states, which reference cycles would keep alive."""
+        for runner in self.made:
+            runner.release()
+        self.made.clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _on_all_ranks(self, index: int, work: Callable[[], T]) -> T:
+        """This rank's result of work on a plan.
+
+        A rank that fails leaves the groups, so that the others fail too instead of waiting.
+
+        Raises:
+            _DroppedError: some rank ran out of memory.
+        """
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+            _forget_frames(error)
+            self.release()
+            abort_temporary_groups()
+        outcomes = _vote(None if failure is None else isinstance(failure, torch.OutOfMemoryError))
+        if full := [rank for rank, is_full in enumerate(outcomes) if is_full]:
+            self.release()
+            abort_temporary_groups()
+            raise _DroppedError(index, f"rank(s) {full} ran out of memory in its trial")
+        if failure is not None:
+            raise failure
+        if lost := [rank for rank, outcome in enumerate(outcomes) if outcome is not None]:
+            raise DisagreementError(f"rank(s) {lost} failed in the trial of a plan, others did not")
+        return result
+
+
+def _vote(outcome: bool | None) -> list[bool | None]:
+    """The outcome on every rank: None without a failure, else whether memory ran out.
+
+    Ranks that are still inside a step exchange another record first. That raises on every rank,
+    and they vote next.
+    """
+    while True:
+        try:
+            return gather_objects(outcome, "votes on the trial of a plan")
+        except CommunicationError:
+            raise
+        except AutoparError:
+            continue
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drops the local variables of frames that an error passed through."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class _Runner:
@@ -142,18 +269,7 @@ class _Runner:
             self.optimizer.step(lambda: 0.0)
             self.optimizer.zero_grad()
 
-    def timed_step(self) -> float:
-        """Duration of a step in seconds, from a common start of all ranks."""
-        device = self.module._device
-        dist.all_reduce(torch.zeros(1, device=device))
-        _synchronize(device)
-        start = time.perf_counter()
-        self.step()
-        _synchronize(device)
-        return time.perf_counter() - start
-
     def release(self) -> None:
-        """Frees parameters and optimizer state, which reference cycles would keep alive."""
         self.optimizer = None
         for parameter in self.module.parameters():
             parameter.grad = None

@@ -132,9 +132,15 @@ def plans_to_benchmark(
 def benchmark_and_pick(
     module: DistributedModule, plans: Sequence[Plan], call: Any, optimizer: Optimizer
 ) -> Plan:
-    """The plan with the shortest measured step; a single plan is returned unchanged."""
+    """The plan with the shortest measured step; a single plan is returned unchanged.
+
+    Its notes tell the plans that ran out of memory.
+    """
     if len(plans) == 1:
         return plans[0]
     args, kwargs = call
-    measured = benchmark_plans(module.copy_with_plan, plans, args, kwargs, optimizer)
-    return with_measured_times(plans, *measured)
+    trial = benchmark_plans(module.copy_with_plan, plans, args, kwargs, optimizer)
+    best = trial.plans[0]
+    if trial.seconds:
+        best = with_measured_times(trial.plans, trial.seconds, trial.rounds)
+    return replace(best, notes=(*best.notes, *trial.notes))

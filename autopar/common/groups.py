@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from torch import distributed as dist
 
 from autopar._torch import group_timeout
@@ -17,6 +18,14 @@ def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """Backends of a group, the default one for None, by type of device."""
     pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}
+
+
+def backend_of(device: torch.device) -> str:
+    """The torch.distributed backend for tensors of a device."""
+    default = "gloo" if device.type == "cpu" else "nccl"
+    if not (dist.is_available() and dist.is_initialized()):
+        return default
+    return backends_of().get(device.type, default)
 
 
 def gloo_group(beside: dist.ProcessGroup, *, use: str) -> dist.ProcessGroup:

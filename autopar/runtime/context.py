@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +21,7 @@ from autopar.capture.call import BatchShard, Call
 from autopar.capture.state.contents import attribute_of
 from autopar.capture.state.guards import Guards
 from autopar.capture.trace import Capture, capture
+from autopar.common.groups import backend_of
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning, BatchError, NumericsWarning, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
@@ -42,7 +44,7 @@ from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import is_remote, local_part
 from autopar.runtime.parameters.dtensor_layout import in_layout_of
-from autopar.runtime.process_groups import backend_of, rank
+from autopar.runtime.process_groups import rank
 from autopar.runtime.rng import RandomStream
 
 MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]
@@ -93,6 +95,7 @@ class ExecutionContext:
     Attributes:
         mesh: mesh of the plan, None for one rank.
         groups: name of the process group of each axis and level, by axis name.
+        world: process group of all ranks, for pipelines; None for the default one.
         unreduced_grads: local gradients of `no_sync` calls, by parameter name.
         captures: capture of each kind of call.
         planning_captures: captures made while planning, reused for all numbers of slices.
@@ -108,6 +111,7 @@ class ExecutionContext:
     plan: Plan | None = None
     mesh: DeviceMesh | None = None
     groups: Mapping[str, str] = field(default_factory=dict)
+    world: dist.ProcessGroup | None = None
     unreduced_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     compression_state: CompressionState = field(default_factory=CompressionState)
     captures: dict[Any, Capture] = field(default_factory=dict)

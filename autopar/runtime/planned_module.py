@@ -17,14 +17,20 @@ from autopar.capture.trace import Capture
 from autopar.errors import CaptureError, StrategyError
 from autopar.ir.graph import ParameterInfo
 from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.ir.placement import Shard
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.protocol import Protocol
 from autopar.runtime.context import ExecutionContext, MakeStrategies
 from autopar.runtime.fallback import check_runs
+from autopar.runtime.group_cache import group_of
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
-from autopar.runtime.parameters.distribute import as_dtensors, broadcast_from_rank0
+from autopar.runtime.parameters.distribute import (
+    as_dtensors,
+    broadcast_from_rank0,
+    parameter_like,
+)
 from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
 from autopar.runtime.process_groups import make_groups, make_mesh, rank
@@ -135,6 +141,9 @@ class PlannedModule(nn.Module):
         if options != self._options:
             context.options, context.rng = options, RandomStream(options, self._device)
         self.mesh = mesh = make_mesh(self._device, plan.storage, ("pp", *plan.shard_order))
+        context.groups = make_groups(self._device, plan.axes, mesh)
+        if plan.pp_size > 1:
+            context.world = group_of(self._device, (tuple(range(plan.world_size)),))
         run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
         context.reindex_model()
         context.planning_captures.clear()
@@ -147,7 +156,6 @@ class PlannedModule(nn.Module):
             self._load_compression_state(self._pending_compression_state)
             self._pending_compression_state = None
         context.guards.lift(plan.changed)
-        context.groups = make_groups(self._device, plan.axes, mesh)
         self._executor = self._new_executor()
 
     def _new_executor(self) -> SpmdExecutor | PipelineExecutor | None:
@@ -217,8 +225,19 @@ class PlannedModule(nn.Module):
         return made
 
     def copy_with_plan(self, plan: Plan) -> Self:
-        """A copy of an unplanned module, with its own parameters, that tries a plan."""
-        made = copy.deepcopy(self)
+        """A copy of an unplanned module, with its own parameters, that tries a plan.
+
+        Parameters that the plan shards or drops are not copied whole.
+        """
+        pipeline, model = plan.pipeline, self._wrapped[0]
+        local = pipeline.held(plan.mesh_coordinate(rank()).get("pp", 0)) if pipeline else ()
+        memo: dict[int, Any] = {}
+        for name, parameter in model.named_parameters():
+            dropped = plan.pp_size > 1 and name not in {*local, *plan.changed}
+            layout = plan.layout(name).values() if plan.shards_parameters else ()
+            if dropped or any(isinstance(placement, Shard) for placement in layout):
+                memo[id(parameter)] = parameter_like(parameter, parameter.detach())
+        made = run_on_all_ranks(lambda: copy.deepcopy(self, memo))
         made._context.options = replace(made._options, recorder=None, on_trial=True)
         made.apply_plan(plan)
         return made

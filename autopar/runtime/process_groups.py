@@ -10,9 +10,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.common.groups import advice_for_hangs, backends_of
+from autopar.common.groups import advice_for_hangs
 from autopar.errors import CommunicationError
 from autopar.ir.mesh_levels import mesh_of
+from autopar.runtime.group_cache import mesh_over
 
 
 def make_mesh(
@@ -26,7 +27,7 @@ def make_mesh(
     nontrivial = [name for name in sizes if sizes[name] > 1]
     ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in nontrivial])
     ranks = ranks.permute([nontrivial.index(name) for name in names])
-    return DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=tuple(names))
+    return mesh_over(device, ranks, tuple(names))
 
 
 def make_groups(
@@ -45,14 +46,6 @@ def _group_names(mesh: DeviceMesh | None) -> dict[str, str]:
     if mesh is None:
         return {}
     return {name: mesh.get_group(name).group_name for name in mesh.mesh_dim_names or ()}
-
-
-def backend_of(device: torch.device) -> str:
-    """The torch.distributed backend for tensors of a device."""
-    default = "gloo" if device.type == "cpu" else "nccl"
-    if not (dist.is_available() and dist.is_initialized()):
-        return default
-    return backends_of().get(device.type, default)
 
 
 def rank() -> int:

@@ -13,8 +13,8 @@ from torch import nn
 import autopar
 from autopar.capture.model_info import device_of
 from autopar.commands.script import default_processes
+from autopar.common.groups import backend_of
 from autopar.errors import StrategyError
-from autopar.runtime.process_groups import backend_of
 from autopar.runtime.start import RankDevice, check_ranks, ensure_process_group
 from tests.harness.worlds import Raised, run
 

@@ -186,7 +186,7 @@ class PipelineCall:
             if index in partials:
                 piece.copy_(partials[index].reshape(-1))
         if options.plan.world_size > 1:
-            dist.all_reduce(table)
+            dist.all_reduce(table, group=self.context.world)
         pairs = zip(ordered, pieces, strict=True)
         return {i: piece.view(fake.shape).to(fake.dtype) for (i, fake), piece in pairs}
 

@@ -19,6 +19,7 @@ from autopar._torch import without_weight_references
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.pipeline import Pipeline
 from autopar.report.plan import Plan
+from autopar.runtime.group_cache import mesh_over
 from autopar.runtime.parameters.distribute import (
     distribute_parameters,
     is_remote,
@@ -38,7 +39,7 @@ def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if names:
         return mesh[names]
     single_ranks = mesh.mesh.view(-1, 1)
-    return DeviceMesh(mesh.device_type, single_ranks, mesh_dim_names=("pp", DATA_AXIS))[DATA_AXIS]
+    return mesh_over(torch.device(mesh.device_type), single_ranks, ("pp", DATA_AXIS))[DATA_AXIS]
 
 
 def distribute_plan_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
