@@ -122,6 +122,9 @@ def dense_flex_attention(tell: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+without_torch_function = torch._C.DisableTorchFunction
+"""Context manager: functions of torch run without modes that replace them."""
+
 FUSED_ATTENTION = torch._C._SDPBackend.FLASH_ATTENTION.value
 """Number of the flash kernels among the kernels of attention."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar._torch import OpOverload
+from autopar._torch import OpOverload, without_torch_function
 from autopar.operators.attention import canonical_call
 
 aten = torch.ops.aten
@@ -25,7 +25,8 @@ class KernelResults:
 
     def _all(self) -> Any:
         if self._results is None:
-            self._results = self._kernel()
+            with without_torch_function():  # this form would be called again
+                self._results = self._kernel()
         return self._results
 
     def __len__(self) -> int:

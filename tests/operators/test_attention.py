@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from autopar._torch import patched
 from autopar.capture.batch_slices import capture_of_rank
 from autopar.ir.graph import TrainingGraph, elements
+from autopar.ir.placement import Shard
 from autopar.operators.attention import attention, attention_backward, attention_like
+from autopar.passes.core.runner import run_passes
+from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
+from autopar.planner.placement.unmeasured import partition_by_bytes
+from tests.passes.partitions import captured as captured_whole
 
 aten = torch.ops.aten
 HALF, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
@@ -137,8 +142,12 @@ class Unpacks(Layer):
         return out.square().mean() + statistics.detach().mean()
 
 
-def test_a_kernel_whose_other_results_are_read_stays() -> None:
-    graph = captured(Unpacks())
+def test_a_kernel_whose_other_results_are_read_stays_and_is_divided() -> None:
+    model, batch = Unpacks(), ((torch.randn(4, 8, 16),), {})
+    graph, _ = captured_whole(model, batch, 2)
     (kernel,) = (n for n in graph.calls() if "flash_attention.default" in str(n.target))
     assert any(isinstance(value, int) for value in kernel.meta["val"])  # lengths of sequences
     assert all(e is None or isinstance(e, Tensor) for e in elements(kernel))
+    strategies = partition_by_bytes(graph, 2, {"project.weight": Shard(0, 3)})
+    assert kernel.name in dict(strategies)
+    run_passes(graph, [PartitionAxis("tp", 1, strategies)])
