@@ -7,7 +7,8 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.amp import GradScaler
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.cuda import _sleep as sleep_on_gpu
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
@@ -160,6 +162,39 @@ def without_weight_references(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._init_flat_weights()
+
+
+@contextlib.contextmanager
+def cpu_autocast_kernels(kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
+    """Replaces kernels of the CPU's autocast inside, by name in aten; None for none.
+
+    A kernel runs its operator below autocast.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def below(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return kernel(*args, **kwargs)
+
+        return run
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of kernels that are replaced
+            for name, kernel in kernels.items():
+                found = torch.library.fallthrough_kernel if kernel is None else below(kernel)
+                library.impl(name, found, "AutocastCPU", allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def cpu_autocast_names() -> set[str]:
+    """Names in aten of the operators for which the CPU's autocast has a kernel."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
 def without_effect_tokens() -> contextlib.AbstractContextManager[None]:

@@ -10,6 +10,7 @@ formula. Loss, gradients and buffers must be those of the plain model in float64
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import sys
@@ -63,7 +64,8 @@ class Cell:
 def small(name: str) -> tuple[nn.Module, Any]:
     case = MODELS[name]
     args, kwargs = to_dtype(case.batch(ROWS, 0), torch.float64)
-    return case.make().double(), kwargs or args
+    model = case.make().double()
+    return model, dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
 def architecture(name: str) -> tuple[nn.Module, Any]:
@@ -123,11 +125,11 @@ def plan_on_laptop(model: nn.Module, inputs: Any, strategy: str) -> autopar.Plan
 
 @dataclass
 class Shared:
-    """A model, with its plans by strategy and its captures by kernel."""
+    """A model, with what its cells share: plans by strategy, and captures."""
 
     name: str
     plans: dict[str, autopar.Plan] = field(default_factory=dict)
-    captures: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    captures: dict[Any, Any] = field(default_factory=dict)
 
     def run_cell(self, kind: str, strategy: str) -> Cell:
         """Plan, print and run one cell; what fails is in the result."""
@@ -145,8 +147,8 @@ class Shared:
         script = on_meta(GPU_MODELS[self.name])
         if strategy not in self.plans:
             self.plans[strategy] = plan_on_laptop(*script, strategy)
-        plan, captures = self.plans[strategy], self.captures.setdefault(kind, {})
-        world = PlannedRanks(*GPU_MODELS[self.name](), plan, captures)
+        plan = self.plans[strategy]
+        world = PlannedRanks(*GPU_MODELS[self.name](), plan, self.captures)
         with cuda_kernels(kind), patch.object(ilp, "milp", wraps=ilp.milp) as solver:
             text = program_text(*script, plan=plan)
             with MathAttention() as math:

@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar._torch import pytree
 from autopar.capture.call import Call, batch_shard_of, flattened
+from autopar.capture.cuda_autocast import autocast_for
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.capture.trace import Capture, capture
 from autopar.errors import CoupledRowsError
@@ -84,13 +85,14 @@ def capture_of_rank(
     cache: CaptureCache | None = None,
     local: bool = False,
     in_time: bool = False,
+    comm_backend: str = "gloo",
 ) -> TrainingGraph:
     """The joint graph of the first micro-batch of a data parallel rank, without running it.
 
     The model may be on the meta device. The inputs hold the rows of all ranks under `batch`
     "global", one rank's rows under "local". `cache` holds captures to reuse, and is extended.
     Under `local`, a rank computes on its own rows alone (`batch_semantics`). Under `in_time`, the
-    ranks are micro-batches that run in sequence.
+    ranks are micro-batches that run in sequence. Autocast is that of GPUs if `comm_backend` is.
 
     Raises:
         BatchError: the rows cannot be divided into that many ranks and micro-batches.
@@ -105,7 +107,7 @@ def capture_of_rank(
 
     def capture_once(call: Call) -> Capture:
         if call.key not in captures:
-            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            with autocast_for(device, autocast, comm_backend):
                 captures[call.key] = capture(
                     model, call, parameters, device=device, loss_fn=loss_fn
                 )

@@ -90,4 +90,5 @@ def _capture_under(
         autocast=getattr(torch, plan.precision) if plan.precision else None,
         micro_batches=plan.pipeline.micro_batches if plan.pipeline is not None else 1,
         local=plan.batch_semantics == "local",
+        comm_backend=plan.comm_backend,
     )

@@ -47,6 +47,7 @@ class OfflineDriver(Driver):
             autocast=autocast,
             loss_fn=loss_fn,
             local=problem.strategy.batch_semantics == "local",
+            comm_backend=problem.comm_backend,
         )
         self._cache: CaptureCache = {}
         self._capture = functools.cache(self._capture_micro_batch)

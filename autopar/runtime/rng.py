@@ -16,7 +16,7 @@ class RandomStream:
     """Random numbers for this rank's rows, independent of other ranks' and reproducible.
 
     A single rank uses torch's default generator, so that results match the plain model. Several
-    ranks seed the stream at its first use from this process's `torch.initial_seed()` and their
+    ranks seed the stream at its first use from the seed of the device's default generator and their
     index. Ranks that share a model draw the same numbers, seeded by the first rank of the world.
     Ranks with different pipeline stages draw different numbers.
     """
@@ -33,7 +33,7 @@ class RandomStream:
         if not self.is_separate:
             return self._default_state()
         if self.state is None:
-            self.state = self._seeded(torch.initial_seed())
+            self.state = self._seeded(self._default_seed())
         return self.state.clone()
 
     def set_state(self, state: torch.Tensor) -> None:
@@ -65,8 +65,14 @@ class RandomStream:
 
     def _shared_state(self) -> torch.Tensor:
         """The first state, from the seed or the default generator of rank 0."""
-        seed, state = broadcast_from_rank0(lambda: (torch.initial_seed(), self._default_state()))
+        seed, state = broadcast_from_rank0(lambda: (self._default_seed(), self._default_state()))
         return self._seeded(seed) if self.count > 1 else state
+
+    def _default_seed(self) -> int:
+        if self.device.type != "cuda":
+            return torch.initial_seed()
+        with torch.cuda.device(self.device):
+            return torch.cuda.initial_seed()
 
     def _default_state(self) -> torch.Tensor:
         if self.device.type == "cuda":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar._torch import FakeTensor, TorchDispatchMode, pytree
+from autopar._torch import FakeTensor, FunctionalTensor, TorchDispatchMode, pytree
 
 aten = torch.ops.aten
 
@@ -63,7 +63,9 @@ def _is_abstract(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the operator runs in a capture, on tensors without values."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     on_meta = str(kwargs.get("device")) == "meta"
-    return on_meta or any(isinstance(t, FakeTensor) or t.device.type == "meta" for t in tensors)
+    return on_meta or any(
+        isinstance(t, (FakeTensor, FunctionalTensor)) or t.device.type == "meta" for t in tensors
+    )
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""Streams of random numbers on a GPU: its generator alone, seeded by its own seed."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.runtime import rng
+from autopar.runtime.options import Options
+from autopar.runtime.rng import RandomStream
+
+GPU = torch.device("cuda", 1)
+
+
+class Generators:
+    """CUDA's default generators, played by generators of the CPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.default = 0, [torch.Generator() for _ in range(2)]
+        make = torch.Generator
+        monkeypatch.setattr(rng.torch, "Generator", lambda device: make())
+        monkeypatch.setattr(torch.cuda, "device", self.using)
+        monkeypatch.setattr(torch.cuda, "initial_seed", lambda: self.own().initial_seed())
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda d: self.own(d).get_state())
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda s, d: self.own(d).set_state(s))
+
+    def own(self, device: torch.device | None = None) -> torch.Generator:
+        return self.default[self.current if device is None else device.index]
+
+    @contextlib.contextmanager
+    def using(self, device: torch.device) -> Any:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+
+def drawn(generators: Generators, seed: int) -> Tensor:
+    """Numbers of a rank's stream after both generators were seeded."""
+    generators.own(GPU).manual_seed(seed)
+    outer, on_cpu = generators.own(GPU).get_state(), torch.get_rng_state()
+    with RandomStream(Options(ranks=2), GPU).as_default(needed=True):
+        found = torch.rand(4, generator=generators.own(GPU))
+    assert generators.own(GPU).get_state().equal(outer), "the caller's generator has moved"
+    assert torch.get_rng_state().equal(on_cpu), "the CPU's generator has moved"
+    return found
+
+
+def test_a_gpu_draws_from_its_generator_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = Generators(monkeypatch)
+    torch.manual_seed(0)
+    first = drawn(generators, 1)
+    torch.manual_seed(5)  # of the CPU
+    generators.default[0].manual_seed(5)  # of another GPU
+    assert drawn(generators, 1).equal(first)
+    assert not drawn(generators, 2).equal(first)
