@@ -33,8 +33,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.amp import GradScaler
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.amp import GradScaler
 from torch.cuda import _sleep as sleep_on_gpu
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
