@@ -212,7 +212,7 @@ def plan(
     )
     rest = autocast, loss_fn, time_limit_s, progress
     made = plan_offline(problem, model, example_inputs, *rest)
-    return replace(made, notes=(*made.notes, *notes))
+    return replace(made, notes=(*notes, *made.notes))
 
 
 def verify(

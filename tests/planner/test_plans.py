@@ -159,6 +159,7 @@ def test_a_cap_divides_parameters() -> None:
             strategy=strategy,
             memory=memory,
             cluster=Cluster.named("dgx-h100"),
+            precision="fp32",
         )
 
     free = plan(None)
@@ -184,6 +185,7 @@ def test_shards_stay_within_nodes_where_what_lies_between_is_slow() -> None:
             strategy=autopar.Strategy(recompute="none", **axes),
             memory=whole // 3,
             cluster=Cluster.named("dgx-h100", 2),
+            precision="fp32",
         )
 
     best, everywhere = plan(search=("dp_shard",)), plan()
