@@ -114,7 +114,10 @@ def build(name: str) -> nn.Module:
             fully_shard(part, mesh=mesh, mp_policy=policy)
         return model
     with gathers_as_stored() if name == STORED else contextlib.nullcontext():
-        buckets = {"gather_bytes": 1 << 20, "reduce_bytes": 1 << 20}  # less than a block of the peer
+        buckets = {
+            "gather_bytes": 1 << 20,
+            "reduce_bytes": 1 << 20,
+        }  # less than a block of the peer
         strategy = autopar.Strategy(zero=3, recompute="none", prefetch=1, **buckets)
         inputs = batch(0)
         made = autopar.compile(
