@@ -40,7 +40,7 @@ def cuda_kernels(kind: str = "flash") -> Iterator[None]:
             return aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False, scale=scale)[
                 0
             ]
-        if kind == "cudnn":
+        if kind == "cudnn" and not (bias is not None and bias.requires_grad):
             return aten._scaled_dot_product_cudnn_attention(
                 q, k, v, bias, True, p, causal, False, scale=scale
             )[0]
