@@ -80,7 +80,7 @@ STEP = "autopar.autotune.race:_Runner.step"
 )
 def test_a_plan_that_fills_one_rank_is_dropped_on_all(inside: str, where: str, at: int) -> None:
     want = plain("gpt", f64, ROWS, STEPS)
-    answers = run(filled, 2, timeout=120, inside=inside, where=where, at=at)
+    answers = run(filled, 2, inside=inside, where=where, at=at)
     assert len({plan.digest() for _, plan, _ in answers}) == 1
     for found, plan, calls in answers:
         assert calls > at
