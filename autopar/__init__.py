@@ -25,6 +25,7 @@ from autopar.ir.placement import Replicate, Shard
 from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
+from autopar.runtime.pretrained import load_pretrained
 from autopar.verification.deviation import Deviation, Verification
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "compile",
+    "load_pretrained",
     "measure",
     "plan",
     "verify",

@@ -75,6 +75,8 @@ def compile(
     time_limit_s: float | None = 60.0,
     trials: int | None = None,
     verify: bool = False,
+    device: str | torch.device | None = None,
+    init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> DistributedModule:
     """Returns the model, training across all ranks exactly as on one device.
 
@@ -83,8 +85,8 @@ def compile(
     before that holds the right parameters.
 
     Args:
-        model: module whose forward can be traced, on its training device, or on the meta device
-            with `reset_parameters` in its modules. It is modified in place.
+        model: module whose forward can be traced, also on the meta device: its values then follow
+            block by block (docs/initialization.md). It is modified in place.
         world_size: number of ranks; None for all that are running.
         example_inputs: arguments of a typical call: a tuple, or a dict of keyword arguments.
         loss_fn: loss function inside the graph: a call `model(*inputs, target)` returns
@@ -113,6 +115,8 @@ def compile(
         trials: number of top-ranked plans to benchmark on copies of the model, as far as half of
             the free memory allows; None for 6 where the mesh is searched, else none.
         verify: compare the first batch's training steps with the plain model's.
+        device: training device; None for that of the parameters.
+        init_fn: initialises one module on the meta device; None for `reset_parameters()`.
 
     Raises:
         StrategyError: an argument is invalid or contradicts others or the running ranks.
@@ -124,7 +128,7 @@ def compile(
     """
     arguments = dict(locals())
     check(**arguments)
-    device = device_of(model)
+    device = device_of(model, device)
     ranks = ensure_process_group(device, world_size, timeout_s)
     parameters = take_over(model)
     recorder = profiler(optimizer, device)
@@ -156,7 +160,7 @@ def compile(
     module = DistributedModule(model, parameters, device, options, *hooks)
     may_shard = problem.strategy.zero != 0 or options.model_parallel_size > 1
     late = plan is None and example_inputs is None and (may_shard or bool(problem.strategy.search))
-    module.broadcast_parameters(replicated_dtensors=late)
+    module.broadcast_parameters(replicated_dtensors=late, init_fn=init_fn)
     if example_inputs is not None:
         module.plan_for(*flattened(example_inputs))
     elif plan is not None:

@@ -148,6 +148,14 @@ def _callable(name: str, value: Any) -> None:
     demand(callable(value), name, value, "give a function")
 
 
+def _device(name: str, value: Any) -> None:
+    try:
+        known = torch.device(value).type != "meta"
+    except (RuntimeError, TypeError):
+        known = False
+    demand(known, name, value, 'give a device that trains, such as "cuda" or "cpu"')
+
+
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "model": _model,
     "world_size": count,
@@ -173,6 +181,8 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "trials": lambda name, value: count(name, value, 0, MOST_TRIALS),
     "rank": lambda name, value: count(name, value, 0, MAX_RANKS - 1),
     "progress": _callable,
+    "device": _device,
+    "init_fn": _callable,
 }
 
 _OPTIONAL = frozenset(
@@ -188,5 +198,7 @@ _OPTIONAL = frozenset(
         "reduce_precision",
         "time_limit_s",
         "trials",
+        "device",
+        "init_fn",
     }
 )

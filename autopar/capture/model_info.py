@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from autopar.capture.provenance import block_of
@@ -37,12 +38,22 @@ def find_blocks(model: nn.Module) -> dict[str, str]:
     return {name: block_of(name.rpartition(".")[0], blocks[1:]) for name in names}
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's parameters; this process's GPU, or the CPU, for meta models."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device.type != "meta":
-            return tensor.device
-    return default_device()
+def device_of(model: nn.Module, wanted: str | torch.device | None = None) -> torch.device:
+    """The device of a run: the one wanted, else that of the parameters.
+
+    Meta models run on this process's GPU, or on the CPU if a running process group has gloo alone.
+    """
+    tensors: list[torch.Tensor] = [*model.parameters()]
+    tensors = tensors or [*model.buffers()]
+    real = (tensor.device for tensor in tensors if tensor.device.type != "meta")
+    device = torch.device(wanted) if wanted is not None else next(real, None)
+    if device is None:
+        has_group = dist.is_available() and dist.is_initialized()
+        on_cpu = has_group and str(dist.get_backend()) == "gloo"
+        return torch.device("cpu") if on_cpu else default_device()
+    if device.type == "cuda" and device.index is None:
+        return default_device()
+    return device
 
 
 def default_device() -> torch.device:

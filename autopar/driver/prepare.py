@@ -7,19 +7,19 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.model_info import describe_parameters, device_of
+from autopar.capture.model_info import describe_parameters
 from autopar.ir.graph import ParameterInfo
 from autopar.passes.registration import DISABLE, pass_settings
 from autopar.plan.spec import fingerprint
 from autopar.planner.problem import PlanningProblem
 from autopar.runtime.agreement.captured_graph import versions
 from autopar.runtime.agreement.consensus import assert_same_across_ranks
-from autopar.runtime.parameters.distribute import check_plain, make_contiguous, materialize
+from autopar.runtime.parameters.distribute import check_plain, make_contiguous
 from autopar.runtime.planned_module import check_not_compiled
 
 
 def take_over(model: nn.Module) -> Mapping[str, ParameterInfo]:
-    """Materializes a model on its device and describes its parameters.
+    """Makes the tensors of a model contiguous and describes its parameters.
 
     Raises:
         DisagreementError: ranks have different models, passes, or versions of torch or autopar.
@@ -27,7 +27,6 @@ def take_over(model: nn.Module) -> Mapping[str, ParameterInfo]:
     """
     check_not_compiled(model)
     check_plain(model)
-    materialize(model, device_of(model))
     make_contiguous(model)
     parameters = describe_parameters(model)
     buffers = str([(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()])

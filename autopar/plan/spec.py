@@ -192,6 +192,12 @@ class PlanSpec:
             rank, found[axis] = divmod(rank, size)
         return found
 
+    def parameters_on(self, rank: int) -> frozenset[str] | None:
+        """Parameters of which a rank stores something; None for all."""
+        if self.pipeline is None or self.pp_size == 1:
+            return None
+        return self.pipeline.held(self.mesh_coordinate(rank)["pp"]) | {*self.changed}
+
     def share_of(self, name: str) -> float:
         """Fraction of a parameter that a rank stores between steps."""
         sizes, share = dict(self.storage), 1.0

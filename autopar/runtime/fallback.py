@@ -239,14 +239,15 @@ def check_runs(
     """Runs a call of the plain model and drops the result.
 
     Parameters, buffers, inputs and random generators keep their values. Nothing runs if autopar
-    itself refused the model, if only tracing can cause the error, or if parameters are sharded.
+    itself refused the model, if only tracing can cause the error, or if
+    parameters are sharded or without values.
 
     Raises:
         ModelError: the model raises; its error is the cause.
     """
     from_autopar = reason.__cause__ is None or isinstance(reason.__cause__, _TRACING_ERRORS)
-    is_sharded = any(local_part(p).shape != p.shape for p in model.parameters())
-    if from_autopar or is_sharded:
+    lacks_values = any(local_part(p).shape != p.shape or p.is_meta for p in model.parameters())
+    if from_autopar or lacks_values:
         return
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     state = {name: _copy(tensor) for name, tensor in tensors.items()}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial, reduce
 from typing import Any, Self
 
 import torch
@@ -100,6 +101,8 @@ class DistributedModule(PlannedModule):
                 return self.forward(*args, **kwargs)
         leaves, structure = flatten((args, kwargs))
         check_no_hidden_tensors(leaves)
+        if self.plan is not None:
+            self.materialize_parameters()
         if not self._fallback:
             self._context.index_model()
         check = self.before_first_training_call if torch.is_grad_enabled() else None
@@ -110,6 +113,7 @@ class DistributedModule(PlannedModule):
             finish_exchange()
         if self.plan is None and not self._fallback:
             self.plan_for(leaves, structure)
+            self.materialize_parameters()
         if check is not None:
             check(self, leaves, structure)
         result = self._run(leaves, structure)
@@ -190,6 +194,7 @@ class DistributedModule(PlannedModule):
         Raises:
             DisagreementError: on every rank, with the names and ranks of differing copies.
         """
+        self.materialize_parameters()
         if self._protocol is not None:
             compare_replicas(self._replicas, optimizer, self._context.stage, tolerance)
 
@@ -204,7 +209,14 @@ class DistributedModule(PlannedModule):
         one. Optimizers forget remote parameters before their first step.
         """
         found = list(super().named_parameters(prefix, recurse, remove_duplicate))
-        yield from [(n, p) for n, p in found if not is_remote(p)] or found
+        held = self.plan.parameters_on(rank()) if self.plan is not None else None
+        if self._deferred is None:
+            yield from [(n, p) for n, p in found if not is_remote(p)] or found
+        elif held is None:
+            yield from found
+        else:
+            first_names = {p: n for n, p in self._wrapped[0].named_parameters()}
+            yield from [(n, p) for n, p in found if first_names[p] in held] or found
 
     def clip_grad_norm_(
         self,
@@ -250,7 +262,7 @@ class DistributedModule(PlannedModule):
         assert self.mesh is not None
         group = self.mesh.get_group("pp")
         dtypes = (info.dtype for info in self._context.parameters.values())
-        norm = norm.to(functools.reduce(torch.promote_types, dtypes))
+        norm = norm.to(reduce(torch.promote_types, dtypes))
         gathered = [torch.empty_like(norm) for _ in range(group.size())]
         with explaining_comm_errors("clip_grad_norm_"):
             dist.all_gather(gathered, norm, group=group)
@@ -264,6 +276,7 @@ class DistributedModule(PlannedModule):
 
         With pipeline stages all ranks call this at once, to exchange their parameters.
         """
+        self.materialize_parameters()
         has_stages = self.plan is not None and self.plan.pp_size > 1
         if self._protocol is not None and has_stages:
             self._protocol.agree_on_state_dict()
@@ -292,6 +305,22 @@ class DistributedModule(PlannedModule):
         """
         state_dict = dict(state_dict)
         self._load_compression_state(state_dict.pop(STATE_DICT_KEY, None))
+        if self._deferred is None or self.plan is not None:
+            return self._load_values(state_dict, strict, assign)
+        with warnings.catch_warnings(action="ignore"):  # onto shapes alone, to compare names
+            result = self._copy_values(state_dict, strict)
+        self._deferred.load_later(state_dict, partial(self._load_values, state_dict, strict))
+        return result
+
+    def _load_values(
+        self, state_dict: Mapping[str, Any], strict: bool, assign: bool = False
+    ) -> Any:
+        self.make_room({n: x.shape for n, x in state_dict.items() if isinstance(x, torch.Tensor)})
+        return self._copy_values(state_dict, strict, assign)
+
+    def _copy_values(
+        self, state_dict: Mapping[str, Any], strict: bool, assign: bool = False
+    ) -> Any:
         known = dict(self._wrapped[0].named_parameters(remove_duplicate=False))
         values = {name: distribute_like(known.get(name), x) for name, x in state_dict.items()}
         assign = assign and not any(is_remote(parameter) for parameter in known.values())

@@ -26,11 +26,13 @@ from autopar.runtime.fallback import check_runs
 from autopar.runtime.group_cache import group_of
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
+from autopar.runtime.parameters.deferred import DeferredValues
 from autopar.runtime.parameters.distribute import (
     as_dtensors,
     broadcast_from_rank0,
     parameter_like,
 )
+from autopar.runtime.parameters.initialize import InitFunction
 from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
 from autopar.runtime.process_groups import make_groups, make_mesh, rank
@@ -54,6 +56,7 @@ OWN_ATTRIBUTES = {
     "mesh",
     "_no_sync",
     "_pending_compression_state",
+    "_deferred",
     "_context",
     "_protocol",
     "before_first_training_call",
@@ -88,6 +91,7 @@ class PlannedModule(nn.Module):
         self.plan: Plan | None = None
         self.mesh: DeviceMesh | None = None
         self._pending_compression_state: Mapping[str, Any] | None = None
+        self._deferred: DeferredValues | None = None
         infos, stream = dict(parameters), RandomStream(options, device)
         self._context = ExecutionContext(model, infos, device, options, stream, make_strategies)
         self._protocol = Protocol.of(model)
@@ -101,7 +105,11 @@ class PlannedModule(nn.Module):
     def _options(self) -> Options:
         return self._context.options
 
-    def broadcast_parameters(self, *, replicated_dtensors: bool) -> None:
+    def broadcast_parameters(
+        self, *, replicated_dtensors: bool, init_fn: InitFunction | None = None
+    ) -> None:
+        """Broadcasts values from rank 0; those on another device, or none yet, are deferred."""
+        self._deferred = DeferredValues.of(self._wrapped[0], self._device, init_fn)
         if self._options.ranks == 1:
             return
         broadcast_from_rank0(self)
@@ -110,6 +118,46 @@ class PlannedModule(nn.Module):
             assert mesh is not None
             as_dtensors(self, mesh)
             self._context.reindex_model()
+
+    def materialize_parameters(self) -> None:
+        """Gives parameters and buffers without values their values; all ranks call this at once.
+
+        The first call and `state_dict` do this by themselves. Without a plan, each rank gets the
+        whole model.
+
+        Raises:
+            ModelError: on every rank, naming tensors that no module initialises.
+        """
+        if self._deferred is None:
+            return
+        if self._protocol is not None:
+            self._protocol.agree_on_values()
+        deferred = self._deferred
+        for load in deferred.loads:
+            load()
+        deferred.loads.clear()
+        deferred.give_values(self.plan, self.mesh)
+        self._deferred = None
+        self._context.reindex_model()
+
+    def make_room(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Allocates this rank's parts of tensors without values, to load values of these shapes."""
+        if self._deferred is not None:
+            held = self.plan.parameters_on(rank()) if self.plan is not None else None
+            self._deferred.make_room(shapes, held)
+            self._context.reindex_model()
+
+    def load_values_of(self, shapes: Mapping[str, torch.Size], load: Callable[[], object]) -> None:
+        """Runs `load`, which fills tensors of these shapes, as soon as the shards are known."""
+
+        def load_now() -> None:
+            self.make_room(shapes)
+            load()
+
+        if self._deferred is not None and self.plan is None:
+            self._deferred.loads.append(load_now)
+        else:
+            load_now()
 
     def plan_for(self, leaves: list[Any], structure: Any) -> None:
         """Plans for the arguments of a call, or falls back to torch's data parallelism."""
@@ -127,6 +175,7 @@ class PlannedModule(nn.Module):
             self.apply_plan(self._make_plan(self, capture, call))
         except CaptureError as error:
             self._check_runs(leaves, structure, error)
+            self.materialize_parameters()
             # ranks with equal rows have equal weights, so means stay the same
             self._context.options = replace(self._options, model_parallel_size=1, pp_size=1)
             self._fallback = (self._make_fallback(self._wrapped[0], error),)
@@ -204,9 +253,13 @@ class PlannedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with its own parameters under the same plan, such as an average of weights."""
+        self.materialize_parameters()
+        return self._copy(memo)
+
+    def _copy(self, memo: dict[int, Any]) -> Self:
         made = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
-            if name not in ("_context", "_executor", "_protocol"):
+            if name not in ("_context", "_executor", "_protocol", "_deferred"):
                 is_shared = name in SHARED_BY_COPIES
                 made.__dict__[name] = value if is_shared else copy.deepcopy(value, memo)
         context, protocol, model = self._context, self._protocol, made._wrapped[0]
@@ -219,7 +272,7 @@ class PlannedModule(nn.Module):
         )
         made._context.guards = context.guards.copy_for(model)
         made._protocol = None if protocol is None else protocol.of_copy()
-        made._executor = made._new_executor()
+        made._deferred, made._executor = None, made._new_executor()
         if isinstance(self._executor, SpmdExecutor) and isinstance(made._executor, SpmdExecutor):
             made._executor.programs = self._executor.programs
         return made
@@ -237,9 +290,12 @@ class PlannedModule(nn.Module):
             layout = plan.layout(name).values() if plan.shards_parameters else ()
             if dropped or any(isinstance(placement, Shard) for placement in layout):
                 memo[id(parameter)] = parameter_like(parameter, parameter.detach())
-        made = run_on_all_ranks(lambda: copy.deepcopy(self, memo))
+        made = run_on_all_ranks(lambda: self._copy(memo))
         made._context.options = replace(made._options, recorder=None, on_trial=True)
         made.apply_plan(plan)
+        if self._deferred is not None:
+            self._deferred.for_copy(made._wrapped[0]).fill(plan.parameters_on(rank()))
+            made._context.reindex_model()
         return made
 
     def _check_runs(self, leaves: list[Any], structure: Any, reason: CaptureError) -> None:

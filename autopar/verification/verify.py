@@ -27,7 +27,8 @@ from autopar.report.plan import Plan
 from autopar.report.table import compressed
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.parameters.distribute import broadcast_from_rank0, materialize
+from autopar.runtime.parameters.deferred import DeferredValues
+from autopar.runtime.parameters.distribute import broadcast_from_rank0
 from autopar.runtime.process_groups import rank
 from autopar.runtime.start import ensure_process_group
 from autopar.verification.deviation import TOLERANCES, Comparison, Deviation, Verification
@@ -64,11 +65,14 @@ def compare_training(
     with torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         world_size, timeout_s = options.get("world_size"), options.get("timeout_s", 300.0)
-        ensure_process_group(device_of(model), world_size, timeout_s)
+        device = device_of(model, options.pop("device", None))
+        ensure_process_group(device, world_size, timeout_s)
         plain = copy.deepcopy(model)
-        materialize(plain, device_of(plain))
+        deferred = DeferredValues.of(plain, device, options.pop("init_fn", None))
         if is_multi_rank():
             broadcast_from_rank0(plain)
+        if deferred is not None:
+            deferred.give_values(None, None)
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             raise StrategyError("example_inputs are on the meta device: verify needs their values")
         if double:

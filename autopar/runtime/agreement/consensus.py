@@ -36,20 +36,25 @@ def assert_same_across_ranks(values: Mapping[str, object], advice: str) -> None:
 
 def broadcast_from_rank0(decide: Callable[[], T]) -> T:
     """Rank 0's decision, on every rank; its error is raised on every rank too."""
+    return broadcast_object(0, decide)
+
+
+def broadcast_object(source: int, decide: Callable[[], T]) -> T:
+    """The decision of rank `source`, on every rank; its error is raised on every rank too."""
     if not is_multi_rank():
         return decide()
     payload = b""
-    if dist.get_rank() == 0:
+    if dist.get_rank() == source:
         answer: Any
         try:
             answer = (True, decide())
         except AutoparError as error:
             answer = (False, error)
         except Exception as error:
-            answer = (False, AutoparError(f"rank 0 failed to plan: {error!r}"))
+            answer = (False, AutoparError(f"rank {source} failed to plan: {error!r}"))
         payload = pickle.dumps(answer)
-    exchanged = _open_channel().exchange("hears what rank 0 decides", payload=payload)
-    succeeded, value = pickle.loads(exchanged.payloads[0])
+    exchanged = _open_channel().exchange(f"hears what rank {source} decides", payload=payload)
+    succeeded, value = pickle.loads(exchanged.payloads[source])
     if not succeeded:
         raise value
     return value

@@ -176,6 +176,9 @@ class Protocol:
             [Entry("clip to another norm", values, advice=advice)],
         )
 
+    def agree_on_values(self) -> None:
+        self.channel.exchange(f"gives values to the parameters of {self.name}")
+
     def agree_on_state_dict(self) -> None:
         event = f"takes the state dict of {self.name}, whose stages are on several ranks"
         self.channel.exchange(event)

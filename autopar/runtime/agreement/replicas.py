@@ -135,7 +135,8 @@ class Replicas:
             return None
         places = {(turn * REPLICAS_PER_CALL + i) % len(names) for i in range(REPLICAS_PER_CALL)}
         chosen = [(n, self._of_name(n)) for n in map(names.__getitem__, sorted(places))]
-        dense = [(n, x) for n, x in chosen if x.numel() and x.layout is torch.strided]
+        dense = [(n, x) for n, x in chosen if x.numel() and not x.is_meta]
+        dense = [(n, x) for n, x in dense if x.layout is torch.strided]
         return PendingSamples(dense)
 
     def _of_name(self, name: str) -> torch.Tensor:

@@ -41,27 +41,6 @@ def check_plain(model: nn.Module) -> None:
         )
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocates and initializes parameters on the meta device.
-
-    Raises:
-        StrategyError: a module with such parameters has no `reset_parameters`.
-    """
-    for name, module in model.named_modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not any(t.device.type == "meta" for t in own):
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None:
-            raise StrategyError(
-                f"{name or type(model).__name__} has parameters on the meta device and no "
-                "reset_parameters() to give them values. Define one, or call model.to_empty() "
-                "and load values before autopar.compile."
-            )
-        module.to_empty(device=device, recurse=False)
-        reset()
-
-
 def make_contiguous(model: nn.Module) -> None:
     """Makes every parameter and buffer contiguous, as captures and shards assume."""
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -70,11 +49,12 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 def broadcast_from_rank0(model: nn.Module) -> None:
-    """Broadcasts parameters and buffers from rank 0, as DDP does."""
+    """Broadcasts parameters and buffers that have values from rank 0, as DDP does."""
     with torch.no_grad():  # detached, as gloo's threads keep references a little longer
         work = [
             dist.broadcast(local_part(t).detach(), src=0, async_op=True)
             for t in [*model.parameters(), *model.buffers()]
+            if not t.is_meta
         ]
         for item in work:
             item.wait()
@@ -87,7 +67,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_remote(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is on another rank of the pipeline, and only its shape here."""
+    """Whether a tensor has only its shape here: on another stage's ranks, or without values."""
     return parameter.is_meta
 
 

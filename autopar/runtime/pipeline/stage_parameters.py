@@ -51,9 +51,8 @@ def distribute_plan_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh | 
             register_strided_shard_support()
         layouts = {name: plan.layout(name) for name, _ in model.named_parameters()}
         distribute_parameters(model, stage_mesh(mesh) if has_stages else mesh, layouts)
-    if has_stages and plan.pipeline is not None:
-        local = plan.pipeline.held(plan.mesh_coordinate(rank())["pp"])
-        keep_stage_parameters(model, {*local, *plan.changed})
+    if (local := plan.parameters_on(rank())) is not None:
+        keep_stage_parameters(model, local)
 
 
 def keep_stage_parameters(model: nn.Module, names: Collection[str]) -> None:
