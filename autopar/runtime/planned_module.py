@@ -24,15 +24,15 @@ from autopar.runtime.agreement.protocol import Protocol
 from autopar.runtime.context import ExecutionContext, MakeStrategies
 from autopar.runtime.fallback import check_runs
 from autopar.runtime.group_cache import group_of
+from autopar.runtime.initialization.deferred import DeferredValues
+from autopar.runtime.initialization.initialize import InitFunction
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
-from autopar.runtime.parameters.deferred import DeferredValues
 from autopar.runtime.parameters.distribute import (
     as_dtensors,
     broadcast_from_rank0,
     parameter_like,
 )
-from autopar.runtime.parameters.initialize import InitFunction
 from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
 from autopar.runtime.process_groups import make_groups, make_mesh, rank

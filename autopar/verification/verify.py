@@ -26,8 +26,8 @@ from autopar.plan.spec import fingerprint
 from autopar.report.plan import Plan
 from autopar.report.table import compressed
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
+from autopar.runtime.initialization.deferred import DeferredValues
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.parameters.deferred import DeferredValues
 from autopar.runtime.parameters.distribute import broadcast_from_rank0
 from autopar.runtime.process_groups import rank
 from autopar.runtime.start import ensure_process_group

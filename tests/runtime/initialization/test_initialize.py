@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import ModelError
-from autopar.runtime.parameters.deferred import DeferredValues
-from autopar.runtime.parameters.initialize import InitFunction, units_of
+from autopar.runtime.initialization.deferred import DeferredValues
+from autopar.runtime.initialization.initialize import InitFunction, units_of
 from tests.harness.architectures import ARCHITECTURES
 from tests.harness.models import MODELS
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar._torch import FakeTensorMode
 from autopar.cost_model.memory.allocation_tracker import track_allocations
-from autopar.runtime.parameters import deferred, initialize
-from autopar.runtime.parameters.deferred import DeferredValues
+from autopar.runtime.initialization import deferred, initialize
+from autopar.runtime.initialization.deferred import DeferredValues
 from autopar.runtime.parameters.distribute import local_part
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters
 from autopar.runtime.process_groups import make_mesh

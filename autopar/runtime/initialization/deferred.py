@@ -21,14 +21,7 @@ from autopar._torch import without_weight_references
 from autopar.errors import StrategyError
 from autopar.plan.spec import PlanSpec
 from autopar.runtime.agreement.consensus import broadcast_object, is_multi_rank
-from autopar.runtime.parameters.distribute import (
-    is_remote,
-    local_part,
-    parameter_like,
-    swap_parameter,
-)
-from autopar.runtime.parameters.dtensor_layout import distribute_replicated, in_layout_of
-from autopar.runtime.parameters.initialize import (
+from autopar.runtime.initialization.initialize import (
     InitFunction,
     RandomState,
     Unit,
@@ -37,6 +30,13 @@ from autopar.runtime.parameters.initialize import (
     random_state,
     units_of,
 )
+from autopar.runtime.parameters.distribute import (
+    is_remote,
+    local_part,
+    parameter_like,
+    swap_parameter,
+)
+from autopar.runtime.parameters.dtensor_layout import distribute_replicated, in_layout_of
 from autopar.runtime.process_groups import explaining_comm_errors, rank
 
 TRIAL_VALUE = 0.01
