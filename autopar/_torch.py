@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch._C._autograd import _disable_profiler_legacy as disable_profiler
 from torch._C._autograd import _enable_profiler_legacy as enable_profiler
 from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
+from torch._C._autograd import _profiler_enabled as profiler_is_on
 from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalProfilerConfig
 from torch._dispatch.python import enable_python_dispatcher
@@ -313,6 +314,16 @@ def fake_result_cache(mode: FakeTensorMode) -> dict[Any, Any]:
 def storage_key(tensor: Tensor) -> int:
     """A number that tensors share while they share memory, on any device."""
     return tensor.untyped_storage()._cdata
+
+
+def high_priority_nccl(timeout: timedelta) -> Any:
+    """Options of NCCL groups whose kernels go before those of compute; None without NCCL."""
+    kind = getattr(torch.distributed, "ProcessGroupNCCL", None)
+    if kind is None:
+        return None
+    options = kind.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:

@@ -147,6 +147,7 @@ def compile(
         cluster=cluster,
         device=device,
         comm_backend=backend_of(device),
+        backend=backend,
     )
     check_call_agrees(problem, arguments)
     if plan is not None:

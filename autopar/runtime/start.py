@@ -13,6 +13,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from autopar._torch import high_priority_nccl
 from autopar.common.groups import backends_of
 from autopar.cost_model.host import boot_id
 from autopar.errors import CommunicationError, StrategyError
@@ -75,6 +76,7 @@ def _initialize(device: torch.device, timeout: datetime.timedelta) -> None:
         world_size=ranks,
         timeout=timeout,
         device_id=device if on_gpu else None,
+        pg_options=high_priority_nccl(timeout) if on_gpu else None,
     )
 
 

@@ -229,7 +229,7 @@ class OperatorTimes:
 
     def of(self, graph: TrainingGraph) -> OperatorTimes:
         """These times for a graph whose operators the backend may fuse."""
-        if self.present or self.backend == EAGER:
+        if self.backend == EAGER:
             return self
         times = replace(self, traffic=traffic(graph, self.backend))
         for name in ("_modelled_costs", "_kinds", "_costs", "_dispatch", "roofline"):
@@ -246,8 +246,9 @@ class OperatorTimes:
             return ZERO_COST
         if is_canonical(node):
             return self._seconds_of_attention(node)
-        cost = self._costs.get(time_key(node))
-        if cost is None and (moved := self.traffic.get(node)) is not None:  # in a fused kernel
+        moved = self.traffic.get(node)
+        cost = self._costs.get(time_key(node)) if moved is None else None
+        if moved is not None:  # in a fused kernel
             line = self.roofline
             seconds = line.streams.seconds(moved.nbytes) + (line.launch_s if moved.first else 0.0)
             cost = Cost(seconds, f"modelled by {line.source}, small operators fused")

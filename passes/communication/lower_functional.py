@@ -151,13 +151,12 @@ class Lowering(Rewriter):
         if len(shapes) == 1:
             return [self.op(aten.view.default, table, shapes[0])]
         table = self.op(aten.view.default, table, [self.ranks, -1])
-        found, offset = [], 0
-        for shape in shapes:
-            width = prod(shape) // self.ranks
-            columns = self.op(aten.slice.Tensor, table, 1, offset, offset + width)
-            found.append(self.op(aten.view.default, self.contiguous(columns), shape))
-            offset += width
-        return found
+        widths = [prod(shape) // self.ranks for shape in shapes]
+        pieces = self.op(aten.split_with_sizes_copy.default, table, widths, 1)
+        return [
+            self.op(aten.view.default, self.op(operator.getitem, pieces, i), shape)
+            for i, shape in enumerate(shapes)
+        ]
 
     def padded_chunks(self) -> list[fx.Node]:
         """The chunks of a gather, padded to equal size on all ranks."""

@@ -37,6 +37,7 @@ def started_on_gpus(rank: int, world_size: int, indices: list[int]) -> Any:
     """Starts with GPUs that are pretended, and tells how the group was asked for."""
     device = torch.device("cuda", indices[rank])
     asked: list[Any] = []
+    nccl = SimpleNamespace(Options=SimpleNamespace)
 
     def properties(device: torch.device) -> SimpleNamespace:
         return SimpleNamespace(uuid=f"unit {device.index}")
@@ -45,6 +46,7 @@ def started_on_gpus(rank: int, world_size: int, indices: list[int]) -> Any:
         mock.patch("torch.cuda.set_device", asked.append),
         mock.patch("torch.cuda.get_device_properties", properties),
         mock.patch.object(dist, "init_process_group", lambda *a, **k: asked.append((a, k))),
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
     ):
         ensure_process_group(device, None, 33.0)
     current, (arguments, options) = asked
@@ -60,6 +62,8 @@ def test_a_model_on_a_gpu_uses_gloo_and_nccl_bound_to_its_device() -> None:
         assert arguments == ("cpu:gloo,cuda:nccl",)
         assert (options["rank"], options["world_size"]) == (rank, 2)
         assert options["timeout"].total_seconds() == 33
+        assert options["pg_options"].is_high_priority_stream
+        assert options["pg_options"]._timeout == options["timeout"]
 
 
 def test_two_ranks_on_one_gpu_are_refused_on_all_ranks_before_nccl_starts() -> None:

@@ -46,6 +46,7 @@ class Binding:
         return (args[0], *args[1]) if self.spreads else args
 
 
+split_copy = torch.ops.aten.split_with_sizes_copy.default
 _KNOWN: dict[Any, Binding | None] = {}
 """The binding of each operator by the classes of its arguments, None if there is none."""
 
@@ -54,6 +55,9 @@ def use_bindings(graph: fx.Graph) -> None:
     """Replaces operators by bindings, in place."""
     for node in graph.nodes:
         target = node.target
+        if target is split_copy and node.meta["val"][0].device.type == "cuda":
+            node.target = split_at_once
+            continue
         if not isinstance(target, OpOverload) or target.namespace != "aten":
             continue
         if not node.args or not isinstance(node.args[0], fx.Node):
@@ -65,6 +69,14 @@ def use_bindings(graph: fx.Graph) -> None:
         if binding is not None:
             node.op = "call_method" if isinstance(binding.target, str) else "call_function"
             node.target, node.args = binding.target, binding.arguments(node.args)
+
+
+def split_at_once(table: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Tensor]:
+    """`torch.split_with_sizes_copy`, for which CUDA has one kernel if it is given the results."""
+    shape = table.shape
+    out = [table.new_empty((*shape[:dim], size, *shape[dim + 1 :])) for size in sizes]
+    torch.split_with_sizes_copy(table, sizes, dim, out=out)
+    return out
 
 
 def _classes(argument: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import logging
 import traceback
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import BoxedCodeGen, OpOverload, inductor_compile
+from autopar._torch import BoxedCodeGen, OpOverload, inductor_compile, profiler_is_on
 from autopar.capture.trace import Capture
 from autopar.ir.graph import TrainingGraph, render_node, tensors
 from autopar.ir.roles import (
@@ -37,6 +38,7 @@ from autopar.plan.partition import NodeStrategies
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.bindings import use_bindings
+from autopar.runtime.codegen.ranges import range_names, with_ranges
 from autopar.runtime.codegen.recorder import BoxedFunction, Recorder
 
 c10d = torch.ops._c10d_functional
@@ -220,16 +222,31 @@ def generate(
         with module.graph.inserting_before(collective):
             module.graph.call_function(finish_exchange)
     use_bindings(module.graph)
-    module.graph.set_codegen(BoxedCodeGen())
-    module.recompile()
-    run = _locating_errors(module, graph)
+    run = _locating_errors(_with_profiled_twin(module, graph), graph)
     return CompiledGraph(graph, record(run) if record else run, donated)
 
 
-def _locating_errors(module: fx.GraphModule, graph: TrainingGraph) -> BoxedFunction:
+def _with_profiled_twin(module: fx.GraphModule, graph: TrainingGraph) -> BoxedFunction:
+    """The generated function; while a profiler runs, one with ranges instead."""
+
+    def function_of(code: fx.Graph) -> BoxedFunction:
+        code.set_codegen(BoxedCodeGen())
+        return fx.GraphModule(module, code).forward
+
+    plain = function_of(module.graph)
+    with_ranges_once = functools.cache(
+        lambda: function_of(with_ranges(module.graph, range_names(graph)))
+    )
+
+    def run(arguments: list[Any]) -> list[Any]:
+        return (with_ranges_once() if profiler_is_on() else plain)(arguments)
+
+    return run
+
+
+def _locating_errors(run: BoxedFunction, graph: TrainingGraph) -> BoxedFunction:
     """The generated function; its errors name the operator and the user's line."""
     nodes = {node.name: node for node in graph.graph.nodes}
-    run = module.forward
 
     def run_located(arguments: list[Any]) -> list[Any]:
         try:

@@ -17,6 +17,7 @@ from autopar.ir.roles import Gradient, MicrobatchPartial, Parameter
 from autopar.passes.communication.lower_collectives import LowerCollectives
 from autopar.passes.core.node_builder import is_random
 from autopar.passes.core.runner import run_passes
+from autopar.passes.fold_views import fold_views
 from autopar.passes.pipeline_parallel.accumulate_gradients import accumulate_gradients
 from autopar.passes.pipeline_parallel.split_dgrad_wgrad import split_dgrad_wgrad
 from autopar.passes.registration import disabled_passes
@@ -176,6 +177,8 @@ def _build_stage(
     )
     logger.debug("passes of a stage of rank %d:\n%s", options.rank, passes[0])
     lowered = lower_stage(graph, passes, options.plan, micro_batches)
+    if not options.is_compiled:
+        lowered = type(lowered)(*lowered.of_each(fold_views))
     last = split_forward_backward(lowered.last)
     forward = generate(last.forward, options)
     if micro_batches == 1:
