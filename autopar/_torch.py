@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C import _AutoDispatchBelowAutograd as skip_autograd
 from torch._C._autograd import _disable_profiler_legacy as disable_profiler
 from torch._C._autograd import _enable_profiler_legacy as enable_profiler
 from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph

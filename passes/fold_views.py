@@ -15,8 +15,8 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default)
 def fold_views(graph: TrainingGraph) -> TrainingGraph:
     """Reads a value instead of a view that is identical to it, and joins successive reshapes.
 
-    Before: any graph. After: the same values in the same storages. Outputs of the model stay, since
-    autograd needs a tensor for each.
+    Sums to a vector keep no summed dims. Before: any graph. After: the same values and storages.
+    Outputs of the model stay, since autograd needs a tensor for each.
     """
     graph = graph.copy()
     same: dict[fx.Node, fx.Node] = {}
@@ -26,7 +26,7 @@ def fold_views(graph: TrainingGraph) -> TrainingGraph:
         source = node.all_input_nodes[0]
         if node.target in RESHAPES and source.target in RESHAPES:
             node.replace_input_with(source, source.all_input_nodes[0])
-        if (found := _identical(node)) is not None:
+        if (found := _vector_sum(node) or _identical(node)) is not None:
             same[node] = found
             for user in [u for u in node.users if u is not graph.output_node]:
                 user.replace_input_with(node, found)
@@ -61,6 +61,22 @@ def _identical(node: fx.Node) -> fx.Node | None:
         if _layout(view) == _layout(known) and _has_distinct_elements(known):
             return source
     return None
+
+
+def _vector_sum(node: fx.Node) -> fx.Node | None:
+    """The sum that a view takes the summed dims from; sums to the vector itself from now on."""
+    total = node.all_input_nodes[0]
+    if node.target not in RESHAPES or total.target is not aten.sum.dim_IntList:
+        return None
+    if len(total.users) > 1 or total.kwargs or total.args[2:] != (True,):
+        return None
+    dims = {dim % total.meta["val"].dim() for dim in total.args[1]}  # type: ignore[union-attr]
+    kept = [size for dim, size in enumerate(total.meta["val"].shape) if dim not in dims]
+    if len(kept) != 1 or list(node.meta["val"].shape) != kept:
+        return None
+    total.args = total.args[:2]
+    total.meta |= {"val": node.meta["val"]}
+    return total
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:

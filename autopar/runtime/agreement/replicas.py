@@ -59,11 +59,16 @@ class PendingSamples:
         eps = [torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0 for x in few]
         self._tolerances = [min(1000 * e, e**0.5) for e in eps]
         self.is_late = not all(map(is_on_host, few))
-        sums = [s for x in few for y in [x.double()] for s in (y.sum(), y.abs().sum())]
-        self._sums = LateNumbers(torch.stack(sums)) if sums else None
+        self._sums: LateNumbers | list[float]
+        if self.is_late:
+            sums = [s for x in few for y in [x.double()] for s in (y.sum(), y.abs().sum())]
+            self._sums = LateNumbers(torch.stack(sums))
+        else:
+            lists = [x.tolist() for x in few]  # quicker than operators on so few elements
+            self._sums = [s for x in lists for s in (float(sum(x)), float(sum(map(abs, x))))]
 
     def read(self) -> list[Sample]:
-        sums = iter(self._sums.read() if self._sums is not None else ())
+        sums = iter(self._sums if isinstance(self._sums, list) else self._sums.read())
         return [
             Sample(name, (key, *struct.unpack("<3q", struct.pack("<3d", *pair, tolerance))))
             for (name, key), tolerance, pair in zip(
@@ -75,7 +80,7 @@ class PendingSamples:
 def _few_elements(part: torch.Tensor) -> torch.Tensor:
     flat = part.reshape(-1)
     few = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))]
-    return torch.view_as_real(few) if few.is_complex() else few
+    return torch.view_as_real(few).reshape(-1) if few.is_complex() else few
 
 
 def _keyed_part(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:

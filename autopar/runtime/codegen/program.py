@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import BoxedCodeGen, OpOverload, inductor_compile, profiler_is_on
+from autopar._torch import (
+    BoxedCodeGen,
+    OpOverload,
+    inductor_compile,
+    profiler_is_on,
+    skip_autograd,
+)
 from autopar.capture.trace import Capture
 from autopar.ir.graph import TrainingGraph, render_node, tensors
 from autopar.ir.roles import (
@@ -250,7 +256,8 @@ def _locating_errors(run: BoxedFunction, graph: TrainingGraph) -> BoxedFunction:
 
     def run_located(arguments: list[Any]) -> list[Any]:
         try:
-            return run(arguments)
+            with skip_autograd():  # it would look for gradients at every operator
+                return run(arguments)
         except Exception as error:
             for frame, number in traceback.walk_tb(error.__traceback__):
                 file = frame.f_code.co_filename
