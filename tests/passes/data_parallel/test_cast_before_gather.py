@@ -81,13 +81,13 @@ def test_shards_are_cast_and_smaller_messages_gathered() -> None:
         """\
 + _to_copy_default_2: [2,4] S(0) = _to_copy(blocks.0.weight, dtype=torch.bfloat16)
 + start_all_gather_1: [3,4] R = start_all_gather([_to_copy_default_2], [3], dp)
-+ wait_3: [3,4] R = wait(start_all_gather_1)
-+ getitem_3: [3,4] R = getitem(wait_3, 0)
-~ t: [4,3] R = t(getitem_3)
++ wait_2: [3,4] R = wait(start_all_gather_1)
++ getitem_2: [3,4] R = getitem(wait_2, 0)
+~ t: [4,3] R = t(getitem_2)
 - start_all_gather: [3,4] R = start_all_gather([blocks.0.weight], [3], dp)
-- wait_2: [3,4] R = wait(start_all_gather)
-- getitem_2: [3,4] R = getitem(wait_2, 0)
-- _to_copy: [3,4] R = _to_copy(getitem_2, dtype=torch.bfloat16)""",
+- wait_1: [3,4] R = wait(start_all_gather)
+- getitem_1: [3,4] R = getitem(wait_1, 0)
+- _to_copy: [3,4] R = _to_copy(getitem_1, dtype=torch.bfloat16)""",
     )
 
 
