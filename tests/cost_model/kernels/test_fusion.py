@@ -8,7 +8,9 @@ from torch.nn import functional as F
 
 from autopar.capture.batch_slices import capture_of_rank
 from autopar.cost_model.kernels.fusion import is_fused, traffic
-from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.kernels.signature import moved_bytes, time_key
+from autopar.cost_model.kernels.timing import flops_of
+from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing
 from autopar.ir.graph import TrainingGraph
 
 ROWS, WIDTH = 16384, 512
@@ -66,3 +68,16 @@ def test_fused_operators_take_less() -> None:
     small = [n for n in found.calls() if "mm" not in n.name]
     seconds = [sum(t.seconds(n).seconds for n in small) for t in (times, fused)]
     assert 0.3 * seconds[0] < seconds[1] < 0.8 * seconds[0]
+
+
+def test_a_running_device_fuses_too_whatever_its_operators_take_alone() -> None:
+    found = graph()
+    sin, product = named(found, "sin"), named(found, "mm")
+    alone = {
+        time_key(n): Timing(1.0, flops_of(n), moved_bytes(n), "2026-11-23") for n in (sin, product)
+    }
+    eager = replace(OperatorTimes.load("cpu", runs_on="cpu"), times=alone)
+    assert eager.present
+    fused = replace(eager, backend="inductor").of(found)
+    assert eager.seconds(sin).seconds == eager.seconds(product).seconds == 1.0
+    assert fused.seconds(sin).seconds < fused.seconds(product).seconds == 1.0
