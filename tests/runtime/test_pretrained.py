@@ -133,7 +133,7 @@ def folder(tmp_path: Path) -> Path:
 def test_shards_are_filled_from_a_sharded_checkpoint(folder: Path) -> None:
     strategies = [fixed(3), fixed(0, tp=2), fixed(0, pp=2)]
     setups = [{"strategy": strategy, "example_inputs": INPUTS} for strategy in strategies]
-    late = [{"strategy": fixed(3)}, {"strategy": fixed(3), "meta": False}]
+    late = [{"strategy": fixed(3)}, {**setups[0], "meta": False}]
     run(load, 2, folder=folder, setups=[*setups, *late])
 
 
