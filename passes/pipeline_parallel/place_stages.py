@@ -41,7 +41,7 @@ class PlaceStages(Pass):
         stage_of_seq_nr: dict[int, int] = {}
         for node, stage in forward_stages(graph, dict(self.uses)).items():
             node.meta["stage"] = stage
-            stage_of_seq_nr.setdefault(node.meta["seq_nr"], stage)
+            stage_of_seq_nr[node.meta["seq_nr"]] = stage  # of the last: copies of rows come first
         found = dependences(graph)
         for node in graph.calls():
             if node.meta["phase"] == "backward" and found[node] == "staged":

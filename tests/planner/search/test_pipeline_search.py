@@ -150,3 +150,20 @@ def test_what_cannot_be_cut_is_said():
         planned(Tower(), pp=2, split_points=("layers.9",))
     with pytest.raises(StrategyError, match="in the order of the forward"):
         planned(Tower(), world_size=3, pp=3, split_points=("layers.5", "layers.2"))
+
+
+class Sorted(nn.Module):
+    """Couples rows between the layers, so that the second reads gathered rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).sort(0)[0]).square().mean()
+
+
+def test_gathered_rows_leave_gradients_on_the_stage_of_their_parameters() -> None:
+    strategy = autopar.Strategy(pp=2, micro_batches=2, zero=0, recompute="none")
+    plan = autopar.plan(Sorted(), 4, example_inputs=(torch.zeros(8, 8),), strategy=strategy)
+    assert dict(plan.mesh) == {"pp": 2, "dp": 2}
