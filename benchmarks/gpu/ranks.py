@@ -24,7 +24,9 @@ from autopar.cost_model.simulator.step import simulate
 from autopar.driver.inspect import planned_strategies
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import Input, Saved
+from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
+from autopar.passes.memory.lower_attention import LowerAttention
 from autopar.passes.pipeline import build_pass_pipeline, build_stage_pipeline
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import split_plan_stages
@@ -62,7 +64,7 @@ def measure(setting: Setting, name: str, strategy: autopar.Strategy) -> None:
     plan = autopar.plan(
         model, RANKS, example_inputs=inputs, strategy=strategy, cluster=cluster, precision="bf16"
     )
-    graph = program(plan, model, inputs)
+    graph = program(plan, model, inputs, setting.device)
     times = OperatorTimes.load(device).measure([graph], budget_s=1.0)
     overhead = Overhead(OptimizerMemory(), device=device)
     predicted = simulate(graph, cluster, times, overhead=overhead)
@@ -81,17 +83,27 @@ def measure(setting: Setting, name: str, strategy: autopar.Strategy) -> None:
     )
 
 
-def program(plan: autopar.Plan, model: nn.Module, inputs: Any) -> TrainingGraph:
-    """Return the program of rank 0, or that of a micro-batch of its stage, as lowered for NCCL."""
+def program(
+    plan: autopar.Plan, model: nn.Module, inputs: Any, device: torch.device
+) -> TrainingGraph:
+    """Return the program of rank 0, or that of a micro-batch of its stage.
+
+    Collectives are lowered for NCCL, attention for the device.
+    """
     pipeline, autocast = plan.pipeline, getattr(torch, plan.precision or "", None)
     count = pipeline.micro_batches if pipeline is not None else 1
     graph = capture_of_rank(model, inputs, 0, plan.dp_size, autocast=autocast, micro_batches=count)
     found = [own for _, _, own in planned_strategies(model, inputs, plan)]
     if pipeline is None:
         passes = build_pass_pipeline(plan, 0, "nccl", op_strategies=found)
-        return run_passes(with_axes(graph, plan), passes)
+        return run_passes(with_axes(graph, plan), _kernels_of(device, passes))
     stage = split_plan_stages(graph, plan, 0, found, count).stages[0]
-    return run_passes(stage, build_stage_pipeline(plan, 0, "nccl"))
+    return run_passes(stage, _kernels_of(device, build_stage_pipeline(plan, 0, "nccl")))
+
+
+def _kernels_of(device: torch.device, passes: PassPipeline) -> PassPipeline:
+    attention = LowerAttention("cuda" if device.type == "cuda" else "cpu")
+    return PassPipeline(attention if isinstance(p, LowerAttention) else p for p in passes)
 
 
 def runner(setting: Setting, plan: autopar.Plan, graph: TrainingGraph) -> Callable[[], None]:
