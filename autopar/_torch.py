@@ -206,6 +206,11 @@ def without_effect_tokens() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if holder is None else patched(holder, "_effect", None)
 
 
+def backward_without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Traces backwards as `loss.backward()` runs them, after the autocast of the forward."""
+    return patched(torch._functorch.config, "backward_pass_autocast", "off")
+
+
 def mute_fake_tensor_log() -> contextlib.AbstractContextManager[None]:
     """Mutes torch's log of operators that fail on fake tensors."""
     return patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)

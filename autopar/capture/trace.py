@@ -187,6 +187,7 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
             stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
             stack.enter_context(_torch.without_effect_tokens())
+            stack.enter_context(_torch.backward_without_autocast())
             inputs = tuple(traced.inputs)
             return _torch.aot_export_joint_with_descriptors(stack, traced, inputs).graph_module
 

@@ -56,6 +56,31 @@ def test_bfloat16_by_autocast() -> None:
     run(autocast, 2)
 
 
+class Float32Island(nn.Module):
+    """A layer outside of autocast between two inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.layers[1](x.float()).tanh()
+        return self.layers[2](x).square().mean()
+
+
+def test_a_backward_is_outside_of_autocast() -> None:
+    pair = Pair(Float32Island, dtype=f32, precision="bf16")
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    with bf16():
+        loss = pair.plain(x)
+    loss.backward()
+    pair.parallel(x).backward()
+    pair.check_gradients(0.0)
+
+
 def scale(rank: int, world_size: int) -> None:
     """An overflow in one rank's part makes all skip the step, as the plain model does."""
     for zero in (0, 3):
