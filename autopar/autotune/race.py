@@ -56,7 +56,7 @@ class Trial:
 
     Attributes:
         plans: plans that ran on all ranks.
-        seconds: step time of each on the slowest rank; empty if fewer than two ran.
+        seconds: step time in seconds of each on the slowest rank; empty if fewer than two ran.
         rounds: timed rounds of the finalists.
         notes: plans that were dropped, with the reasons.
     """

@@ -71,7 +71,7 @@ Call = Callable[..., Any]
 
 @functools.cache
 def _cuda_kernels() -> dict[str, Call | None]:
-    """What differs from the CPU's autocast, by name in aten; None for operators left alone."""
+    """Kernels unlike those of the CPU's autocast, by name in aten; None for untouched operators."""
     policies: tuple[tuple[str, Callable[[Any], Call]], ...] = (
         (FLOAT32, _in_float32),
         (FLOAT32_RESULT, _with_float32_result),

@@ -15,7 +15,6 @@ from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
-from autopar.runtime.parameters.dtensor_layout import in_layout_of
 from autopar.runtime.process_groups import explaining_comm_errors
 
 
@@ -170,7 +169,7 @@ class SpmdCall:
         return arguments
 
     def _gradients(self, graph: CompiledGraph, results: list[Any]) -> list[torch.Tensor | None]:
-        unreduced, parameters = self.context.unreduced_grads, self.context.index.parameters
+        unreduced, as_grad_of = self.context.unreduced_grads, self.context.as_grad_of
         for place, role in graph.other_outputs:
             match role:
                 case roles.UnreducedGrad(name) if name in unreduced:
@@ -182,7 +181,7 @@ class SpmdCall:
         for key in self.differentiable:
             value = results[gradients[key]] if key in gradients else None
             if value is not None and isinstance(key, str):
-                value = in_layout_of(parameters[key], value)
+                value = as_grad_of(key, value)
             found.append(value)
         return found
 

@@ -124,7 +124,7 @@ def test_the_command_line_says_what_helps(
     """A block of one GPU that is not here: first its states are too large, then activations."""
     script = tmp_path / "make.py"
     script.write_text(MAKE.replace("{length}", str(length)).replace("{width}", str(width)))
-    more = ["--world-size", "1", "--cluster", "dgx-h100", "--search", ""]
+    more = ["--world-size", "1", "--cluster", "dgx-h100", "--search", "", "--precision", "fp32"]
     assert main(["plan", str(script), *more, "--memory", memory]) == 2
     text = capsys.readouterr().err
     print(text)
