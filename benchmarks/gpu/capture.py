@@ -69,7 +69,6 @@ def plan(model: nn.Module, inputs: Any, strategy: Any) -> autopar.Plan:
         strategy=strategy,
         precision="bf16",
         cluster=autopar.Cluster.named("dgx-h100", 1),
-        time_limit_s=5,
     )
 
 

@@ -128,10 +128,18 @@ class Setting:
 
         def make() -> nn.Module:
             if name == "gpt2":
-                config = transformers.GPT2Config(vocabulary, 128, width, 2, 4, use_cache=False)
+                config = transformers.GPT2Config(
+                    vocab_size=vocabulary, n_embd=width, n_layer=2, n_head=4, use_cache=False
+                )
                 return transformers.GPT2LMHeadModel(config)
             llama = transformers.LlamaConfig(
-                vocabulary, width, 2 * width, 2, 4, num_key_value_heads=2, use_cache=False
+                vocab_size=vocabulary,
+                hidden_size=width,
+                intermediate_size=2 * width,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                use_cache=False,
             )
             return transformers.LlamaForCausalLM(llama)
 
