@@ -167,7 +167,7 @@ def draws(setting: Setting) -> None:
 
 
 def save_and_load(setting: Setting) -> None:
-    """What zero3 saves, tp2 loads: the loss is the same."""
+    """A checkpoint of zero3 loads under tp2: the loss is the same."""
     folder: list[Any] = [TemporaryDirectory() if setting.rank == 0 else None]
     path = [folder[0].name if folder[0] else None]
     dist.broadcast_object_list(path)

@@ -156,7 +156,7 @@ class PlannedRanks:
         return shard.split_micro_batches(self.micro_batches)[micro]
 
     def values(self, graph: TrainingGraph, rank: int, micro: int = 0) -> Values:
-        """What a graph is given that no other graph computes."""
+        """The inputs of a graph that no other graph computes."""
         share = self.batch(rank, micro)
         inputs = dict(zip(share.call.tensor_indices, share.tensors, strict=True))
         found: Values = {}

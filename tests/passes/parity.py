@@ -126,7 +126,7 @@ class World:
         return run_ranks(graphs, values)
 
     def values(self, graph: TrainingGraph, rank: int) -> dict[InputRole, Tensor]:
-        """What a rank's graph is given."""
+        """The inputs of a rank's graph."""
         share = self.share(rank)
         positions = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
         inputs = dict(zip(positions, share.tensors, strict=True))

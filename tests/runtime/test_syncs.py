@@ -85,7 +85,7 @@ def two_fake_ranks() -> Iterator[None]:
 
 
 def syncs(strategy: autopar.Strategy, accumulate: bool) -> list[str]:
-    """Where a step of rank 0 synchronizes, once its programs are made."""
+    """Places where a step of rank 0 synchronizes, once its programs are made."""
     case = MODELS["gpt"]
     args, _ = case.batch(4, 0)
     model = autopar.compile(case.make(), strategy=strategy, example_inputs=args)

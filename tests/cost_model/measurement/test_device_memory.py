@@ -1,4 +1,4 @@
-"""What a plan may fill of simulated GPUs."""
+"""Memory that a plan may fill on simulated GPUs."""
 
 from dataclasses import replace
 
