@@ -16,6 +16,7 @@ from autopar.passes.pipeline_parallel.stage_dependence import (
     dependences,
     forward_stages,
     op_packet,
+    parameter_uses,
 )
 
 
@@ -38,16 +39,33 @@ class PlaceStages(Pass):
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         graph = graph.copy()
-        stage_of_seq_nr: dict[int, int] = {}
-        for node, stage in forward_stages(graph, dict(self.uses)).items():
+        forward = forward_stages(graph, dict(self.uses))
+        for node, stage in forward.items():
             node.meta["stage"] = stage
-            stage_of_seq_nr[node.meta["seq_nr"]] = stage  # of the last: copies of rows come first
+        stage_of_seq_nr = _stages_of_seq_nrs(graph, forward)
         found = dependences(graph)
         for node in graph.calls():
             if node.meta["phase"] == "backward" and found[node] == "staged":
                 wanted = stage_of_seq_nr.get(node.meta["seq_nr"])
                 node.meta["stage"] = backward_stage(node, wanted, found, self.stages)
         return PassResult(graph)
+
+
+def _stages_of_seq_nrs(
+    graph: TrainingGraph, stages: Mapping[fx.Node, int]
+) -> dict[int | None, int]:
+    """The stage of the forward operator that autograd gave each sequence number.
+
+    Other operators carry the number too: copies of rows before it, and operators without gradients
+    behind it. Only the first reader of a trainable parameter can have its gradient.
+    """
+    trained = [
+        use.node for use in parameter_uses(graph) if graph.parameters[use.name].requires_grad
+    ]
+    first: dict[int | None, int] = {}
+    for node in (*(node for node in trained if node in stages), *stages):
+        first.setdefault(node.meta["seq_nr"], stages[node])
+    return first
 
 
 def backward_stage(
