@@ -1,6 +1,7 @@
 """autopar: a compiler that trains a single-device PyTorch model on many ranks."""
 
 from autopar.api import compile, plan, verify
+from autopar.common.padding import pad_to_bucket
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.measure import measure
 from autopar.errors import (
@@ -58,6 +59,7 @@ __all__ = [
     "compile",
     "load_pretrained",
     "measure",
+    "pad_to_bucket",
     "plan",
     "verify",
 ]

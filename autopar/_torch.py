@@ -5,9 +5,11 @@ Supported: torch 2.11 to 2.13. A release that moves one of these names breaks th
 
 import contextlib
 import functools
+import linecache
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -51,6 +53,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_dtensor_caches
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.fx.graph_module import _loader as fx_code_loader
 from torch.fx.node import _format_arg as format_argument
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
@@ -315,6 +318,16 @@ def fake_result_cache(mode: FakeTensorMode) -> dict[Any, Any]:
     """Cached fake results of operators, for the lifetime of a fake mode."""
     known: dict[Any, Any] = vars(mode).setdefault("autopar_results", {})
     return known
+
+
+def forget_code_with(module: fx.GraphModule) -> None:
+    """Has torch drop the text of a module's generated code together with the module."""
+    weakref.finalize(module, _forget_code, module.forward.__code__.co_filename)
+
+
+def _forget_code(file: str) -> None:
+    fx_code_loader.eval_cache.pop(file, None)
+    linecache.cache.pop(file, None)
 
 
 def storage_key(tensor: Tensor) -> int:

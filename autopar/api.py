@@ -44,7 +44,7 @@ from autopar.profiler.profiler import profiler
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.options import Options
+from autopar.runtime.options import MAX_PROGRAMS, Options
 from autopar.runtime.planned_module import check_not_compiled
 from autopar.runtime.start import ensure_process_group
 from autopar.verification.deviation import Verification
@@ -77,6 +77,7 @@ def compile(
     verify: bool = False,
     device: str | torch.device | None = None,
     init_fn: Callable[[nn.Module], Any] | None = None,
+    max_programs: int = MAX_PROGRAMS,
 ) -> DistributedModule:
     """Returns the model, training across all ranks exactly as on one device.
 
@@ -117,6 +118,8 @@ def compile(
         verify: compare the first batch's training steps with the plain model's.
         device: training device; None for that of the parameters.
         init_fn: initialises one module on the meta device; None for `reset_parameters()`.
+        max_programs: number of programs to keep, one for each shape and mode of a call; the least
+            recently used goes, and is compiled again when needed (docs/shapes.md).
 
     Raises:
         StrategyError: an argument is invalid or contradicts others or the running ranks.
@@ -155,7 +158,8 @@ def compile(
     fixed = problem.strategy if plan is None else plan
     sizes = fixed.model_parallel_size, fixed.pp_size
     local = fixed.batch_semantics == "local"
-    options = Options(batch, loss_fn, autocast, backend, ranks, *sizes, recorder, local)
+    chosen = batch, loss_fn, autocast, backend, ranks, *sizes
+    options = Options(*chosen, recorder, local, max_programs)
     planner = LivePlanner(problem, plan, fallback, time_limit_s, trials, recorder)
     hooks = planner.make_plan, planner.make_fallback, planner.make_strategies
     module = DistributedModule(model, parameters, device, options, *hooks)

@@ -183,6 +183,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "progress": _callable,
     "device": _device,
     "init_fn": _callable,
+    "max_programs": count,
 }
 
 _OPTIONAL = frozenset(

@@ -54,6 +54,7 @@ def check_call_agrees(problem: PlanningProblem, arguments: Mapping[str, Any]) ->
         "backend": arguments["backend"],
         "memory cap": problem.memory,
         "verification": arguments["verify"],
+        "number of programs to keep": arguments["max_programs"],
         "optimizer": problem.base().optimizer,
         f"idea of what is given ({', '.join(optional)})": [
             arguments[name] is not None for name in optional

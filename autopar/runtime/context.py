@@ -21,6 +21,7 @@ from autopar.capture.call import BatchShard, Call
 from autopar.capture.state.contents import attribute_of
 from autopar.capture.state.guards import Guards
 from autopar.capture.trace import Capture, capture
+from autopar.common.bounded_cache import BoundedCache
 from autopar.common.groups import backend_of
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning, BatchError, NumericsWarning, StrategyError
@@ -50,6 +51,9 @@ from autopar.runtime.rng import RandomStream
 MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]
 """Finds strategies for a call that the plan does not cover, the same on every rank."""
 
+
+MANY_SHAPES = 8
+"""Shapes of calls beyond which a warning says how to have fewer."""
 
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
 
@@ -100,6 +104,7 @@ class ExecutionContext:
         captures: capture of each kind of call.
         planning_captures: captures made while planning, reused for all numbers of slices.
         all_tangents: whether every output may receive a gradient.
+        shapes: shapes of the calls that have had a program.
     """
 
     model: nn.Module
@@ -114,9 +119,10 @@ class ExecutionContext:
     world: dist.ProcessGroup | None = None
     unreduced_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     compression_state: CompressionState = field(default_factory=CompressionState)
-    captures: dict[Any, Capture] = field(default_factory=dict)
+    captures: BoundedCache[Capture] = field(default_factory=BoundedCache)
     planning_captures: dict[Any, Capture] = field(default_factory=dict)
     all_tangents: bool = False
+    shapes: set[Any] = field(default_factory=set)
 
     @cached_property
     def index(self) -> ModuleIndex:
@@ -169,13 +175,13 @@ class ExecutionContext:
         """Captures a call, with its backward if gradients are enabled or for planning."""
         differentiate = for_planning or torch.is_grad_enabled()
         key = (*self.call_key(shard), differentiate)
-        if key not in self.captures:
-            self.guards.check_current()
-            known = self.planning_captures if for_planning else {}
-            made = self._capture(shard, differentiate, known)
-            key = (*self.call_key(shard), differentiate)  # capturing may extend the guarded state
-            self.captures[key] = made
-        return self.captures[key]
+        if (made := self.captures.get(key)) is not None:
+            return made
+        self.guards.check_current()
+        known = self.planning_captures if for_planning else {}
+        made = self._capture(shard, differentiate, known)
+        key = (*self.call_key(shard), differentiate)  # capturing may extend the guarded state
+        return self.captures.add(key, made, self.options.max_programs)
 
     def capture_on_all_ranks(self, shard: BatchShard) -> Capture:
         """Captures a call on every rank at once; raises DisagreementError if the graphs differ."""
@@ -326,6 +332,21 @@ class ExecutionContext:
             for write, value in zip(capture.writes, values, strict=True):
                 write.apply(self.model, value)
         return result
+
+    def tell_of_shapes(self, shard: BatchShard) -> None:
+        """Warns once programs were made for more than MANY_SHAPES shapes of calls."""
+        self.shapes.add((shard.call.key, shard.slices.rows))
+        if len(self.shapes) == MANY_SHAPES + 1:
+            specs = [shard.call.leaves[i] for i in shard.call.tensor_indices]
+            shapes = ", ".join(str(tuple(spec.shape)) for spec in specs[:3])
+            warn_once(
+                AutoparWarning,
+                f"{type(self.model).__name__} was called with more than {MANY_SHAPES} shapes, the "
+                f"last of them {shapes} on this rank. Each has a program, which takes time to "
+                f"compile; the last {self.options.max_programs} used are kept "
+                "(autopar.compile(max_programs=)). Round lengths up with autopar.pad_to_bucket, or "
+                "use a fixed length, and leave out the last small batch (drop_last=True).",
+            )
 
     def as_grad_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         return in_layout_of(self.index.parameters[name], gradient)

@@ -10,6 +10,9 @@ import torch
 
 from autopar.runtime.codegen.recorder import Recorder
 
+MAX_PROGRAMS = 64
+"""Programs that a module keeps by default."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -20,6 +23,7 @@ class Options:
         model_parallel_size: number of ranks that one stage is partitioned over.
         pp_size: number of ranks along the pipeline.
         local: whether each rank computes as on its rows alone (`batch_semantics`).
+        max_programs: number of programs to keep.
         on_trial: whether the module is a copy that tries a plan, without warnings.
     """
 
@@ -32,6 +36,7 @@ class Options:
     pp_size: int = 1
     recorder: Recorder | None = None
     local: bool = False
+    max_programs: int = MAX_PROGRAMS
     on_trial: bool = False
 
     def dp_rank(self, rank: int) -> int:

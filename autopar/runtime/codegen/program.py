@@ -19,6 +19,7 @@ from torch import fx
 from autopar._torch import (
     BoxedCodeGen,
     OpOverload,
+    forget_code_with,
     inductor_compile,
     profiler_is_on,
     skip_autograd,
@@ -237,7 +238,9 @@ def _with_profiled_twin(module: fx.GraphModule, graph: TrainingGraph) -> BoxedFu
 
     def function_of(code: fx.Graph) -> BoxedFunction:
         code.set_codegen(BoxedCodeGen())
-        return fx.GraphModule(module, code).forward
+        made = fx.GraphModule(module, code)
+        forget_code_with(made)
+        return made.forward
 
     plain = function_of(module.graph)
     with_ranges_once = functools.cache(

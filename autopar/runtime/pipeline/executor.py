@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar._torch import backward_keeps_graph
 from autopar.capture.call import BatchShard
+from autopar.common.bounded_cache import BoundedCache
 from autopar.common.notices import NumericsNote, warn_of_numerics
 from autopar.errors import CoupledRowsError
 from autopar.ir.graph import TrainingGraph, tensors
@@ -31,7 +32,7 @@ class PipelineExecutor:
     """Runs calls of a module whose plan has pipeline stages."""
 
     context: ExecutionContext
-    compiled_calls: dict[Any, CompiledPipelineCall] = field(default_factory=dict)
+    compiled_calls: BoundedCache[CompiledPipelineCall] = field(default_factory=BoundedCache)
     coupled_keys: set[Any] = field(default_factory=set)  # micro-batches need each other's rows
     loss_tangent: Scalar = 1.0  # of the previous loss
 
@@ -81,14 +82,15 @@ class PipelineExecutor:
         unreduced = () if no_sync else tuple(sorted(context.unreduced_grads))
         key = context.call_key(micro_batch)
         key = (*key, torch.is_grad_enabled(), count, no_sync, unreduced)
-        if key not in self.compiled_calls:
+        compiled = self.compiled_calls.get(key)
+        if compiled is None:
             captured = context.capture_on_all_ranks(micro_batch)
             op_strategies = context.op_strategies(captured, micro_batch)
             options = context.lowering_options(no_sync, unreduced)
             mesh = context.mesh
             has_pp = mesh is not None and "pp" in (mesh.mesh_dim_names or ())
             group = mesh.get_group("pp") if mesh is not None and has_pp else None
-            self.compiled_calls[key] = compiled = CompiledPipelineCall(
+            compiled = CompiledPipelineCall(
                 captured, op_strategies, options, count, context.device, group
             )
             if not context.options.on_trial:
@@ -96,7 +98,8 @@ class PipelineExecutor:
                     warn_of_numerics(graph.notes)
                 if any(map(_computes_in_fp16, compiled.graphs.stages)):
                     warn_of_numerics([LATE_SCALE])
-        compiled = self.compiled_calls[key]
+                context.tell_of_shapes(micro_batch)
+            self.compiled_calls.add(key, compiled, context.options.max_programs)
         return PipelineCall(compiled, context, micro_batches, no_sync, self.loss_tangent)
 
     def rerun_with_all_tangents(self, call: PipelineCall, state: int) -> PipelineCall:

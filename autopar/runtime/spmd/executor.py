@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar._torch import backward_keeps_graph, local_tensor
 from autopar.capture.call import BatchShard
+from autopar.common.bounded_cache import BoundedCache
 from autopar.common.notices import warn_of_numerics
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
@@ -23,7 +24,7 @@ class SpmdExecutor:
     """Runs calls of a module whose plan has no pipeline stages."""
 
     context: ExecutionContext
-    programs: dict[Any, Program] = field(default_factory=dict)
+    programs: BoundedCache[Program] = field(default_factory=BoundedCache)
 
     def run(self, shard: BatchShard, no_sync: bool) -> Any:
         context, program = self.context, self.program(shard, no_sync)
@@ -44,17 +45,19 @@ class SpmdExecutor:
         """The program of a call, built at its first run; `unreduced` as in `LoweringOptions`."""
         context = self.context
         key = (*context.call_key(shard), torch.is_grad_enabled(), no_sync, unreduced)
-        if key not in self.programs:
-            captured = context.capture_on_all_ranks(shard)
-            self.programs[key] = build_program(
-                captured,
-                context.op_strategies(captured, shard),
-                context.lowering_options(no_sync, unreduced),
-                context.options.recorder,
-            )
-            if not context.options.on_trial:
-                warn_of_numerics(self.programs[key].graph.notes)
-        return self.programs[key]
+        if (program := self.programs.get(key)) is not None:
+            return program
+        captured = context.capture_on_all_ranks(shard)
+        program = build_program(
+            captured,
+            context.op_strategies(captured, shard),
+            context.lowering_options(no_sync, unreduced),
+            context.options.recorder,
+        )
+        if not context.options.on_trial:
+            warn_of_numerics(program.graph.notes)
+            context.tell_of_shapes(shard)
+        return self.programs.add(key, program, context.options.max_programs)
 
     def _write_updates(self, call: SpmdCall) -> None:
         updates = call.updates.items()
