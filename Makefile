@@ -29,8 +29,8 @@ train: $(INSTALLED) ## Train the example GPT on NPROC processes: one a GPU, or t
 	: $${nproc:=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')}; \
 	$(BIN)/autopar run examples/train_gpt.py --nproc $$nproc -- $(strip $(ARGS))
 
-check: lint ## Check style, types and imports, run the tests that need no second process
-	$(PYTEST) -m "not processes"
+check: lint ## Check style, types and imports, run the quick tests of one process
+	$(PYTEST) -m "not processes and not slow"
 
 test: lint ## Check style, types and imports, run the whole test suite
 	$(PYTEST)

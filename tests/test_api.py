@@ -157,6 +157,7 @@ def test_plans_are_values(tmp_path: Path) -> None:
         plan.prefetch = 3  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_plans_can_be_read(tmp_path: Path) -> None:
     plan = planned(strategy="auto", memory="1GiB")
     table = str(plan)

@@ -85,6 +85,7 @@ def test_the_closest_name_is_suggested() -> None:
         autopar.Strategy(recompute="ful")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_read_can_be_shown(tmp_path: Path) -> None:
     """Other values of the right types are refused, or make a plan that prints and draws."""
     plain = example_plan()

@@ -77,6 +77,7 @@ def test_the_graph_of_a_rank_has_provenance_and_source(
     assert "no such pass; choose from " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_placements_of_a_plan(
     make: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +161,7 @@ def test_run_fails_if_a_rank_does(tmp_path: Path) -> None:
 LLAMA = str(Path(__file__).parent.parent / "examples" / "plan_llama.py")
 
 
+@pytest.mark.slow
 def test_a_plan_for_machines_that_are_not_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

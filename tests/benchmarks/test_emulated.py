@@ -8,6 +8,7 @@ from benchmarks.emulated import Shared
 from tests.passes import meshes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tp 2 x zero 3", "pp 2 x tp 2"])
 def test_a_cell_passes(strategy: str) -> None:
     cell = Shared("gpt-dropout").run_cell("flash", strategy)

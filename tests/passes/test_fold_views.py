@@ -11,6 +11,7 @@ from tests.harness.models import MODELS
 from tests.passes.parity import World
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "conv", "odd", "encoder"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_folded_graphs_compute_the_same_bits(name: str, stage: int) -> None:

@@ -36,6 +36,7 @@ def world(name: str, ranks: int, rows: int) -> World:
     return World(case.make().double(), batch, ranks, case.loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "setting"),
     [(n, s) for n in (*SMALL, *LARGE) for s in (*EVERYWHERE, *(MORE if n in SMALL else ()))],

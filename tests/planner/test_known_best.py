@@ -71,6 +71,7 @@ def units_per_layer(block: Callable[[], nn.Module], *shape: int) -> float:
     return (totals[1] - totals[0]) / (rows * length * width * 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block",
     [lambda: GPTBlock(4096, 32), lambda: LlamaBlock(4096, 32, 8), lambda: T5Block(4096, 32)],

@@ -55,6 +55,7 @@ def test_modelled_figures_say_so() -> None:
     assert "modelled" in plan.cluster
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.95, 0.8])
 def test_a_cap_is_kept_by_mixing_stages_or_recomputing(share: float) -> None:
     model, inputs = graph_model()
@@ -97,11 +98,13 @@ def test_what_lacks_is_what_helps() -> None:
     assert error.value.changes[-1].needed_bytes <= 1000 + error.value.shortfall
 
 
+@pytest.mark.slow
 def test_higher_stages_need_less() -> None:
     peaks = [peak(planned(name)) for name in ("ddp", "zero1", "zero3")]
     assert peaks[0] > peaks[1]
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_fastest() -> None:
     """On figures that do not change from plan to plan."""
     model, inputs = graph_model()
@@ -128,6 +131,7 @@ def test_what_cannot_be_faster_is_not_searched_further() -> None:
     assert len(plan.runners_up) == 2
 
 
+@pytest.mark.slow
 def test_fixed_fields_stay_fixed() -> None:
     model, inputs = graph_model()
     strategy = autopar.Strategy(zero={"blocks.0": 3}, recompute="full")
@@ -145,6 +149,7 @@ def test_a_budget_of_kept_activations_is_written_into_the_plan() -> None:
     assert peak(plan) < peak(free)
 
 
+@pytest.mark.slow
 def test_a_cap_divides_parameters() -> None:
     """Without one, rows of the batch are divided and every rank of tp holds all parameters."""
     with torch.device("meta"):
@@ -172,6 +177,7 @@ def test_a_cap_divides_parameters() -> None:
     assert "to fit under the cap" in capped.notes[-1]
 
 
+@pytest.mark.slow
 def test_shards_stay_within_nodes_where_what_lies_between_is_slow() -> None:
     with torch.device("meta"):
         model, inputs = Stack(lambda: GPTBlock(2048, 16), 4), torch.empty(16, 64, 2048)

@@ -107,6 +107,7 @@ def syncs(strategy: autopar.Strategy, accumulate: bool) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("name", ["ddp", "zero3", "tp", "pp", "interleaved pp"])
 def test_a_step_does_not_synchronize(name: str, accumulate: bool, two_fake_ranks: None) -> None:

@@ -215,6 +215,7 @@ def test_inductor() -> None:
     run(compile_with_inductor, 2, timeout=400)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_inductor_backward_twice() -> None:
     """What a backward may overwrite is kept where the graph is kept."""

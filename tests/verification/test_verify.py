@@ -293,6 +293,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "make.py"
     script.write_text(MAKE)

@@ -104,6 +104,7 @@ def step(it: World, graphs: list[TrainingGraph], states: States) -> dict[str, Te
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("text", FEEDBACK)
 @pytest.mark.parametrize(("ranks", "within"), [(3, 1), (6, 3)])

@@ -116,6 +116,7 @@ def layout(value: object) -> object:
     return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows"), [("gpt", 6), ("conv", 7)])
 def test_graphs_survive_after_each_pass(name: str, rows: int) -> None:
     it = world(name, 3, rows)

@@ -123,6 +123,7 @@ b blocks.0.norm.bias: float32""",
 ZERO_3 = (("", 3), ("blocks.0", 3), ("blocks.1", 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_numbers_are_those_of_gathers_as_stored(zero: int, recompute: str) -> None:

@@ -234,6 +234,7 @@ EXACT_LOSSES: dict[str, Loss] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT_LOSSES)
 def test_loss_of_the_global_batch(name: str) -> None:
     it = world(EXACT_LOSSES[name])
@@ -315,6 +316,7 @@ NORMS: dict[str, tuple[nn.Module, Loss]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NORMS)
 def test_norm_over_the_global_batch(name: str) -> None:
     norm, loss = NORMS[name]

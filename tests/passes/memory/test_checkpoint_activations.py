@@ -163,6 +163,7 @@ def test_says_why_it_declined() -> None:
     assert CheckpointActivations("full")(forward).reason == "there is no backward"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", ["gpt", "conv", "encdec", "odd"])
 def test_what_a_compiler_is_given_equals_the_plain_model(name: str, stage: int) -> None:
@@ -183,6 +184,7 @@ def test_fused_operators_are_computed_again_inside_their_block() -> None:
     assert not again & {"aten.mm.default", "aten.native_layer_norm.default"}
 
 
+@pytest.mark.slow
 def test_what_was_gathered_is_gathered_again() -> None:
     """Also where it was copied into another layout, and this rank's part is kept alone."""
     case, ranks = MODELS["gpt"], 2

@@ -31,6 +31,7 @@ def world(name: str, micro_batches: int, rows: int = 4) -> World:
     return World(spec.make().double(), to_dtype(spec.batch(rows, 0), f64), micro_batches, spec.loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_two", [False, True], ids=["whole", "in two"])
 @pytest.mark.parametrize(
     ("name", "micro_batches"),

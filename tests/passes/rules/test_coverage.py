@@ -23,6 +23,7 @@ ZERO = 1e-9  # smaller gradients are rounding: biases of keys have none
 COVERED: Counter[str] = Counter()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_operator_has_a_rule_and_the_partition_is_exact(name: str) -> None:
     warnings.simplefilter("ignore")

@@ -21,6 +21,7 @@ aten = torch.ops.aten
 PROVEN = {"cases": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SAMPLES, ids=str)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

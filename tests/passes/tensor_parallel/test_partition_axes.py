@@ -121,6 +121,7 @@ def at_random(axis: str, graph: TrainingGraph) -> NodeStrategies:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows", "axes", "find"),
     [  # few rows, so that something else is split

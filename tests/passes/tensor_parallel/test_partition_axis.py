@@ -21,6 +21,7 @@ from tests.passes.golden import changes, two_layers
 from tests.passes.partitions import AXIS, Values, captured, partitioned, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "rows"),
     [  # an odd number of rows, so that something else is split
@@ -56,6 +57,7 @@ def check(graph: TrainingGraph, values: Values, ranks: int, op_strategies: NodeS
         assert is_close(made, want[role]), role
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sizes_that_the_axis_does_not_divide(ranks: int) -> None:
     graph, values = case_of("uneven", ranks, 5)

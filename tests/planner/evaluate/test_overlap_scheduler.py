@@ -61,6 +61,7 @@ def scheduled(
     return schedule(graph, lowered, cluster, OPERATORS, room)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.4, 1.0, 3.0])
 @pytest.mark.parametrize(("zero", "compress"), [(3, ""), (0, "int8")])
 def test_a_step_takes_what_the_slower_of_link_and_compute_does(

@@ -58,6 +58,7 @@ def outlines() -> list[list[MeshEstimate]]:
     return [[sketch(asked(strategy)) for strategy in MESHES] for sketch in estimators]
 
 
+@pytest.mark.slow
 def test_a_few_blocks_tell_of_all(outlines: list[list[MeshEstimate]]) -> None:
     """But for placements: other ones are as good, to the solver's tolerance, that convert apart."""
     for few, whole in zip(*outlines, strict=True):
@@ -66,6 +67,7 @@ def test_a_few_blocks_tell_of_all(outlines: list[list[MeshEstimate]]) -> None:
         assert few.least_bytes == pytest.approx(whole.least_bytes, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_they_are_near_to_what_is_simulated(outlines: list[list[MeshEstimate]]) -> None:
     for strategy, outline in zip(MESHES, outlines[0], strict=True):
         pipelined = strategy.pp_size > 1
@@ -101,6 +103,7 @@ def test_blocks_are_put_back() -> None:
     assert [name for name, _ in model.named_children()] == [*"012345"]
 
 
+@pytest.mark.slow
 def test_micro_batches_of_several_rows_where_there_is_a_row_for_each_rank() -> None:
     """Four stages compute a quarter of what they do of four times the rows, in as large pieces."""
     strategy, found = Strategy(pp=4), []

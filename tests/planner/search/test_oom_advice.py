@@ -106,6 +106,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "length", "memory", "helps"),
     [

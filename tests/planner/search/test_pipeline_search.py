@@ -102,6 +102,7 @@ def test_what_is_fixed_is_followed():
     assert layers_of(plan) == {0: 2, 1: 7}
 
 
+@pytest.mark.slow
 def test_under_a_cap_less_is_held():
     gpipe = planned(Tower(), pp=2, micro_batches=8, schedule="gpipe", recompute="none")
     free = planned(Tower(), pp=2, micro_batches=8)
@@ -114,6 +115,7 @@ def test_under_a_cap_less_is_held():
         planned(Tower(), pp=2, micro_batches=8, memory=2**30)
 
 
+@pytest.mark.slow
 def test_zero_stages_and_recomputation_are_chosen_with_stages():
     plan = planned(Tower(), world_size=4, pp=2, micro_batches=4)
     assert dict(plan.mesh)["pp"] == 2

@@ -58,6 +58,7 @@ class Parsed(HTMLParser):
         self.text[where] = self.text.get(where, "") + data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_page_stands_alone(name):
     parsed = Parsed(page(planned(name)))

@@ -105,6 +105,7 @@ def fake_world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_thirty_billion_parameters_start_on_eight_ranks(
     fake_world: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
