@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial, reduce
+from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -22,18 +21,16 @@ from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.protocol import call_entries
 from autopar.runtime.agreement.replicas import Replicas, compare_replicas
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
-from autopar.runtime.parameters.compression_state import STATE_DICT_KEY
-from autopar.runtime.parameters.distribute import distribute_like, is_remote
-from autopar.runtime.pipeline.stage_parameters import fetch_remote_parameters
-from autopar.runtime.planned_module import PlannedModule
+from autopar.runtime.parameters.distribute import is_remote
 from autopar.runtime.process_groups import explaining_comm_errors, rank
 from autopar.runtime.spmd.executor import SpmdExecutor
+from autopar.runtime.states.module_states import StatefulModule
 
 CheckCall = Callable[["DistributedModule", list[Any], Any], None]
 """Checks a module and the flattened arguments of a call before it runs, or raises."""
 
 
-class DistributedModule(PlannedModule):
+class DistributedModule(StatefulModule):
     """A model that runs this rank's share of every call under a plan.
 
     It has the parameters, buffers, submodules, names and attributes of the plain model. Parameters
@@ -99,6 +96,7 @@ class DistributedModule(PlannedModule):
         if torch.is_inference_mode_enabled():  # DTensors do not support inference mode
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
+        self.check_not_gathered()
         leaves, structure = flatten((args, kwargs))
         check_no_hidden_tensors(leaves)
         if self.plan is not None:
@@ -268,60 +266,3 @@ class DistributedModule(PlannedModule):
             dist.all_gather(gathered, norm, group=group)
         norms = torch.stack(gathered)
         return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)
-
-    def state_dict(  # type: ignore[override]
-        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """The whole model under the plain model's names, on every rank; sharded values as DTensors.
-
-        With pipeline stages all ranks call this at once, to exchange their parameters.
-        """
-        self.materialize_parameters()
-        has_stages = self.plan is not None and self.plan.pp_size > 1
-        if self._protocol is not None and has_stages:
-            self._protocol.agree_on_state_dict()
-        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if self.mesh is not None:
-            compression = self._context.compression_state.state_dict(self._stage_mesh)
-            if compression:
-                found[prefix + STATE_DICT_KEY] = compression
-        if self.plan is None or not has_stages:
-            return found
-        assert self.mesh is not None
-        assert self.plan.pipeline is not None
-        model, group = self._wrapped[0], self.mesh.get_group("pp")
-        remote = fetch_remote_parameters(model, self.plan.pipeline, group, self._device)
-        for name, parameter in model.named_parameters(prefix[:-1], remove_duplicate=False):
-            if parameter in remote:
-                found[name] = remote[parameter]
-        return found
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads unsharded tensors or DTensors under the plain model's names.
-
-        Each rank takes its part of the whole model. With pipeline stages `assign` copies too.
-        """
-        state_dict = dict(state_dict)
-        self._load_compression_state(state_dict.pop(STATE_DICT_KEY, None))
-        if self._deferred is None or self.plan is not None:
-            return self._load_values(state_dict, strict, assign)
-        with warnings.catch_warnings(action="ignore"):  # onto shapes alone, to compare names
-            result = self._copy_values(state_dict, strict)
-        self._deferred.load_later(state_dict, partial(self._load_values, state_dict, strict))
-        return result
-
-    def _load_values(
-        self, state_dict: Mapping[str, Any], strict: bool, assign: bool = False
-    ) -> Any:
-        self.make_room({n: x.shape for n, x in state_dict.items() if isinstance(x, torch.Tensor)})
-        return self._copy_values(state_dict, strict, assign)
-
-    def _copy_values(
-        self, state_dict: Mapping[str, Any], strict: bool, assign: bool = False
-    ) -> Any:
-        known = dict(self._wrapped[0].named_parameters(remove_duplicate=False))
-        values = {name: distribute_like(known.get(name), x) for name, x in state_dict.items()}
-        assign = assign and not any(is_remote(parameter) for parameter in known.values())
-        return super().load_state_dict(values, strict=strict, assign=assign)

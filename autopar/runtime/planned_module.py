@@ -61,6 +61,7 @@ OWN_ATTRIBUTES = {
     "_protocol",
     "before_first_training_call",
     "_executor",
+    "_num_gathered",
 }
 """Attributes of the wrapper itself; all others are the model's."""
 

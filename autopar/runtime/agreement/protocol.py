@@ -182,9 +182,9 @@ class Protocol:
     def agree_on_values(self) -> None:
         self.channel.exchange(f"gives values to the parameters of {self.name}")
 
-    def agree_on_state_dict(self) -> None:
-        event = f"takes the state dict of {self.name}, whose stages are on several ranks"
-        self.channel.exchange(event)
+    def agree_on_states(self, action: str) -> None:
+        """Agrees on a collective over the states of the model, such as "gathers the state of"."""
+        self.channel.exchange(f"{action} {self.name}")
 
 
 def call_entries(

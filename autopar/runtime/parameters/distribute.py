@@ -180,10 +180,10 @@ _AWAITING_LAYOUT: set[int] = set()
 
 @functools.cache
 def _register() -> None:
-    register_optimizer_step_pre_hook(_adapt)
+    register_optimizer_step_pre_hook(adapt_optimizer)
 
 
-def _adapt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def adapt_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raises for replaced parameters, removes dropped ones and distributes state."""
     if optimizer in _SEEN and not _AWAITING_LAYOUT:
         return

@@ -84,6 +84,16 @@ def full_tensor(tensor: DTensor, **options: Any) -> torch.Tensor:
     return part
 
 
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """The unsharded tensor of a DTensor; a plain tensor as it is.
+
+    torch warns of sequential gathers if it gathers along several axes.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    return full_tensor(value) if value.device_mesh.ndim > 1 else value.full_tensor()
+
+
 def register_strided_shard_support() -> None:
     """Extends DTensor for interleaved shards, once in a process."""
     _extend("full_tensor", full_tensor)
