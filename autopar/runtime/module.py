@@ -17,6 +17,7 @@ from autopar._torch import pytree
 from autopar.capture.call import BatchShard, TensorSpec
 from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import CaptureError
+from autopar.runtime.accelerate_loops import check_loop
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.protocol import call_entries
 from autopar.runtime.agreement.replicas import Replicas, compare_replicas
@@ -55,6 +56,12 @@ class DistributedModule(StatefulModule):
         """Index among these ranks; ranks that share a model have the same one."""
         return self._options.dp_rank(rank())
 
+    @property
+    def ranks_of_rows(self) -> list[int]:
+        """The first rank with each slice of the rows of a batch."""
+        slices = [self._options.dp_rank(r) for r in range(self._options.ranks)]
+        return [slices.index(part) for part in range(self._options.dp_size)]
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keeps gradients of calls inside unreduced; the next call outside adds and reduces them.
@@ -68,6 +75,16 @@ class DistributedModule(StatefulModule):
                 yield
         finally:
             self._no_sync = before
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """True, so that accelerate does not wrap the model in DDP."""
+        check_loop(self._options)
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """Accepts what accelerate sets."""
 
     @property
     def rng_state(self) -> torch.Tensor:

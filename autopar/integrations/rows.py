@@ -1,0 +1,66 @@
+"""`whole_rows`: results for the rows of all ranks, for a loop that sees the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from autopar._torch import pytree
+from autopar.capture.call import batch_shard_of
+from autopar.common.containers import flatten
+from autopar.ir.placement import even_rows
+from autopar.runtime.module import DistributedModule
+from autopar.runtime.process_groups import explaining_comm_errors
+
+
+def whole_rows(model: DistributedModule, args: Any, kwargs: Any, result: Any) -> Any:
+    """Replaces results for this rank's rows by those for the whole batch, alike on every rank.
+
+    All ranks call this at once. A loss computed from them trains as on one device.
+
+    Args:
+        model: model that was called under batch="global".
+        args: positional arguments of the call, with the rows of the whole batch.
+        kwargs: keyword arguments of the call.
+        result: result of the call; tensors with this rank's number of rows are gathered.
+    """
+    index, parts = model.data_parallel_rank, model.data_parallel_size
+    shard = batch_shard_of(*flatten((args, kwargs)), mode="global", rank=index, ranks=parts)
+    rows = even_rows(shard.slices.rows, parts)
+    if parts == 1 or shard.rows == shard.slices.rows:
+        return result
+    leaves, structure = flatten(result)
+    sources = tuple(model.ranks_of_rows)
+    with explaining_comm_errors("the gathering of rows"):
+        leaves = [
+            _WholeRows.apply(leaf, rows, index, sources)
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == shard.rows
+            else leaf
+            for leaf in leaves
+        ]
+    return pytree.tree_unflatten(leaves, structure)
+
+
+class _WholeRows(torch.autograd.Function):
+    """Gathers rows; the backward keeps this rank's, undoing the weight that its rows have.
+
+    A module weighs gradients of rows by the rank's fraction of the batch, as for a mean.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: torch.Tensor, rows: tuple[int, ...], index: int, sources: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.rows, ctx.index = rows, index
+        padded = own.new_zeros(max(rows), *own.shape[1:])
+        padded[: own.shape[0]] = own
+        gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, padded)
+        return torch.cat([gathered[source][:n] for source, n in zip(sources, rows, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        begin, own = sum(ctx.rows[: ctx.index]), ctx.rows[ctx.index]
+        return gradients[0][begin : begin + own] * (sum(ctx.rows) / own), None, None, None

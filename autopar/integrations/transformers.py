@@ -1,0 +1,128 @@
+"""`AutoparTrainer`: `transformers.Trainer` under a plan of autopar."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from autopar.api import compile
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.integrations.rows import whole_rows
+from autopar.integrations.whole_batch import WholeBatchAccelerator
+from autopar.plan.strategy import Strategy
+from autopar.report.plan import Plan
+from autopar.runtime.module import DistributedModule
+
+if TYPE_CHECKING:
+    Base = Trainer
+else:
+    Base = object
+
+
+class AutoparTrainerMixin(Base):
+    """A mix-in in front of a `Trainer` class, such as `trl.SFTTrainer`.
+
+    The loop runs as on one device with the batch of all ranks: `per_device_train_batch_size` times
+    the number of ranks, whatever the plan. Every rank loads the whole batch, and the model computes
+    this rank's rows of it.
+
+    Args:
+        strategy: as in `autopar.compile`.
+        memory: as in `autopar.compile`.
+        cluster: as in `autopar.compile`.
+        plan: as in `autopar.compile`.
+        compile_options: further arguments of `autopar.compile`.
+    """
+
+    model: Any
+    model_wrapped: Any
+    _predicts_loss_only = False
+
+    def __init__(
+        self,
+        *args: Any,
+        strategy: str | Strategy = "auto",
+        memory: int | str | None = None,
+        cluster: Cluster | None = None,
+        plan: Plan | None = None,
+        compile_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {"strategy": strategy, "memory": memory, "cluster": cluster, "plan": plan}
+        self._compile_options = {**given, **(compile_options or {})}
+        super().__init__(*args, **kwargs)
+
+    # The loop's view: one process with the whole batch.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        WholeBatchAccelerator.adopt(self.accelerator)
+
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        batch_size *= self.args.world_size
+        loader = super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+        seed_worker = loader.worker_init_fn
+        if isinstance(seed_worker, functools.partial) and "rank" in seed_worker.keywords:
+            loader.worker_init_fn = functools.partial(seed_worker, rank=0)  # ranks load the same
+        return loader
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any, Any]:
+        self._predicts_loss_only = prediction_loss_only
+        found = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        loss, logits, labels = found
+        # evaluation repeats a loss for each of a device's rows
+        return loss if loss is None else loss.repeat(self.args.world_size), logits, labels
+
+    # The model.
+
+    def compile_model(self) -> None:
+        """Compiles the model, unless it is compiled; training and evaluation do so themselves."""
+        if isinstance(self.model, DistributedModule):
+            return
+        precision = self.accelerator.mixed_precision
+        options = {"precision": None if precision == "no" else precision, **self._compile_options}
+        if self.args.torch_compile:
+            options.setdefault("backend", self.args.torch_compile_backend or "inductor")
+        model = compile(self.model, **options)
+        model.register_forward_hook(self._whole_result, with_kwargs=True)
+        self.model = self.model_wrapped = self.callback_handler.model = model
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.compile_model()
+        return super().create_optimizer(model)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.compile_model()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # clip_grad_norm_ of the model covers all meshes
+
+    def _whole_result(self, model: DistributedModule, args: Any, kwargs: Any, result: Any) -> Any:
+        """Gathers the rows of a result if the loop reads them."""
+        reads_loss_only = torch.is_grad_enabled() or self._predicts_loss_only
+        if reads_loss_only and self._takes_loss_of_model:
+            return result
+        return whole_rows(model, args, kwargs, result)
+
+    @property
+    def _takes_loss_of_model(self) -> bool:
+        """Whether the loss is the one that the model returns."""
+        plain = type(self).compute_loss is Trainer.compute_loss
+        return plain and self.compute_loss_func is None and self.label_smoother is None
+
+
+class AutoparTrainer(AutoparTrainerMixin, Trainer):
+    """`transformers.Trainer` under a plan of autopar; a drop-in with compile's options.
+
+    The arguments are those of `transformers.Trainer` and of `AutoparTrainerMixin`.
+    """
