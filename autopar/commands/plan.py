@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from autopar.api import plan as make_plan
 from autopar.commands.option_types import limit_s, ranks
-from autopar.commands.plain_console import PlainConsole
+from autopar.commands.progress import progress_bar
 from autopar.commands.script import load
-from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
 from autopar.errors import StrategyError
 from autopar.ir.placement import placement_of
 from autopar.plan.pipeline import SCHEDULES
 from autopar.plan.strategy import MESH, Strategy
-from autopar.planner.search.mesh_search import ReportProgress, SearchProgress
 from autopar.report.explain import with_reasons
 
 FIXED = ("tp", "cp", "ep", "pp", "micro_batches", "schedule", "compress")
 """Options that are fields of a strategy with the same name."""
-
-AFTER_S = 2.0  # seconds before the bar appears
-EVERY_S = 10.0  # seconds between lines without a terminal
 
 
 def add_to(commands: Any) -> None:
@@ -55,7 +47,7 @@ def add_to(commands: Any) -> None:
         type=limit_s,
         default=60.0,
         metavar="SECONDS",
-        help="seconds after which no further mesh is tried",
+        help="seconds for the whole plan; the best one by then is returned",
     )
     add("--cluster", help="JSON file or name of a cluster")
     add("--precision", help="dtype of autocast: bf16, fp16 or fp32 for none")
@@ -97,7 +89,7 @@ def add_strategy(parser: argparse.ArgumentParser, default: str) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """`autopar plan`."""
-    cluster = cluster_of(options.cluster, options.nodes)
+    cluster = cluster_of(options.cluster or ask_for_cluster(), options.nodes)
     world_size = options.world_size or (cluster.world_size if cluster else None)
     if world_size is None:
         raise StrategyError("for how many ranks? Give --world-size, or --cluster and --nodes")
@@ -162,40 +154,16 @@ def cluster_of(name: str | None, nodes: int | None) -> Cluster | None:
     return Cluster.named(name, nodes)
 
 
-@contextmanager
-def progress_bar(
-    console: Console | None = None, after_s: float = AFTER_S, every_s: float = EVERY_S
-) -> Iterator[ReportProgress]:
-    """A callback for each mesh; it updates a bar on stderr, or prints a line from time to time."""
-    console = console or PlainConsole(stderr=True)
-    if not console.is_terminal:
-        yield _lines(console, every_s)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-    task, begin = bar.add_task("planning", total=None), time.monotonic()
-
-    def show(search: SearchProgress) -> None:
-        bar.update(task, total=search.total, completed=search.done, description=str(search))
-        if time.monotonic() - begin >= after_s:
-            bar.start()
-
-    try:
-        yield show
-    finally:
-        bar.stop()
-
-
-def _lines(console: Console, every_s: float) -> ReportProgress:
-    """Prints a line for the current mesh, `every_s` seconds after the last one."""
-    begin = time.monotonic()
-    last_s = 0.0
-
-    def report(search: SearchProgress) -> None:
-        nonlocal last_s
-        now_s = time.monotonic() - begin
-        if now_s - last_s >= every_s:
-            last_s = now_s
-            console.print(f"{now_s:.0f} s: {search} ({search.done + 1} of {search.total})")
-
-    return report
+def ask_for_cluster() -> str | None:
+    """The cluster that a person at a terminal names; None for this CPU, which a line says."""
+    names = ", ".join(shipped_clusters())
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        print(f"for which cluster? {names}, or a file; empty for this CPU:", file=sys.stderr)
+        if name := input().strip():
+            return name
+    print(
+        "NO --cluster: THESE ARE PRICES OF PROCESSES ON THIS CPU, NOT OF GPUS. "
+        f"--cluster takes a file, or {names}",
+        file=sys.stderr,
+    )
+    return None

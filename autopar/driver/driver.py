@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from autopar.common.deadline import Deadline
+from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
 from autopar.planner.machine import Machine
-from autopar.planner.problem import Deadline, Graphs, PlanningProblem, SearchContext
+from autopar.planner.problem import Baseline, Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
 from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress, fastest_mesh
 from autopar.report.plan import Plan
@@ -57,12 +59,18 @@ class Driver(ABC):
         Raises:
             OutOfMemoryError: nothing fits.
         """
-        context = SearchContext(lambda: self.decide(self.deadline), on_candidate=self.on_candidate)
+        self.baseline = Baseline(problem.cap_on(problem.cluster))
+        context = SearchContext(
+            lambda: self.decide(self.deadline),
+            on_candidate=self.on_candidate,
+            baseline=self.baseline,
+        )
         if not problem.strategy.search:
-            return self.plan_mesh(problem, context)
+            return self.with_outcome(self.plan_mesh(problem, context))
         problem, estimate = self.estimator(problem)
         assert problem.cluster is not None
-        return fastest_mesh(
+        self.baseline.cap = problem.cap_on(problem.cluster)
+        found = fastest_mesh(
             problem,
             self.plan_mesh,
             lambda candidate: self.decide(lambda: estimate(candidate)),
@@ -70,6 +78,17 @@ class Driver(ABC):
             context,
             self.progress,
         )
+        return self.with_outcome(found)
+
+    def with_outcome(self, plan: Plan) -> Plan:
+        """The plan with torch's best data parallelism and the extent of the search."""
+        if plan.prediction is None:
+            return plan
+        best = self.decide(lambda: self.baseline.best)
+        found = plan.search or SearchOutcome()
+        if best is not None and best.prediction is not None:
+            found = replace(found, baseline=best.name, baseline_s=best.prediction.step_s)
+        return replace(plan, search=found)
 
     def plan_mesh(self, problem: PlanningProblem, context: SearchContext) -> Plan:
         key = str(problem.strategy), problem.world_size

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from autopar.autotune.select import benchmark_and_pick, num_plans_to_benchmark, plans_to_benchmark
+from autopar.common.deadline import Deadline
 from autopar.common.notices import warn_once
 from autopar.cost_model.measurement.device_memory import DeviceMemory
 from autopar.cost_model.measurement.measure import measure
@@ -19,7 +20,7 @@ from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.partition import NodeStrategies, Partition
 from autopar.planner.machine import Machine, ranks_of
 from autopar.planner.placement.unmeasured import repartition
-from autopar.planner.problem import Deadline, Graphs, PlanningProblem
+from autopar.planner.problem import Graphs, PlanningProblem
 from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.measure_problem import measure_problem, provisional_strategies
 from autopar.planner.search.mesh_search import EstimateMesh
@@ -121,7 +122,9 @@ class LivePlanner:
         count = num_plans_to_benchmark(self.trials, problem)
         observe = candidates.append if count > 1 else None
         driver = LiveDriver(problem, captured, Deadline(self.time_limit_s), observe, self.recorder)
-        best = plan_or_advise(problem, driver.plan, recapture=False)
+        best = plan_or_advise(
+            problem, driver.plan, recapture=False, deadline=lambda: driver.decide(driver.deadline)
+        )
         plans = plans_to_benchmark(problem.device, best, candidates, count)
         return self.agreed(benchmark_and_pick(module, plans, call, problem.optimizer))
 

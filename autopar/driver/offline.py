@@ -11,10 +11,12 @@ from torch import nn
 
 from autopar.capture.batch_slices import CaptureCache, capture_of_rank
 from autopar.capture.call import last_part
+from autopar.common.deadline import Deadline, TimeIsOver
 from autopar.driver.driver import Driver
+from autopar.errors import PlanError
 from autopar.ir.graph import TrainingGraph
 from autopar.planner.machine import Machine
-from autopar.planner.problem import Deadline, Graphs, PlanningProblem
+from autopar.planner.problem import Graphs, PlanningProblem
 from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.measure_problem import measure_problem
 from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress
@@ -78,12 +80,16 @@ def plan_offline(
     time_limit_s: float | None,
     progress: ReportProgress,
 ) -> Plan:
-    """The fastest plan of a problem, or an error that says what would help.
+    """The fastest plan of a problem found in time, or an error that says what would help.
+
+    Ctrl-C ends the time. It raises KeyboardInterrupt only if no plan is known by then.
 
     Raises:
         OutOfMemoryError: nothing fits.
+        PlanError: no plan was found in time.
     """
-    rest = autocast, loss_fn, Deadline(time_limit_s), progress
+    deadline = Deadline(time_limit_s)
+    rest = autocast, loss_fn, deadline, progress
     driver = OfflineDriver(problem, model, example_inputs, *rest)
 
     def replan(factor: int, parts: int) -> Plan:
@@ -92,4 +98,13 @@ def plan_offline(
             other = OfflineDriver(problem, model, last_part(example_inputs, parts), *rest)
         return other.plan(on_more_ranks(problem, factor))
 
-    return plan_or_advise(problem, driver.plan, replan)
+    try:
+        with deadline.enforced():
+            return plan_or_advise(problem, driver.plan, replan, deadline=deadline)
+    except TimeIsOver:
+        if deadline.interrupted:
+            raise KeyboardInterrupt from None
+        raise PlanError(
+            f"no plan of {problem.model} was found within time_limit_s={time_limit_s:g}: give more "
+            "time, or a strategy that leaves less open, such as zero3"
+        ) from None

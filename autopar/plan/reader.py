@@ -24,7 +24,7 @@ from autopar.plan.upgrade import upgrade_schema_6
 AGAIN = "Make the plan again with autopar.plan."
 P = TypeVar("P", bound=PlanSpec)
 MODEL_AXES = ("tp", "cp", "ep")
-ADDED: dict[str, Any] = {"reduce_precision": None, "parameter_dtypes": []}
+ADDED: dict[str, Any] = {"reduce_precision": None, "parameter_dtypes": [], "search": None}
 """Fields that older documents of this schema lack."""
 
 KINDS = ("gather", "regather", "reduce")

@@ -33,12 +33,14 @@ from autopar.plan.partition import Partition
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.prediction import Prediction, RunnerUp
 from autopar.plan.recompute import Level
+from autopar.plan.search_outcome import SearchOutcome
 
 SCHEMA_VERSION = 7
 
 _NOT_RUN = (
     "name", "model", "optimizer", "optimizer_state_ratio", "memory_cap", "prediction",
-    "parameter_dtypes", "sent_bytes", "runners_up", "cluster", "comm_backend", "notes", "torch",
+    "parameter_dtypes", "sent_bytes", "runners_up", "search", "cluster", "comm_backend", "notes",
+    "torch",
 )  # fmt: skip
 """Fields that only describe a plan; `PlanSpec.digest` ignores them."""
 
@@ -86,6 +88,7 @@ class PlanSpec:
         prediction: predicted cost; None if the plan was not simulated.
         sent_bytes: bytes that a rank sends over each axis in a step.
         runners_up: other plans and their predicted cost.
+        search: extent of the search, its bound and torch's best; None without a prediction.
         cluster: name of the cluster, and the source of its figures.
         comm_backend: backend of torch.distributed that the plan is priced on.
         notes: limitations to show to the user.
@@ -124,6 +127,7 @@ class PlanSpec:
     prediction: Prediction | None = None
     sent_bytes: tuple[tuple[str, Count], ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
+    search: SearchOutcome | None = None
     cluster: str = ""
     comm_backend: str = "gloo"
     notes: tuple[str, ...] = ()

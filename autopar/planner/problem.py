@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -164,27 +163,49 @@ class SearchContext:
         deadline: returns whether time is left to improve on a plan that fits.
         incumbent_s: best step time found so far on other meshes, in seconds.
         on_candidate: called with every candidate plan; None if nobody observes the search.
+        baseline: best data parallelism of torch among the candidates, as a record.
     """
 
     deadline: Callable[[], bool] = lambda: True
     incumbent_s: float = math.inf
     on_candidate: Callable[[Plan], None] | None = None
+    baseline: Baseline | None = None
+
+    def note(self, plan: Plan) -> None:
+        """Tells the observers of a candidate plan."""
+        if self.baseline is not None:
+            self.baseline.note(plan)
+        if self.on_candidate is not None:
+            self.on_candidate(plan)
 
 
-@dataclass(frozen=True)
-class Deadline:
-    """A time limit from now on, None for no limit; a call returns whether time is left."""
+class Baseline:
+    """The best of torch's DDP and fully_shard among the candidates of a search.
 
-    limit_s: float | None
-    start_s: float = field(default_factory=time.monotonic)
+    Attributes:
+        best: the fastest candidate that fits, None if there is none yet.
+    """
 
-    def __call__(self) -> bool:
-        return self.limit_s is None or time.monotonic() < self.start_s + self.limit_s
+    def __init__(self, cap: int | None) -> None:
+        self.cap = cap
+        self.best: Plan | None = None
 
-    def part(self, fraction: float) -> Deadline:
-        """A deadline for a fraction of the limit from now, which ends no later than this one."""
-        if self.limit_s is None:
-            return self
-        now = time.monotonic()
-        left_s = self.start_s + self.limit_s - now
-        return Deadline(max(0.0, min(left_s, fraction * self.limit_s)), now)
+    def note(self, plan: Plan) -> None:
+        """Records a candidate if it is DDP's or fully_shard's, and fits."""
+        cost = plan.prediction
+        if cost is None or not is_baseline(plan):
+            return
+        if self.cap is not None and cost.needed_bytes > self.cap:
+            return
+        known = self.best.prediction if self.best is not None else None
+        if known is None or cost.step_s < known.step_s:
+            self.best = plan
+
+
+def is_baseline(plan: Plan) -> bool:
+    """Whether a plan is plain data parallelism: one ZeRO stage, 0 or 3, and one recomputation."""
+    stages = {stage for _, stage in plan.zero_stages}
+    levels = {level for _, level in plan.recompute}
+    lossy = any((*plan.compressions.reduce, *plan.compressions.gather))
+    uniform = stages in ({0}, {3}) and len(levels) <= 1 and not plan.hybrid
+    return uniform and plan.dp_size == plan.world_size and not lossy and not plan.overlaps

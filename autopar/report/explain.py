@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from autopar.formatting import human_bytes, printable
 from autopar.formatting import milliseconds as _ms
 from autopar.report.table import exposures, layout, levels, predicted
+from autopar.report.verdict import verdict_lines
 
 if TYPE_CHECKING:
     from autopar.plan.prediction import Prediction, RunnerUp
@@ -24,7 +25,7 @@ def with_reasons(plan: PlanSpec) -> str:
 
 def explain(plan: PlanSpec) -> str:
     """Bottleneck of the step, sensitivity of the choice, and why each runner-up lost."""
-    lines = [f"Chosen: {plan.name}.", *levels(plan), *predicted(plan)]
+    lines = [f"Chosen: {plan.name}.", *levels(plan), *predicted(plan), *verdict_lines(plan)]
     p = plan.prediction
     if p is not None:
         lines += [*_bound(p), *exposures(p, len(p.exposures))]

@@ -17,6 +17,7 @@ from autopar.formatting import human_bytes, memory_text, printable
 from autopar.ir.mesh_levels import DATA_STORAGE_AXES
 from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.precision import precision_line
+from autopar.report.verdict import verdict_lines
 
 if TYPE_CHECKING:
     from autopar.plan.prediction import Prediction
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def table(plan: PlanSpec) -> str:
     """The plan and its predicted cost as text tables."""
-    lines = [*layout(plan), *levels(plan), *predicted(plan)]
+    lines = [*layout(plan), *levels(plan), *predicted(plan), *verdict_lines(plan)]
     lines += exposures(plan.prediction, 5) if plan.prediction else []
     return printable("\n".join([*lines, *(f"note: {note}" for note in plan.notes)]))
 

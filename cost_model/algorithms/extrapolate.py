@@ -66,9 +66,9 @@ class Fabric:
         if self.backend == "gloo":
             share = _broadcast_messages(0, n) if collective == "broadcast" else share
             share *= _ONE_PAIR.get(collective, 1.0) if n == 2 else 1.0
-        return share if nodes == 1 else share / self._nics_reached(shape)
+        return share if nodes == 1 else share / self.nic_share(shape)
 
-    def _nics_reached(self, shape: GroupShape) -> float:
+    def nic_share(self, shape: GroupShape) -> float:
         """Share of a node's NICs that a group has to itself."""
         ranks = shape.ranks_per_node
         reached = math.ceil(ranks * self.nics / self.ranks_per_node) / self.nics

@@ -17,13 +17,15 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.nccl.channels import communicator_on
 from autopar.cost_model.nccl.model import COLLECTIVES as NCCL_COLLECTIVES
 from autopar.cost_model.nccl.model import Tuning
+from autopar.cost_model.topology.link_rates import link_of_group
 from autopar.cost_model.topology.topology import nics_per_node
 
 NVLS = ("H100", "H200", "H800", "B200", "B300")
 """Devices with all-reduces in the switch, and over trees between nodes."""
 
-OTHER_DTYPE_ERROR, LINK_ERROR, NCCL_MODEL_ERROR = 0.1, 1.0, 0.4
-"""Relative errors added to the error bar: sums of another dtype, round figures, NCCL's model."""
+OTHER_DTYPE_ERROR, LINK_ERROR, NCCL_MODEL_ERROR, SUBSET_ERROR = 0.1, 1.0, 0.4, 0.5
+"""Relative errors added to the error bar: sums of another dtype, round figures, NCCL's model, and
+other subsets of ranks of a fabric that is not uniform."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +42,12 @@ class CollectivePricer:
     link: Link | None
     provenance: str
     _tunings: dict[GroupShape, Tuning | None] = field(default_factory=dict, init=False)
+    _links: dict[GroupShape, Link | None] = field(default_factory=dict, init=False)
 
     def cost(self, key: CurveKey, nbytes: float) -> Cost:
         """The time from a curve, else derived, else of NCCL's model, else of round figures.
+
+        On a fabric that is not uniform, derived times are the last resort before round figures.
 
         Raises:
             ClusterError: there is no source; the message says what to measure.
@@ -52,6 +57,10 @@ class CollectivePricer:
             cost = derive(self.curves, key, nbytes, self.fabric, self._nccl_seconds)
         if cost is None:
             cost = self._nccl_cost(key, nbytes)
+        if cost is None and not self.uniform:
+            cost = self._from_other_ranks(key, nbytes)
+        if cost is None:
+            cost = self._link_cost(key, nbytes)
         if cost is None and self.link is not None:
             seconds = self.link.seconds(key.collective, nbytes, key.shape.ranks, self.backend)
             cost = Cost(seconds, self.provenance, LINK_ERROR)
@@ -81,6 +90,27 @@ class CollectivePricer:
                 origin = f"modelled as of {other.dtype}, {cost.provenance}"
                 return Cost(cost.seconds, origin, cost.error + OTHER_DTYPE_ERROR)
         return None
+
+    def _from_other_ranks(self, key: CurveKey, nbytes: float) -> Cost | None:
+        """Derived from a measured group, although other ranks may have other links."""
+        cost = derive(self.curves, key, nbytes, self.fabric)
+        if cost is None:
+            return None
+        origin = f"{cost.provenance}, on a fabric that is not uniform"
+        return Cost(cost.seconds, origin, cost.error + SUBSET_ERROR)
+
+    def _link_cost(self, key: CurveKey, nbytes: float) -> Cost | None:
+        """From the rates of the links that a group spans, where the topology is known."""
+        if self.topology is None or self.backend != "nccl":
+            return None
+        if key.shape not in self._links:
+            share = self.fabric.nic_share(key.shape)
+            self._links[key.shape] = link_of_group(self.topology, key.shape, share)
+        link = self._links[key.shape]
+        if link is None:
+            return None
+        seconds = link.seconds(key.collective, nbytes, key.shape.ranks, self.backend)
+        return Cost(seconds, "modelled by a ring over the links' data sheets", LINK_ERROR)
 
     def _nccl_cost(self, key: CurveKey, nbytes: float) -> Cost | None:
         """From NCCL's model, where its channels are known.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autopar.common.deadline import check_time
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import Transfer, collective_of, is_wait, issuer
 from autopar.cost_model.cost import Cost
@@ -86,7 +87,9 @@ def simulate(
 
     Collectives are named by mesh axis. `overhead` is as for `simulate_memory`.
     """
+    check_time()
     run = _Run(graph, cluster, operators.of(graph))
+    check_time()
     memory = simulate_memory(graph, overhead)
     step_s = run.now
     idle_s = run.clock.idle_s + step_s - run.clock.now

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from autopar.common.deadline import check_time
 from autopar.errors import PassError, StrategyError
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.core.pass_base import Pass, PassResult, describe, pass_name
@@ -33,6 +34,7 @@ def run_passes(
     """
     pipeline, captured = PassPipeline(passes), graph
     for index, item in enumerate(pipeline):
+        check_time()
         begin = time.perf_counter()
         try:
             graph = apply_pass(item, graph)

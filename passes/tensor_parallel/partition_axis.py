@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.common.deadline import check_time
 from autopar.ir.graph import (
     GraphProperty,
     ParameterInfo,
@@ -103,6 +104,7 @@ class Partitioner:
         backward = self.source.backward_start
         with self.source.fake_mode:
             for node in self.source.graph.nodes:
+                check_time()
                 if node is backward:
                     results |= self.results("forward")
                     self.begin_backward()

@@ -1,6 +1,7 @@
 """`autopar plan`: what its options mean, and what it shows while it searches."""
 
 import io
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from rich.console import Console
 
 import autopar
 from autopar.cli import main, parser
-from autopar.commands.plan import progress_bar, strategy_of
+from autopar.commands.plan import strategy_of
+from autopar.commands.progress import progress_bar
 from autopar.errors import StrategyError
 from autopar.ir.placement import Replicate, Shard
 from autopar.plan.strategy import Strategy
@@ -58,14 +60,30 @@ def test_a_search_ends_in_time_and_says_what_it_left_out(
     assert plan.model_parallel_size == 1
 
 
-def test_a_bar_on_a_terminal_where_it_takes_long_and_lines_elsewhere() -> None:
-    def shown(seconds: float, terminal: bool) -> str:
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
-        with progress_bar(console, after_s=seconds, every_s=seconds) as progress:
-            progress(SearchProgress("tp=2", 1, 4, 0.012))
-        return console.file.getvalue()  # type: ignore[attr-defined]
+def shown(seconds: float, terminal: bool, text: str = "") -> str:
+    """Output of a search that goes on until `text` is shown."""
+    console = Console(file=(file := io.StringIO()), force_terminal=terminal, width=100)
+    with progress_bar(console, after_s=seconds, every_s=0.01) as progress:
+        progress(SearchProgress("tp=2", 1, 4, 0.012))
+        end_s = time.monotonic() + 30.0
+        while text not in file.getvalue() and time.monotonic() < end_s:
+            time.sleep(0.01)
+    return file.getvalue()
 
+
+def test_a_bar_on_a_terminal_where_it_takes_long_and_lines_elsewhere() -> None:
     assert "planning tp=2, best 12.0 ms" in shown(0.0, terminal=True)
     assert "tp=2" not in shown(60.0, terminal=True)
-    assert shown(0.0, terminal=False) == "0 s: planning tp=2, best 12.0 ms (2 of 4)\n"
+    line = "0 s: planning tp=2, best 12.0 ms (2 of 4)\n"
+    assert line in shown(0.0, terminal=False, text=2 * line)
     assert not shown(60.0, terminal=False)
+
+
+def test_without_a_cluster_the_command_says_what_it_prices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script := tmp_path / "make.py").write_text(MAKE)
+    assert main(["plan", str(script), "--world-size", "2", "--strategy", "ddp"]) == 0
+    told = capsys.readouterr().err
+    assert "PRICES OF PROCESSES ON THIS CPU" in told
+    assert "dgx-h100" in told

@@ -1,27 +1,29 @@
-"""Until when a search goes on."""
+"""Until when a search goes on, and what it records."""
 
-import time
-from unittest.mock import patch
+from dataclasses import replace
 
-from autopar.planner.problem import Deadline
-
-
-def test_a_part_ends_no_later_than_the_whole() -> None:
-    with patch("time.monotonic", lambda: 109.0):
-        whole = Deadline(10.0, 100.0)
-        part = whole.part(0.5)
-        assert whole()
-        assert part()
-        assert part == Deadline(1.0, 109.0)
-        assert Deadline(10.0).part(0.2) == Deadline(2.0, 109.0)
+from autopar.plan.prediction import Prediction
+from autopar.plan.strategy import Strategy
+from autopar.planner.problem import Baseline, SearchContext
+from autopar.report.plan import Plan
+from tests.harness.models import MODELS
+from tests.planner.problems import problem_of
 
 
-def test_what_is_over_is_over_for_its_parts() -> None:
-    whole = Deadline(1.0, time.monotonic() - 2.0)
-    assert not whole()
-    assert not whole.part(0.5)()
+def candidate(zero: int, step_s: float, nbytes: int = 1, tp: int | None = None) -> Plan:
+    base = problem_of(MODELS["gpt"].make(), Strategy(tp=tp)).base()
+    stages = tuple((block, zero) for block, _ in base.zero_stages)
+    cost = Prediction(step_s, 0.0, step_s, 0.0, 0.0, peak_bytes=nbytes)
+    return replace(base, name=f"zero {zero}", zero_stages=stages, prediction=cost)
 
 
-def test_there_need_not_be_any() -> None:
-    assert Deadline(None)()
-    assert Deadline(None).part(0.1)()
+def test_the_baseline_is_the_fastest_of_ddp_and_fully_shard_that_fits() -> None:
+    baseline = Baseline(cap=10)
+    context = SearchContext(baseline=baseline)
+    others = candidate(1, 0.1), candidate(0, 0.1, nbytes=11), candidate(0, 0.1, tp=2)
+    for plan in others:
+        context.note(plan)
+    assert baseline.best is None
+    context.note(fast := candidate(3, 0.5))
+    context.note(candidate(0, 0.6))
+    assert baseline.best is fast

@@ -20,6 +20,7 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_array
 from torch import fx
 
+from autopar.common.deadline import check_time, remaining_s
 from autopar.errors import PlanError
 from autopar.ir.graph import TrainingGraph, Value
 from autopar.ir.placement import OpStrategy, Placement, Replicate
@@ -111,6 +112,7 @@ def solve(
             if least.x is not None:
                 result = program.run(program.costs, held, least.fun * (1 + 1e-6))
     if result.x is None:
+        check_time()
         raise PlanError(f"no placements were found in {TIME_LIMIT_S:g} s: {result.message}")
     return program.solution(result, held)
 
@@ -158,6 +160,7 @@ class _Program:
         self.choices: dict[fx.Node, list[tuple[int, OpStrategy]]] = {}
         self.paid: dict[int, PlannedRedistribution] = {}
         for node, op_strategies in found.op_strategies.items():
+            check_time()
             seconds, count = work if node.op == "call_function" else update, self.count[node]
             self.choices[node] = [
                 (self.variable(seconds(node, each) * count if seconds else 0.0, True), each)
@@ -244,6 +247,7 @@ class _Program:
         gap: float = GAP,
     ) -> OptimizeResult:
         """Minimises `costs` under the constraint that `held` is at most `cap`."""
+        check_time()
         rows = self.rows
         shape = (len(rows.low), len(self.costs))
         matrix = csr_array((rows.values, rows.columns, rows.ends), shape=shape)
@@ -259,7 +263,7 @@ class _Program:
             constraints=constraints,
             integrality=np.array(self.integral, dtype=int),
             bounds=Bounds(0.0, allowed.astype(float)),
-            options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": gap},
+            options={"time_limit": min(TIME_LIMIT_S, remaining_s()), "mip_rel_gap": gap},
         )
         if result.fun is not None:
             result.fun *= scale

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.common.deadline import check_time
 from autopar.errors import StrategyError
 from autopar.ir.graph import TrainingGraph, Value, elements, operands, tensors
 from autopar.ir.mesh_levels import DATA_AXIS, axis_of_level
@@ -77,6 +78,7 @@ def strategy_choices(
     whole: Placement = Replicate()
     op_strategies: dict[fx.Node, Sequence[OpStrategy]] = {}
     for node, own in _interleaved(loops, reads, same, ranks, pinned).items():
+        check_time()
         if _known(reads[node]):
             operator = Operator.of(node)
             ways = [replicated(operator), *map(split_loop, own), *linear_strategies(operator)]

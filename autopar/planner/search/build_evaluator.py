@@ -64,7 +64,7 @@ def build_evaluator(
         overhead=replace(machine.overhead if machine else Overhead(), batches=batches),
         comm_backend=problem.comm_backend,
         deadline=context.deadline,
-        note=context.on_candidate or (lambda plan: None),
+        note=context.note,
     )
     return SpmdEvaluator(setup)
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from operator import attrgetter, itemgetter
 
+from autopar.common.deadline import TimeIsOver, arm
 from autopar.errors import OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
 from autopar.plan.buckets import BUCKET_BYTES
@@ -61,6 +62,9 @@ def search_configs(
             plans.append(_ConfigSearch(evaluator, strategy, cap, incumbent_s).plan())
         except OutOfMemoryError as failure:
             failures.append(failure)
+        except TimeIsOver:
+            if not plans:
+                raise
     if not plans:
         raise min(failures, key=lambda failure: failure.shortfall)
     return min(plans, key=lambda plan: plan.prediction.step_s if plan.prediction else 0.0)
@@ -82,9 +86,15 @@ class _ConfigSearch:
 
     def plan(self) -> Plan:
         """The plan of the best candidate; raises OutOfMemoryError if nothing fits."""
-        best = self.best_candidate()
+        try:
+            best = self.best_candidate()
+        except TimeIsOver:
+            best = self.best_known()
         plan = replace(best.plan, runners_up=self.runners_up(best), memory_cap=self.cap)
-        return self.with_bandwidth_sweep(plan, best.config)
+        try:
+            return self.with_bandwidth_sweep(plan, best.config)
+        except TimeIsOver:
+            return plan
 
     def best_candidate(self) -> Candidate:
         base = self.setup.base
@@ -100,6 +110,15 @@ class _ConfigSearch:
             raise self.nothing_fits()
         communicates = base.dp_size > 1 or base.partitions
         return self.tune(best) if not hopeless and communicates and self.setup.deadline() else best
+
+    def best_known(self) -> Candidate:
+        """The best candidate so far, when time is over; raises OutOfMemoryError if none fits."""
+        best = self.best(self.candidates.values())
+        if best is None and not self.candidates:
+            raise TimeIsOver
+        if best is None:
+            raise self.nothing_fits()
+        return best
 
     def starts(self) -> list[CandidateConfig]:
         """Configurations with uniform ZeRO stages that may fit; always the most sharded one."""
@@ -160,6 +179,7 @@ class _ConfigSearch:
     def evaluate(self, config: CandidateConfig) -> Candidate:
         if config not in self.candidates:
             self.candidates[config] = self.evaluator.evaluate(config)
+            arm()
         return self.candidates[config]
 
     def fits(self, candidate: Candidate) -> bool:

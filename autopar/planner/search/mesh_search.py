@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from autopar.common.deadline import TimeIsOver
+from autopar.cost_model.cost import ClusterError
 from autopar.errors import (
     AutoparError,
     BatchError,
@@ -17,6 +19,7 @@ from autopar.errors import (
 )
 from autopar.formatting import human_bytes
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
+from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
@@ -108,10 +111,12 @@ def fastest_mesh(
         if best and not _recomputes(best) and (saveable := _saveable(best)) <= NEGLIGIBLE:
             names = abbreviated(map(mesh_name, others))
             savings = f"{saveable:.0%} of the step is all that they could save"
-            return search.finish(f"not looked at: {names}; {savings}")
+            least_s = (1.0 - saveable) * step_s(best)
+            return search.finish(f"not looked at: {names}; {savings}", bound_s=least_s)
     ordered = search.estimated((first, *others), estimate, tried_first=small)
     for done, each in enumerate(ordered, 1):
-        if search.best is not None and not (search.may_improve(each) and context.deadline()):
+        tries = search.best is None or (search.may_improve(each) and context.deadline())
+        if search.over or not tries:
             search.skipped.append(each)
         else:
             search.try_mesh(each.strategy, done, len(ordered) + 1)
@@ -125,6 +130,10 @@ class _MeshSearch:
     Attributes:
         refusals: errors of meshes that are not possible, by name.
         skipped: estimates of meshes that were not tried.
+        bounds_s: lower bound of the step of each estimated mesh, in seconds.
+        unknown: meshes that were not estimated, because time was over.
+        over: whether time ended within a mesh.
+        looked: number of meshes that were planned.
         without_gain: number of meshes in a row that improved nothing, by group.
     """
 
@@ -136,6 +145,10 @@ class _MeshSearch:
     failures: list[OutOfMemoryError] = field(default_factory=list)
     refusals: dict[str, AutoparError] = field(default_factory=dict)
     skipped: list[MeshEstimate] = field(default_factory=list)
+    bounds_s: list[float] = field(default_factory=list)
+    unknown: list[Strategy] = field(default_factory=list)
+    over: bool = False
+    looked: int = 0
     without_gain: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -160,14 +173,19 @@ class _MeshSearch:
         problem, context, before = replace(self.problem, strategy=strategy), self.context, self.best
         if before is not None:
             context = replace(context, incumbent_s=self.margin * step_s(before))
+        self.looked += 1
         try:
             self.plans.append(self.plan_mesh(problem, context))
         except OutOfMemoryError as failure:
             self.failures.append(failure)
-        except (StrategyError, BatchError, CaptureError) as refusal:
+        except (StrategyError, BatchError, CaptureError, ClusterError) as refusal:
             if isinstance(refusal, CaptureError) and model_ranks(strategy) == 1:
                 raise  # the caller may fall back to torch's data parallelism
             self.refusals[mesh_name(strategy)] = refusal
+        except TimeIsOver:
+            if not (self.plans or self.failures):
+                raise
+            self.over = True
         group = self.group(strategy)
         self.without_gain[group] = 0 if self.best is not before else self.without_gain[group] + 1
 
@@ -187,9 +205,15 @@ class _MeshSearch:
             accumulates = strategy.pp_size == 1 and (strategy.micro_batches or 1) > 1
             if tried_first and accumulates and not self.is_memory_bound():
                 continue
+            if self.best is not None and not self.context.deadline():
+                self.unknown.append(strategy)
+                continue
             try:
                 found.append(estimate(replace(self.problem, strategy=strategy)))
-            except (StrategyError, BatchError, CaptureError) as refusal:
+                self.bounds_s.append(found[-1].least_s)
+            except TimeIsOver:
+                self.unknown.append(strategy)
+            except (StrategyError, BatchError, CaptureError, ClusterError) as refusal:
                 self.refusals.setdefault(mesh_name(strategy), refusal)
         found.sort(key=lambda each: (each.step_s, each.least_bytes))
         if not self.autotunes:
@@ -242,16 +266,36 @@ class _MeshSearch:
                 f"not looked at: {names}; expected to take {expected_s * 1e3:.4g} ms or more, and "
                 f"certainly {bound_s * 1e3:.4g}"
             )
+        if self.unknown:
+            names = abbreviated(map(mesh_name, self.unknown))
+            yield f"not looked at: {names}; time was over"
 
-    def finish(self, *notes: str) -> Plan:
+    def outcome(self, bound_s: float | None) -> SearchOutcome:
+        """Extent of the search; the bound is that of all estimated meshes unless given."""
+        assert self.best is not None
+        left_out = len(self.skipped) + len(self.unknown)
+        if bound_s is None:
+            known = min([*self.bounds_s, step_s(self.best)])
+            bound_s = 0.0 if self.unknown else known
+        return SearchOutcome(
+            looked=self.looked,
+            left_out=left_out,
+            bound_s=bound_s,
+            complete=not self.unknown and not self.over,
+        )
+
+    def finish(self, *notes: str, bound_s: float | None = None) -> Plan:
         """The best plan with runners-up and notes; raises the least shortfall, else a refusal."""
         if self.best is None:
             if self.failures:
                 raise min(self.failures, key=lambda failure: failure.shortfall)
-            raise next(iter(self.refusals.values()))
+            if self.refusals:
+                raise next(iter(self.refusals.values()))
+            raise TimeIsOver
         best = self.best
         notes = (*best.notes, *self.refusal_notes(), *notes)
-        return replace(best, runners_up=self.runners_up(best), notes=notes)
+        found = self.outcome(bound_s)
+        return replace(best, runners_up=self.runners_up(best), notes=notes, search=found)
 
     def refusal_notes(self) -> Iterator[str]:
         """Notes on meshes that are not possible; several that lack rows share one note."""

@@ -10,6 +10,7 @@ from itertools import chain, takewhile
 from typing import Any
 
 from autopar.common.checks import MAX_RANKS
+from autopar.common.deadline import TimeIsOver, arm
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, Change, OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
@@ -59,10 +60,12 @@ def plan_or_advise(
     replan: Replan | None = None,
     *,
     recapture: bool = True,
+    deadline: Callable[[], bool] = lambda: True,
 ) -> Plan:
     """The plan of a problem; live ranks call this at once and see the same plans and errors.
 
-    Without `replan`, ranks and rows are fixed; without `recapture`, captured graphs are.
+    Without `replan`, ranks and rows are fixed; without `recapture`, captured graphs are. After the
+    deadline no further change is tried.
 
     Raises:
         OutOfMemoryError: nothing fits; with the bytes that suffice and changes that would help.
@@ -70,10 +73,11 @@ def plan_or_advise(
     try:
         return make_plan(problem)
     except OutOfMemoryError as failure:
+        arm()  # the failure is an answer
         cap = problem.cap_on(problem.cluster) or failure.cap
         if cap is None:
             raise
-        advisor = _OomAdvisor(problem, make_plan, replan, cap, recapture)
+        advisor = _OomAdvisor(problem, make_plan, replan, cap, recapture, deadline)
         raise advisor.advised(failure) from None
 
 
@@ -101,6 +105,7 @@ class _OomAdvisor:
     replan: Replan | None
     cap: int
     recapture: bool
+    deadline: Callable[[], bool]
     replans_left: int = MAX_REPLANS
     changes: list[Change] = field(default_factory=list)
 
@@ -135,7 +140,7 @@ class _OomAdvisor:
     def smallest_plan(self, short: int) -> Plan | None:
         """The smallest plan: raises the cap by each shortfall, a lower bound, until one fits."""
         cap = self.cap
-        while self.replans_left > MAX_SUGGESTIONS:
+        while self.replans_left > MAX_SUGGESTIONS and self.deadline():
             cap += short
             found = self.try_plan(partial(self.make_plan, replace(self.problem, memory=cap)))
             if not isinstance(found, OutOfMemoryError):
@@ -147,7 +152,8 @@ class _OomAdvisor:
         """Plans with suggestions until enough of them help; each may depend on earlier results."""
         variations = self.other_graphs(memory), self.other_batch_or_ranks(memory)
         for suggestion in chain(self.same_graphs(), *variations):
-            if not self.replans_left or len(self.changes) == MAX_SUGGESTIONS:
+            enough = not self.replans_left or len(self.changes) == MAX_SUGGESTIONS
+            if enough or not self.deadline():
                 return
             if not suggestion.may_help(memory, self.cap):
                 continue
@@ -163,7 +169,7 @@ class _OomAdvisor:
             return plan()
         except OutOfMemoryError as failure:
             return failure
-        except AutoparError:
+        except (AutoparError, TimeIsOver):
             return None
 
     def same_graphs(self) -> Iterator[Suggestion]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from autopar.common.deadline import TimeIsOver, arm
 from autopar.cost_model.simulator.schedules import in_flight, orders
 from autopar.errors import BatchError, CaptureError, CoupledRowsError, StrategyError
 from autopar.formatting import human_bytes
@@ -193,10 +194,15 @@ def fastest_pipeline(
         try:
             for pipeline in open_pipelines(evaluator, strategy, micro_batches, cap):
                 tried.append((pipeline, pipeline.evaluate(config)))
+                arm()
                 if not evaluator.setup.deadline():
                     break
         except StrategyError as refusal:
             refusals.append(refusal)
+        except TimeIsOver:
+            if not tried:
+                raise
+            break
     if not tried:
         raise refusals[0]
     limit = math.inf if cap is None else cap

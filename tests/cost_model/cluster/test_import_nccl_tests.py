@@ -15,10 +15,12 @@ def test_a_cluster_of_outputs(tmp_path):
     assert cost.seconds == pytest.approx(50e-6)
     assert cost.provenance == "imported from run.log"
     assert cost.error == pytest.approx(0.02)  # the two timings are 4 % apart
-    with pytest.raises(
-        ClusterError, match=r"not uniform.*measure all_reduce over 8 ranks, 2 a node"
-    ):
-        cluster.seconds("all_reduce", 1048576, GroupShape(8, 2))
+    other = cluster.seconds("all_reduce", 1048576, GroupShape(8, 2))
+    assert other.kind == "modelled"
+    assert other.provenance.endswith("on a fabric that is not uniform")
+    assert other.error > 0.5
+    with pytest.raises(ClusterError, match=r"not uniform.*measure all_reduce over 2 ranks, 2 a"):
+        cluster.seconds("all_reduce", 1048576, GroupShape(2, 2))
     with pytest.raises(ClusterError, match="no curve of all_gather: measure it"):
         cluster.seconds("all_gather", 1048576, GroupShape(4, 2))
 

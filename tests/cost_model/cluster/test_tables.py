@@ -68,10 +68,22 @@ def test_large_ones_where_the_fabric_is_uniform():
 def test_others_are_refused():
     with pytest.raises(ClusterError, match="its fabric is not uniform"):
         Cluster.named("dgx1v-roce", nodes=4)
-    with pytest.raises(ClusterError, match="measure all_reduce over 4 ranks, 4 a node"):
-        Cluster.named("8x4090-pcie").seconds("all_reduce", 1e6, GroupShape(4, 4))
     with pytest.raises(ClusterError, match="choose 8x4090-pcie, aws-p5"):
         Cluster.named("dgx-b200")
+
+
+@pytest.mark.parametrize("name", shipped_clusters())
+def test_every_group_has_a_labelled_price(name):
+    cluster = Cluster.named(name)
+    nodes, near = cluster.world_size // cluster.ranks_per_node, cluster.ranks_per_node
+    here = [n for n in (1, 2, 4, 8) if n <= near]
+    shapes = [GroupShape(n * m, n) for n in here for m in (1, nodes) if n * m > 1]
+    shapes += [GroupShape(n, n, near // n) for n in here if n > 1]
+    for shape in shapes:
+        for collective in COLLECTIVES:
+            cost = cluster.seconds(collective, 1e6, shape)
+            assert 0 < cost.seconds < 1
+            assert cost.kind in ("measured", "imported", "modelled")
 
 
 def test_devices_by_the_names_that_torch_gives():

@@ -1,0 +1,50 @@
+"""`verdict_lines`: the gain over torch's data parallelism, and the proven bound of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from autopar.formatting import milliseconds
+
+if TYPE_CHECKING:
+    from autopar.plan.spec import PlanSpec
+
+EQUAL = 0.005
+"""Relative difference of two predicted steps that counts as none."""
+
+
+def verdict_lines(plan: PlanSpec) -> Iterator[str]:
+    """Lines on the outcome of the search behind a plan."""
+    found, cost = plan.search, plan.prediction
+    if found is None or cost is None:
+        return
+    gain = found.gain(cost.step_s)
+    if gain is None:
+        yield "verdict: neither DDP nor fully_shard was found to fit"
+    else:
+        best = f"{found.baseline}: {milliseconds(found.baseline_s)}"
+        than = f"{_compared(gain)} the best of DDP and fully_shard"
+        yield f"verdict: {than} ({best}), by prediction"
+    if found.looked:
+        yield _extent(found.looked, found.left_out, found.complete) + _bound(plan)
+
+
+def _compared(gain: float) -> str:
+    if abs(gain) < EQUAL:
+        return "as fast as"
+    return f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'} than"
+
+
+def _extent(looked: int, left_out: int, complete: bool) -> str:
+    over = "" if complete else "time was over: "
+    return f"{over}planned {looked} mesh(es) with their micro-batches, left out {left_out}"
+
+
+def _bound(plan: PlanSpec) -> str:
+    assert plan.search is not None
+    assert plan.prediction is not None
+    if not plan.search.bound_s:
+        return "; no bound is proven"
+    gap = plan.search.gap(plan.prediction.step_s)
+    return f"; no plan takes less than {milliseconds(plan.search.bound_s)}, so the gap is {gap:.1%}"
