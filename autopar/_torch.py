@@ -132,6 +132,7 @@ def dense_flex_attention(tell: Callable[[], None]) -> Iterator[None]:
 without_torch_function = torch._C.DisableTorchFunction
 """Context manager: functions of torch run without modes that replace them."""
 
+GROUPED_MM = torch._grouped_mm
 FUSED_ATTENTION = torch._C._SDPBackend.FLASH_ATTENTION.value
 """Number of the flash kernels among the kernels of attention."""
 

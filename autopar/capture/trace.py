@@ -25,6 +25,7 @@ from autopar.capture.call import Call
 from autopar.capture.expand_blocks import expand
 from autopar.capture.joint import changed_parameters, to_training_graph
 from autopar.capture.provenance import first_line, user_frame
+from autopar.capture.sorted_rows import undo_sorts
 from autopar.capture.state.contents import Attribute, Snapshot
 from autopar.capture.state.effects import Effects
 from autopar.capture.state.side_effects import StatePolicy, Write, check_changes, writes_of
@@ -115,6 +116,7 @@ def capture(
     with contextlib.closing(_following_effects(make, traced.policy)) as following:
         check_changes(effects, following)
     graph = to_training_graph(module, traced)
+    undo_sorts(graph)
     return Capture(
         graph,
         graph,

@@ -19,11 +19,12 @@ from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning
 from autopar.operators.attention import attention_like
 from autopar.operators.direct_calls import DIRECT_CALLS
+from autopar.operators.experts import grouped_form
 
 
 def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     """The traceable form of a torch function; the function itself for most."""
-    return _FORMS.get(function, function)
+    return _FORMS.get(function) or grouped_form(function) or function
 
 
 @contextlib.contextmanager

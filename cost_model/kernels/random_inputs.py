@@ -19,6 +19,7 @@ from autopar._torch import OpOverload
 from autopar.cost_model.kernels.aliases import extent_bytes
 from autopar.ir.graph import tensors
 from autopar.operators.attention import attention_backward
+from autopar.operators.experts import expert_mm, expert_outer
 
 aten = torch.ops.aten
 
@@ -107,7 +108,16 @@ def _shape(node: fx.Node, argument: int) -> tuple[int, ...]:
     return tuple(tensors(value)[0].shape)
 
 
+def _experts(node: fx.Node) -> int:
+    """The number of experts in all; those of a rank start at any."""
+    is_product = node.target is expert_mm
+    count: Any = _shape(node, 1)[0] if is_product else node.args[3]
+    total: Any = [*node.args, 0, 0][4 if is_product else 5]
+    return int(total or count)
+
+
 _BOUNDS: Mapping[Any, Bound] = {
+    **dict.fromkeys((expert_mm.overloadpacket, expert_outer.overloadpacket), _experts),
     aten.embedding: _size(0, 0),
     aten.embedding_dense_backward: lambda node: int(node.args[2]),  # type: ignore[arg-type]
     aten.nll_loss_forward: _size(0, -1),

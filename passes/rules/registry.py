@@ -10,8 +10,10 @@ import torch
 
 from autopar._torch import OpOverload
 from autopar.operators import attention as canonical
+from autopar.operators.experts import expert_mm, expert_outer
 from autopar.passes.rules.collectives import COLLECTIVE_RULES
 from autopar.passes.rules.loops import Loop, Operator, Rule, fills_dims, overloads
+from autopar.passes.rules.lowerings import experts
 from autopar.passes.rules.lowerings.losses import BACKWARDS, LOSSES, loss_dims
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, lowering_loops
 from autopar.passes.rules.operators import attention, generic, indexing, structured, views
@@ -88,6 +90,8 @@ _RULES_BY_NAMES: Mapping[str | tuple[OpOverload, ...], Rule] = {
     "embedding_dense_backward": indexing.embedding_backward,
     # attention
     CANONICAL: attention.attention,
+    (expert_mm,): experts.products,
+    (expert_outer,): experts.outer_products,
     KERNELS: attention.kernel_heads,
     # convolution and pooling
     "convolution": structured.convolution,

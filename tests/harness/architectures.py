@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autopar._torch import GROUPED_MM
 from tests.harness.models import Batch, Case
 
 VOCAB, WIDTH, INNER, LAYERS, HEADS, SEQ = 96, 48, 96, 2, 12, 12
 IMAGE, LABELS = 16, 12
 
 
-class _Double(TorchFunctionMode):
+class Double(TorchFunctionMode):
     """Has float64 wherever float32 is asked for."""
 
     def __torch_function__(
@@ -31,7 +32,15 @@ class _Double(TorchFunctionMode):
             return torch.float64 if leaf is torch.float32 else leaf
 
         args, kwargs = pytree.tree_map(double, (args, kwargs or {}))
+        if function is GROUPED_MM and not torch.compiler.is_compiling():
+            function = _grouped_mm
         return (Tensor.double if function is Tensor.float else function)(*args, **kwargs)
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor, **unused: None) -> Tensor:
+    """Products of groups of rows, one after another; torch's kernels know no float64."""
+    groups = torch.tensor_split(rows, offs[:-1].long())
+    return torch.cat([group @ matrix for group, matrix in zip(groups, weight, strict=True)])
 
 
 class Loss(nn.Module):
@@ -43,7 +52,7 @@ class Loss(nn.Module):
 
     def forward(self, **batch: Tensor) -> Tensor:
         is_double = next(self.parameters()).dtype == torch.float64
-        with _Double() if is_double else contextlib.nullcontext():
+        with Double() if is_double else contextlib.nullcontext():
             loss: Tensor = self.model(**batch).loss
         return loss
 
@@ -269,15 +278,41 @@ ARCHITECTURES = {
         Architecture(
             "mixtral",
             "MixtralForCausalLM",
-            {
-                **_DECODER,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-                "experts_implementation": "batched_mm",
-            },
+            {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
             ("attention_dropout",),
             _next_tokens,
         ),
     )
 }
 """Every architecture, by name."""
+
+
+_EXPERTS = {
+    **_DECODER,
+    "num_hidden_layers": 1,
+    "head_dim": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "moe_intermediate_size": INNER // 2,
+}
+_LATENT = {
+    "num_key_value_heads": HEADS,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    **{f"{name}_lora_rank": 8 for name in ("q", "kv")},
+    **{f"{name}_head_dim": 4 for name in ("qk_rope", "qk_nope", "v")},
+}
+
+EXPERTS = {
+    name: Architecture(name, model, {**_EXPERTS, **more}, ("attention_dropout",), _next_tokens)
+    for name, model, more in (
+        ("mixtral", "MixtralForCausalLM", {}),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", _LATENT),
+        ("gpt_oss", "GptOssForCausalLM", {"sliding_window": 8}),
+    )
+}
+"""Mixtures of experts, which sort tokens by expert and multiply groups of them."""

@@ -19,6 +19,7 @@ from autopar.ir.mesh_levels import DATA_AXIS, mesh_of
 from autopar.ir.placement import Replicate, chunk_rows
 from autopar.ir.roles import InputRole, OutputRole
 from autopar.passes.core import collective_ops as abstract
+from autopar.passes.core.node_builder import is_view
 
 Values = Mapping[InputRole, Tensor]
 Results = dict[OutputRole, Tensor | None]
@@ -196,9 +197,20 @@ def check_replicas(ranks: Sequence[Rank]) -> None:
         _check_same([ranks[r] for r in group])
 
 
+def _has_no_values(node: fx.Node) -> bool:
+    """Whether a node is memory that nothing was written to, or a part of it."""
+    if node.target is torch.ops.aten.new_empty_strided.default:
+        return True
+    source = next(iter(node.all_input_nodes), None)
+    selects = is_view(node) or node.target is torch.ops.aten.index_select.default
+    return selects and source is not None and _has_no_values(source)
+
+
 def _check_same(ranks: Sequence[Rank]) -> None:
     for nodes in zip(*(rank.graph.graph.nodes for rank in ranks), strict=True):
         if not isinstance(nodes[0].meta.get("placement"), Replicate) or is_pending(nodes[0]):
+            continue
+        if _has_no_values(nodes[0]):
             continue
         first, *others = (as_list(r.values[n]) for r, n in zip(ranks, nodes, strict=True))
         for other in others:

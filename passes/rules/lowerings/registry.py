@@ -21,6 +21,7 @@ from autopar.passes.rules.loops import Loop, Operator, Rule, overloads
 from autopar.passes.rules.lowerings import (
     attention,
     embedding,
+    experts,
     losses,
     norms,
     random,
@@ -48,7 +49,7 @@ class CustomLowering:
 
 CUSTOM_LOWERINGS: Mapping[str, CustomLowering] = {
     name: CustomLowering(overloads(names), rule, lower)
-    for family in (attention, embedding, losses, softmax, norms, scan, random)
+    for family in (attention, embedding, experts, losses, softmax, norms, scan, random)
     for name, (names, rule, lower) in family.LOWERINGS.items()
 }
 """Every custom lowering, by name, from the texts of its operators, its rule and its writer."""

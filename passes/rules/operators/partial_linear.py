@@ -8,6 +8,7 @@ import torch
 
 from autopar._torch import OpOverload
 from autopar.ir.placement import OpStrategy, Partial, Replicate
+from autopar.operators.experts import expert_mm, expert_outer
 from autopar.passes.core.collective_ops import STARTS, start_all_reduce
 from autopar.passes.rules.loops import Operator, overloads
 
@@ -31,6 +32,8 @@ LINEAR_IN_EACH: Mapping[OpOverload, tuple[int, ...]] = {
     **dict.fromkeys(overloads("index_select index.Tensor threshold_backward gelu_backward"), (0,)),
     **dict.fromkeys(overloads("silu_backward tanh_backward _softmax_backward_data"), (0,)),
     aten._log_softmax_backward_data.default: (0,),
+    expert_mm: (0, 1),
+    expert_outer: (0, 1),
 }
 """Operands that an operator is linear in while the others are whole."""
 

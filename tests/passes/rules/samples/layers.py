@@ -8,11 +8,27 @@ import torch
 from hypothesis import strategies as st
 
 from autopar.operators import attention
+from autopar.operators.experts import expert_mm, expert_outer
 from autopar.passes.rules.loops import overloads
 from autopar.passes.rules.lowerings.losses import BACKWARDS, LOSSES
 from tests.passes.rules.samples.draw import Draw, sample
 
 aten = torch.ops.aten
+
+# -- experts -----------------------------------------------------------------------------------
+
+
+@sample(expert_mm)
+def products_of_experts(d: Draw) -> tuple[Any, ...]:
+    rows, experts, k, n = d.size(), d.size(), d.size(), d.size()
+    return (d.rand(rows, k), d.rand(experts, k, n), d.randint(experts + 1, rows))
+
+
+@sample(expert_outer)
+def outer_products_of_experts(d: Draw) -> tuple[Any, ...]:
+    rows, experts, k, n = d.size(), d.size(), d.size(), d.size()
+    return (d.rand(rows, k), d.rand(rows, n), d.randint(experts + 1, rows), experts)
+
 
 # -- norms, losses, embedding ------------------------------------------------------------------
 
