@@ -1,6 +1,7 @@
 """autopar: a compiler that trains a single-device PyTorch model on many ranks."""
 
 from autopar.api import compile, plan, verify
+from autopar.checkpoints.checkpointer import Checkpointer
 from autopar.common.padding import pad_to_bucket
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.measure import measure
@@ -9,6 +10,8 @@ from autopar.errors import (
     AutoparWarning,
     BatchError,
     CaptureError,
+    CheckpointError,
+    CheckpointWarning,
     CommunicationError,
     DisagreementError,
     FallbackWarning,
@@ -36,6 +39,9 @@ __all__ = [
     "AutoparWarning",
     "BatchError",
     "CaptureError",
+    "CheckpointError",
+    "CheckpointWarning",
+    "Checkpointer",
     "Cluster",
     "CommunicationError",
     "Deviation",

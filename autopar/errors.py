@@ -94,6 +94,10 @@ class CommunicationError(AutoparError):
     """A collective failed, because another rank died, left or timed out."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written, or is of another model."""
+
+
 class PassError(AutoparError):
     """A graph pass broke its contract: a bug in autopar or in a user's pass."""
 
@@ -120,3 +124,7 @@ class LossyWarning(AutoparWarning):
 
 class MeasurementWarning(AutoparWarning):
     """Measurements are out of date, left out or cannot be kept."""
+
+
+class CheckpointWarning(AutoparWarning):
+    """A checkpoint is broken and skipped, or could not be written."""

@@ -12,31 +12,21 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shutil
 import sysconfig
 import time
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 import autopar
 
 CHECKPOINT_EVERY = 100  # steps
-
-# A flat optimizer state suits every plan: ranks of a pipeline have different parameters.
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Block(nn.Module):
@@ -141,30 +131,6 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def save(folder: Path, model: autopar.DistributedModule, optimizer: Optimizer, step: int) -> None:
-    """Write folder/step-N, then delete older checkpoints."""
-    weights, moments = get_state_dict(model, optimizer, options=FLAT)
-    state = {"model": weights, "optimizer": moments, "step": step}
-    dcp.save(state, checkpoint_id=folder / f"step-{step}")
-    for old in folder.glob("step-*"):
-        if old.name != f"step-{step}" and is_first():
-            shutil.rmtree(old)
-
-
-def resume(folder: Path, model: autopar.DistributedModule, optimizer: Optimizer) -> int:
-    """Load the newest complete checkpoint, if any; return its step."""
-    steps = [int(path.parent.name.split("-")[1]) for path in folder.glob("step-*/.metadata")]
-    if not steps:
-        return 0
-    weights, moments = get_state_dict(model, optimizer, options=FLAT)
-    state = {"model": weights, "optimizer": moments, "step": 0}
-    dcp.load(state, checkpoint_id=folder / f"step-{max(steps)}")
-    set_state_dict(
-        model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLAT
-    )
-    return state["step"]
-
-
 def parse_arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Train a byte-level GPT with autopar.")
@@ -200,7 +166,8 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         model.plan.save(args.out / "plan.json")
         model.plan.report(args.out / "plan.html")
-    if done := resume(args.out, model, optimizer):
+    checkpointer = autopar.Checkpointer(args.out, model, optimizer, every=CHECKPOINT_EVERY, keep=1)
+    if done := checkpointer.resume():
         console.print(f"resumed from step {done} in {args.out}")
 
     figures = "loss {task.fields[loss]:.3f}", "{task.fields[rate]:,.0f} tokens/s"
@@ -208,8 +175,9 @@ def main() -> None:
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("train", total=args.steps, completed=done, loss=math.nan, rate=0)
         started = time.perf_counter()
-        for step in range(done + 1, args.steps + 1):
-            x, y = batch(text, args.batch, args.seq, seed=1_000_000 * args.seed + step)
+        seeds = range(1_000_000 * args.seed + 1, 1_000_000 * args.seed + 1 + args.steps)
+        for step, seed in checkpointer.steps(seeds, total=args.steps):
+            x, y = batch(text, args.batch, args.seq, seed)
 
             loss = model(x, y)
             loss.backward()
@@ -219,7 +187,6 @@ def main() -> None:
             rate = (step - done) * y.numel() / (time.perf_counter() - started)
             progress.update(bar, completed=step, loss=loss.item(), rate=rate)
             if step % CHECKPOINT_EVERY == 0 or step == args.steps:
-                save(args.out, model, optimizer, step)
                 console.print(f"step {step}: loss {loss.item():.3f}, {rate:,.0f} tokens/s")
 
     model.eval()

@@ -1,0 +1,228 @@
+"""`Checkpointer`: saves a training run beside training, and resumes it under any plan."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.checkpoints.background import VALUES, BackgroundWriter
+from autopar.checkpoints.folder import CheckpointFolder, faults_of
+from autopar.checkpoints.preemption import Preemption
+from autopar.checkpoints.training_state import TrainingState
+from autopar.common.checks import count
+from autopar.common.notices import warn_once
+from autopar.errors import BatchError, CheckpointError, CheckpointWarning, StrategyError
+from autopar.runtime.agreement.consensus import (
+    broadcast_from_rank0,
+    gather_objects,
+    is_multi_rank,
+)
+from autopar.runtime.module import DistributedModule
+from autopar.runtime.process_groups import rank
+
+
+class Checkpointer:
+    """Saves a run every so many steps, and resumes it from the newest whole checkpoint.
+
+    A checkpoint holds the model, optimizers, scheduler, scaler, random state, place in the data,
+    step and plan. Any plan and number of ranks loads it. Training waits for a copy of the state;
+    a thread writes the copy to disk. A checkpoint appears under its name only when it is whole.
+
+    Example:
+        checkpointer = autopar.Checkpointer("runs/gpt", model, optimizer, every=100)
+        for step, (x, y) in checkpointer.steps(loader, total=10_000):
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        folder: folder of this run, on a file system that all ranks share.
+        model: from `autopar.compile`, with `example_inputs` if there are several ranks.
+        optimizer: one optimizer, or several.
+        scheduler: learning-rate scheduler; several go into `extra`.
+        scaler: a GradScaler.
+        extra: other objects with `state_dict` and `load_state_dict`, by name, such as an EMA.
+        every: steps between checkpoints; None saves at the end and on SIGTERM alone.
+        keep: number of checkpoints that stay.
+
+    Raises:
+        StrategyError: an argument is invalid.
+        CheckpointError: ranks do not share the folder, or it cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        every: int | None = None,
+        keep: int = 3,
+    ) -> None:
+        if every is not None:
+            count("every", every)
+        count("keep", keep)
+        if isinstance(model, DistributedModule) and model.plan is None and is_multi_rank():
+            raise StrategyError(
+                "this model has no plan yet, so its parameters lie nowhere: give compile "
+                "example_inputs=, or call the model once before Checkpointer"
+            )
+        self.every = every
+        self._folder = CheckpointFolder(Path(folder).absolute())
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._state = TrainingState(model, optimizers, scheduler, scaler, dict(extra or {}))
+        self._writer = BackgroundWriter(self._folder, keep)
+        self._resumed = False
+        self._saved_step = self._step = 0
+        _check_shared(self._folder.path)
+
+    @property
+    def step(self) -> int:
+        """Number of steps behind, those before a restart included."""
+        return self._step
+
+    def resume(self) -> int:
+        """Loads the newest whole checkpoint and returns its step, 0 if there is none.
+
+        A checkpoint with a missing, short or changed file is skipped with a warning.
+
+        Raises:
+            CheckpointError: a whole checkpoint is of another model or optimizer.
+        """
+        self._resumed = True
+        for step in broadcast_from_rank0(self._folder.steps):
+            folder = self._folder.of_step(step)
+            if faults := _faults(folder):
+                warn_once(CheckpointWarning, f"{folder} is skipped: {'; '.join(faults[:3])}")
+                continue
+            values = torch.load(folder / VALUES, map_location="cpu", weights_only=False)
+            self._state.restore(folder, values)
+            self._step = self._saved_step = step
+            break
+        return self._step
+
+    def save(self, step: int | None = None, *, wait: bool = False) -> None:
+        """Begins a checkpoint after `step`; `wait` returns when it is on disk.
+
+        All ranks call it. The state may change as soon as it returns.
+
+        Raises:
+            CheckpointError: this checkpoint (with `wait`), or the one before, was not written.
+        """
+        self._writer.finish()
+        self._step = self._step if step is None else step
+        plan = getattr(self._state.model, "plan", None)
+        self._writer.start(self._step, self._state.tensors(), self._state.values(self._step), plan)
+        self._saved_step = self._step
+        if wait:
+            self._writer.finish()
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is on disk.
+
+        Raises:
+            CheckpointError: it was not written.
+        """
+        self._writer.finish()
+
+    def steps(
+        self, loader: Iterable[Any], *, total: int | None = None, epochs: int | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        """Yields the number of each step, from 1, and its batch; saves and resumes by itself.
+
+        The loop ends after `total` steps or `epochs` epochs, those before a restart included; by
+        default after one epoch. On SIGTERM all ranks save after the same step and exit with 143.
+
+        Args:
+            loader: batches; the same ones in every run, or an object that keeps its own place.
+            total: number of steps; None for no limit.
+            epochs: number of times that the loader is read; None for no limit.
+
+        Warns:
+            CheckpointWarning: a checkpoint could not be written; training goes on.
+
+        Raises:
+            CheckpointError: the last checkpoint was not written.
+        """
+        if not self._resumed:
+            self.resume()
+        last_epoch = epochs if epochs is not None or total is not None else 1
+        preemption, was_empty = Preemption(), False
+        with preemption.listening():
+            while not self._is_over(total, last_epoch):
+                before = self._step
+                for batch in self._state.data.epoch_batches(loader):
+                    self._step += 1
+                    yield self._step, batch
+                    if preemption.is_last(self._step):
+                        self.save(wait=True)
+                        raise SystemExit(preemption.exit_status())
+                    if self.every and self._step % self.every == 0:
+                        self._save_beside()
+                    if total is not None and self._step >= total:
+                        break
+                if was_empty and self._step == before:
+                    raise BatchError("the loader gives no batches: give one with more rows")
+                was_empty = self._step == before
+        if self._saved_step != self._step:
+            self._save_beside()
+        self._writer.finish()
+
+    def _is_over(self, total: int | None, last_epoch: int | None) -> bool:
+        done = total is not None and self._step >= total
+        return done or (last_epoch is not None and self._state.data.epoch >= last_epoch)
+
+    def _save_beside(self) -> None:
+        """Saves; a checkpoint before that was not written is a warning."""
+        try:
+            self._writer.finish()
+        except CheckpointError as error:
+            warn_once(CheckpointWarning, str(error))
+        self.save()
+
+
+def _faults(folder: Path) -> list[str]:
+    """Faults of a checkpoint; each rank reads a part of its files."""
+    if not is_multi_rank():
+        return faults_of(folder, 0, 1)
+    own = faults_of(folder, rank(), dist.get_world_size())
+    return sorted({fault for faults in gather_objects(own) for fault in faults})
+
+
+def _check_shared(folder: Path) -> None:
+    """Raises CheckpointError on every rank if ranks do not see one folder."""
+    name = broadcast_from_rank0(lambda: _write_probe(folder))
+    seen = [folder.joinpath(name).exists()]
+    if is_multi_rank():
+        seen = gather_objects(seen[0])
+    if rank() == 0:
+        folder.joinpath(name).unlink()
+    if not all(seen):
+        blind = [number for number, sees in enumerate(seen) if not sees]
+        raise CheckpointError(
+            f"rank(s) {blind} do not see what rank 0 writes to {folder}: give a folder on a file "
+            "system that all nodes share"
+        )
+
+
+def _write_probe(folder: Path) -> str:
+    name = f".probe-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.joinpath(name).touch()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be written ({error.strerror}): give another folder"
+        ) from error
+    return name

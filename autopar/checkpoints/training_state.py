@@ -1,0 +1,128 @@
+"""`TrainingState`: tensors for torch.distributed.checkpoint, and plain values beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import Optimizer
+
+from autopar.checkpoints.position import DataPosition
+from autopar.checkpoints.random_state import RandomState
+from autopar.common.notices import warn_once
+from autopar.errors import CheckpointError, LossyWarning, NumericsWarning
+from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
+from autopar.runtime.module import DistributedModule
+from autopar.runtime.parameters.compression_state import STATE_DICT_KEY
+from autopar.runtime.process_groups import rank
+
+# A flat optimizer state suits every plan: ranks of a pipeline have different parameters.
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Everything that a run needs to go on.
+
+    Attributes:
+        model: a module under a plan, or a plain one on one process.
+        extra: other objects with `state_dict` and `load_state_dict`, by name.
+        data: place in the data.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    scheduler: Any = None
+    scaler: Any = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    data: DataPosition = field(default_factory=DataPosition)
+
+    def tensors(self) -> dict[str, Any]:
+        """State of the model, the optimizers and the extra objects, without copies."""
+        weights, moments = get_state_dict(self.model, self.optimizers, options=OPTIONS)
+        extra = {name: each.state_dict() for name, each in self.extra.items()}
+        return {"model": weights, "optimizer": moments, "extra": extra}
+
+    def values(self, step: int) -> dict[str, Any]:
+        """The rest: the step, schedules, random states and the place in the data of every rank."""
+        own = {
+            "random": RandomState.now().state_dict(),
+            "data": self.data.state_dict(),
+            "stream": _stream(self.model),
+        }
+        return {
+            "step": step,
+            "mesh": _mesh(self.model),
+            "scheduler": self.scheduler and self.scheduler.state_dict(),
+            "scaler": self.scaler and self.scaler.state_dict(),
+            "ranks": gather_objects(own) if is_multi_rank() else [own],
+        }
+
+    def restore(self, folder: Any, values: Mapping[str, Any]) -> None:
+        """Takes over the state of a checkpoint."""
+        tensors = self.tensors()
+        is_same_mesh = values["mesh"] == _mesh(self.model)
+        if not is_same_mesh and tensors["model"].pop(STATE_DICT_KEY, None) is not None:
+            warn_once(
+                LossyWarning,
+                f"{folder} was saved on another mesh: what compression has left out until then is "
+                "not loaded, and starts anew",
+            )
+        try:
+            load(tensors, checkpoint_id=folder, no_dist=not is_multi_rank())
+        except (CheckpointException, Exception) as error:
+            reason = getattr(error, "failures", {}) or {0: (error,)}
+            first = next(iter(reason.values()))[0]
+            raise CheckpointError(
+                f"{folder} does not fit this model and optimizer ({first}): give the ones that it "
+                "was saved with, or another folder"
+            ) from error
+        set_state_dict(
+            self.model,
+            self.optimizers,
+            model_state_dict=tensors["model"],
+            optim_state_dict=tensors["optimizer"],
+            options=StateDictOptions(flatten_optimizer_state_dict=True, strict=is_same_mesh),
+        )
+        for name, each in self.extra.items():
+            each.load_state_dict(tensors["extra"][name])
+        for name in ("scheduler", "scaler"):
+            mine = getattr(self, name)
+            if mine is not None and values[name] is not None:
+                mine.load_state_dict(values[name])
+        self._load_own(values["ranks"], is_same_mesh)
+
+    def _load_own(self, ranks: Sequence[Mapping[str, Any]], is_same_mesh: bool) -> None:
+        """Takes over this rank's place in the data and its random numbers."""
+        own = ranks[rank() % len(ranks)]
+        self.data.load_state_dict(own["data"])
+        RandomState.of(own["random"]).restore()
+        drew = any(each["stream"] is not None for each in ranks)
+        if is_same_mesh and drew:
+            assert isinstance(self.model, DistributedModule)
+            self.model.rng_state = own["stream"]
+        elif drew:
+            warn_once(
+                NumericsWarning,
+                "autopar differs from the run before the restart: on another mesh dropout draws "
+                "other masks",
+            )
+
+
+def _mesh(model: nn.Module) -> dict[str, int] | None:
+    plan = model.plan if isinstance(model, DistributedModule) else None
+    return dict(plan.mesh) if plan is not None else None
+
+
+def _stream(model: nn.Module) -> Any:
+    """State of the model's own random stream, None if it has drawn nothing."""
+    return model._context.rng.state if isinstance(model, DistributedModule) else None

@@ -1,0 +1,191 @@
+"""A run that stops and resumes trains as one that never stopped."""
+
+import os
+import resource
+import signal
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+import autopar
+from tests.harness.models import MODELS
+from tests.harness.training import ADAMW, close, fixed, shared_captures, whole_state
+from tests.harness.worlds import run, run_isolated
+
+f64 = torch.float64
+STEPS = 8
+
+
+def make(strategy: Any, name: str = "dropout") -> tuple[Any, Any, Any]:
+    """A model that draws random numbers, its optimizer and a schedule."""
+    example = MODELS[name].batch(4, 0)[0]
+    with shared_captures(name, f64):
+        model = autopar.compile(
+            MODELS[name].make().to(f64), strategy=strategy, example_inputs=example, fallback=False
+        )
+    optimizer = ADAMW(model.parameters())
+    return model, optimizer, StepLR(optimizer, step_size=3, gamma=0.5)
+
+
+def loader() -> DataLoader[Any]:
+    """Five batches an epoch, in another order each time."""
+    x, y = MODELS["dropout"].batch(20, 1)[0]
+    return DataLoader(list(zip(x, y, strict=True)), 4, shuffle=True)
+
+
+def train(folder: str, strategy: Any, stop_after: int = STEPS, **options: Any) -> Any:
+    """Losses by step and the final weights; the run breaks after `stop_after` steps."""
+    model, optimizer, scheduler = make(strategy)
+    checkpointer = autopar.Checkpointer(
+        folder, model, optimizer, scheduler=scheduler, every=2, keep=2, **options
+    )
+    losses: dict[int, float] = {}
+    for step, (x, y) in checkpointer.steps(loader(), total=STEPS):
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses[step] = loss.item()
+        if step == stop_after < STEPS:
+            break
+    checkpointer.wait()
+    return losses, whole_state(model)
+
+
+def interrupted(rank: int, world_size: int, folder: str) -> None:
+    for name, strategy in {"ddp": fixed(0), "zero3": fixed(3), "tp2": fixed(0, tp=2)}.items():
+        own = f"{folder}/{name}"
+        torch.manual_seed(3)
+        want, weights = train(f"{own}/a", strategy)
+        torch.manual_seed(3)
+        first, _ = train(f"{own}/b", strategy, stop_after=5)
+        torch.manual_seed(4)  # a restarted process starts anywhere
+        second, got = train(f"{own}/b", strategy)
+        assert list(first) == [1, 2, 3, 4, 5]
+        assert list(second) == [5, 6, 7, 8], "the last checkpoint was that of step 4"
+        assert {**first, **second} == want
+        close(got, weights, 0)
+        assert sorted(os.listdir(f"{own}/b")) == ["step-6", "step-8"]
+
+
+def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
+    run(interrupted, 2, folder=str(tmp_path))
+
+
+def save_zero3(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    model, optimizer, _ = make(fixed(3), "gpt")
+    for seed in range(2):
+        model(*MODELS["gpt"].batch(4, seed)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    autopar.Checkpointer(folder, model, optimizer).save(2, wait=True)
+    return whole_state(model)
+
+
+def go_on(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Tensor]:
+    model, optimizer, _ = make(strategy, "gpt")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert autopar.Checkpointer(folder, model, optimizer).resume() == 2
+    model(*MODELS["gpt"].batch(4, 9)[0]).backward()
+    optimizer.step()
+    return whole_state(model)
+
+
+def test_any_plan_loads_a_checkpoint(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run(save_zero3, 2, folder=folder)
+    want = go_on(0, 1, folder, fixed(0))
+    pipeline = fixed(0, pp=2, micro_batches=2)
+    for strategy in (fixed(0), fixed(0, tp=2), pipeline):
+        close(run(go_on, 2, folder=folder, strategy=strategy)[0], want)
+
+
+def small(folder: Path) -> tuple[torch.nn.Linear, autopar.Checkpointer]:
+    model = torch.nn.Linear(3, 2)
+    return model, autopar.Checkpointer(folder, model, ADAMW(model.parameters()))
+
+
+def test_a_broken_checkpoint_is_skipped_and_said(tmp_path: Path) -> None:
+    model, checkpointer = small(tmp_path)
+    weights = model.weight.detach().clone()
+    checkpointer.save(1, wait=True)
+    model.weight.data.zero_()
+    checkpointer.save(2, wait=True)
+    [data] = (tmp_path / "step-2").glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    (tmp_path / "step-3.partial").mkdir()
+
+    with pytest.warns(autopar.CheckpointWarning, match=r"step-2 is skipped: .* has changed"):
+        assert checkpointer.resume() == 1
+    assert model.weight.equal(weights)
+    checkpointer.save(4, wait=True)
+    assert not (tmp_path / "step-3.partial").exists()
+
+
+def test_a_checkpoint_of_another_model_is_an_error(tmp_path: Path) -> None:
+    small(tmp_path)[1].save(1, wait=True)
+    other = torch.nn.Linear(5, 2)
+    with pytest.raises(autopar.CheckpointError, match="does not fit this model"):
+        autopar.Checkpointer(tmp_path, other, ADAMW(other.parameters())).resume()
+
+
+def full_disk(rank: int, world_size: int, folder: str) -> list[int]:
+    model, optimizer, _ = make(fixed(0))
+    checkpointer = autopar.Checkpointer(folder, model, optimizer, every=2)
+    done = []
+    with pytest.warns(autopar.CheckpointWarning) if rank == 0 else open(os.devnull):
+        for step, (x, y) in checkpointer.steps(loader(), total=6):
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done.append(step)
+            if step == 3:
+                checkpointer.wait()
+                # the save after step 4 meets the limit, on rank 1 alone
+                limit = 64 if rank == 1 else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            if step == 5:
+                futures.wait([checkpointer._writer._writing])
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    return done
+
+
+def test_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
+    assert run(full_disk, 2, folder=str(tmp_path)) == [[1, 2, 3, 4, 5, 6]] * 2
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-6"]
+
+
+def told_to_stop(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer, _ = make(fixed(0))
+    checkpointer = autopar.Checkpointer(folder, model, optimizer)
+    with pytest.raises(SystemExit) as stop:  # noqa: PT012 (the loop itself ends)
+        for step, (x, y) in checkpointer.steps(loader(), total=50):
+            if step == 3 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert stop.value.code == 143
+    assert checkpointer.step == 5
+
+
+def test_all_ranks_save_and_leave_together_on_sigterm(tmp_path: Path) -> None:
+    run_isolated(told_to_stop, 2, folder=str(tmp_path))
+    assert os.listdir(tmp_path) == ["step-5"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(autopar.CheckpointError, match="cannot be written"):
+        small(tmp_path / "file" / "run")
