@@ -1,0 +1,1 @@
+"""Architectures of transformers and diffusers, each under four plans, beside one process."""
