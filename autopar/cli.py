@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
+import torch
 from rich.table import Table
 
+from autopar import __version__
 from autopar.commands import (
     collectives,
     import_nccl_tests,
@@ -19,10 +22,12 @@ from autopar.commands import (
     show,
     verify,
 )
+from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import add_script, launch
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.formatting import human_bytes, printable
+from autopar.report.diff import diff_lines
 from autopar.report.plan import Plan
 
 
@@ -77,21 +82,32 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    top = _Parser(prog="autopar", description=__doc__)
+    top = _Parser(prog="autopar", description="Trains an ordinary PyTorch model on many devices.")
+    top.add_argument("--version", action="version", version=_version())
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     plan.add_to(commands)
     scale.add_to(commands)
     show.add_to(commands)
 
-    diff = commands.add_parser("diff", help="differences between two plans")
+    diff = add_command(
+        commands,
+        "diff",
+        "list the differences between two plans",
+        "autopar diff plan.json other.json",
+        "Exit status: 0 the same, 1 different, 2 an error.",
+    )
     diff.add_argument("first", help="JSON file of a plan")
     diff.add_argument("second", help="JSON file of a plan")
+    diff.add_argument("--json", action="store_true", help=JSON)
     diff.set_defaults(command=_run_diff)
 
-    run = commands.add_parser(
+    run = add_command(
+        commands,
         "run",
-        help="launch a script on processes of this machine",
+        "start a training script on several processes of this machine",
+        "autopar run train.py --nproc 8 -- --epochs 3",
+        "Each process is one rank, as under torchrun; use torchrun itself on several machines.",
         usage="autopar run SCRIPT [--nproc N] [-- ARGUMENTS OF THE SCRIPT]",
     )
     add_script(run)
@@ -107,6 +123,16 @@ def parser() -> argparse.ArgumentParser:
 
 def _run_diff(options: argparse.Namespace) -> int:
     """Exit status 1 if the plans differ, as of diff."""
-    text = Plan.load(options.first).diff(Plan.load(options.second))
+    first, second = Plan.load(options.first), Plan.load(options.second)
+    if options.json:
+        changes = dict(line.split(": ", 1) for line in diff_lines(first, second))
+        print_json({"same": not changes, "changes": changes})
+        return 1 if changes else 0
+    text = first.diff(second)
     print(text or "the plans are the same")
     return 1 if text else 0
+
+
+def _version() -> str:
+    """Versions of autopar, torch and Python."""
+    return f"autopar {__version__}, torch {torch.__version__}, Python {platform.python_version()}"

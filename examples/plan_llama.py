@@ -1,5 +1,8 @@
 """Plan the training of a llama on machines that are not here, without allocating it.
 
+Parameters, gradients and AdamW's state are float32, 16 bytes a parameter, and the computation is
+bfloat16 under autocast. --pure-bf16 stores 8 bytes a parameter; small updates are then lost.
+
 autopar plan examples/plan_llama.py --cluster dgx-h100 --nodes 128 --tp 8
 autopar plan examples/plan_llama.py --cluster dgx-h100 --nodes 16 -- --size 70b --rows 128
 """
@@ -114,13 +117,17 @@ class Llama(nn.Module):
 
 
 def make() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """Return the model on the meta device, in bfloat16, and a global batch of tokens."""
+    """Return the model on the meta device, in float32, and a global batch of tokens."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="7b")
     parser.add_argument("--rows", type=int, default=1024, help="rows of the global batch")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
+    pure = "store parameters and optimizer in bfloat16, without float32 masters"
+    parser.add_argument("--pure-bf16", action="store_true", help=pure)
     options = parser.parse_args(sys.argv[1:])
     with torch.device("meta"):
-        model = Llama(SIZES[options.size]).to(torch.bfloat16)
+        model = Llama(SIZES[options.size])
+        if options.pure_bf16:
+            model.to(torch.bfloat16)
         tokens = torch.zeros(options.rows, options.length, dtype=torch.long)
     return model, (tokens, tokens)

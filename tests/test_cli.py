@@ -1,6 +1,7 @@
 """The command line."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,12 @@ def test_plan_show_diff(make: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["diff", first, second]) == 1
     assert "zero_stages: (outside of blocks) 3 -> 0" in capsys.readouterr().out
     assert main(["diff", first, first]) == 0
+    capsys.readouterr()
+    assert main(["diff", first, second, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["changes"]["zero_stages"].startswith("(outside of blocks)")
+    assert main(["show", first, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["zero_stages"] == {"": 3}
 
 
 def test_the_graph_of_a_rank_has_provenance_and_source(
@@ -166,7 +173,7 @@ def test_a_plan_for_machines_that_are_not_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "plan.json")
-    fixed = ["--strategy", "zero1", "--tp", "8", "--backend", "inductor", "--out", out]
+    fixed = ["--strategy", "zero1", "--tp", "8", "--backend", "inductor", "--out", out, "-v"]
     model = ["--", "--size", "1b", "--rows", "16", "--length", "256"]
     assert main(["plan", LLAMA, "--cluster", "dgx-h100", "--nodes", "2", *fixed, *model]) == 0
     text = capsys.readouterr().out
@@ -180,7 +187,7 @@ def test_a_plan_for_machines_that_are_not_here(
     assert prediction is not None
     assert prediction.work is not None
     assert prediction.work.tokens == 16 * 256
-    parameters = sum(size for _, size in plan.parameter_bytes) / 2
+    parameters = sum(size for _, size in plan.parameter_bytes) / 4
     products = 6 * (parameters - 32000 * 2048) * prediction.work.tokens
     assert products < prediction.work.flops < 1.2 * products  # and attention
 
@@ -191,3 +198,14 @@ def test_nodes_are_those_of_a_cluster(make: Path, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().err
     assert "--cluster" in said
     assert "--world-size" in said
+
+
+def test_help_has_an_example_of_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"autopar {autopar.__version__}, torch ")
+    assert main(["--help"]) == 0
+    names = re.findall(r"^    ([a-z-]+) ", capsys.readouterr().out, re.MULTILINE)
+    assert {"plan", "scale", "show", "diff", "run", "verify"} < set(names)
+    for name in names:
+        assert main([name, "--help"]) == 0
+        assert f"example:\n  autopar {name} " in capsys.readouterr().out

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from autopar.commands.help_text import add_command
 from autopar.commands.option_types import ranks, size
 from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
@@ -30,7 +31,8 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
     names = ", ".join(shipped_clusters())
     text = "time of a collective by algorithm and protocol, and NCCL's pick"
-    parser = commands.add_parser("collectives", help=text)
+    example = "autopar collectives --cluster dgx-h100 --bytes 64MiB --ranks 16 --nodes 2"
+    parser = add_command(commands, "collectives", text, example)
     add = parser.add_argument
     add("--bytes", type=size, required=True, help="message size, such as 64MiB")
     add("--ranks", type=ranks, required=True, help="ranks of the group")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from autopar.commands.help_text import add_command
 from autopar.commands.option_types import ranks, size
 from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.cost_model.cluster.import_nccl_tests import import_nccl_tests
@@ -13,10 +14,12 @@ from autopar.formatting import human_bytes
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "import-nccl-tests",
-        help="make a cluster from outputs of nccl-tests",
-        description="Reads text (with any launcher's prefixes), JSON of -J, or CSV: one file for "
+        "make a cluster from outputs of nccl-tests",
+        "autopar import-nccl-tests all_reduce.log all_gather.log -o cluster.json",
+        "Reads text (with any launcher's prefixes), JSON of -J, or CSV: one file for "
         "each run of one test program, of groups of one size. Times are imported, bandwidths only "
         "checked. Options give the facts that the files lack.",
     )

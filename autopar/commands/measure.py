@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from autopar.capture.model_info import default_device
+from autopar.commands.help_text import add_command
 from autopar.commands.option_types import budget_s, processes, ranks, size
 from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.commands.script import default_processes, launch
@@ -29,10 +30,12 @@ TIMEOUT_S = 120.0
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "measure",
-        help="time collectives, and cache the times for later plans",
-        description="Under torchrun, times the collectives of its ranks on all nodes. Otherwise "
+        "time the collectives of this machine, and keep the times for later plans",
+        "autopar measure --nproc 4 --output here.json",
+        "Under torchrun, times the collectives of its ranks on all nodes. Otherwise "
         "launches --nproc processes of this machine.",
     )
     add = parser.add_argument

@@ -9,15 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.api import plan as make_plan
+from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.option_types import limit_s, ranks
 from autopar.commands.progress import progress_bar
-from autopar.commands.script import load
+from autopar.commands.script import MAKE, load
 from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
 from autopar.errors import StrategyError
 from autopar.ir.placement import placement_of
 from autopar.plan.pipeline import SCHEDULES
 from autopar.plan.strategy import MESH, Strategy
+from autopar.report.brief import brief, figures, wrapped
 from autopar.report.explain import with_reasons
+from autopar.report.plan import Plan
 
 FIXED = ("tp", "cp", "ep", "pp", "micro_batches", "schedule", "compress")
 """Options that are fields of a strategy with the same name."""
@@ -25,14 +28,19 @@ FIXED = ("tp", "cp", "ep", "pp", "micro_batches", "schedule", "compress")
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
-        help="make a plan, without any of its ranks",
+        "choose how to train a model on N devices, without having them",
+        "autopar plan gpt.py --cluster dgx-h100 --nodes 2 --html plan.html\n"
+        "autopar plan package.module:make --world-size 4 --memory 20G --json",
+        "Captures the model of make(), prices layouts (data parallel, ZeRO, tensor, pipeline, ...) "
+        "on the cluster, and prints the fastest one that fits.",
         usage="autopar plan SCRIPT (--world-size N | --cluster NAME --nodes N) [OPTIONS] "
         "[-- ARGUMENTS OF THE SCRIPT]",
     )
     add = parser.add_argument
-    add("script", help="Python file with make() -> (model, example inputs)")
+    add("script", help=MAKE)
     add("--world-size", type=ranks, help="number of ranks; by default those of the cluster")
     add("--nodes", type=ranks, help="number of nodes of a shipped cluster")
     add_strategy(parser, "fastest")
@@ -41,7 +49,7 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="allow lossy compression to bf16 or int8 where that is faster",
     )
-    add("--memory", help="memory cap of a rank, such as 24GiB")
+    add("--memory", help="memory cap of a rank, such as 20G or 24GiB")
     add(
         "--time-limit",
         type=limit_s,
@@ -57,10 +65,28 @@ def add_to(commands: Any) -> None:
         default="eager",
         help="compiler of the graphs; under inductor, fused operators are priced",
     )
-    add("--explain", action="store_true", help="print the reasons for this plan")
+    add_amount(parser)
     add("--out", help="JSON file to write the plan to")
     add("--html", help="HTML file to write the report to")
     parser.set_defaults(command=run)
+
+
+def add_amount(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `print_plan` reads."""
+    add = parser.add_argument
+    add("-v", "--verbose", action="store_true", help="print the tables, too")
+    add("--explain", action="store_true", help="print the reasons for this plan")
+    add("--json", action="store_true", help=JSON)
+
+
+def print_plan(plan: Plan, options: argparse.Namespace) -> None:
+    """Prints a plan in a few lines, or as the options ask."""
+    if options.json:
+        print_json(figures(plan))
+    elif options.explain:
+        print(wrapped(with_reasons(plan)))
+    else:
+        print(wrapped(str(plan)) if options.verbose else brief(plan))
 
 
 def add_strategy(parser: argparse.ArgumentParser, default: str) -> None:
@@ -109,7 +135,7 @@ def run(options: argparse.Namespace) -> None:
             backend=options.backend,
             progress=progress,
         )
-    print(with_reasons(plan) if options.explain else plan)
+    print_plan(plan, options)
     if options.out:
         plan.save(options.out)
     if options.html:

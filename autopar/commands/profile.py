@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from autopar.commands.help_text import add_command
 from autopar.commands.option_types import steps
 from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.commands.script import add_script, launch
@@ -28,12 +29,14 @@ _WIDTH = 100
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "profile",
-        help="launch a script, record some of its steps and find the bottlenecks",
+        "launch a script, record some of its steps and find the bottlenecks",
+        "autopar profile train.py --nproc 2 --steps 5",
         usage="autopar profile SCRIPT [--nproc N] [--steps N] [--trace FILE] "
         "[--refit FILE] [-- ARGUMENTS OF THE SCRIPT]",
-        description="Records the operators of every rank, predicts the same step from measurements "
+        more="Records the operators of every rank, predicts the same step from measurements "
         "of this machine, compares both, and plans again with the recorded times. Operators "
         "compiled by a backend are not recorded. On a GPU, times are launch times.",
     )

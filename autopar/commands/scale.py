@@ -12,9 +12,10 @@ from typing import Any
 from rich.table import Table
 
 from autopar.api import plan as make_plan
+from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.option_types import limit_s, ranks
 from autopar.commands.plain_console import PlainConsole
-from autopar.commands.script import load
+from autopar.commands.script import MAKE, load
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError, StrategyError
 from autopar.formatting import human_bytes
@@ -45,13 +46,16 @@ class Cell:
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "scale",
-        help="throughput and efficiency by number of GPUs, for each strategy",
+        "predict throughput and efficiency by number of GPUs, for each strategy",
+        "autopar scale gpt.py --cluster dgx-h100 --gpus 8,64 --strategies ddp,zero3",
+        "The global batch of make() is the same in every cell.",
         usage="autopar scale SCRIPT --cluster NAME --gpus 8,64,512 [OPTIONS] [-- ARGUMENTS]",
     )
     add = parser.add_argument
-    add("script", help="Python file with make() -> (model, example inputs)")
+    add("script", help=MAKE)
     add("--cluster", required=True, help="name of a shipped cluster with a uniform fabric")
     add("--gpus", type=numbers, required=True, help="numbers of GPUs, such as 8,64,512")
     add(
@@ -61,6 +65,7 @@ def add_to(commands: Any) -> None:
     )
     add("--backend", default="inductor", help="as for autopar plan")
     add("--time-limit", type=limit_s, default=60.0, help="as for autopar plan, for each cell")
+    add("--json", action="store_true", help=JSON)
     parser.set_defaults(command=run)
 
 
@@ -82,6 +87,9 @@ def run(options: argparse.Namespace) -> None:
         )
 
     rows = {name: list(cells(s, sizes, planned)) for name, s in strategies.items()}
+    if options.json:
+        print_json(document(rows))
+        return
     title = f"{type(model).__name__} on {options.cluster}, one global batch"
     console = PlainConsole(markup=True, width=None if sys.stdout.isatty() else 120)
     console.print(table(title, sizes, rows))
@@ -107,6 +115,21 @@ def cells(
             assert p.work is not None
             rate = (p.work.tokens or p.work.rows) / p.step_s
             yield Cell(gpus, rate, p.work.utilisation(p.step_s, gpus))
+
+
+def document(rows: dict[str, list[Cell]]) -> list[dict[str, Any]]:
+    """The cells as JSON: throughput a second, and model FLOPs utilisation."""
+    return [
+        {
+            "strategy": name,
+            "gpus": cell.gpus,
+            "rate": cell.rate or None,
+            "utilisation": cell.used or None,
+            "why": cell.why or None,
+        }
+        for name, row in rows.items()
+        for cell in row
+    ]
 
 
 def table(title: str, sizes: Sequence[int], rows: dict[str, list[Cell]]) -> Table:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,22 +19,66 @@ from autopar.commands.option_types import processes
 from autopar.cost_model.host import Host
 from autopar.errors import StrategyError
 
+MAKE = "script.py, or package.module, with make() -> (model, inputs); :NAME for another function"
+"""Help of the argument that `load` reads."""
+
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(?<!\.py)")
+
 
 def load(script: str, arguments: Sequence[str] = ()) -> tuple[Any, Any]:
-    """The model and example inputs of a script's make(), with its arguments in sys.argv."""
-    saved, sys.argv = sys.argv, [script, *arguments]
+    """The model and example inputs of a script's make(), with its arguments in sys.argv.
+
+    Args:
+        script: "make.py", "make.py:function", "package.module" or "package.module:function".
+        arguments: arguments of the script.
+
+    Raises:
+        StrategyError: there is no such function, or it returns something else.
+    """
+    source, function = _parts(script)
+    saved, sys.argv = sys.argv, [source, *arguments]
     try:
-        names = runpy.run_path(script, run_name="autopar_script")
-        if "make" not in names:
-            raise StrategyError(
-                f"{script} has no make(). Define make() that returns (model, example inputs)."
-            )
-        made = names["make"]()
+        made = _function(source, function)()
     finally:
         sys.argv = saved
     if not (isinstance(made, tuple) and len(made) == 2):
-        raise StrategyError(f"make() in {script} returned {made!r:.60}, not (model, inputs)")
+        raise StrategyError(f"{function}() in {source} returned {made!r:.60}, not (model, inputs)")
     return made
+
+
+def _parts(script: str) -> tuple[str, str]:
+    """File or module, and the function's name."""
+    source, colon, function = script.rpartition(":")
+    return (source, function) if colon and function.isidentifier() else (script, "make")
+
+
+def _function(source: str, name: str) -> Callable[[], Any]:
+    """A function of a file or module, which may import what lies beside it."""
+    is_module = not os.path.isfile(source) and _MODULE.fullmatch(source) is not None
+    folder = os.getcwd() if is_module else os.path.dirname(os.path.abspath(source))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # kept: forward() may import, too
+    if is_module:
+        names = vars(_module(source))
+    else:
+        names = runpy.run_path(source, run_name="autopar_script")
+    if name not in names:
+        raise StrategyError(
+            f"{source} has no {name}(). Define {name}() that returns (model, example inputs)."
+        )
+    return names[name]
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name != missing and not name.startswith(f"{missing}."):
+            raise
+        raise StrategyError(
+            f"there is neither a file nor a module {name!r}. Give make.py, or package.module:make."
+        ) from None
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:

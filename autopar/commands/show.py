@@ -11,8 +11,10 @@ from rich.table import Table
 from torch import nn
 
 from autopar.capture.model_info import describe_parameters, device_of
+from autopar.commands.help_text import add_command
 from autopar.commands.option_types import rank
 from autopar.commands.plain_console import PlainConsole
+from autopar.commands.plan import add_amount, print_plan
 from autopar.commands.script import load
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
@@ -22,7 +24,6 @@ from autopar.formatting import printable
 from autopar.passes.tensor_parallel.partition_axis import complete_strategies
 from autopar.planner.placement.costs import PlacementCosts
 from autopar.planner.placement.table import placement_tables
-from autopar.report.explain import with_reasons
 from autopar.report.plan import Plan
 
 _WIDTH = 160
@@ -30,10 +31,15 @@ _WIDTH = 160
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
-    parser = commands.add_parser("show", help="print a plan")
+    parser = add_command(
+        commands,
+        "show",
+        "print a plan that was saved, the program of one rank, or where tensors lie",
+        "autopar show plan.json --explain\nautopar show plan.json --graph gpt.py --rank 1",
+    )
     add = parser.add_argument
     add("plan", help="JSON file of a plan")
-    add("--explain", action="store_true", help="print the reasons for this plan")
+    add_amount(parser)
     add("--timeline", metavar="FILE", help="write the predicted step as a Chrome trace")
     add("--graph", metavar="SCRIPT", help="print the program of one rank, for the script's make()")
     add("--rank", type=rank, default=0)
@@ -74,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
         return
     if options.timeline:
         plan.timeline(options.timeline)
-    print(with_reasons(plan) if options.explain else plan)
+    print_plan(plan, options)
 
 
 def placements(

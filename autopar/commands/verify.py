@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from autopar._torch import pytree
 from autopar.api import verify
 from autopar.capture.model_info import default_device, device_of
+from autopar.commands.help_text import JSON, add_command
 from autopar.commands.plan import add_strategy, strategy_of
 from autopar.commands.script import add_script, launch, load
 from autopar.errors import StrategyError
@@ -30,21 +33,22 @@ TIMEOUT_S = 300.0
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "verify",
-        help="compare training on several processes with the plain model",
+        "train on several processes and on one, and compare every gradient and parameter",
+        "autopar verify gpt.py --nproc 2 --strategy zero3",
+        "SCRIPT has make() -> (model, example inputs), as for autopar plan; rank 0's inputs are "
+        "the global batch. Exit status: 0 PASS, 1 FAIL, 2 an error.",
         usage="autopar verify SCRIPT [--nproc N] [--steps N] [OPTIONS] "
         "[-- ARGUMENTS OF THE SCRIPT]",
-        description="Trains the model for some steps on processes of this machine, and unchanged "
-        "on one; compares the loss, every gradient, parameter and buffer. SCRIPT has make() -> "
-        "(model, example inputs), as for autopar plan; rank 0's inputs are the global batch. "
-        "Exit status: 0 PASS, 1 FAIL, 2 an error.",
     )
     add_script(parser)
     add = parser.add_argument
     add("--steps", type=int, default=3, help="number of training steps")
     add_strategy(parser, "auto")
     add("--memory", help="memory cap of a rank, such as 24GiB")
+    add("--json", action="store_true", help=JSON)
     add("--as-is", action="store_true", help="use the model's dtypes instead of float64")
     parser.set_defaults(command=run)
 
@@ -61,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
         (folder / "options").write_text(json.dumps(values))
         launch("-m", options.nproc, ["autopar", "verify", options.script], {FOLDER: name})
         verdict = folder / "verdict"
+        if options.json and verdict.exists():
+            print((folder / "result").read_text())
         if not verdict.exists():  # the ranks have printed an error
             return 2
         return 0 if verdict.read_text() == "PASS" else 1
@@ -75,15 +81,17 @@ def run_rank(folder: Path) -> int:
     device = device_of(model)
     ensure_process_group(device, None, TIMEOUT_S)
     on_cpu = broadcast_from_rank0(lambda: tensors_to("cpu", inputs))  # pickles keep the GPU
-    result = verify(
-        model,
-        example_inputs=tensors_to(device, on_cpu),
-        steps=options.steps,
-        double=not options.as_is,
-        strategy=strategy_of(options),
-        memory=options.memory,
-    )
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        result = verify(
+            model,
+            example_inputs=tensors_to(device, on_cpu),
+            steps=options.steps,
+            double=not options.as_is,
+            strategy=strategy_of(options),
+            memory=options.memory,
+        )
     if rank() == 0:
+        (folder / "result").write_text(json.dumps(result.to_dict(), indent=1))
         (folder / "verdict").write_text("PASS" if result.passed else "FAIL")
     return 0
 

@@ -49,14 +49,19 @@ def explain(plan: PlanSpec) -> str:
     return printable("\n".join(lines))
 
 
-def _bound(p: Prediction) -> Iterator[str]:
-    """Largest part of the step, and the largest stalls."""
-    parts = {
+def parts_of_step(p: Prediction) -> dict[str, float]:
+    """Seconds of each part of a step that can bind it."""
+    return {
         "computation": p.compute_s,
         "messages that computation waits for": p.exposed_s,
         "the optimizer's step": p.update_s,
         "ranks of the pipeline that wait for others": p.bubble * p.step_s,
     }
+
+
+def _bound(p: Prediction) -> Iterator[str]:
+    """Largest part of the step, and the largest stalls."""
+    parts = parts_of_step(p)
     first = max(parts, key=lambda name: parts[name])
     share = parts[first] / p.step_s if p.step_s else 0.0
     hidden = max(0.0, p.communication_s - p.exposed_s)

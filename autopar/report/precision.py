@@ -1,4 +1,4 @@
-"""`precision_line`: the dtypes of a plan, and what a parameter costs in bytes."""
+"""`precision_line`: batch and dtypes of a plan, and the bytes a parameter costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "b
 
 
 def precision_line(plan: PlanSpec) -> Iterator[str]:
-    """One line on the dtypes of parameters, messages and optimizer, and their bytes.
+    """One line on the batch, the dtypes of parameters, messages and optimizer, and their bytes.
 
     The bytes of a parameter are those of itself, its gradient and the optimizer's state, before
     sharding. Gathered ones are those of an unsharded copy under ZeRO.
@@ -31,7 +31,9 @@ def precision_line(plan: PlanSpec) -> Iterator[str]:
     gathers = plan.dp_size > 1 and any(stage for _, stage in plan.zero_stages)
     if main == "bfloat16":
         stored += " (no fp32 copy: small updates are rounded away)"
-    parts = [f"params {stored}", f"compute{' and gather' if gathers else ''} {_short(compute)}"]
+    work = plan.prediction.work if plan.prediction else None
+    parts = [f"global batch of {work.rows:,} rows"] if work and work.rows else []
+    parts += [f"params {stored}", f"compute{' and gather' if gathers else ''} {_short(compute)}"]
     if plan.dp_size > 1:
         parts.append(f"reduce {_short(plan.reduce_precision or main)}")
     parts.append(f"{plan.optimizer} {_short(main)}")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from autopar.cost_model.memory.allocator import CONTEXT_SOURCE
-from autopar.cost_model.simulator.exposure import CAUSES
+from autopar.cost_model.simulator.exposure import CAUSES, Exposure
 from autopar.formatting import human_bytes, memory_text, printable
 from autopar.ir.mesh_levels import DATA_STORAGE_AXES
 from autopar.report.error_bars import memory_interval, step_interval
@@ -22,6 +23,12 @@ from autopar.report.verdict import verdict_lines
 if TYPE_CHECKING:
     from autopar.plan.prediction import Prediction
     from autopar.plan.spec import PlanSpec
+
+
+WIDTH = 80
+"""Columns of a table."""
+
+_TIGHT: Mapping[str, Any] = {"pad_edge": False, "padding": (0, 1, 0, 0)}
 
 
 def table(plan: PlanSpec) -> str:
@@ -34,9 +41,7 @@ def table(plan: PlanSpec) -> str:
 def layout(plan: PlanSpec) -> list[str]:
     """Storage and messages of a rank: one row per run of equal blocks, and per stage."""
     sizes = dict(plan.parameter_bytes)
-    grid = Table(
-        title=f"{plan.model} on {plan.world_size} rank(s): {plan.name}", title_justify="left"
-    )
+    grid = _grid(f"{plan.model} on {plan.world_size} rank(s): {plan.name}")
     for column in ("blocks", "ZeRO", "between steps", "parameters", "per rank", "recompute"):
         grid.add_column(column, justify="right" if column in ("parameters", "per rank") else "left")
     for blocks, stage, level in _runs(plan):
@@ -128,18 +133,37 @@ def _throughput(plan: PlanSpec, p: Prediction) -> list[str]:
 
 
 def exposures(p: Prediction, most: int) -> list[str]:
-    """The most exposed collectives and their causes."""
-    if not p.exposures:
+    """The collectives that computation waits for, equal ones in one row, and their causes.
+
+    Args:
+        p: prediction of a plan.
+        most: maximum number of rows.
+    """
+    groups = defaultdict[tuple[str, str, int], list[Exposure]](list)
+    for item in p.exposures:
+        groups[item.collective, item.axis, item.nbytes].append(item)
+    if not groups:
         return []
-    grid = Table(title="Collectives that computation waits for", title_justify="left")
-    for column in ("collective", "axis", "block", "bytes", "alone", "exposed", *CAUSES):
-        left = column in ("collective", "axis", "block")
-        grid.add_column(column, justify="left" if left else "right")
-    for item in p.exposures[:most]:
-        times = (item.seconds, item.exposed_s, *item.by_cause.values())
-        row = [item.name, item.axis, item.block, human_bytes(item.nbytes)]
-        grid.add_row(*row, *(f"{seconds * 1e3:.2f} ms" for seconds in times))
+    grid = _grid("Collectives that computation waits for")
+    for column in ("collective", "axis", "times", "blocks"):
+        grid.add_column(column, justify="right" if column == "times" else "left")
+    for column in ("bytes", "waits", "mostly for"):
+        grid.add_column(column, justify="left" if column == "mostly for" else "right")
+    waits = sorted(groups.items(), key=lambda group: -sum(item.exposed_s for item in group[1]))
+    for (collective, axis, nbytes), items in waits[:most]:
+        blocks = list(dict.fromkeys(item.block for item in items if item.block))
+        span = blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]}" if blocks else ""
+        wait = f"{sum(item.exposed_s for item in items) * 1e3:.2f} ms"
+        row = [collective, axis, str(len(items)), span, human_bytes(nbytes), wait]
+        grid.add_row(*row, _main_cause(items))
     return [_render(grid)]
+
+
+def _main_cause(items: Sequence[Exposure]) -> str:
+    """The cause of most of the stalls, and its share."""
+    seconds = {cause: sum(item.by_cause[cause] for item in items) for cause in CAUSES}
+    first, total = max(CAUSES, key=lambda cause: seconds[cause]), sum(seconds.values())
+    return f"{first} ({seconds[first] / total:.0%})" if total else first
 
 
 def compressed(plan: PlanSpec) -> list[str]:
@@ -161,7 +185,7 @@ def _stages(plan: PlanSpec) -> list[str]:
     pipeline = plan.pipeline
     if pipeline is None:
         return []
-    grid = Table(title=str(pipeline), title_justify="left")
+    grid = _grid(str(pipeline))
     columns = ("stage", "rank", "begins with", "parameters", "forward", "backward")
     for column in (*columns, "sends on", "back", "keeps of each", "in flight"):
         grid.add_column(column, justify="left" if column == "begins with" else "right")
@@ -193,8 +217,12 @@ def _block_of(name: str, plan: PlanSpec) -> str:
     return max(blocks, key=len, default="")
 
 
+def _grid(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, **_TIGHT)
+
+
 def _render(grid: Table) -> str:
     stream = io.StringIO()
-    console = Console(file=stream, width=110, color_system=None, markup=False, emoji=False)
+    console = Console(file=stream, width=WIDTH, color_system=None, markup=False, emoji=False)
     console.print(grid)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,6 +91,21 @@ class Verification:
     @property
     def passed(self) -> bool:
         return self.worst.error <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can store; an infinite error is None."""
+        return {
+            "passed": self.passed,
+            "tolerance": self.tolerance,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "steps": self.steps,
+            "ranks": self.ranks,
+            **{d.kind: d.error if math.isfinite(d.error) else None for d in self.deviations},
+            "worst": str(self.worst),
+            "first": None if self.first is None else str(self.first),
+            "constant_draws": list(self.draws),
+            "notes": list(self.notes),
+        }
 
     def __str__(self) -> str:
         same = "are those of the plain model" if self.passed else "are not those of the plain model"

@@ -1,6 +1,7 @@
 """`autopar plan`: what its options mean, and what it shows while it searches."""
 
 import io
+import json
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from autopar.commands.progress import progress_bar
 from autopar.errors import StrategyError
 from autopar.ir.placement import Replicate, Shard
 from autopar.plan.strategy import Strategy
+from autopar.planner.evaluate.candidate import default_config
 from autopar.planner.search.mesh_search import SearchProgress
 
 MAKE = """
@@ -87,3 +89,41 @@ def test_without_a_cluster_the_command_says_what_it_prices(
     told = capsys.readouterr().err
     assert "PRICES OF PROCESSES ON THIS CPU" in told
     assert "dgx-h100" in told
+
+
+def test_the_answer_is_short_and_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script imports what lies beside it, and is given as a file or as a module."""
+    (tmp_path / "parts_of_it.py").write_text(MAKE)
+    script = tmp_path / "chosen_here.py"
+    script.write_text("import parts_of_it\n\ndef small():\n    return parts_of_it.make()\n")
+    given = [f"{script}:small", "--cluster", "dgx-h100", "--world-size", "2", "--tp", "1"]
+    assert main(["plan", *given, "--memory", "20G"]) == 0
+    text = capsys.readouterr().out
+    heads = [line.split()[0] for line in text.splitlines() if line[2:3].strip()]
+    assert [head for head in heads if head != "note"] == [
+        "Stack", "trains", "step", "memory", "bound", "next",
+    ]  # fmt: skip
+    assert max(map(len, text.splitlines())) <= 80
+    assert "global batch of 8 rows, params fp32" in text
+    assert "free under 20.0 GiB" in text
+    assert "data parallel" in text
+    assert main(["plan", "chosen_here:small", *given[1:], "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["mesh"] == {"dp": 2, "tp": 1} or document["mesh"] == {"dp": 2}
+    assert document["prediction"]["rows"] == 8
+    low, high = document["prediction"]["step_interval_s"]
+    assert low < document["prediction"]["step_s"] < high
+    assert main(["plan", "nowhere.at_all", *given[1:]]) == 2
+    assert "neither a file nor a module 'nowhere.at_all'" in capsys.readouterr().err
+
+
+def test_names_say_what_a_plan_is() -> None:
+    config = default_config(Strategy(), ("", "blocks.0"), 0)
+    assert config.named({"dp": 1}).startswith("single device, buckets")
+    assert config.named({"dp": 4}).startswith("data parallel, buckets")
+    assert config.named({"dp": 1, "tp": 2}).startswith("tp2, buckets")
+    assert config.named({"dp": 2, "tp": 2}).startswith("tp2, data parallel, buckets")
+    mixed = default_config(Strategy(zero={"blocks.0": 3}), ("", "blocks.0"), 0)
+    assert mixed.named({"dp": 2}).startswith("data parallel x1 + zero3 x1, buckets")

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -297,9 +298,14 @@ def make():
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "make.py"
     script.write_text(MAKE)
-    command = ["verify", str(script), "--nproc", "2", "--steps", "2", "--strategy", "zero3"]
+    options = ["--nproc", "2", "--steps", "2", "--strategy", "zero3", "--json"]
+    command = ["verify", str(script), *options]
     assert main(command) == 0
-    out = capfd.readouterr().out
+    said = capfd.readouterr()
+    result = json.loads(said.out)
+    assert result["passed"]
+    assert result["parameter"] <= result["tolerance"]
+    out = said.err
     assert out.count("PASS") == 1
     assert "PASS: 2 steps on 2 ranks" in out
     assert "random numbers were constants on both sides: bernoulli" in out

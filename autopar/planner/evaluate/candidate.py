@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.buckets import BUCKET_BYTES, Buckets
 from autopar.plan.compression import Compression, Compressions
 from autopar.plan.prediction import Prediction
@@ -43,8 +44,13 @@ class CandidateConfig:
     compress_activations: str = ""
     hierarchical: bool = False
 
-    def __str__(self) -> str:
-        parts = [_counted(f"zero{stage}" if stage else "ddp" for _, stage in self.zero_stages)]
+    def named(self, mesh: Mapping[str, int]) -> str:
+        """The name of its plan: axes of the mesh, ZeRO stages, and the other choices."""
+        parts = [f"{axis}{size}" for axis, size in mesh.items() if axis != DATA_AXIS]
+        if mesh[DATA_AXIS] > 1:
+            stages = (f"zero{stage}" if stage else "data parallel" for _, stage in self.zero_stages)
+            parts.append(_counted(stages))
+        parts = parts or ["single device"]
         if any(level != "none" for _, level in self.recompute):
             parts.append("recompute " + _counted(level for _, level in self.recompute))
         parts.append(f"buckets {max(self.gather_bytes, self.reduce_bytes) / 2**20:g} MiB")

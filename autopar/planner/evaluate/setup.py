@@ -14,7 +14,6 @@ from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import Event
 from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_pipeline import PassPipeline
@@ -88,13 +87,12 @@ class EvaluationSetup:
             and name in self.graph.parameters  # not changed by forward
             and is_sharded(info, zero[info.block])
         }
-        others = (f"{name}{size}" for name, size in self.base.mesh if name != DATA_AXIS)
         return replace(
             self.base,
             partitions=tuple(
                 replace(p, bucket_bytes=config.reduce_bytes) for p in self.base.partitions
             ),
-            name=", ".join([*others, str(config)]),
+            name=config.named(dict(self.base.mesh)),
             levels=tuple(
                 levels if config.hierarchical else replace(levels, from_bytes=())
                 for levels in self.base.levels

@@ -311,7 +311,7 @@ class _ConfigSearch:
         larger = [each for each in others if not self.fits(each)]
         fitting = fitting[: RUNNERS_UP - min(len(larger), MIN_INFEASIBLE)]
         return tuple(
-            RunnerUp.of(str(each.config), each.prediction, self.why_lost(each, best))
+            RunnerUp.of(each.plan.name, each.prediction, self.why_lost(each, best))
             for each in (*fitting, *larger[: RUNNERS_UP - len(fitting)])
         )
 
@@ -337,7 +337,7 @@ class _ConfigSearch:
         if not others:
             return plan
         rival = min(others, key=attrgetter("step_s"))
-        rates, name = sweep_bandwidth(self.evaluator, rival.config), str(rival.config)
+        rates, name = sweep_bandwidth(self.evaluator, rival.config), rival.plan.name
         runners_up = (
             replace(other, at_rates=rates) if other.name == name else other
             for other in plan.runners_up
