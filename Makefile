@@ -3,7 +3,7 @@
 SHELL := /bin/sh
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help train check test lint bench clean
+.PHONY: help train check test lint bench docs-check clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -21,7 +21,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 
 help: ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
 	@echo '  variables: NPROC=... STEPS=... STRATEGY=auto|ddp|zero1|zero2|zero3 TORCH=torch==2.13.0 JOBS=2'
 
 train: $(INSTALLED) ## Train the example GPT on NPROC processes: one a GPU, or two
@@ -43,6 +43,9 @@ lint: $(INSTALLED_TEST)
 
 bench: $(INSTALLED) ## Compare with torch's own DDP, fully_shard and others
 	$(BIN)/python -m benchmarks.peers $(strip $(ARGS))
+
+docs-check: $(INSTALLED_TEST) ## Run every marked code block of README and docs
+	$(BIN)/python -m tests.docs_blocks
 
 clean: ## Remove .venv, build outputs and caches
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
