@@ -81,6 +81,16 @@ def pretend_compiling() -> contextlib.AbstractContextManager[None]:
     return patched(torch.compiler, "_is_compiling_flag", True)
 
 
+def check_tensors_in_graph() -> contextlib.AbstractContextManager[None]:
+    """Lets `torch._check_tensor_all` and its kin write an assertion, and read no value."""
+
+    def check(error: type[Exception], condition: Tensor, message: Any = None) -> None:
+        text = "a check of the model failed: it expects a tensor to be true everywhere"
+        torch.ops.aten._assert_async.msg(condition.all(), text)
+
+    return patched(torch, "_check_tensor_all_with", check)
+
+
 def skip_causal_mask_detection() -> contextlib.AbstractContextManager[None]:
     """Keeps torch's Transformer layers from comparing a mask with a causal one.
 

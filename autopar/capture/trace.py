@@ -145,10 +145,14 @@ def _trace_until_stable(
         try:
             module = _trace_joint(traced)
         except Exception:
+            if traced.effects.set_up:  # the next run finds the hooks that this one added
+                continue
             following = policy.after_error(traced.effects)
             if following == policy:
                 raise
         else:
+            if traced.effects.set_up:
+                continue
             changed = changed_parameters(module, traced.infos)
             following = policy.after_run(traced.effects, changed)
             if not (share_blocks and traced.repeats.kinds and traced.effects.changes):

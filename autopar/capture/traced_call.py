@@ -108,6 +108,7 @@ class TracedCall(nn.Module):
         with contextlib.ExitStack() as stack:
             annotate = stack.enter_context(Annotate(model))
             stack.enter_context(_torch.pretend_compiling())
+            stack.enter_context(_torch.check_tensors_in_graph())
             stack.enter_context(_torch.skip_causal_mask_detection())
             stack.enter_context(traceable_modules())
             stack.enter_context(self.repeats.marking())

@@ -77,18 +77,19 @@ def by_configuration(architecture: Architecture) -> nn.Module:
 def quiet(config: Any) -> None:
     """Sets every probability of dropout, of dropped layers and of masks to zero."""
     for name, value in list(vars(config).items()):
-        if hasattr(value, "to_dict") and value is not config:
+        if hasattr(value, "to_dict") and value is not config and not isinstance(value, nn.Module):
             quiet(value)
-        random = "drop" in name or (name.startswith("mask_") and name.endswith("_prob"))
-        if random and isinstance(value, float):
+        hides = name.startswith("mask_") and name.endswith("_prob")
+        if (hides or "drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The model with modules of dropout that keep everything."""
+    """The model with probabilities of dropout that keep everything."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, nn.Dropout):
             module.p = 0.0
+        quiet(module)
     return model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -67,16 +67,24 @@ def contents(value: Any) -> Container | None:
 
 
 def items(container: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Keys and values of a dict, indices and values of a sequence; nothing for a set."""
+    """Keys and values of a dict, indices and values of a sequence; nothing for a set.
+
+    Values are those that a dict holds, even if its class makes others of them on access.
+    """
+    if isinstance(container, OrderedDict):
+        return [
+            (key, OrderedDict.__getitem__(container, key)) for key in OrderedDict.keys(container)
+        ]
     if isinstance(container, dict):
-        return list(container.items())
+        return list(dict.items(container))
     return [] if isinstance(container, set) else list(enumerate(container))
 
 
 def copy_of(container: Iterable[Any]) -> Any:
     """A shallow copy: a dict, a set, or a list for any other sequence."""
-    kind = next((k for k in (dict, set) if isinstance(container, k)), list)
-    return kind(container)
+    if isinstance(container, dict):
+        return dict(items(container))
+    return set(container) if isinstance(container, set) else list(container)
 
 
 def referent(value: Any) -> Any:
@@ -165,6 +173,8 @@ class Snapshot:
         for name, value in variables:
             find_containers(value, ValuePath("", (name,)), found, MAX_CONTAINERS)
         self._copies = {key: (now, copy_of(now), path) for key, (now, path) in found.items()}
+        tables = (getattr(module, table) for module in model.modules() for table in HOOKS)
+        self._hooks = [(table, len(table)) for table in tables]
 
     def copy_of(self, container: Any) -> Any:
         """The copy of a container, None for an unknown one."""
@@ -174,15 +184,28 @@ class Snapshot:
     def changes(self) -> list[Change]:
         return [change for entry in self._copies.values() for change in _changes(*entry)]
 
+    def has_new_hooks(self) -> bool:
+        """Whether hooks were added to modules."""
+        return any(len(table) > count for table, count in self._hooks)
+
     def restore(self) -> None:
+        """Undoes all changes, except for hooks and plain attributes added with them.
+
+        A model that adds hooks in its first call notes in an attribute that it did.
+        """
+        set_up = self.has_new_hooks()
         for container, copy, path in self._copies.values():
             if not any(_changes(container, copy, path)):
                 continue
+            before = copy
+            if set_up and not path.keys and isinstance(container, dict):
+                new = {key: value for key, value in container.items() if key not in copy}
+                before = copy | {k: v for k, v in new.items() if isinstance(v, PLAIN)}
             container.clear()
             if isinstance(container, (dict, set)):
-                container.update(copy)
+                container.update(before)
             else:
-                container.extend(copy)
+                container.extend(before)
 
 
 def _changes(now: Container, before: Any, path: ValuePath) -> Iterator[Change]:

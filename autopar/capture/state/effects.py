@@ -41,6 +41,7 @@ class Effects:
         classes: class attributes that the run depends on.
         added: increments of the counters.
         uses: operations that needed the value of a counter.
+        set_up: whether the run added hooks to modules, which stay.
     """
 
     model: nn.Module
@@ -53,6 +54,7 @@ class Effects:
     changes: list[Change] = field(default_factory=list)
     added: dict[Attribute, int] = field(default_factory=dict)
     uses: list[str] = field(default_factory=list)
+    set_up: bool = False
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -76,6 +78,7 @@ class Effects:
                 else:
                     self.changes.append(change)
         finally:
+            self.set_up = snapshot.has_new_hooks()
             if not self.keep:
                 snapshot.restore()
                 for name, old in before.items():
